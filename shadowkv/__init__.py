@@ -1,4 +1,4 @@
-"""shadowkv: serves long-context language models in large batches on one GPU, with KV caches that are made small."""
+"""shadowkv: serves long-context language models in large batches on one GPU, with compressed KV caches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that `--help` and the planner do not wait for PyTorch.
+    # Lazy imports, so that `--help` and the planner do not wait for PyTorch.
     if name not in _HOMES:
         raise AttributeError(f"module 'shadowkv' has no attribute {name!r}")
     from importlib import import_module

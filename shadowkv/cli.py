@@ -1,4 +1,4 @@
-"""The command ``shadowkv``: each of its subcommands is the ``main`` of a package, as ``python -m`` runs it."""
+"""The command ``shadowkv``. Each subcommand is the ``main`` of a package's ``__main__``, as with ``python -m``."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ COMMANDS = {
 }
 
 PACKAGES = {"cache": "prefix_cache"}
-"""Packages of commands that have another name."""
+"""Packages of commands whose package has another name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code."""
+    """Runs a command. Returns its exit code."""
     width = max(map(len, COMMANDS))
     parser = Parser(
         prog="shadowkv",
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _stopped_at_once():
             module = import_module(f"shadowkv.{PACKAGES.get(command, command)}.__main__")
         code: int = module.main(arguments[1:])
-    except KeyboardInterrupt:  # while it imports more, which takes seconds: later, commands see to it
+    except KeyboardInterrupt:  # during imports, which take seconds; later the commands handle it themselves
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _stopped_at_once() -> Iterator[None]:
-    """Within, Ctrl-C ends the process without an exception, which imports may make another one of, or drop."""
+    """A context in which Ctrl-C ends the process at once. An exception could be replaced or dropped by imports."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not ignored, in the background
+    if before is signal.default_int_handler:  # a background process ignores the signal
         signal.signal(signal.SIGINT, _stop)
     try:
         yield

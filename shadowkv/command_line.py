@@ -1,4 +1,5 @@
-"""What the commands share: mistakes in their flags are one line, and help has no markup."""
+"""``Parser``: the argument parser of all commands. It reports a mistake in one line, and reads flags from YAML
+files."""
 
 from __future__ import annotations
 
@@ -14,21 +15,21 @@ from typing import Any, NoReturn
 from shadowkv.wording import NamesSettings
 
 ALIKE = 0.75
-"""How much of a flag's letters another must share, in order, to be what may have been meant."""
+"""Minimum similarity (``difflib``) of a flag that is suggested for an unknown one."""
 
 SHORT_BYTES = 2**17
-"""Of a file of flags, at the most. YAML of that length is read in a second or two."""
+"""Most bytes of a file of flags. YAML of this size is read in a second or two."""
 
 UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)")
 
 ENTRY = re.compile(r"(--?[a-zA-Z][\w-]*)\.([\w-]+(?:\.[\w-]+)*)(\+?)(?:=(.*))?", re.DOTALL)
-"""An entry of a flag's JSON object as vLLM writes it, ``--hf-overrides.rope_scaling.factor=4``; with ``+`` it is one of
-a list's."""
+"""An entry of a flag's JSON object in vLLM's dotted form, ``--hf-overrides.rope_scaling.factor=4``. A ``+`` after the
+name appends to a list."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and where flags are listed, instead of listing them. As in vLLM, flags may have
-    underscores for dashes."""
+    """An argument parser that reports an error in one line, without the list of flags. As in vLLM, flags can have
+    underscores instead of dashes."""
 
     def error(self, message: str) -> NoReturn:
         if (unknown := UNKNOWN.match(message)) and (near := self._near(unknown[1])):
@@ -36,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
     def format_help(self) -> str:
-        """Quotes of docstrings, which descriptions come from, are plain ones."""
+        """Replaces the quotes of docstrings, from which descriptions are made, by plain ones."""
         return super().format_help().replace("``", "'")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -44,9 +45,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(self._joined([_dashed(argument) for argument in given]), namespace)
 
     def parse_with_file(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """A command line whose ``--config``, if it has one, names a YAML file of more flags, as vLLM's: keys are their
-        names, and what is on the command line wins."""
-        unset: list[Any] = []  # a list, since flags with several values extend what is there
+        """Parses a command line and the YAML file of ``--config``, if there is one. As in vLLM, the file's keys are
+        names of flags, and the command line overrides the file."""
+        unset: list[Any] = []  # a list, because flags with several values extend the default
         before = argparse.Namespace(**{action.dest: unset for action in self._actions})
         given = {name: value for name, value in vars(self.parse_args(arguments, before)).items() if value is not unset}
         file = given.get("config")
@@ -56,12 +57,12 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _near(self, flag: str) -> str | None:
-        """What may have been meant, of the flags that --help lists: those that it does not have no effect."""
+        """The most similar flag that --help lists; None if none is similar. Hidden flags have no effect."""
         listed = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
         return next(iter(get_close_matches(flag, listed, 1, ALIKE)), None)
 
     def _joined(self, arguments: list[str]) -> list[str]:
-        """Arguments whose entries of JSON objects (``ENTRY``) are one object for each flag."""
+        """Arguments in which the entries of a flag's JSON object (``ENTRY``) are joined into one argument."""
         others: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
         given = iter(arguments)
@@ -75,18 +76,18 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"argument {argument}: expected one argument")
             try:
                 _add_entry(objects.setdefault(found[1], {}), found[2].split("."), bool(found[3]), value)
-            except (AttributeError, TypeError):  # of a value that is no object, or no list
-                self.error(f"argument {argument}: another argument gives a part of it, or of what it is in")
+            except (AttributeError, TypeError):  # the entry is inside a value that is no object, or no list
+                self.error(f"argument {argument}: it conflicts with another argument for the same entry")
         for flag in objects:
             if any(argument.partition("=")[0] == flag for argument in others):
-                self.error(f"argument {flag}: pass either all of it or its entries ({flag}.NAME)")
+                self.error(f"argument {flag}: pass either the whole object or its entries ({flag}.NAME)")
         return [*(part for flag, entries in objects.items() for part in (flag, json.dumps(entries))), *others]
 
     def _flags_of(self, file: Path) -> Iterator[str]:
-        import yaml  # for those who have such a file
+        import yaml  # imported here because few command lines need it
 
         class Loader(yaml.SafeLoader):
-            """Takes no aliases: a few lines of them stand for more than any memory holds."""
+            """A YAML loader without aliases. A few lines of aliases could expand to more than the memory holds."""
 
             def compose_node(self, parent: Any, index: Any) -> Any:
                 if self.check_event(yaml.AliasEvent):
@@ -110,17 +111,17 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"--config {file}: there is no flag {key!r}{f': did you mean {near}?' if near else ''}")
             try:
                 yield from _as_arguments(flag, action, value)
-            except (TypeError, ValueError):  # dates, bytes and sets of YAML, and numbers of thousands of digits
+            except (TypeError, ValueError):  # YAML's dates, bytes and sets, and numbers with thousands of digits
                 self.error(f"--config {file}: {key!r} has a value that JSON does not have; put it in quotes")
 
 
 def read_short(file: Path) -> str:
-    """The text of a file that a user writes, or of a pipe; raises ValueError where that is longer than any such is, or
-    never ends, and OSError where it cannot be read."""
+    """The text of a short file or pipe. Raises ValueError if it has more than ``SHORT_BYTES``, OSError if it cannot be
+    read."""
     with file.open("rb") as opened:
         raw = opened.read(SHORT_BYTES + 1)
     if len(raw) > SHORT_BYTES:
-        raise ValueError(f"it has more than {SHORT_BYTES >> 10} KiB, which no such file has")
+        raise ValueError(f"it has more than {SHORT_BYTES >> 10} KiB, which is the limit")
     return raw.decode("utf-8")
 
 
@@ -131,7 +132,7 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _dashed(argument: str) -> str:
-    """A flag with dashes; a value, and the name of an entry, as it is."""
+    """A flag with dashes instead of underscores. Values and names of entries stay unchanged."""
     if not argument.startswith("--"):
         return argument
     end = next((at for at, letter in enumerate(argument) if letter in ".="), len(argument))
@@ -139,7 +140,7 @@ def _dashed(argument: str) -> str:
 
 
 def _add_entry(entries: dict[str, Any], path: list[str], is_listed: bool, text: str) -> None:
-    """Adds a value, JSON or else a text, to an object, or to a list in it."""
+    """Adds a value to an object, or to a list in it. The value is JSON, or a text if it is not."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -154,7 +155,7 @@ def _add_entry(entries: dict[str, Any], path: list[str], is_listed: bool, text: 
 
 
 def _as_arguments(flag: str, action: argparse.Action, value: Any) -> list[str]:
-    """An entry of a YAML file as arguments."""
+    """The arguments for an entry of a YAML file."""
     if isinstance(value, bool) and action.nargs == 0:
         off = f"--no-{flag.removeprefix('--')}"
         return [flag] if value else [off] if off in action.option_strings else []
@@ -170,9 +171,9 @@ def _as_text(value: Any) -> str:
 
 
 def one_line(error: BaseException, **renamed: str) -> str:
-    """What went wrong, in one line also where it lists reasons; the error's type where it says nothing.
+    """The message of an error in one line, with all its reasons; the error's type if it has no message.
 
-    Settings are named by their flags; ``renamed`` has those that are called otherwise.
+    Settings are named by their flags. ``renamed`` maps settings to flags with other names.
     """
     text = error.as_flags(renamed) if isinstance(error, NamesSettings) else str(error)
     first, *reasons = [line.strip().removeprefix("- ") for line in text.splitlines() if line.strip()] or [

@@ -1,4 +1,4 @@
-"""Whether a dataclass's values are of the types that its fields are annotated with: Python itself does not look."""
+"""Checks the values of a dataclass against the types of its fields. Configs and parameters use it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _NUMBERS: dict[type, type] = {int: Integral, float: Real}
-"""What stands for a number, NumPy's included."""
+"""Abstract types of numbers, which include NumPy's."""
 
 _SHOWN = {types.NoneType: "None", Mapping: "dict"}
-"""Types that messages call otherwise."""
+"""Names of types in messages, if they differ."""
 
 
 def wrong_types(values: DataclassInstance) -> list[str]:
-    """A reason for each field whose value is of another type: ``max_model_len='8k' must be int or None, and is str``.
+    """A reason for each field whose value has a wrong type: ``max_model_len='8k' must be int or None, and is str``.
 
-    Of containers only the kind is looked at. A bool is no number.
+    Items of containers are not checked. A bool is no number.
     """
     reasons = []
     for name, expected in _expected(type(values)).items():

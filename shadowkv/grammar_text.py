@@ -1,6 +1,6 @@
-"""Rules for an output other than a JSON schema, as text: what they are, and a colon before them.
+"""Grammars other than JSON schemas as text: the kind of the grammar, a colon, and the grammar.
 
-JSON begins with none of these words, so a text says by itself whether it is a schema.
+JSON text never begins with one of these kinds and a colon, so a text shows whether it is a schema.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ KIND = re.compile(r"(regex|grammar|structural_tag|choice):")
 
 
 def grammar_text(kind: GrammarKind, rules: str) -> str:
-    """Rules as ``SamplingParams.grammar`` has them: a regular expression, a grammar in GBNF (a kind of EBNF, whose root
-    is the rule ``root``), a structural tag of XGrammar as JSON text, or a JSON list of the texts to choose from."""
+    """The text of a grammar for ``SamplingParams.grammar``. ``rules`` is a regular expression, a grammar in GBNF (a
+    kind of EBNF with the start rule ``root``), a structural tag of XGrammar as JSON text, or a JSON list of choices."""
     return f"{kind}:{rules}"
 
 
 def choice_text(choices: Sequence[str]) -> str:
-    """The rules of one of some texts."""
+    """The text of a grammar for a choice of texts."""
     return grammar_text("choice", json.dumps(choices, ensure_ascii=False))
 
 
 def choice_grammar(rules: str) -> str:
-    """The grammar, in GBNF, of a JSON list of texts to choose from."""
+    """The grammar in GBNF of a JSON list of choices."""
     return f"root ::= {' | '.join(map(_literal, json.loads(rules)))}"
 
 
 def grammar_kind(text: str) -> tuple[str, str] | None:
-    """A text's kind and rules; None for a JSON schema."""
+    """The kind and the grammar of a text; None for a JSON schema."""
     kind = KIND.match(text)
     return None if kind is None else (kind[1], text[kind.end() :])
 
 
 def _literal(text: str) -> str:
-    """A text in GBNF, whose escapes are those of JSON but for surrogate pairs."""
+    """A literal in GBNF. Its escapes are those of JSON, except for surrogate pairs."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""How this package was installed, and the commands that add to it: messages name what works here.
+"""How this package was installed, and commands for messages that install or build what is missing.
 
-A clone (``pip install -e``, or the path alone) has the sources beside the package, an installation from an sdist or a
-folder knows where it came from, a wheel has neither.
+A clone (``pip install -e``, or only the path) has the sources beside the package. An installation from an sdist or a
+folder records its source. A wheel has neither.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 NAME = "shadowkv-engine"
-"""Of the distribution: "shadowkv" on PyPI is another project, and this one is not there."""
+"""Name of the distribution. "shadowkv" on PyPI is another project; this one is not on PyPI."""
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def clone() -> Path | None:
-    """The folder with the sources that this package runs from; None where it was installed without them."""
+    """The folder with the sources that this package runs from; None if it was installed without them."""
     return ROOT if (ROOT / "csrc/build_cuda.py").is_file() else None
 
 
 def adding(extra: str) -> str:
-    """The command that installs what an extra names: its requirements, so that nothing has to be built or found."""
+    """The command that installs an extra. It lists the extra's requirements, so that pip need not find or build this
+    package."""
     needed = _requirements(extra)
     return f"{_pip()} {shlex.join(needed) or shlex.quote(f'{_shown(ROOT)}[{extra}]')}"
 
 
 def has(extra: str) -> bool:
-    """Whether all that an extra requires is installed, in whatever version."""
+    """Whether all requirements of an extra are installed, in any version."""
     needed = _requirements(extra)
     names = [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in needed]
     return bool(names) and all(_distribution(name) for name in names)
 
 
 def building_cpu() -> str:
-    """The command that builds the C++ ops again and shows why it fails, or what replaces it."""
+    """The command that builds the C++ ops again and shows why it fails, or advice if there are no sources."""
     return f"{_pip()} -v --no-build-isolation --no-deps -e {_shown(folder)}" if (folder := clone()) else _again()
 
 
 def building_cuda() -> str:
-    """The same for the CUDA ops."""
+    """The command that builds the CUDA ops again, or advice if there are no sources."""
     return f"{_shown(sys.executable)} {_shown(folder / 'csrc/build_cuda.py')}" if (folder := clone()) else _again()
 
 
@@ -58,7 +59,7 @@ def _again() -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """What an extra names; nothing where that is not known, in a clone on the path."""
+    """The requirements of an extra; empty if they are not known, as in a clone on the path."""
     installed, marker = _distribution(), re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
     lines = (installed and installed.requires) or ()
     return [line.partition(";")[0].strip() for line in lines if marker.search(line)]
@@ -77,7 +78,7 @@ def _source() -> Path | None:
 def _distribution(name: str = NAME) -> Distribution | None:
     try:
         return distribution(name)
-    except PackageNotFoundError:  # our own is not installed where a clone is on the path
+    except PackageNotFoundError:  # this package is not installed if a clone is on the path
         return None
 
 

@@ -1,4 +1,4 @@
-"""What settings of loading a model can be: for ``models``, and for flags, which are named without PyTorch."""
+"""Valid values of settings for loading a model. It does not import PyTorch, so that flags are checked quickly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DEQUANTISED = "none"
 QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int4", "int8", "nvfp4", "mxfp4", DEQUANTISED)
-"""The first is arithmetic in 8 bits, for any files, with the last weights are dequantised whatever files have them in;
-the others say what random weights are in, and plans."""
+"""Values of ``quantization``. ``fp8`` converts any weights to 8 bits at load. ``none`` dequantises any weights. The
+others are the forms of random weights and of plans."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
-"""The last two are vLLM's, and PyTorch's, other names of float16 and float32."""
+"""Values of ``dtype``. ``half`` and ``float`` are other names of float16 and float32, as in vLLM and PyTorch."""
 ATTENTION_BACKENDS = ("auto", "shadowkv", "flashinfer", "flash-attn")
-"""How attention is chosen: as measured, without other packages, or by one of those wherever it serves."""
+"""Values of ``attention_backend``: the fastest as measured, only this project's kernels, or a package's kernels
+wherever they can run."""
 
 _MULTIPLES = {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)} | {
     letter: 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)
@@ -25,10 +26,10 @@ _MULTIPLES = {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1
 
 
 def parse_count(text: str) -> int:
-    """A number as vLLM takes it: ``8k`` is 8000, ``25.6k`` is 25600 and ``8K`` is 8192; raises ArgumentTypeError."""
+    """Parses a number as vLLM does: ``8k`` is 8000, ``25.6k`` is 25600 and ``8K`` is 8192. Raises ArgumentTypeError."""
     found = re.fullmatch(r"\s*(-?\d+)(\.\d+)?([kmgtKMGT]?)\s*", text)
     if found is None or (found[2] and not found[3].islower()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, as 8192, 8k (8000) and 8K (8192) are")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number, such as 8192, 8k (8000) or 8K (8192)")
     value = Decimal(found[1] + (found[2] or "")) * _MULTIPLES.get(found[3], 1)
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
@@ -36,8 +37,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_attention_backend(text: str) -> str:
-    """``--attention-backend`` as given on a command line, in vLLM's spelling too: ``FLASH_ATTN``; raises
-    ArgumentTypeError."""
+    """Parses ``--attention-backend``, also in vLLM's spelling, ``FLASH_ATTN``. Raises ArgumentTypeError."""
     name = text.lower().replace("_", "-")
     if name not in ATTENTION_BACKENDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(ATTENTION_BACKENDS)}")
@@ -45,12 +45,12 @@ def parse_attention_backend(text: str) -> str:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """A JSON object as given on a command line; raises ArgumentTypeError."""
+    """Parses a JSON object of a command line. Raises ArgumentTypeError."""
     return _object(text, """'{"temperature": 0.5}'""")
 
 
 def parse_overrides(text: str) -> dict[str, Any]:
-    """``--hf-overrides`` as given on a command line; raises ArgumentTypeError where it is no JSON object."""
+    """Parses ``--hf-overrides``. Raises ArgumentTypeError if it is no JSON object."""
     return _object(text, """'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'""")
 
 
@@ -58,7 +58,7 @@ def _object(text: str, wanted: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON, as {wanted} is: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON, such as {wanted}: {error}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, as {wanted} is")
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as {wanted}")
     return value

@@ -1,4 +1,4 @@
-"""The log of every process of a server: lines that nothing a client sends can forge."""
+"""The log format of all processes of a server. Text from clients cannot forge log records."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import logging
 from types import TracebackType
 
 MAX_CHARS = 2000
-"""Limit for a message, and for each line of a traceback: both may quote a request."""
+"""Most characters of a message, and of each line of a traceback. Both can quote a request."""
 
 MAX_LINES = 200
-"""Limit for a traceback; the middle of a longer one is left out."""
+"""Most lines of a traceback. The middle of a longer one is left out."""
 
 INDENT = "    "
 
 
 class LogFormatter(logging.Formatter):
-    """Escapes and shortens messages, so that nothing that a client sends makes a record look like two, or long;
-    tracebacks keep their lines, none of which begins like a record."""
+    """Escapes and shortens messages, so that text from a client cannot make one record look like two, or very long.
+    Tracebacks keep their lines, which are indented, so that none looks like a record."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -42,8 +42,8 @@ def escaped(text: str) -> str:
 
 
 def set_up_log() -> None:
-    """Sends to stderr, in this format, warnings and errors of every library, the engine's messages about its start, and
-    a line for each request; a log that is already set up is left alone."""
+    """Sets up logging to stderr in this format, unless logging is set up already. It shows warnings and errors of all
+    libraries, the engine's messages about its start, and a line for each request."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.basicConfig(handlers=[handler])

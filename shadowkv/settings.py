@@ -1,7 +1,7 @@
-"""Settings that a dataclass declares in one place each: default, check, flag and the flag's help.
+"""Declarations of settings: a dataclass field declares its default, check, flag and the flag's help in one place.
 
 ``EngineConfig``, ``ServerSettings`` and the settings of cache parts are declared this way. The flags of ``shadowkv
-serve``, their checks, and flags of other commands that mean the same follow from the declarations.
+serve`` and their checks follow from the declarations, and so do flags of other commands with the same meaning.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NOT_EMPTY = Check(lambda value: value != "", "must not be empty")
 
 
 class OtherFlag(NamedTuple):
-    """Another flag that sets the same field, by other values; one of the two can be given."""
+    """A second flag that sets the same field with other values. Only one of the two flags can be used."""
 
     name: str
     parse: Callable[[str], Any]
@@ -60,15 +60,16 @@ class OtherFlag(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a field declares.
+    """The declaration of a field.
 
     Attributes:
-        group: title of the group that lists its flag in ``--help``.
-        help: of its flag. ``--help`` adds the default, unless the text has ``(default: ...)`` itself.
+        group: title of the flag's group in ``--help``.
+        help: help of the flag. ``--help`` adds the default, unless the text has ``(default: ...)`` itself.
         aliases: other names of the flag.
-        parse: converts the flag's text to a value, of a list to a tuple of values; None: by the field's type.
+        parse: converts the flag's text to a value; for a tuple, each text to a tuple of values. None converts by the
+            field's type.
         metavar: the placeholder of the flag's value in ``--help``.
-        choices: all valid values; None is valid, too, if it is the default.
+        choices: all valid values. None is valid too if it is the default.
         check: a rule for values other than None.
         other: a second flag that sets the field.
     """
@@ -84,17 +85,17 @@ class Setting:
 
 
 def setting(default: Any, group: str, help: str, *aliases: str, **declared: Any) -> Any:
-    """A field of a dataclass with a default and a ``Setting``, whose further attributes are ``declared``."""
+    """A dataclass field with a default and a ``Setting``. ``declared`` are further attributes of the ``Setting``."""
     return field(default=default, metadata={_DECLARED: Setting(group, help, aliases, **declared)})
 
 
 def settings_of(config: type[DataclassInstance]) -> Mapping[str, Setting]:
-    """What every field of a dataclass declares."""
+    """The declaration of each field of a dataclass, by name."""
     return {one.name: one.metadata[_DECLARED] for one in fields(config)}
 
 
 def violations(values: DataclassInstance) -> list[str]:
-    """A reason for each field whose value is not what it declares: ``max_num_seqs=0 must be at least 1``."""
+    """A reason for each field whose value violates its declaration: ``max_num_seqs=0 must be at least 1``."""
     reasons = []
     for one in fields(values):
         declared: Setting = one.metadata[_DECLARED]
@@ -109,12 +110,12 @@ def violations(values: DataclassInstance) -> list[str]:
 
 
 def values_of(config: type[DataclassInstance], args: argparse.Namespace) -> dict[str, Any]:
-    """The values that parsed flags have for the fields of ``config``, by name."""
+    """The values of parsed flags for the fields of ``config``, by name."""
     return {one.name: getattr(args, one.name) for one in fields(config)}
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance]) -> None:
-    """Adds a flag for every field of ``config``, in the groups that they name."""
+    """Adds a flag for every field of ``config``, in the declared groups."""
     groups: dict[str, Any] = {}
     for name, declared in settings_of(config).items():
         if declared.group not in groups:
@@ -123,14 +124,14 @@ def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance]) 
 
 
 def add_flag(group: Any, config: type[DataclassInstance], name: str, *aliases: str, **changed: Any) -> None:
-    """Adds the flag of a field to a parser or a group of one.
+    """Adds the flag of a field to a parser or to a group of a parser.
 
-    A bool is a switch, with a ``--no-`` form unless the default is False. A tuple is a flag with one or more values,
-    which may be repeated.
+    A bool becomes a switch, with a ``--no-`` form unless the default is False. A tuple becomes a flag with one or more
+    values, which can be repeated.
 
     Args:
         aliases: further names of the flag.
-        changed: replaces arguments of ``add_argument``, for example its default or help.
+        changed: arguments of ``add_argument`` to replace, for example its default or help.
     """
     declared = settings_of(config)[name]
     options: dict[str, Any] = {"dest": name, "default": _default(config, name), "help": declared.help}
@@ -155,7 +156,7 @@ def add_flag(group: Any, config: type[DataclassInstance], name: str, *aliases: s
 
 
 class _Extend(argparse.Action):
-    """Replaces the default by a tuple of all values, in the order of the command line."""
+    """Collects all values in a tuple, in the order of the command line. They replace the default."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
         before = getattr(namespace, self.dest)
@@ -175,7 +176,8 @@ def _default(config: type[DataclassInstance], name: str) -> Any:
 
 
 def _kind(config: type[DataclassInstance], name: str) -> type:
-    """The type that a flag's text is converted to: the field's first of tuple, bool, int and float, otherwise str."""
+    """The type for a flag's text: tuple for a tuple, else the first of the field's types that is bool, int or float,
+    else str."""
     hint = _hints(config)[name]
     if get_origin(hint) is tuple:
         return tuple

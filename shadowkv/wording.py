@@ -1,4 +1,4 @@
-"""How messages name settings and numbers: Python has fields, a command line flags, and one token is no "1 tokens"."""
+"""Wording of messages: errors that can name settings as Python fields or as flags, and nouns with numbers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import shlex
 from collections.abc import Iterable, Mapping
 
 GIB = 2**30
-"""Bytes."""
+"""Bytes of a GiB."""
 
 _VALUE = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[-+\w]+(?:\.[-+\w]+)*"
-"""A value in a message, as ``repr`` writes texts, numbers and booleans."""
+"""Pattern of a value in a message, as ``repr`` writes texts, numbers and booleans."""
 
 _QUOTES = "'\""
 
 
 class NamesSettings(Exception):
-    """An error whose message names settings as Python does: ``max_num_seqs=-3 must be at least 1``.
+    """An error whose message names settings as Python fields: ``max_num_seqs=-3 must be at least 1``.
 
     Args:
-        message: has settings as ``name=value``; those of several words may stand without a value, too.
-        settings: their names. Whatever else the message names, a file's fields for example, is not one.
+        message: the message, with settings as ``name=value``. Names of several words can also stand without a value.
+        settings: names of the settings. Other names in the message, for example fields of a file, are not settings.
     """
 
     def __init__(self, message: str, settings: Iterable[str]) -> None:
@@ -35,12 +35,12 @@ class NamesSettings(Exception):
         """The message for a user who typed flags: ``--max-num-seqs -3 must be at least 1``.
 
         Args:
-            renamed: flags of settings that are not called as these are, with dashes.
+            renamed: flags by setting, for flags that are not the setting's name with dashes.
         """
 
         def flag(found: re.Match[str]) -> str:
             name, value = found["name"], found["value"]
-            if value is None and "_" not in name:  # role, model: words
+            if value is None and "_" not in name:  # without a value, names like role and model are plain words
                 return found[0]
             flag = renamed.get(name, f"--{name.replace('_', '-')}")
             if value is None or value == "True":
@@ -54,13 +54,13 @@ class NamesSettings(Exception):
 
 
 class SettingsError(NamesSettings, ValueError):
-    """Settings that are not valid."""
+    """Invalid settings."""
 
 
 class OutOfMemory(NamesSettings, MemoryError):
-    """Settings that need more memory than there is."""
+    """Settings that need more memory than is available."""
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 token``, ``2 tokens``."""
+    """The number with the noun in singular or plural: ``1 token``, ``2 tokens``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

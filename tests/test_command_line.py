@@ -83,7 +83,7 @@ def test_mistakes_are_one_line(arguments, line, capsys):
         ),
         (
             'serve --rope-theta 1e6 --hf-overrides {"rope_theta":1e6}',
-            "--rope-theta 1000000.0 is an entry of --hf-overrides, too",
+            "--rope-theta 1000000.0 is also in --hf-overrides: set only one of them",
         ),
         ("eval stress --out o --rope-theta -1", "--rope-theta -1.0 must be positive"),
         (

@@ -1,5 +1,5 @@
-"""Scheduler, runner and sampling
+"""The engine: requests, scheduling, execution and sampling
 
-``engine.py`` takes the steps; ``llm.py`` and ``process`` drive them, offline and for servers. ``scheduling`` says what
-is computed next, ``execution`` computes it.
+``engine.py`` runs the steps. ``llm.py`` calls it offline, ``process`` for servers. ``scheduling`` chooses what a step
+computes, and ``execution`` computes it.
 """

@@ -1,4 +1,5 @@
-"""The text of an answer from its tokens, up to a stop string: outside the engine, which knows tokens alone."""
+"""Detokenizes an answer up to its stop string. ``LLM`` and ``process/client.py`` use it; the engine itself knows only
+tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class DecodeStream(Protocol):
-    """Text of tokens as they come; never half a character."""
+    """Streaming detokenizer of one answer. It never returns half a character."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
@@ -20,14 +21,17 @@ class DecodeStream(Protocol):
 
 
 class StreamsText(Protocol):
-    """What is needed of a tokenizer."""
+    """A tokenizer that makes streaming detokenizers."""
 
     def stream(self, skip_special_tokens: bool = True) -> DecodeStream: ...
 
 
 class Detokenizer:
-    """Text of one request. What might be the start of a stop string is held back until it is known not to be; with
-    ``include_stop`` the string that ends the text is part of it."""
+    """Text of one request, up to its stop string.
+
+    Text that could be the start of a stop string is held back until it is clear that it is not. With ``include_stop``
+    the stop string is part of the text.
+    """
 
     def __init__(self, stream: DecodeStream, stop: tuple[str, ...], include_stop: bool = False) -> None:
         self._stream, self._stop, self._include_stop = stream, stop, include_stop
@@ -36,16 +40,16 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete: ``stop_string``."""
+        """Whether the text has reached a stop string."""
         return self.stop_string is not None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that is certain after more tokens; sets ``stopped`` when a stop string is complete."""
+        """Adds tokens. Returns the new text without the held-back part, and sets ``stop_string`` if one is complete."""
         text = self._stream.push(token_ids)
         return self._release(text) if self._stop else text
 
     def finish(self) -> str:
-        """The rest of the text, when generation has ended for another reason."""
+        """The held-back rest of the text, when generation has ended without a stop string."""
         if self.stopped:
             return ""
         text = self._release(self._stream.flush())
@@ -73,10 +77,11 @@ class Detokenizer:
 
 
 class AnswerText:
-    """Reads the outputs of one request.
+    """Turns the token outputs of one request into text outputs.
 
     Attributes:
-        ended: whether the answer has its end: its last token, or a stop string, of which the engine is to be told.
+        ended: whether the answer has ended, with its last token or with a stop string. The caller must tell the engine
+            of a stop string.
     """
 
     def __init__(self, tokenizer: StreamsText, params: SamplingParams) -> None:
@@ -84,12 +89,12 @@ class AnswerText:
         self._detokenizer = Detokenizer(
             tokenizer.stream(params.skip_special_tokens), params.stop, params.include_stop_str_in_output
         )
-        # The token that completes a stop string is the answer's last: they are looked at one by one.
+        # With stop strings, outputs are read one by one: the token that completes a stop string is the last.
         self._at_once = not params.stop
         self.ended = False
 
     def read(self, outputs: Sequence[TokenOutput]) -> TextOutput:
-        """What one or more outputs, in order, add to the answer; those after its end must not be given."""
+        """The text output of one or more token outputs, in order. It must not be called after the answer's end."""
         if len(outputs) == 1:
             return self._read(outputs[0])
         if self._at_once:
@@ -118,7 +123,7 @@ class AnswerText:
         if text.stopped:
             reason = "stop"
         elif reason is not None and reason != "error":
-            added += text.finish()  # may complete one as well
+            added += text.finish()  # this can also complete a stop string
         self.ended = reason is not None
         return TextOutput(
             output.request_id,

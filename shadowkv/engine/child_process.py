@@ -1,4 +1,4 @@
-"""Processes that this one starts and talks to: engines, ranks, servers for HTTP"""
+"""Starts child processes with a connection to them: engines, ranks, HTTP servers"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from shadowkv.engine.held_folder import HeldFolder
 
 GRACE_SECONDS = 5.0
-"""How long one may take to exit once it is about to."""
+"""How long to wait for the exit of a process whose connection is closed."""
 
 
 def start_process(
@@ -25,12 +25,20 @@ def start_process(
     own_session: bool = True,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """A process that runs a module, and a connection to it; its command line has the connection's other end and
-    ``descriptors``, which it inherits. It holds folders for as long as it lives."""
+    """Starts a process that runs a module. Returns it with a connection to it.
+
+    Args:
+        module: run with ``python -m``.
+        descriptors: file descriptors that the process inherits. Its command line has the descriptor of its end of the
+            connection, then these.
+        holds: folders that must exist as long as the process lives.
+        own_session: whether it starts a session of its own, so that a terminal's signals do not reach it.
+        environment: variables to add to this process's environment.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         inherited = (theirs.fileno(), *descriptors)
-        # Modules are found where this process finds them; a terminal, its input and signals are for this one alone.
+        # The child finds modules where this process does. Only this process reads the terminal.
         process = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, inherited)],
             pass_fds=(*inherited, *(folder.descriptor for folder in holds)),
@@ -42,7 +50,7 @@ def start_process(
 
 
 def ending(process: subprocess.Popen[bytes]) -> str:
-    """How a process has ended, or is about to."""
+    """Describes how a process has ended. It waits up to ``GRACE_SECONDS`` for the exit."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_SECONDS)
     code = process.returncode

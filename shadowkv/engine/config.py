@@ -1,4 +1,5 @@
-"""Everything an engine is built from, and its command-line flags, with the names that are common elsewhere."""
+"""``EngineConfig``: the settings of an engine, which are also its command-line flags. Names are vLLM's where it has
+them."""
 
 from __future__ import annotations
 
@@ -45,14 +46,15 @@ DEFAULT_POLICY = "turbo"
 ROLES = ("both", "prefill", "decode")
 SCHEDULING_POLICIES = ("fair", "fcfs", "priority")
 SPARE_SEQS = 1
-"""Sequences that may run beyond ``max_num_seqs``, in the place of a cached one: the only one of a tenant for whom
-nothing else is computed."""
+"""Sequences that can run beyond ``max_num_seqs``, in the slot of a cached sequence. They are reserved for newcomers:
+tenants with nothing running or prefilling."""
 MODEL, SCHEDULING, SAMPLING, CACHE, PREFIX_CACHE = "model", "scheduling", "sampling", "KV cache", "prefix cache"
 """Groups of flags."""
 
 
 def policy_name(text: str) -> str:
-    """A policy as given on a command line, unchanged; raises ArgumentTypeError where ``preset`` cannot read it."""
+    """Checks a policy of the command line and returns it unchanged. Raises ArgumentTypeError if ``preset`` refuses
+    it."""
     try:
         preset(text)
     except ValueError as error:
@@ -61,7 +63,7 @@ def policy_name(text: str) -> str:
 
 
 def policy_of_cache_dtype(name: str) -> str:
-    """The policy for vLLM's name of a cache dtype; raises ArgumentTypeError where there is none."""
+    """The policy for a value of vLLM's ``--kv-cache-dtype``. Raises ArgumentTypeError for an unknown value."""
     policies = {"auto": DEFAULT_POLICY, **CACHE_DTYPES}
     if name not in policies:
         raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(policies)}; --kv takes every policy")
@@ -69,17 +71,17 @@ def policy_of_cache_dtype(name: str) -> str:
 
 
 def parse_length(text: str) -> int | None:
-    """``--max-model-len`` as given on a command line; None where it is to be chosen, as in vLLM ``auto`` or -1."""
+    """Parses ``--max-model-len``. None for ``auto`` and -1, as in vLLM: the engine chooses the length."""
     return None if text in ("auto", "-1") else parse_count(text)
 
 
 def parse_dense_below(text: str) -> int | str:
-    """``--kv-dense-below`` as given on a command line; what is not a number is for the config to refuse."""
+    """Parses ``--kv-dense-below``. ``EngineConfig`` checks a value that is not a number."""
     return int(text) if text.isdecimal() else text
 
 
 class _OfPolicy(argparse.Action):
-    """A removed flag, whose value is a field of the policy; its error says how to set that."""
+    """A removed flag for a setting of the policy. Its error says how to set it with ``--kv``."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
         field = str(flag).removeprefix("--kv-")
@@ -88,10 +90,10 @@ class _OfPolicy(argparse.Action):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """An engine's settings; every field is a flag of the same name with dashes.
+    """An engine's settings. Every field is a flag of the same name with dashes.
 
     Raises:
-        SettingsError: values of other types, or that are not valid; the message lists every one.
+        SettingsError: some values have a wrong type or are invalid. The message lists all of them.
     """
 
     model: str = setting(
@@ -344,14 +346,17 @@ class EngineConfig:
         if (self.kv_offload_gib or self.kv_disk_dir) and not self.enable_prefix_caching:
             bad.append("kv_offload_gib and kv_disk_dir have no meaning with enable_prefix_caching=False")
         if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
-            bad.append(f"device={self.device!r} is one GPU: tensor_parallel_size > 1 takes them from the first on")
+            bad.append(
+                f"device={self.device!r} is one GPU: with tensor_parallel_size > 1 it must be 'cuda', which takes the "
+                "first GPUs"
+            )
         if self.rope_theta is not None and "rope_theta" in (self.hf_overrides or {}):
-            bad.append(f"rope_theta={self.rope_theta} is an entry of hf_overrides, too: pass one of them")
+            bad.append(f"rope_theta={self.rope_theta} is also in hf_overrides: set only one of them")
         if bad:
             raise SettingsError("; ".join(bad), self.names())
 
     def spec(self) -> KVSpec:
-        """The policy, not yet resolved for a model; raises ValueError for an unknown preset."""
+        """The policy, before it is resolved for a model. Raises ValueError for an unknown preset."""
         dense_below = None if isinstance(self.kv_dense_below, str) else self.kv_dense_below
         return preset(
             self.kv,
@@ -361,7 +366,7 @@ class EngineConfig:
         )
 
     def refused_policy(self, error: ValueError) -> SettingsError:
-        """The error for what ``spec`` returned being refused, with the reasons in ``error``, in terms of settings."""
+        """The error for a policy that was refused because of ``error``, in terms of this config's settings."""
         return refused_policy(error, self.kv if isinstance(self.kv, str) else None, prefill_error=self.prefill_error)
 
     @classmethod
@@ -382,12 +387,12 @@ class EngineConfig:
 
     @property
     def policy(self) -> str:
-        """The policy's name; one that was given as a KVSpec has none."""
+        """The policy's name; ``custom`` for a KVSpec."""
         return self.kv if isinstance(self.kv, str) else "custom"
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> EngineConfig:
-        """The config given by parsed flags."""
+        """The config of parsed flags."""
         return cls(**values_of(cls, args))
 
     @staticmethod
@@ -402,9 +407,9 @@ def refused_policy(error: ValueError, kv: str | None, **chosen: Any) -> Settings
     """The error for a refused policy, in terms of the settings that name it.
 
     Args:
-        error: the reason; what parts report refers to the policy's own fields.
+        error: the reason. It names fields of the policy.
         kv: the policy's name, if it has one.
-        chosen: fields that were changed by separate settings (``prefill_error``); None where they were not.
+        chosen: fields of the policy that have settings of their own (``prefill_error``); None if they are not set.
     """
     given = {name: value for name, value in {"kv": kv, **chosen}.items() if value is not None}
     named = error.settings if isinstance(error, SettingsError) else ()

@@ -1,8 +1,8 @@
 """The engine: admits, prefills, decodes and finishes requests, one step at a time.
 
-A step decodes one token for every running sequence, in one pass with short prompts that have been admitted. Before that
-it advances the current prefill, if that is too long for such a pass, as far as the time between two tokens allows.
-Requests join and leave between any two steps.
+A step decodes one token for every running sequence. Admitted short prompts are prefilled in the same pass. A prompt
+that is too long for this pass is prefilled before it, in rounds, as far as the time between two tokens allows. Requests
+join and leave between steps. ``LLM`` and ``process/core.py`` call ``Engine.step``.
 """
 
 from __future__ import annotations
@@ -59,37 +59,45 @@ Scores = list[TokenLogprobs | None]
 """Log-probabilities of a prompt's tokens."""
 
 TOKEN_GAP = 0.08
-"""Seconds from token to token of a sequence while prompts are computed: so that 99 of 100 gaps are below 0.1. All that
-a decode step leaves of them goes to the prefill, because steps of few sequences cost nearly as much as those of many:
-at 4 to 12 ms they then get 5 to 15 % of the time, and a quarter where prefill gets three steps' time between two. A
-prompt that fits is part of one step."""
+"""Target seconds between two tokens of a sequence while prompts are computed. With it, 99 of 100 gaps are below 0.1 s.
+
+The prefill gets all the time that the decode step leaves, because a step of few sequences costs nearly as much as a
+step of many. Decode steps of 4 to 12 ms then get 5 to 15 % of the time; they would get a quarter if the prefill had the
+time of three steps between two steps. A prompt that fits into this time is part of one step."""
 
 QUEUED_TOKEN_GAP = 0.25
-"""The same while more prompts wait than requests run, and sequences are available for them: each step of the few that
-run delays all that wait, and steps of a full batch yield more tokens. 48 prompts of 60K with answers of 512 take 70 s
-on an H200 (fp8 weights), and 76 with 0.08."""
+"""``TOKEN_GAP`` while more requests wait than run and the cache has room for them. Each step of the few running
+requests delays all waiting ones, and steps of a full batch yield more tokens. On an H200 (fp8 weights), 48 prompts of
+60K tokens with answers of 512 take 70 s, and 76 s with a gap of 0.08 s."""
 
 PACKED_TOKEN_GAP = 0.03
-"""The same for a step with several prompts: they save little by it, a few hundred tokens occupy a GPU's arithmetic as
-well as thousands, and each of them would make everybody wait longer. Where all that wait would take longer than a
-``QUEUED_TOKEN_GAP``, one after another, steps have prompts for that long: all of a burst are then computed sooner."""
+"""``TOKEN_GAP`` for a step with several prompts. Packing prompts saves little, because a few hundred tokens occupy a
+GPU's arithmetic as well as thousands do, and each added prompt makes all requests wait longer. If the waiting short
+prompts would take longer than ``QUEUED_TOKEN_GAP`` one after another, a step packs prompts for ``QUEUED_TOKEN_GAP``
+seconds: all prompts of a burst are then computed sooner."""
 
 PREFILL_PER_DECODE = {"cpu": 3.0, "cuda": 1.0}
-"""What prefill gets at least, in decode steps, where these take so long that little of the gap is left: full batches
-soon pay for the wait."""
+"""Minimum time of a round of prefill, as a multiple of a decode step's time. It applies where decode steps take most of
+the token gap: full batches soon make up for the wait."""
 
 IDLE_PREFILL_SECONDS = 0.1
-"""The same while nothing decodes: aborts and Ctrl-C take effect between steps."""
+"""Seconds of a round of prefill while no sequence decodes. It is limited because aborts and Ctrl-C take effect between
+steps."""
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Requests in flight, and the use of each tier of the KV cache; finished sequences that are kept count as used.
+    """Requests in flight, and the use of the KV cache and of the prefix cache.
 
-    ``fetches`` counts from the start, not including the current step. ``prefixes`` are the tiers of the prefix cache,
-    whose host memory is not part of the KV cache's; it is empty where that is off. ``deferred`` is how many of those
-    that wait do so for what comes from the disk. ``usage`` is the share of the KV cache that requests in flight hold;
-    None unless it was asked for.
+    Attributes:
+        running: requests that own a sequence.
+        waiting: requests in the waiting queue.
+        tiers: use of each tier of the KV cache. Finished sequences that the prefix cache keeps count as used.
+        fetches: fetches from host memory since the start, without those of the current step.
+        prefixes: use of each tier of the prefix cache; empty if it is off. Its host memory is not part of the KV
+            cache's.
+        deferred: waiting requests whose prefix is being read from the disk.
+        usage: share of the KV cache that requests in flight hold, 0 to 1; None unless requested.
     """
 
     running: int
@@ -102,18 +110,20 @@ class EngineStats:
 
 
 class Engine:
-    """A model (``loaded``, if it is loaded already), its KV cache and the requests in flight; not thread-safe.
+    """A model, its KV cache and the requests in flight. Not thread-safe, except where a method says so.
 
     Args:
-        backends: backends of ops, by name, for tests and comparisons; all others are chosen.
+        loaded: the model, if it is already loaded.
+        backends: backend by op name, for tests and comparisons. The engine chooses the backends of all other ops.
 
     Attributes:
-        cache, runner, scheduler: the parts that compute, and that decide what is computed.
-        pace: how long prompts take on this device.
+        runner: computes prefills and decode steps.
+        scheduler: decides which requests run.
+        pace: measured prefill speed of this device.
         prefill_queue, decode_steps: the work in progress.
 
-    Raises ValueError for settings that are not valid, MemoryError where there is not enough memory, RankFailure where
-    another rank cannot start.
+    Raises ValueError for invalid settings, MemoryError if memory is too small, RankFailure if another rank cannot
+    start.
     """
 
     def __init__(
@@ -123,13 +133,14 @@ class Engine:
         check_disk_dir(config)
         asked = sampling_of_directory(config.generation_config)
         if config.tensor_parallel_size > 1 and (loaded is not None or backends):
-            reason = "a model that is loaded whole cannot be cut up" if loaded else "other ranks choose their backends"
-            raise SettingsError(f"{reason}: tensor_parallel_size must be 1 with it", ["tensor_parallel_size"])
+            reason = "a loaded model cannot be sharded" if loaded else "other ranks choose their backends themselves"
+            value = f"tensor_parallel_size={config.tensor_parallel_size} must be 1"
+            raise SettingsError(f"{value}: {reason}", ["tensor_parallel_size"])
         self._ranks = None if config.tensor_parallel_size == 1 else Ranks(config)
         self.device = device_of(config.device) if self._ranks is None else self._ranks.device
         if self._ranks is not None and self.device.type == "cpu":
             many = f"tensor_parallel_size={config.tensor_parallel_size}"
-            logger.warning("%s: without GPUs all ranks share one CPU's memory, which makes nothing faster", many)
+            logger.warning("%s has no benefit without GPUs: all ranks share the memory of one CPU", many)
         with ExitStack() as stack:
             if self._ranks is not None:
                 stack.callback(self._ranks.close)
@@ -174,21 +185,21 @@ class Engine:
         self._aborted: set[str] = set()
 
     def when_a_rank_fails(self, callback: Callable[[RankFailure], None]) -> None:
-        """Calls ``callback``, on a separate thread, when a tensor-parallel rank has ended."""
+        """Registers ``callback``. It is called on a separate thread when a tensor-parallel rank has ended."""
         if self._ranks is not None:
             self._ranks.when_failed(callback)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> Request:
-        """A request for ``add``, on any thread; waits until its rules are compiled, and raises RequestError if it could
-        never be served."""
+        """Makes a request for ``add``, and waits until its grammar is compiled. Any thread can call it. Raises
+        RequestError if the request can never be served."""
         if params.rules is not None:
             self.requests.grammars.compile(params.rules, params.one_line).result()
         return self.requests.request(request_id, prompt_token_ids, params)
 
     def add(self, request: Request) -> None:
-        """Queues a request; raises RequestError if its id is in use."""
+        """Queues a request. Raises RequestError if its id is in use."""
         self._enter(request)
         self.scheduler.add(request)
 
@@ -199,20 +210,24 @@ class Engine:
         self._open.add(name)
 
     def add_request(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Queues a request; raises RequestError if it could never be served or its id is in use."""
+        """Queues a request. Raises RequestError if it can never be served or its id is in use."""
         self.add(self.request(request_id, prompt_token_ids, params))
 
     def resume(self, request: Request, sequence: CachedSequence, token: int) -> TokenOutput:
-        """Continues a request whose prompt was computed elsewhere: ``sequence`` of ``cache`` holds it, and its first
-        token has been chosen. Returns what ``add`` and a step would have; the engine owns the sequence from then on.
+        """Continues a request whose prompt was computed outside the engine. The engine owns ``sequence`` from then on.
 
-        Raises RequestError if the request's id is in use, ValueError if the sequence is not the prompt's.
+        Args:
+            sequence: a sequence of ``cache`` that holds the prompt.
+            token: the first token of the answer.
+
+        Returns the output for ``token``. Raises RequestError if the request's id is in use, ValueError if the length
+        or capacity of the sequence is not the request's.
         """
         expected = len(request.prompt_token_ids), request.capacity
         if (sequence.length, sequence.capacity) != expected:
             raise ValueError(
-                f"a sequence of {sequence.length} tokens with room for {sequence.capacity} is none of a prompt of "
-                f"{expected[0]} that may grow to {expected[1]}"
+                f"the sequence has {sequence.length} tokens and room for {sequence.capacity}; the request needs "
+                f"{expected[0]} tokens and room for {expected[1]}"
             )
         self._enter(request)
         running = Running(request, sequence)
@@ -225,7 +240,7 @@ class Engine:
         return self._take_token(running, token, None)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request in whatever state it is; unknown and finished ids are ignored."""
+        """Ends a request, whether it waits, prefills or decodes. Unknown and finished ids are ignored."""
         if request_id not in self._open:
             return
         self._open.remove(request_id)
@@ -239,8 +254,8 @@ class Engine:
                 self._drop_prefill(prefill)
 
     def stop(self, request_id: str) -> None:
-        """Ends a running request whose answer is complete although the engine, which sees no text, does not know;
-        unknown and finished ids are ignored."""
+        """Ends a running request whose text has reached a stop string, which the engine cannot see. Unknown and
+        finished ids are ignored."""
         if request_id in self._open and (running := self._running(request_id)) is not None:
             self._finish(running)
 
@@ -258,14 +273,14 @@ class Engine:
         return len(self.scheduler.running) + self.prefill_queue.num_requests
 
     def num_running_of(self, tenant: str) -> int:
-        """The same, of one tenant; may be called from any thread."""
+        """Requests of one tenant that own a sequence. Any thread can call it."""
         prefills = [*self.prefill_queue.in_flight]
         rows = [*self.scheduler.running, *(row for prefill in prefills for row in prefill.rows)]
         return sum(row.request.tenant == tenant for row in rows)
 
     def stats(self, usage: bool = False) -> EngineStats:
-        """What is in flight and in memory now; may be called from any thread. With ``usage`` it takes a while where
-        much is kept."""
+        """Statistics of this moment. Any thread can call it. With ``usage`` it is slow if the prefix cache keeps many
+        sequences."""
         fetches = self.cache.fetches or FetchCounts()
         prefixes = self.scheduler.prefix_cache.stats() if self.config.enable_prefix_caching else {}
         return EngineStats(
@@ -282,12 +297,14 @@ class Engine:
 
     @property
     def waits_for_rules(self) -> bool:
-        """Whether a step could only choose tokens of sequences whose grammars are not ready yet."""
+        """Whether all running sequences wait for their grammars, and nothing is being prefilled."""
         return bool(self.scheduler.running) and self.decode_steps.idle and not self.prefill_queue.in_flight
 
     def step(self, wait: bool = True) -> list[TokenOutput]:
-        """One round of prefill and of decode steps; returns what it added to each request. Where all wait for their
-        grammars it does so too for a moment, unless the caller does."""
+        """Runs a round of prefill and a decode step. Returns the output of each request that advanced.
+
+        If all sequences wait for their grammars, it waits for a moment too, unless ``wait`` is False.
+        """
         outputs: list[TokenOutput] = []
         with current(self.device):
             if (joining := self._start_prefill()) is not None:
@@ -303,17 +320,18 @@ class Engine:
 
     @property
     def settling(self) -> bool:
-        """Whether computed data is still on its way to other tiers: steps continue that."""
+        """Whether pages are still being copied to other tiers. Steps continue the copies."""
         return self.scheduler.prefix_cache.busy
 
     @property
     def saves(self) -> Saves | None:
-        """What is saved and restored by name, for the engine's thread; None without a directory, or once given up."""
+        """Saves and restores prompts by name, on the engine thread. None without a disk directory, or after the lower
+        tiers have failed."""
         return self.scheduler.prefix_cache.saves
 
     def close(self) -> None:
-        """Ends the prefix cache's work, with a short time to write what is on its way to the disk; the processes that
-        match grammars; and the other ranks."""
+        """Closes the prefix cache, the grammar processes and the other ranks. Pages on their way to the disk get a
+        short time to be written."""
         self.requests.grammars.pool.close()
         with current(self.device):
             self.scheduler.prefix_cache.close()
@@ -322,12 +340,13 @@ class Engine:
             self._ranks.close()
 
     def _prefill_seconds(self, gap: float) -> float:
-        """What prefill may have between two tokens of those who decode."""
+        """Seconds for a round of prefill when running sequences wait ``gap`` seconds between two tokens."""
         step = self.decode_steps.seconds
         return max(gap - step, PREFILL_PER_DECODE[self.device.type] * step)
 
     def _start_prefill(self) -> PrefillInFlight | None:
-        """Starts a prefill if it is the turn of requests; returns it where the next decode step is to compute it."""
+        """Starts a prefill if waiting requests can be admitted. Returns the prefill that the next decode step computes,
+        if any."""
         if self.decode_steps.idle:
             self.prefill_queue.start()
             return None
@@ -356,7 +375,7 @@ class Engine:
             more = len(self.scheduler.waiting) > len(self.scheduler.running)
             queued = more and self.scheduler.could_admit and self.num_running < self.config.max_num_seqs
             seconds = self._prefill_seconds(QUEUED_TOKEN_GAP if queued else TOKEN_GAP)
-            if prefill.owed and self.scheduler.short_tokens_waiting:  # it is their turn again as soon as it has that
+            if prefill.owed and self.scheduler.short_tokens_waiting:  # short prompts go on once this time is paid back
                 seconds = min(seconds, prefill.owed)
         try:
             ended = self.prefill_queue.advance(seconds)
@@ -365,7 +384,7 @@ class Engine:
         return self._progress(prefill) if ended is None else self._end_prefill(*ended)
 
     def _progress(self, prefill: PrefillInFlight) -> list[TokenOutput]:
-        """How far a prefill has come, for those of its requests that ask for it."""
+        """Progress outputs, for the requests of a prefill that have ``return_progress``."""
         outputs = []
         for request, left in zip((running.request for running in prefill.rows), prefill.tokens_left, strict=True):
             if request.params.return_progress and request.request_id not in self._aborted:
@@ -374,7 +393,8 @@ class Engine:
         return outputs
 
     def _prefill_failed(self, prefill: PrefillInFlight, error: BaseException) -> list[TokenOutput]:
-        """Ends the requests of a prefill that has failed; raises ``error`` where that is not all."""
+        """Ends the requests of a failed prefill and returns their error outputs. Raises ``error`` if it is no
+        Exception, or if the device is no longer usable."""
         dropped = self._drop_prefill(prefill)
         if not isinstance(error, Exception):
             raise error
@@ -393,14 +413,14 @@ class Engine:
         return self._take_tokens(*self.decode_steps.held.choose([done[row] for row in rows], logits[rows], {}))
 
     def _drop_prefill(self, prefill: PrefillInFlight) -> list[Request]:
-        """Frees what a prefill owns; returns its requests that were not aborted."""
+        """Frees the sequences of a prefill. Returns its requests that were not aborted."""
         self.prefill_queue.drop(prefill)
         requests = [running.request for running in prefill.rows if running.request.request_id not in self._aborted]
         self._forget_aborted(prefill)
         return requests
 
     def _end_aborted(self, prefill: PrefillInFlight) -> None:
-        """Ends those requests of a prefill that were aborted before it was computed."""
+        """Ends the requests of a prefill that were aborted while it was computed."""
         for running in prefill.rows:
             if running.request.request_id in self._aborted:
                 self.scheduler.finish(running, keep=False)
@@ -412,7 +432,7 @@ class Engine:
     def _decode(self, wait: bool) -> list[TokenOutput]:
         try:
             chosen = self.decode_steps.next(wait)
-        except torch.OutOfMemoryError as error:  # those that wait may need less
+        except torch.OutOfMemoryError as error:  # waiting requests may need less memory
             message = _explain(error)
             return [self._fail(running, message) for running in list(self.scheduler.running)]
         return self._take_tokens(*chosen)
@@ -429,7 +449,7 @@ class Engine:
         outputs = []
         for row, running in enumerate(rows):
             if id(running) not in alive:
-                continue  # ended while the step was in flight
+                continue  # the request ended while the step was in flight
             if not finite[row]:
                 outputs.append(self._fail(running, "the model's logits are not finite (NaN or infinity)"))
                 continue
@@ -443,14 +463,14 @@ class Engine:
                 if running.request.params.return_progress and len(running.request.output_token_ids) <= 1:
                     output.prefilled = len(running.request.prompt_token_ids)
                 outputs.append(output)
-            except Exception as error:  # the others continue
+            except Exception as error:  # the other requests continue
                 outputs.append(self._fail(running, _explain(error)))
         return outputs
 
     def _take_token(self, running: Running, token: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         request, now = running.request, time.monotonic()
         request.times.first_token, request.times.last_token = request.times.first_token or now, now
-        if not request.max_tokens:  # only the prompt was to be scored
+        if not request.max_tokens:  # the request only scores its prompt
             self._finish(running)
             return _output(request, [], "length")
         request.output_token_ids.append(token)
@@ -505,7 +525,7 @@ def _output(request: Request, tokens: list[int], reason: str | None) -> TokenOut
 
 
 def _explain(error: Exception) -> str:
-    """The message for the requests that ``error`` ended; raises it where the device is no longer usable."""
+    """The error message for the requests that ``error`` ended. Raises ``error`` if the device is no longer usable."""
     if isinstance(error, (torch.AcceleratorError, RankFailure)):
         raise error
     logger.error("requests failed", exc_info=error)
@@ -514,8 +534,8 @@ def _explain(error: Exception) -> str:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[Callable[[], None]]:
-    """Within, a Ctrl-C takes effect when the yielded function is called, or at the end: in the middle of a step of an
-    engine it would leak pages and slots."""
+    """A context that delays Ctrl-C until its end, or until the yielded function is called. In the middle of an engine's
+    step Ctrl-C would leak pages and slots."""
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield lambda: None  # nothing to raise here

@@ -1,5 +1,5 @@
-"""Temporary folders that belong to running processes: for sockets, and what processes share. Those that were left by
-processes that were killed are removed when the next one is made."""
+"""Temporary folders that running processes hold, for sockets and shared files. Folders of killed processes are removed
+when the next folder is made."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from types import TracebackType
 PREFIX = "shadowkv-"
 
 LOCK = "held"
-"""File in a folder that those who hold the folder have locked: the system frees a lock with the last process that has
-it, however that ends. Unlike a process id it holds across containers that share the folder above."""
+"""Name of the lock file in a folder. All processes that hold the folder share its lock. The system frees the lock when
+the last of them ends, even if it is killed. Unlike a process id, a lock also works between containers that share the
+parent folder."""
 
 
 class HeldFolder:
-    """A new folder that only this user may enter, a context at whose end it is removed; so it is at the end of this
-    process. Others hold it too if they inherit ``descriptor``.
+    """A new folder that only this user can enter. It is a context manager that removes the folder at its end; the end
+    of this process removes it too. Other processes hold the folder if they inherit ``descriptor``.
 
     Args:
-        kind: of the folder, for its name.
+        kind: part of the folder's name.
 
     Attributes:
-        path: where it is.
-        descriptor: of the locked file.
+        path: the folder's path.
+        descriptor: file descriptor of the locked file.
     """
 
     def __init__(self, kind: str = "") -> None:
@@ -50,9 +51,9 @@ class HeldFolder:
 
 
 def _locked_file(folder: Path) -> int:
-    import fcntl  # here, as Windows has none: without servers and ranks this is not needed
+    import fcntl  # imported here because Windows has none; only servers and ranks need it
 
-    # It has its name only once it is locked: before, somebody who looks for abandoned folders could lock it.
+    # The file gets its name after it is locked: otherwise a process that looks for abandoned folders could lock it.
     new = folder / "new"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -66,11 +67,11 @@ def _close(folder: str, descriptor: int) -> None:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's folders that no process holds. Whatever has no lock is none of them, or not ready."""
+    """Removes this user's folders that no process holds. A folder without a lock file is not ours, or not ready."""
     import fcntl
 
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it has no lock, or that is held, or somebody else is removing it
+        with suppress(OSError):  # no lock file, or a process holds the lock, or another process removes the folder
             about = folder.lstat()
             if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
                 continue
@@ -84,12 +85,12 @@ def remove_abandoned() -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Removes a folder, if it is there, its lock last: where this is interrupted the next process goes on."""
+    """Removes a folder if it exists. The lock goes last, so that the next process can finish an interrupted removal."""
     with suppress(FileNotFoundError), os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
             elif entry.name != LOCK:
-                with suppress(OSError):  # another process that holds the folder removes it, too
+                with suppress(OSError):  # another process that holds the folder can remove the file first
                     os.unlink(entry.path)
     shutil.rmtree(path, ignore_errors=True)

@@ -37,7 +37,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass
 class _Choice:
-    """One of the answers to a prompt on its way."""
+    """An answer in progress, number ``index`` of a prompt's ``n``."""
 
     request: Request
     index: int
@@ -46,14 +46,14 @@ class _Choice:
 
 
 class LLM:
-    """A model that continues prompts in batches.
+    """A model with an engine in this process, for batches of prompts.
 
     Args:
         model: name, Hugging Face directory or hub id, or ``.gguf`` file.
-        options: any field of ``EngineConfig``, for example ``kv="shadowkv"``. Of vLLM's others, those without a meaning
-            here are accepted with a line on stderr, as by the command line.
+        options: any field of ``EngineConfig``, for example ``kv="shadowkv"``. Options of vLLM that have no effect here
+            are accepted with a note on stderr, as on the command line.
 
-    Raises TypeError for an option that there is not, ValueError for one of vLLM's that is refused; else as ``Engine``.
+    Raises TypeError for an unknown option, ValueError for a refused option of vLLM, and what ``Engine`` raises.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -77,7 +77,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Writes what is on its way to the disk tier; call it last where there is one."""
+        """Writes pending pages to the disk tier and closes the engine. Call it last."""
         with interrupts_deferred():
             self.engine.close()
 
@@ -92,14 +92,17 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: None = None,
     ) -> list[RequestOutput]:
-        """Answers to ``prompts``, one or several, in order; ``sampling_params`` for all of them, or one each. Without
-        any, they are sampled as the model's generation_config.json says (``generation_config``), as in vLLM.
+        """Generates answers to one prompt or several, and returns them in order.
 
-        ``use_tqdm`` shows a bar on stderr, with tokens per second; ``lora_request`` is vLLM's, and None.
+        Args:
+            sampling_params: one for all prompts, or one for each. Without it, the defaults of the model's
+                generation_config.json apply (``generation_config``), as in vLLM.
+            use_tqdm: whether to show a progress bar on stderr, with tokens per second.
+            lora_request: vLLM's parameter, which must be None.
 
-        Raises, before anything runs, TypeError for what is no prompt or no SamplingParams and RequestError for a prompt
-        that could never be served; and RuntimeError for one that failed on the way. Ctrl-C ends them all between two
-        steps; the engine can be used again.
+        Raises, before anything runs, TypeError for a wrong type of prompt or parameters and RequestError for a prompt
+        that can never be served; raises RuntimeError for a request that fails. Ctrl-C ends all requests between two
+        steps, and the engine can be used again.
         """
         if lora_request is not None:
             raise ValueError("lora_request must be None: one adapter is merged at load, LLM(model, adapter=DIR)")
@@ -124,8 +127,9 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """The same answers as they are generated: every output has what is new of one answer, whose ``text`` may be
-        empty, as vLLM's ``RequestOutputKind.DELTA``. Raises as ``generate`` does; closing the iterator ends them all.
+        """Streams the answers of ``generate``. Each output has the new part of one answer, whose ``text`` can be empty,
+        as with vLLM's ``RequestOutputKind.DELTA``. Raises what ``generate`` raises. Closing the iterator aborts all
+        requests.
         """
         return self._stream(self._choices(_prompts(prompts), sampling_params))
 
@@ -161,13 +165,14 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to a conversation or to several, through the model's chat template, which gets ``tools`` and
-        ``chat_template_kwargs``. A content is a text or a list of ``{"type": "text", "text": ...}``; with
-        ``continue_final_message`` the answer goes on where the last one ends. Special tokens in the texts of messages
-        are plain text.
+        """Generates answers to one conversation or several, through the model's chat template.
 
-        Raises TypeError for what is no conversation, ValueError where the template refuses one, and what ``generate``
-        raises.
+        The template gets ``tools`` and ``chat_template_kwargs``. A message's content is a text or a list of
+        ``{"type": "text", "text": ...}``. With ``continue_final_message`` the answer continues the last message.
+        Special tokens in messages are read as plain text.
+
+        Raises TypeError for a value that is no conversation, ValueError if the template refuses a conversation, and
+        what ``generate`` raises.
         """
         prompts = [
             self._tokenizer.encode_chat(
@@ -206,11 +211,13 @@ class LLM:
         if not isinstance(given, Sequence) or not all(isinstance(params, SamplingParams) for params in given):
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, and is {_kind(given)}")
         if len(given) != count:
-            raise ValueError(f"sampling_params has {len(given)} for {counted(count, 'prompt')}: pass one, or one each")
+            raise ValueError(
+                f"sampling_params has {len(given)} for {counted(count, 'prompt')}: pass one, or one for each prompt"
+            )
         return given
 
     def _read(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it was given as such, and its token ids; raises TypeError."""
+        """A prompt's text, None if it was given as token ids, and its token ids. Raises TypeError."""
         if isinstance(prompt, Mapping):
             if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
                 raise TypeError(f"{name} must be {PROMPT_KINDS}, and is an object with {', '.join(map(repr, prompt))}")
@@ -223,7 +230,7 @@ class LLM:
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"{name} has half a surrogate pair at {error.start}, which is no character") from error
+                raise ValueError(f"{name} has an unpaired surrogate at index {error.start}") from error
             return prompt, self._tokenizer.encode(prompt)
         if not isinstance(prompt, Iterable):
             raise TypeError(f"{name} must be {PROMPT_KINDS}, and is {_kind(prompt)}")
@@ -231,13 +238,13 @@ class LLM:
         for token in tokens:
             if not isinstance(token, Integral) or isinstance(token, bool):
                 raise TypeError(f"{name} must be {PROMPT_KINDS}, and has {_kind(token)} in it")
-        return None, [int(token) for token in tokens]  # plain ones, of NumPy's too
+        return None, [int(token) for token in tokens]  # NumPy integers too become plain ones
 
     def _run(
         self, choices: list[_Choice], interruptible: Callable[[], None]
     ) -> Generator[tuple[_Choice, TextOutput], None, None]:
-        """Runs requests to their ends, beside those of streams that are open; what is left when it is closed is
-        aborted. ``interruptible`` is called where it may raise."""
+        """Runs requests to their ends, beside the requests of open streams. Closing it aborts the remaining requests.
+        ``interruptible`` is called where a Ctrl-C can take effect."""
         left = {choice.request.request_id: choice for choice in choices}
         names = list(left)
         try:
@@ -284,14 +291,15 @@ def _conversations(messages: Any) -> list[Messages]:
         chats = [messages] if all(isinstance(turn, Mapping) for turn in messages) else messages
         if all(isinstance(chat, Sequence) and all(isinstance(turn, Mapping) for turn in chat) for chat in chats):
             if not all(chats):
-                raise ValueError("messages must not be empty: a conversation has at least one")
+                raise ValueError("messages must not be empty: a conversation needs at least one message")
             return [[_with_text(turn) for turn in chat] for chat in chats]
     wanted = "a list of {'role': …, 'content': …}, or a list of such lists"
     raise TypeError(f"messages must be {wanted}, and is {_kind(messages)}")
 
 
 def _with_text(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is one text, as templates read it; raises TypeError for parts that are no texts."""
+    """The message with its content as one text, as chat templates read it. Raises TypeError for a part that is no
+    text."""
     content = turn.get("content")
     if not isinstance(content, list):
         return turn

@@ -1,7 +1,7 @@
-"""What an engine says of a request after each step, in tokens; and the same once the tokens are text.
+"""The output of a step for one request: in tokens (``TokenOutput``), and as text (``TextOutput``).
 
-These are what goes from the engine's process to those that serve clients, so they are structures that msgspec encodes.
-Needs neither NumPy nor PyTorch.
+The engine process sends token outputs to the serving processes, encoded by msgspec. The module imports neither NumPy
+nor PyTorch.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from typing import Literal
 import msgspec
 
 NOTHING_FOLLOWS = "the JSON schema or grammar has come to where nothing can follow; make it less strict"
-"""The error of a request whose rules end nowhere."""
+"""The error of a request whose grammar allows no next token."""
 
 ErrorCode = Literal["nothing_follows", "timeout"]
-"""Errors that are a request's own: its rules end nowhere, or following them takes too long."""
+"""Errors of the request itself: its grammar allows no next token, or matching it takes too long."""
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Log-probabilities at one step: of the chosen token, and of the most likely ones (token id to value)."""
+    """Log-probabilities at one step.
+
+    Attributes:
+        token_id, logprob: the chosen token and its log-probability.
+        top: log-probability by token id, of the most likely tokens or of the requested ones.
+    """
 
     token_id: int
     logprob: float
@@ -27,7 +32,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RequestTimes(msgspec.Struct, array_like=True, gc=False):
-    """When things happened to a request, in seconds of ``time.monotonic``; None until then."""
+    """Times of a request's events, in seconds of ``time.monotonic``; None before the event."""
 
     arrival: float
     scheduled: float | None = None
@@ -37,14 +42,14 @@ class RequestTimes(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass(frozen=True)
 class LayerSelections:
-    """Cells that a layer attended to most, in ascending order. It stands for a group of layers.
+    """The cells that one layer of a group of layers attended to most, in ascending order.
 
     Attributes:
-        layers: the first of the group, and the one after the last.
-        layer: the one that was looked at.
-        cells: numbers of cells; cell n holds the positions from ``n * cell`` on.
-        weights: for each cell, the share of its selected tokens in the softmax over all that are selected, or over all
-            tokens but those of ``exact`` where everything is attended to: a mean over query heads.
+        layers: the group's range of layers [first, end).
+        layer: the reported layer, one of the group.
+        cells: numbers of cells. Cell n holds the ``cell`` positions from ``n * cell`` on.
+        weights: the attention weight of each cell's selected tokens, a mean over query heads. The softmax is over all
+            selected tokens; if ``everything`` is True, over all tokens outside ``exact``.
     """
 
     layers: tuple[int, int]
@@ -55,17 +60,16 @@ class LayerSelections:
 
 @dataclass(frozen=True)
 class TokenSelections:
-    """What the decode step that chose a token attended to.
+    """The tokens that the decode step of a chosen token attended to.
 
     Attributes:
-        length: tokens before the one that was chosen.
-        cell: tokens of a cell.
-        everything: whether all of them were attended to: the sequence is dense, or the policy does not select.
-        exact: ranges of positions [first, end) that every layer attended to in addition: the sink, and the newest
-            tokens. Outliers, which policies may keep exact as well, are not reported. Where everything was attended to,
-            the first and the newest tokens, which always get much of it.
-        groups: by group of layers, where the attention to the rest went: to what was selected of it, or to all of it.
-            Without cells where there is no rest.
+        length: number of tokens before the chosen one.
+        cell: number of tokens per cell.
+        everything: whether the step attended to all tokens: the sequence is dense, or the policy does not select.
+        exact: ranges of positions [first, end) that the weights leave out, because every layer attends to them: the
+            sink and the newest tokens. Outliers are not reported.
+        groups: for each group of layers, the weights of the other tokens: of the selected ones, or of all if
+            ``everything`` is True. There are no cells if no other tokens exist.
     """
 
     length: int
@@ -76,20 +80,22 @@ class TokenSelections:
 
 
 class TokenOutput(msgspec.Struct, array_like=True, gc=False):
-    """What one step added to a request.
+    """The output of one step for one request.
 
     Attributes:
         token_ids: the new tokens.
-        finish_reason: ``stop``, ``length``, ``repetition`` or ``error``; None while it is running.
-        end_token: whether the last token ends the answer and is no part of its text.
-        error, error_code: what went wrong, where the reason is ``error``; the code where it is the request's own fault.
-        prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones are prompt tokens not recomputed.
-        times: of the request so far.
+        finish_reason: ``stop``, ``length``, ``repetition`` or ``error``; None while the request runs.
+        end_token: whether the last token is an end token, which is no part of the text.
+        error: the message if ``finish_reason`` is ``error``.
+        error_code: the kind of error if the request itself caused it; else None.
+        prompt_tokens, completion_tokens: counts so far.
+        cached_tokens: prompt tokens that the prefix cache had.
+        times: times of the request's events so far.
         logprobs: one per new token, if requested.
-        prompt_logprobs: one per prompt token, None for the first, on the first output, if requested.
-        selections: what each new token attended to, if requested; None for the first, which prefill chose.
-        prefilled: tokens of the prompt that are in the cache, found there or computed, if requested: on outputs without
-            tokens while the prompt is computed, and on that of the first token.
+        prompt_logprobs: one per prompt token, None for the first; on the first output, if requested.
+        selections: one per new token, if requested; None for the first, which the prefill chose.
+        prefilled: prompt tokens that are cached or computed, if requested (``return_progress``). It is set on outputs
+            without tokens during the prefill, and on the output of the first token.
     """
 
     request_id: str
@@ -115,12 +121,13 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass
 class TextOutput:
-    """What was added to a request since the last such output, by one step or by several.
+    """The output of one or several steps for one request, with text.
 
     Attributes:
-        text: the new text (may be empty while a character or a stop string is incomplete).
-        stop_string: the request's stop string that ended the text, on the last output, if one did.
-        stop_reason: that, or the request's stop token that ended it, or ``repetition_detected``, as in vLLM.
+        text: the new text. It can be empty while a character or a stop string is incomplete.
+        stop_string: on the last output, the stop string that ended the text; else None.
+        stop_reason: on the last output, as in vLLM: the stop string or the stop token that ended the text, or
+            ``repetition_detected``; else None.
         token_ids, logprobs, finish_reason, error, error_code, prompt_tokens, completion_tokens, cached_tokens, times,
             prompt_logprobs, selections, prefilled: as in ``TokenOutput``.
     """

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and why one is not served."""
+"""``Request``, the engine's record of one prompt and its answer; the limits of requests, and their errors."""
 
 from __future__ import annotations
 
@@ -18,55 +18,61 @@ if TYPE_CHECKING:
 
 
 class Constraint(Protocol):
-    """Which tokens may come next in a request's answer, as far as it has come."""
+    """The grammar state of one answer: which tokens can come next."""
 
     failure: RequestError | None
     """Why the answer cannot go on; None if it can."""
 
     def start(self) -> None:
-        """Has what may come first found, while the engine goes on."""
+        """Starts to compute the mask of the first token, in another process."""
 
     def is_ready(self, seconds: float | None = 0.0) -> bool:
-        """Whether it is known what may come next, or that the answer cannot go on; waits for that so long."""
+        """Whether the next mask is ready or the constraint has failed. Waits up to ``seconds`` for it; None waits
+        without a limit."""
 
     def mask(self, logits: Tensor) -> None:
-        """Sets the logits [V] of tokens that may not come next to -inf, in place, if it is ready and has not failed."""
+        """Sets the logits [V] of forbidden next tokens to -inf, in place, if the mask is ready and has not failed."""
 
     def accept(self, token: int) -> bool:
-        """Takes the chosen token and has found what may follow; False if it may not come next."""
+        """Adds the chosen token and starts to compute the next mask. False if the grammar forbids the token."""
 
     def close(self) -> None:
-        """Says that the answer has ended."""
+        """Ends the constraint, because the answer has ended."""
 
 
 class Thoughts(Protocol):
-    """The thoughts of a request's answer, as far as it has come."""
+    """The budget of an answer's thoughts."""
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
-        """The token that has to follow the answer's ``tokens``, to end the thoughts; None where any may."""
+        """The token that must follow the answer's ``tokens``, to end the thoughts; None if any token can follow."""
 
 
 class Repetitions(Protocol):
-    """What an answer's tokens repeat."""
+    """Detects an answer that repeats itself."""
 
     def take(self, token: int) -> bool:
-        """Whether the answer repeats itself with this token."""
+        """Adds a token. Returns whether the answer now repeats itself."""
 
 
 @dataclass(eq=False)
 class Request:
-    """One prompt to be continued.
+    """One prompt and its answer so far.
 
     Attributes:
+        max_tokens: most output tokens; 0 only scores the prompt.
+        stop_ids: tokens that end the answer.
+        constraint: the grammar state of the answer; None without a grammar.
+        prompt: the prompt for the prefix cache; None if the request does not use the prefix cache.
+        tenant: an API key, an address, or "" without either. The scheduler is fair between tenants.
+        priority: with ``scheduling_policy="priority"``, lower numbers go first.
+        bad_words: token ids of forbidden words, by the token before their last one; None for words of one token.
+        thoughts: ends thoughts that exceed their budget; None without a budget.
+        repetition: detects an answer that repeats itself; None if not requested.
+        looked_up: whether the prefix cache is searched for the prompt; else all tokens are computed and then cached.
         allowed: ``allowed_token_ids`` on the device, once they are there.
-        bad_words: token ids of texts that are not to be generated, by the token before their last one.
-        thoughts: what ends thoughts that are too long; None where they have no limit.
-        repetition: says whether the answer repeats itself; None where that does not matter.
-        prompt: what is looked up in the prefix cache; None where nothing of it is looked up or kept.
-        tenant: who it is for, among whom the scheduler shares fairly: an API key, an address, or "" for one of no name.
-        priority: where the scheduling policy is ``priority``, lower numbers go first.
-        looked_up: whether its prefixes are looked up; otherwise all of it is computed and then kept.
-        passed: version of the prefix cache at which shorter prompts were taken before it.
+        times: times of the request's events.
+        cached_tokens: prompt tokens that the prefix cache had.
+        passed: version of the prefix cache at which shorter prompts last overtook this one; -1 before.
     """
 
     request_id: str
@@ -91,17 +97,17 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and output."""
+        """Tokens of the prompt and of the output so far."""
         return self.prompt_token_ids + self.output_token_ids
 
     @property
     def capacity(self) -> int:
-        """Most tokens that can ever be in the cache: the last one sampled never is."""
+        """Most tokens that the cache can ever hold for it: all but the last output token."""
         return len(self.prompt_token_ids) + max(1, self.max_tokens) - 1
 
 
 class RequestError(ValueError):
-    """A request that could never be served; ``param`` names the parameter at fault, or is None."""
+    """A request that can never be served. ``param`` names the parameter at fault, or is None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -109,19 +115,19 @@ class RequestError(ValueError):
 
 
 class SchemaTimeout(RequestError):
-    """A request with a JSON schema that takes too long to compile."""
+    """A request with a JSON schema or grammar that takes too long to compile or match."""
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request may ask for, of an engine with memory for it.
+    """Limits on the parameters of requests. ``Scheduler.check_memory`` checks the memory.
 
     Attributes:
-        vocab_size: of the model.
-        max_model_len: tokens of a prompt with its answer.
-        default_max_tokens: of an answer, where a request does not say.
-        max_logprobs: alternatives that may be reported of a token; -1 is all of the vocabulary.
-        thinking_tokens: ids of the tokens around thoughts; None where there are none.
+        vocab_size: number of token ids.
+        max_model_len: most tokens of a prompt and its answer together.
+        default_max_tokens: most tokens of an answer if the request sets no limit.
+        max_logprobs: most alternatives to report per token; -1 is the whole vocabulary.
+        thinking_tokens: ids of the tokens that begin and end thoughts; None if the model has none.
     """
 
     vocab_size: int
@@ -131,13 +137,13 @@ class RequestLimits:
     thinking_tokens: tuple[int, int] | None = None
 
     def max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Tokens a request may generate: what it asks for, or the default as far as the context has room."""
+        """Most tokens that a request can generate: its own limit, or the default cut to the room in the context."""
         if params.max_tokens is not None:
             return params.max_tokens
         return max(1, min(self.default_max_tokens, self.max_model_len - prompt_tokens))
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        """Raises RequestError for a request that could never be served, whatever its JSON schema."""
+        """Raises RequestError for a request that can never be served. It does not check a JSON schema or grammar."""
         named: dict[str, Collection[int]] = {
             "prompt": prompt_token_ids,
             "logit_bias": params.logit_bias,
@@ -151,11 +157,12 @@ class RequestLimits:
                     raise RequestError(f"token id {token} is not in this model's vocabulary of {self.vocab_size}", name)
         self._check_logprobs(params)
         if params.thinking_token_budget is not None and self.thinking_tokens is None:
-            reason = "needs a model whose thoughts are between the tokens <think> and </think>, which this one has not"
+            reason = "needs a model with the tokens <think> and </think>; this model has none"
             raise RequestError(f"thinking_token_budget {reason}", "thinking_token_budget")
         if params.rules is not None and (params.min_tokens or params.ignore_eos):
             raise RequestError(
-                "a JSON schema or grammar says where the output ends: no min_tokens or ignore_eos with it",
+                "min_tokens and ignore_eos cannot be combined with a JSON schema or grammar, which defines where the "
+                "output ends",
                 "response_format",
             )
         prompt_tokens, max_tokens = len(prompt_token_ids), self.max_tokens(len(prompt_token_ids), params)
@@ -181,11 +188,11 @@ class RequestLimits:
 
 
 class EngineDead(RuntimeError):
-    """The engine has ended; no request can be served."""
+    """The engine has ended. It serves no more requests."""
 
 
 class EngineStopped(EngineDead):
-    """It has ended because it was stopped."""
+    """The engine has ended because it was stopped."""
 
 
 class EngineBusy(RuntimeError):

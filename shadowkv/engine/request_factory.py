@@ -1,4 +1,4 @@
-"""Makes requests from parameters, and refuses what could never be served."""
+"""Makes ``Request`` objects from prompts and sampling parameters, and refuses requests that can never be served."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from shadowkv.prefix_cache.device.matches import Prompt
 from shadowkv.prefix_cache.page_names import PageNames
 
 WORDS_KEPT = 64
-"""Lists of bad words whose token ids are kept."""
+"""Number of lists of bad words whose token ids are cached."""
 
 
 class RequestFactory:
-    """Makes the requests of one engine; every method may be called from any thread.
+    """Makes the requests of one engine. Any thread can call every method.
 
     Args:
-        vocab_size: of the model.
-        stops: tokens that end an answer; those outside the vocabulary are ignored.
-        scheduler: knows how much memory there is.
-        origin: gives what page names of cached prompts build on, for a salt.
+        vocab_size: number of token ids of the model.
+        stops: tokens that end an answer. Tokens outside the vocabulary are ignored.
+        scheduler: checks that the memory is large enough.
+        origin: maps a cache salt to the first link of page names in the prefix cache.
 
     Attributes:
-        limits: of any request.
+        limits: limits on the parameters of requests.
         stop_ids: tokens that end an answer.
-        grammars: of JSON schemas and other rules.
+        grammars: compiles JSON schemas and grammars.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RequestFactory:
         self._config, self._scheduler, self._origin = config, scheduler, origin
         self._random = random.Random(config.seed)
         self._tokenizer = tokenizer
-        self._bad_words = lru_cache(WORDS_KEPT)(self._by_end)  # those of a body with many prompts are the same
+        self._bad_words = lru_cache(WORDS_KEPT)(self._by_end)  # all prompts of an HTTP request have the same bad words
         self.limits = RequestLimits(
             vocab_size,
             scheduler.cache.max_model_len,
@@ -69,17 +69,16 @@ class RequestFactory:
         tenant: str = "",
         priority: int = 0,
     ) -> Request:
-        """A request for ``add``, with all work done that does not need the engine's thread; may be called on any.
+        """Makes a request for ``Engine.add``. Any thread can call it.
 
-        Its rules, if it has some, are compiled when it is started, unless they are by then. The rest as in ``Request``.
-
-        Raises RequestError if it could never be served, whatever its rules.
+        A grammar is compiled when the request starts, unless it is compiled already. Other arguments are as in
+        ``Request``. Raises RequestError if the request can never be served; it does not check the grammar.
         """
         self.limits.check(prompt_token_ids, params)
         max_tokens = self.limits.max_tokens(len(prompt_token_ids), params)
         self._scheduler.check_memory(len(prompt_token_ids), max_tokens)
         seed = params.seed
-        if seed is None:  # greedy answers are repeatable by default, although the tokens they attend to are sampled too
+        if seed is None:  # a fixed seed makes greedy answers repeatable, although attention samples tokens too
             seed = self._random.getrandbits(64) if params.temperature > COLDEST else 0
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         constraint = None
@@ -111,26 +110,26 @@ class RequestFactory:
         )
 
     def _by_end(self, words: tuple[str, ...]) -> dict[int | None, list[tuple[int, ...]]]:
-        """Token ids of words, by the token before their last one."""
+        """Token ids of words, by the token before their last one; None for words of one token."""
         found: dict[int | None, list[tuple[int, ...]]] = {}
         for spelling in self._spellings(words):
             found.setdefault(spelling[-2] if len(spelling) > 1 else None, []).append(spelling)
         return found
 
     def _spellings(self, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
-        """Token ids of each word at the beginning of a text, and after a space where that makes as many tokens and
-        another first one, as in vLLM."""
+        """Token ids of each word at the start of a text. As in vLLM, also those after a space, if they are as many and
+        begin with another token."""
         for word in words:
             forms = word.lstrip(), f" {word.lstrip()}"
             begun, after_space = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in forms)
             if not begun:
-                raise RequestError(f"bad_words has {word!r:.100}, which is no token of this model", "bad_words")
+                raise RequestError(f"bad_words has {word!r:.100}, which has no tokens in this model", "bad_words")
             yield begun
             if len(after_space) == len(begun) and after_space[0] != begun[0]:
                 yield after_space
 
     def pages(self, prompt_token_ids: list[int], cache_salt: str | None) -> list[str]:
-        """Names of the pages of a prompt that can be shared."""
+        """Page names of a prompt's shareable pages."""
         return self._prompt(prompt_token_ids, cache_salt).shareable
 
     def _prompt(self, token_ids: list[int], salt: str | None) -> Prompt:
@@ -138,6 +137,6 @@ class RequestFactory:
 
 
 def _thinking_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """Ids of the tokens around thoughts; None where the tokenizer has none."""
+    """Ids of the tokens that begin and end thoughts; None if the tokenizer has none."""
     begin, end = tokenizer.backend.token_to_id(BEGIN), tokenizer.backend.token_to_id(END)
     return None if begin is None or end is None else (begin, end)

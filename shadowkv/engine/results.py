@@ -1,4 +1,4 @@
-"""What ``LLM`` returns: a prompt with its answers, in vLLM's shape."""
+"""The return values of ``LLM``: a prompt with its answers, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log-probability of a token at one place.
+    """Log-probability of a token at one position.
 
     Attributes:
-        rank: 1 for the most likely token; None for a chosen one that is not among the reported most likely ones.
-        decoded_token: its text.
+        rank: 1 for the most likely token; None for a chosen token that is not among the reported alternatives.
+        decoded_token: the token's text.
     """
 
     logprob: float
@@ -27,15 +27,15 @@ class CompletionOutput:
     """One answer to a prompt.
 
     Attributes:
-        index: its number among the prompt's ``n``.
-        token_ids: all that were generated, with the token that ended it.
-        logprobs: by token id, for each generated token: the chosen one's first, then those of the most likely ones;
-            None where they were not requested.
-        cumulative_logprob: sum over the chosen tokens; None where they were not requested.
-        finish_reason: ``stop``, ``length`` or ``repetition``; None while there is more to come.
-        stop_reason: the request's stop string or stop token that ended it, or ``repetition_detected``; None for
-            anything else.
-        selections: what each token attended to, if requested; None for the first, which prefill chose.
+        index: the answer's number among the prompt's ``n``.
+        token_ids: all generated tokens, with the end token.
+        logprobs: for each generated token, log-probabilities by token id: the chosen token first, then the most likely
+            ones. None if not requested.
+        cumulative_logprob: sum of the chosen tokens' log-probabilities; None if not requested.
+        finish_reason: ``stop``, ``length`` or ``repetition``; None while the answer is incomplete.
+        stop_reason: the stop string or stop token that ended the answer, or ``repetition_detected``; else None.
+        selections: for each token, the tokens that it attended to, if requested; None for the first, which the prefill
+            chose.
     """
 
     index: int
@@ -48,7 +48,7 @@ class CompletionOutput:
     selections: list[TokenSelections | None] = field(default_factory=list)
 
     def add(self, output: TextOutput, tokenizer: Tokenizer) -> None:
-        """Adds what came next."""
+        """Appends an output to the answer."""
         self.text += output.text
         self.token_ids += output.token_ids
         self.selections += output.selections or []
@@ -60,15 +60,15 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its answers, or of a stream what was added to one of them.
+    """A prompt and its answers. In a stream, the new part of one answer.
 
     Attributes:
-        prompt: its text; None where it was given as token ids.
-        prompt_logprobs: as ``CompletionOutput.logprobs``, for each token of the prompt, None for the first; None where
-            they were not requested.
-        outputs: ``n`` of them; of a stream one, with nothing but what is new.
+        prompt: the prompt's text; None if it was given as token ids.
+        prompt_logprobs: for each token of the prompt, log-probabilities as in ``CompletionOutput.logprobs``; None for
+            the first token. None if not requested.
+        outputs: the ``n`` answers; in a stream the new part of one answer.
         finished: whether all ``n`` answers are complete.
-        num_cached_tokens: of the prompt, those that were not computed again; with ``n`` the first answer's.
+        num_cached_tokens: prompt tokens that the prefix cache had, for the first of the ``n`` answers.
     """
 
     request_id: str
@@ -80,7 +80,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     def add(self, index: int, output: TextOutput, tokenizer: Tokenizer) -> None:
-        """Adds what came next of an answer."""
+        """Appends an output to the answer ``index``."""
         self.outputs[index].add(output, tokenizer)
         self.finished = all(answer.finish_reason is not None for answer in self.outputs)
         if index == 0:
@@ -91,7 +91,7 @@ class RequestOutput:
 
 
 def by_token(step: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Log-probabilities at one place by token id, the chosen token's first, then the others' from the most likely."""
+    """Log-probabilities at one position by token id: the chosen token first, then the others, most likely first."""
     likeliest = sorted(step.top.items(), key=lambda entry: -entry[1])
     ranks = {token: number for number, (token, _) in enumerate(likeliest, 1)}
     values = {step.token_id: step.logprob, **dict(likeliest)}

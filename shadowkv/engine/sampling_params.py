@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen and when it stops; names and defaults as in vLLM and the OpenAI API."""
+"""Sampling and stop parameters of one request. Names and defaults are those of vLLM and the OpenAI API."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from shadowkv.field_types import wrong_types
 from shadowkv.grammar_text import choice_text, grammar_text
 
 MAX_PATTERN_SIZE = 4_096
-"""Tokens of the longest pattern whose repetition is looked for, of which each step compares the newest token with."""
+"""Most tokens of a pattern in ``repetition_detection``. It is limited because each step compares the newest token with
+this many tokens."""
 
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Tokens whose log-probabilities a request may have reported at every place, as in vLLM."""
+"""Most entries of ``logprob_token_ids``, as in vLLM."""
 
 SEQUENCES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
-"""Parameters that a list may be given for."""
+"""Parameters that accept a list and store it as a tuple."""
 
 
 @dataclass(frozen=True)
 class RepetitionDetectionParams:
-    """When an answer ends because it repeats itself, as in vLLM: as soon as its last tokens are a pattern of
-    ``min_pattern_size`` to ``max_pattern_size`` tokens, ``min_count`` times in a row.
+    """Ends an answer that repeats itself, as in vLLM: when its last tokens are ``min_count`` repeats of a pattern of
+    ``min_pattern_size`` to ``max_pattern_size`` tokens.
 
     Attributes:
-        max_pattern_size: 0 is off.
-        min_pattern_size: 0 is 1.
+        max_pattern_size: 0 turns it off.
+        min_pattern_size: 0 means 1.
 
-    Raises ValueError for values that are out of range.
+    Raises ValueError for values out of range.
     """
 
     max_pattern_size: int = 0
@@ -47,23 +48,23 @@ class RepetitionDetectionParams:
             reason = f"between 0 and max_pattern_size, which is {self.max_pattern_size}"
             raise ValueError(f"min_pattern_size={self.min_pattern_size} must be {reason}")
         if self.max_pattern_size and self.min_count < 2:
-            raise ValueError(f"min_count={self.min_count} must be at least 2: a pattern that comes once is none")
+            raise ValueError(f"min_count={self.min_count} must be at least 2: a pattern that comes once is no repeat")
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What an answer must follow, by vLLM's names: one of the first six.
+    """The format that an answer must follow, with vLLM's names. Exactly one of the first six must be set.
 
     Attributes:
         json: a JSON schema, as an object or as its text.
         regex: a regular expression that the whole answer matches.
-        choice: texts of which the answer is one.
-        grammar: in GBNF, which vLLM's EBNF is, too; its root is the rule ``root``.
-        json_object: any JSON object.
-        structural_tag: XGrammar's, as an object or as its text.
-        disable_any_whitespace: of JSON, no white space but one space after each comma and colon.
+        choice: the possible answers.
+        grammar: a grammar in GBNF, as vLLM's EBNF. Its start rule is ``root``.
+        json_object: True for any JSON object.
+        structural_tag: a structural tag of XGrammar, as an object or as its text.
+        disable_any_whitespace: whether JSON has no white space except one space after each comma and colon.
 
-    Raises ValueError where not exactly one is given.
+    Raises ValueError unless exactly one is set.
     """
 
     json: str | dict[str, Any] | None = None
@@ -87,7 +88,7 @@ class StructuredOutputsParams:
 
     @property
     def rules(self) -> str:
-        """The same as ``SamplingParams.json_schema`` or ``SamplingParams.grammar`` has it."""
+        """The format in the form of ``SamplingParams.json_schema`` or ``SamplingParams.grammar``."""
         if self.choice is not None:
             return choice_text(self.choice)
         if self.regex is not None:
@@ -108,49 +109,50 @@ class SamplingParams:
     """Sampling of one request.
 
     Attributes:
-        n: answers to a prompt, of which ``LLM`` asks the engine for each by itself; those of a seeded request have the
-            seeds of ``choice_seed``.
-        max_tokens: most tokens to generate; None means the engine's default (``default_max_tokens``), 0 only scores the
+        n: number of answers. ``LLM`` makes a request for each; with a ``seed`` their seeds are those of
+            ``choice_seed``.
+        max_tokens: most tokens to generate. None is the engine's default (``default_max_tokens``), 0 only scores the
             prompt.
-        min_tokens: tokens before which no end token is chosen.
+        min_tokens: no end token is chosen before this many tokens.
         temperature: 0 is greedy.
-        top_p, top_k, min_p: candidates kept: smallest set of mass ``top_p``, the ``top_k`` most likely (0 is all),
-            those at least ``min_p`` times as likely as the most likely one.
+        top_p: samples from the smallest set of most likely tokens with this probability.
+        top_k: samples from the ``top_k`` most likely tokens; 0 is all.
+        min_p: samples from tokens at least ``min_p`` times as likely as the most likely one.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen before; 1 is off.
-        presence_penalty, frequency_penalty: subtracted from the logits of tokens generated before, once, and once per
-            occurrence.
+        presence_penalty: subtracted once from the logits of tokens generated before.
+        frequency_penalty: subtracted from the logits of tokens generated before, once per occurrence.
         logit_bias: added to the logits, by token id.
-        allowed_token_ids: the only tokens that are chosen; None is all.
-        bad_words: texts that are not generated: the last token of each is not chosen where the others have been.
-        thinking_token_budget: most tokens of thoughts, within ``<think>`` and ``</think>``, after which they are ended;
-            None, and -1, are no limit.
-        repetition_detection: ends an answer that repeats itself, with the reason ``repetition``.
-        stop: strings that end the text and are not part of it; a single one, and a list, become a tuple.
+        allowed_token_ids: the only tokens that can be chosen; None is all.
+        bad_words: words that are not generated: a word's last token is not chosen after its other tokens.
+        thinking_token_budget: most tokens of thoughts, between ``<think>`` and ``</think>``; then the thoughts are
+            ended. None and -1 are no limit.
+        repetition_detection: ends an answer that repeats itself, with ``finish_reason`` ``repetition``.
+        stop: strings that end the text and are not part of it. A string or a list becomes a tuple.
         stop_token_ids: tokens that end the text, besides the model's own.
-        include_stop_str_in_output: the string or token that ends the text is part of it.
-        ignore_eos: go on after the model's end tokens.
-        seed: of all random numbers of the request, whatever else is in the batch: those that choose its tokens, and
-            those that sample attention's tokens; None is a random one, or 0 where decoding is greedy.
+        include_stop_str_in_output: whether the string or token that ends the text is part of it.
+        ignore_eos: whether to go on after the model's end tokens.
+        seed: seed of all random numbers of the request: those that sample its tokens, and those that sample the tokens
+            to attend to. They do not depend on the rest of the batch. None is a random seed, or 0 for greedy decoding.
             ``docs/design/server.md`` says what is repeatable.
         json_schema: JSON schema (as JSON text) that the output must follow; ``{}`` is any JSON.
-        grammar: other rules that the output must follow, as ``grammar_text`` writes them.
-        structured_outputs: the same as one of these two, in vLLM's words.
-        json_one_line: with a schema, no white space but one space after each comma and colon, as ``json.dumps`` writes.
-        skip_special_tokens: leave special tokens out of the text.
-        logprobs: alternatives to report per token, 0 is only the chosen one, -1 all of the vocabulary; None is off. The
-            engine's ``max_logprobs`` limits it.
-        prompt_logprobs: the same for the prompt's tokens.
+        grammar: another grammar that the output must follow, as ``grammar_text`` writes it.
+        structured_outputs: alternative to ``json_schema`` and ``grammar``, with vLLM's names.
+        json_one_line: with a schema, no white space except one space after each comma and colon, as ``json.dumps``
+            writes.
+        skip_special_tokens: whether to leave special tokens out of the text.
+        logprobs: number of alternatives to report per token: 0 is only the chosen token, -1 the whole vocabulary, None
+            is off. The engine's ``max_logprobs`` limits it.
+        prompt_logprobs: number of alternatives to report per prompt token, with the same values.
         logprob_token_ids: tokens to report beside the chosen one, instead of the most likely ones.
-        return_selections: whether to report what each token attended to (``CompletionOutput.selections``). On a GPU,
-            steps of a batch with such a request are not CUDA graphs, which takes longer.
-        return_progress: whether to report, while the prompt is computed, how much of it is
-            (``TextOutput.prefilled``).
-        cache_prompt: whether its prefixes are looked up in the prefix cache, and it is kept there.
-        cache_salt: prompts with other salts share nothing with this one.
+        return_selections: whether to report the tokens that each token attended to (``CompletionOutput.selections``).
+            On a GPU, steps of a batch with such a request run without CUDA graphs, which is slower.
+        return_progress: whether to report the progress of the prefill (``TextOutput.prefilled``).
+        cache_prompt: whether to use the prefix cache for this request: to search it, and to keep the sequence there.
+        cache_salt: requests with different salts share no cached prefix.
 
     Raises:
-        TypeError: a value is of another type; the message lists every one.
-        ValueError: a value is out of range; the message lists every one.
+        TypeError: values have a wrong type. The message lists all of them.
+        ValueError: values are out of range. The message lists all of them.
     """
 
     n: int = 1
@@ -187,7 +189,7 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        # A text is a sequence of texts, too, of one letter each.
+        # A string is a sequence too: of its characters.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for name in SEQUENCES:
             value = getattr(self, name)
@@ -256,7 +258,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but temperature and candidates affects the logits."""
+        """Whether anything but temperature, top_p, top_k and min_p changes the logits."""
         return bool(
             self.min_tokens
             or self.repetition_penalty != 1
@@ -271,14 +273,14 @@ class SamplingParams:
 
     @property
     def rules(self) -> str | None:
-        """What the output must follow: a JSON schema or a grammar."""
+        """The JSON schema or grammar that the output must follow; None without one."""
         if self.structured_outputs is not None:
             return self.structured_outputs.rules
         return self.json_schema if self.grammar is None else self.grammar
 
     @property
     def one_line(self) -> bool:
-        """Whether JSON that must follow a schema has no white space but one space after each comma and colon."""
+        """Whether JSON output has no white space except one space after each comma and colon."""
         return self.json_one_line or (
             self.structured_outputs is not None and self.structured_outputs.disable_any_whitespace
         )
@@ -293,9 +295,9 @@ def _is_number(value: object, kind: type) -> bool:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Seed of one of a request's ``n`` choices: the first has the request's own, so that it repeats the answer of n=1.
+    """The seed of one of a request's ``n`` choices. The first choice has the request's seed, as with n=1.
 
-    The others' are hashes of both numbers, in [0, 2^63): sums would be the seeds of other requests.
+    The other seeds are hashes of both numbers, in [0, 2^63). Sums could equal the seeds of other requests.
     """
     if choice == 0:
         return seed

@@ -1,9 +1,10 @@
-"""What the tokens of an answer attended to: read back for requests that ask, from the cache's hooks.
+"""Selections: the tokens that each token of an answer attended to, for requests with ``return_selections``. Decode
+steps record them through the cache's hooks.
 
-Positions are reported in cells of a few tokens, layers in a few groups: in a context of 60K tokens a step selects
-hundreds of thousands of tokens over all layers and kv heads. Selections are weighted by the attention they get,
-without which they say little: every head selects as much as its budget allows. Where nothing is selected, everything
-is weighted in the same way, but for the first and the newest tokens, which always get much.
+Positions are reported in cells of a few tokens, and layers in a few groups, because at 60K tokens a step selects
+hundreds of thousands of tokens over all layers and kv heads. Selections are weighted by their attention: every head
+selects as many tokens as its budget allows, so a selection alone says little. If the policy does not select, all tokens
+are weighted except the first and the newest, which always get much attention.
 """
 
 from __future__ import annotations
@@ -28,28 +29,31 @@ from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 CELL = 16
-"""Tokens per cell, or the size of a chunk if that is larger."""
+"""Tokens per cell. If the policy's chunk is larger, a cell is a chunk."""
 
 GROUPS = 4
-"""Groups of layers, of one layer each in models with fewer. A step reports one layer of each, the next step the next
-one: weighting what is selected in every layer would take a fifth of a step of a small model on a CPU."""
+"""Number of groups of layers; a model with fewer layers has one group per layer. A step reports one layer of each
+group, and the next step the group's next layer. Weighting every layer would take a fifth of a small model's step on a
+CPU."""
 
 MAX_CELLS = 64
-"""Cells reported per group: those with the largest weights."""
+"""Most cells reported per group of layers: those with the largest weights."""
 
 
 NEWEST = PAGE
-"""Tokens at the end that are not weighted where everything is attended to, at least."""
+"""Minimum number of newest tokens that are not weighted when a step attends to all tokens."""
 
 
 class SelectionRecord:
-    """Selections of some sequences in a decode step, which runs within it as a context, and not as a CUDA graph.
+    """Records the selections of some sequences in a decode step. The step runs inside it as a context, without a CUDA
+    graph.
 
-    Only the rows of a batch are waited for there, before its first layer: results stay on the device until ``read``.
+    The step waits for the device only once, for the batch's slots in the first layer. Results stay on the device until
+    ``read``.
 
     Args:
-        sequences: planned for the step.
-        rows: of the step's batch that they are.
+        sequences: the sequences to record, which the step decodes.
+        rows: their rows in the step's batch.
     """
 
     def __init__(self, cache: KVCache, sequences: Sequence[CachedSequence], rows: Sequence[int]) -> None:
@@ -70,7 +74,7 @@ class SelectionRecord:
         self._layers = [[layers[length % len(layers)] for layers in self._groups] for length, _ in self._lengths]
         self._numbers = {segment.slot: number for number, one in enumerate(self._sequences) for segment in one.path}
         cells = 1 + max((length for length, _ in self._lengths), default=0) // self._cell
-        # One extra cell, for entries that are not tokens.
+        # One extra cell takes the weights of entries that are not tokens.
         self._size = len(self._sequences), len(self._groups), cells + 1
         self._scores: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         self._portions: list[list[tuple[int, int]]] = []
@@ -96,7 +100,7 @@ class SelectionRecord:
             self._ended.record()
 
     def _see(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
-        """Handles a portion of the batch; every layer has the same ones, in the same order."""
+        """Records a portion of the batch (a hook of the cache). Every layer has the same portions in the same order."""
         if self._before[0] is not None:
             selected = self._before[0](layer, q, batch, selected)
         if layer == self._groups[0][0]:
@@ -112,7 +116,7 @@ class SelectionRecord:
         return selected
 
     def _see_queries(self, layer: int, q: Tensor, batch: DecodeBatch) -> None:
-        """Handles rows of the batch that follow those of the last call for the layer."""
+        """Records rows of the batch (a hook of the cache). They follow the rows of the layer's last call."""
         if self._before[1] is not None:
             self._before[1](layer, q, batch)
         start = self._queried[layer]
@@ -126,7 +130,7 @@ class SelectionRecord:
     def _of_everything(
         self, layer: int, q: Tensor, batch: DecodeBatch, row: int, number: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """Positions and scores of what a row attends to between the first tokens and the newest, by segment."""
+        """Positions and scores of a row's tokens between the first and the newest ones, by segment."""
         (_, first), (end, _) = self._exact(number)
         if end <= first:
             return []
@@ -149,7 +153,7 @@ class SelectionRecord:
         return [(0, first), (max(newest, first), length + 1)]
 
     def _weights(self) -> Tensor:
-        """Weights of all cells, float32 [sequences, groups, cells + 1], over all of a sequence's segments."""
+        """Weights of all cells, float32 [sequences, groups, cells + 1], over all segments of each sequence."""
         weights = torch.zeros(self._size, device=self._cache.device)
         for key, segments in self._scores.items():
             positions, scores = (torch.cat(parts, -1) for parts in zip(*segments, strict=True))
@@ -159,7 +163,7 @@ class SelectionRecord:
         return weights
 
     def read(self) -> list[TokenSelections | None]:
-        """The selections of each sequence; None where the step ended without them. Waits for the step."""
+        """The selections of each sequence; None for all if the step failed. Waits for the step."""
         if self._found is None:
             return [None] * len(self._sequences)
         if self._ended is not None:
@@ -179,5 +183,6 @@ class SelectionRecord:
 
 
 def _preference(group: GroupLayout) -> tuple[bool, bool, int]:
-    """The greatest is the group that is looked at: in the others everything or only a window is attended to."""
+    """Sort key: the largest group of layers is reported. It prefers groups without a window, then groups that select,
+    then groups with many layers."""
     return group.window is None, group.spec.selects, len(group.layers)

@@ -1,4 +1,4 @@
-"""Who has the next of a few places that tenants share, so that no tenant's many keep another's few waiting."""
+"""A queue for a few places that tenants share fairly: many items of one tenant do not delay the few of another."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ T = TypeVar("T")
 
 
 class TenantQueue(Generic[T]):
-    """What waits for a place, by tenant.
+    """Items that wait for a place, by tenant.
 
-    A free place goes to the tenant with the fewest in use; of those with as many, to the one that has waited longest
-    since it came or had a place. What one tenant asks for has places in the order in which it came. A tenant with a
-    place never gets the last free one, where there are several: whoever comes next can begin at once.
+    A free place goes to the tenant with the fewest places in use. Between equal tenants it goes to the one whose last
+    place, or arrival, is longest ago. Items of one tenant keep their order. If there are several places, a tenant that
+    has one never gets the last free place, so that the next tenant to come can start at once.
 
     Args:
-        places: how many there are.
+        places: number of places.
     """
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._waiting: dict[str, deque[T]] = {}  # who waited or had a place last comes last
+        self._waiting: dict[str, deque[T]] = {}  # the tenant that came or had a place last is last
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def append(self, tenant: str, item: T) -> None:
-        """Has an item wait."""
+        """Adds an item."""
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def remove(self, tenant: str, item: T) -> bool:
-        """Has an item wait no more; False if it does not."""
+        """Removes an item. Returns False if it does not wait."""
         items = self._waiting.get(tenant)
         if items is None or item not in items:
             return False
@@ -41,8 +41,8 @@ class TenantQueue(Generic[T]):
         return True
 
     def pop(self, in_use: Counter[str]) -> T | None:
-        """Takes the item that has the next place; None if there is none, or no free place. ``in_use`` are the places
-        that each tenant has."""
+        """Removes and returns the item that gets the next place; None if no item can get one. ``in_use`` counts the
+        places of each tenant."""
         free = self._places - in_use.total()
         able = [tenant for tenant in self._waiting if free > (1 if in_use[tenant] and self._places > 1 else 0)]
         if not able:
@@ -55,11 +55,11 @@ class TenantQueue(Generic[T]):
         return item
 
     def had(self, tenant: str) -> None:
-        """Notes that a tenant had a place until now."""
+        """Records that a tenant has just given back a place."""
         if (items := self._waiting.pop(tenant, None)) is not None:
             self._waiting[tenant] = items
 
     def clear(self) -> list[T]:
-        """Takes all items."""
+        """Removes and returns all items."""
         waiting, self._waiting = self._waiting, {}
         return [item for items in waiting.values() for item in items]

@@ -1,5 +1,5 @@
-"""vLLM's flags that have no counterpart here: some are accepted with a note that they have no effect, and others are
-refused with what to use instead. The tables in docs/vllm.md have the same rows."""
+"""vLLM's flags without a counterpart here. Some are accepted with a note that they have no effect; the others are
+refused, with what to use instead. The tables in docs/vllm.md have the same rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "vllm_"
-"""Prefix of the attributes that parsed values are stored in, so that they do not collide with this server's flags."""
+"""Prefix of these flags' attributes in parsed arguments, so that they do not collide with this server's flags."""
 
 VALUES: Mapping[str, int | str] = {"N": 1, "N+": "+"}
-"""Number of a flag's values by what stands for them in its usage."""
+"""Number of a flag's values (argparse's ``nargs``), by the word for values in its usage."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class VllmFlag:
     """A flag of vLLM's.
 
     Attributes:
-        names: the long one first.
+        names: the flag's names, the long one first.
         reason: why it has no effect or is refused, and what to use instead.
-        refused: whether the server does not start with it.
+        refused: whether the server refuses to start with it.
         values: number of its values, ``+`` for one or more; 0 is a switch with a ``--no-`` form.
-        fine: values that ask for what is the case anyway; they are accepted without a note.
+        fine: values that match the server's behaviour. They are accepted without a note.
     """
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class VllmFlag:
 
     @classmethod
     def of(cls, usage: str, reason: str, refused: bool) -> VllmFlag:
-        """A flag by its usage, as the tables below have it."""
+        """Parses a flag's usage from the tables below."""
         words, has_fine, fine = usage.partition("=")
         *names, last = words.split()
         if last not in VALUES:
@@ -46,7 +46,7 @@ class VllmFlag:
 
     @property
     def dest(self) -> str:
-        """Its attribute in a namespace of arguments."""
+        """The flag's attribute in parsed arguments."""
         return PREFIX + self.names[0].removeprefix("--").replace("-", "_")
 
 
@@ -100,8 +100,8 @@ NO_EFFECT = {
     "--h11-max-incomplete-event-size limits the size of a header instead": "--h11-max-header-count N",
     "always on": "--enable-request-id-headers, --enable-prompt-tokens-details, --enable-tokenizer-info-endpoint",
 }
-"""Usages of accepted flags, by the reason why they have no effect. A usage is the flag's names, then ``N`` for a value
-or ``N+`` for several, then ``=`` and the values that are fine."""
+"""Usages of accepted flags, by the reason why they have no effect. A usage is the flag's names, then ``N`` for one
+value or ``N+`` for several, then ``=`` and the values that are accepted without a note."""
 
 REFUSED = {
     "one PEFT adapter can be merged into the weights at load: --adapter DIR": (
@@ -162,16 +162,16 @@ KEYWORDS = frozenset(flag.dest.removeprefix(PREFIX) for flag in FLAGS)
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds all of them, without listing them in ``--help``; ``vllm_notes`` checks those that were given."""
+    """Adds these flags to a parser, hidden from ``--help``. ``vllm_notes`` checks the parsed values."""
     for flag in FLAGS:
         values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        if flag.values:  # one value may be an object, which the dotted form writes
+        if flag.values:  # a value can be an object, which the dotted form writes
             values = {"nargs": flag.values, "metavar": "JSON"}
         parser.add_argument(*flag.names, dest=flag.dest, default=None, help=argparse.SUPPRESS, **values)
 
 
 def vllm_keywords(options: Mapping[str, Any]) -> argparse.Namespace:
-    """Keywords of ``LLM`` as the arguments that ``vllm_notes`` checks; keywords that are no vLLM flags are left out."""
+    """Keywords of ``LLM`` as parsed arguments for ``vllm_notes``. Keywords that are not in ``FLAGS`` are left out."""
     given = {}
     for flag in FLAGS:
         value = options.get(flag.dest.removeprefix(PREFIX))
@@ -182,7 +182,7 @@ def vllm_keywords(options: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def vllm_notes(args: argparse.Namespace) -> Iterator[str]:
-    """A note for each given flag that has no effect; raises ValueError if refused flags are given."""
+    """A note for each set flag that has no effect. Raises ValueError if refused flags are set."""
     refused = []
     for flag in FLAGS:
         given = getattr(args, flag.dest)

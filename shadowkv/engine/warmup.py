@@ -1,7 +1,8 @@
-"""Warm-up: what compiles or is captured on first use is used once, so that the first prompt is as fast as the tenth.
+"""Warm-up: compiles kernels and captures CUDA graphs before the first request, so that it is as fast as later ones.
 
-A few requests go through the engine's own steps. They are aborted before they end, except one that a later turn
-continues; what is kept of that is evicted. Then decode steps are captured for all sizes of a batch (``GraphGrid``).
+A few requests go through the engine's own steps. They are aborted before they end, except those that a later turn
+continues; their cached sequences are evicted. Then CUDA graphs of decode steps are captured for all batch sizes
+(``GraphGrid``). ``LLM`` and ``process/core.py`` call ``warm_up``.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 SHORT = 48
-"""Tokens of a prompt that stays dense."""
+"""Tokens of a short prompt, which stays dense."""
 
 MORE = 8
-"""Tokens of a later turn."""
+"""Tokens that a later turn adds."""
 
 GRID_SECONDS = 15.0
-"""How long graphs are captured at start; later shapes are captured when they have been met often enough."""
+"""Seconds of graph capture at start. Other shapes are captured later, when they have occurred often enough."""
 
 SERVER_SECONDS = 3.0
-"""The same for a server, which captures more whenever it is idle: one at a time, as long as nothing comes."""
+"""Seconds of graph capture at the start of a server. It captures more graphs while it is idle, one at a time."""
 
 GRID_BYTES = GRAPH_BYTES * 3 // 4
-"""Device memory for those."""
+"""Device memory for the captured graphs of ``GraphGrid``."""
 
 
 def warm_up(
     engine: Engine, stopped: Callable[[], bool] = lambda: False, seconds: float = GRID_SECONDS
 ) -> GraphGrid | None:
-    """Compiles and captures what first requests would wait for, if the device needs it and the config does not skip it;
-    ends early once ``stopped``. To be called on the thread that steps.
+    """Warms up an engine on a GPU, unless the config skips it. Must be called on the thread that steps. Ends early when
+    ``stopped`` returns True.
 
-    Returns the graphs that ``seconds`` were too short for, for idle times; None where there are none.
+    Returns the grid with the graphs that are left to capture after ``seconds``, for idle times; None if none is left.
     """
     if engine.device.type != "cuda" or engine.config.skip_warmup:
         return None
@@ -62,10 +63,11 @@ def warm_up(
 
 
 def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Warms up ``engine``, which has no requests, on any device; leaves its cache empty and the counts at zero.
+    """Runs the warm-up requests, on any device. The engine must have no requests; afterwards its cache is empty and its
+    counts are zero.
 
-    Ends early once ``stopped``, or on Ctrl-C, with KeyboardInterrupt. Failures are logged, and first requests will be
-    slower; an error that leaves the device, or another rank, unusable is raised.
+    Ends early when ``stopped`` returns True, or on Ctrl-C with KeyboardInterrupt. Failures are only logged, except an
+    error that leaves the device or another rank unusable.
     """
     began, shown = time.monotonic(), sys.stderr.isatty()
     if not shown:
@@ -89,7 +91,7 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
         while engine.scheduler.prefix_cache.evict():
             pass
         engine.scheduler.prefix_cache.counts.forget()
-        engine.scheduler.prefix_cache.speeds.forget()  # they included compiling
+        engine.scheduler.prefix_cache.speeds.forget()  # the measured speeds include compilation
         engine.pace.forget()
         engine.cache.forget_fetches()
         engine.cache.take_attention_density()
@@ -98,9 +100,12 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
 
 
 class GraphGrid:
-    """Captures decode steps of an engine, if its steps are graphs, where nothing else is to be done: for each number of
-    pages that sequences may have, from the fewest, those of all sizes of a batch, alone and with prompts, up to
-    ``GRID_BYTES``. The log says how far that went. To be made while the engine has no sequences."""
+    """Captures CUDA graphs of an engine's decode steps before they are needed.
+
+    It goes through the page counts of sequences, fewest first. For each it captures all batch sizes, with and without
+    prompts, until ``GRID_BYTES`` are used. The log says how far it came. It must be made while the engine has no
+    sequences. Without CUDA graphs it does nothing.
+    """
 
     def __init__(self, engine: Engine) -> None:
         most = engine.config.max_num_seqs
@@ -109,8 +114,8 @@ class GraphGrid:
         self._count, self._seconds, self._bytes = 0, 0.0, 0
 
     def capture(self, seconds: float = 0.0, stopped: Callable[[], bool] = lambda: False) -> bool:
-        """Captures one graph, and more while ``seconds`` have not passed; returns whether there are more. Ends early
-        once ``stopped``, or on Ctrl-C, with KeyboardInterrupt."""
+        """Captures one graph, and more until ``seconds`` have passed. Returns whether graphs are left. Ends early when
+        ``stopped`` returns True, or on Ctrl-C with KeyboardInterrupt."""
         began, more = time.monotonic(), not stopped()
         with interrupts_deferred() as interruptible, current(self.engine.device):
             while more and (more := next(self._left, None) is not None):
@@ -123,11 +128,11 @@ class GraphGrid:
         return more
 
     def _captures(self, plans: list[tuple[int, DecodePlan]]) -> Iterator[int]:
-        """How many there have been, after each."""
+        """Captures graph after graph; yields the number of captured graphs after each."""
         graphs, runner, device = self.engine.runner.graphs, self.engine.runner, self.engine.device
         if graphs is None:
             return
-        # The largest pass first: all graphs use its memory.
+        # The largest pass goes first: all graphs share its memory.
         mixed = list(reversed(graphs.mixed_shapes()))
         shapes = [*mixed[:1], *((0, batch) for batch in self._batches), *mixed[1:]]
         for tokens, plan in plans:
@@ -153,12 +158,13 @@ class GraphGrid:
             f"{self._longest:,}",
             self._seconds,
             self._bytes / MIB,
-            "there is time or they are met" if more else "they are met",
+            "the engine is idle or they are needed" if more else "they are needed",
         )
 
 
 def _plans(engine: Engine) -> Iterator[tuple[int, DecodePlan]]:
-    """Lengths that lead to graphs of their own, as far as there is room for a sequence, and a step of one."""
+    """Sequence lengths with their own graphs, in ascending order, each with the plan of a step of one such sequence.
+    Stops at a length that does not fit into the cache."""
     cache = engine.cache
     for tokens in _lengths(engine):
         if not cache.demand(tokens, tokens + 1).within(cache.free):
@@ -174,30 +180,36 @@ def _plans(engine: Engine) -> Iterator[tuple[int, DecodePlan]]:
 
 
 def _lengths(engine: Engine) -> list[int]:
-    """Lengths that lead to graphs of their own, in ascending order."""
+    """Sequence lengths with their own graphs, in ascending order."""
     pages = {round_up(count) for count in range(MIN_EXACT_PAGES, engine.max_model_len // PAGE + 1)}
     longest = engine.max_model_len - 1
     return sorted({min(PAGE * count - 1, longest) for count in pages or {MIN_EXACT_PAGES}})
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, without what PyTorch keeps for later: a capture gives that back."""
+    """Free memory of a GPU in bytes, after PyTorch's cached blocks are freed, which a capture does too."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def _stages(engine: Engine) -> list[Generator[None, None, object]]:
-    """Steps of an engine that answers, one after the other: one prompt; a pack of two; one of more than two blocks that
-    is long enough to be compressed, if any is, with another that shares its prefix, whose answers compress a page, and
-    a later turn after it; a later turn of a short one; and a short one that joins a step of another."""
+    """The stages of the warm-up, each a generator of engine steps.
+
+    1. A short prompt.
+    2. A pack of two short prompts.
+    3. A prompt of more than two blocks, long enough to be compressed if the policy compresses, and a second one that
+       shares its prefix. Their answers compress a page. Then a later turn of the first.
+    4. A later turn of a short prompt.
+    5. A short prompt that joins another one's decode step.
+    """
     spec, longest = engine.cache.spec, 2 * BLOCK_TOKENS[engine.device.type] + SHORT
-    room = engine.max_model_len - (PAGE + 1) - MORE - 2  # for its answer, a later turn and that turn's answer
+    room = engine.max_model_len - (PAGE + 1) - MORE - 2  # leaves room for the answer, a later turn and its answer
     if room < SHORT:
         return []
     if spec.compresses and spec.dense_limit + PAGE <= room:
         longest = max(longest, spec.dense_limit + PAGE)
     pack = [SHORT, SHORT // 2][: engine.config.max_num_seqs]
-    again = min(longest, room - 2 * PAGE)  # a prefix of what is computed then, and a few tokens more
+    again = min(longest, room - 2 * PAGE)  # the second prompt: a prefix of the first, and a few tokens more
     shared = [min(longest, room), again] if engine.config.max_num_seqs > 1 and again > PAGE else [min(longest, room)]
     of_lengths = (([SHORT], 3), (pack, 3))
     answered = [_answered(engine, [_prompt(engine, n) for n in lengths], tokens) for lengths, tokens in of_lengths]
@@ -213,14 +225,14 @@ def _prompt(engine: Engine, length: int) -> list[int]:
 def _pieces(stages: list[Generator[None, None, object]]) -> Generator[int, None, None]:
     """Runs all stages; yields 0 after a step, or 1 if that finished a stage."""
     for stage in stages:
-        with closing(stage):  # whatever ends this, requests of the stage are removed before anything is evicted
+        with closing(stage):  # the stage's requests are removed before anything is evicted, whatever ends this
             for _ in stage:
                 yield 0
         yield 1
 
 
 def _later_turn(engine: Engine, lengths: list[int], tokens: int) -> Generator[None, None, None]:
-    """Answers prompts completely, so that all is kept, and then a later turn that continues the first."""
+    """Answers prompts to their ends, so that they stay cached, and then a later turn that continues the first."""
     prompts = [_prompt(engine, length) for length in lengths]
     answers = yield from _answered(engine, prompts, tokens, ends=True)
     yield from _answered(engine, [prompts[0] + answers[0] + prompts[0][:MORE]], 1)
@@ -229,9 +241,11 @@ def _later_turn(engine: Engine, lengths: list[int], tokens: int) -> Generator[No
 def _answered(
     engine: Engine, prompts: list[list[int]], tokens: int, ends: bool = False, one_by_one: bool = False
 ) -> Generator[None, None, list[list[int]]]:
-    """Steps of an engine that answers prompts with ``tokens`` tokens each; returns those. With ``one_by_one`` each
-    comes when the one before has a token. Whatever happens, nothing is left of the requests, except what is kept of
-    those that end."""
+    """Answers each prompt with ``tokens`` tokens, yields after each engine step, and returns the answers' tokens.
+
+    With ``ends`` the requests end and stay cached; otherwise they are aborted. With ``one_by_one`` a prompt is added
+    when the one before has its first token. No request is left, whatever happens.
+    """
     most = tokens if ends else tokens + 1
     sampled = SamplingParams(max_tokens=most, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)
     answers: dict[str, list[int]] = {f"warm-up-{number}": [] for number in range(len(prompts))}

@@ -1,1 +1,1 @@
-"""The KV cache: parts, presets and pages."""
+"""The KV cache: policies and their parts, pages, sequences, prefill and decode"""

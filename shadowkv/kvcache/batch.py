@@ -1,4 +1,4 @@
-"""What goes through the layers together, as a cache sees it."""
+"""``Batch``: the tokens that go through the layers together, as parts of different kinds. ``KVCache`` makes batches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 
 
 class Part(Protocol):
-    """New tokens of one kind in a group of layers: the next ones of sequences that decode (``DecodeBatch``), those of
-    prompts (``PrefillBlock``), or those of prompts that stay exact, in a form that a graph can hold
-    (``ExactPrompts``)."""
+    """New tokens of one kind in a group of layers: of a decode step (``DecodeBatch``), of prompts (``PrefillBlock``),
+    or of prompts that stay exact, which a CUDA graph can capture (``ExactPrompts``)."""
 
     @property
     def num_tokens(self) -> int:
@@ -21,26 +20,26 @@ class Part(Protocol):
 
 
 class PartHandler(Protocol):
-    """What a group of layers does with the parts of one kind. Layers are counted within the group."""
+    """Stores and attends the parts of one kind, in a group of layers. Layers are numbered within the group."""
 
     def append(self, layer: int, k: Tensor, v: Tensor, part: Any) -> None:
-        """Takes keys (before RoPE) and values [T, H, d] of a part's tokens."""
+        """Stores keys (before RoPE) and values [T, H, d] of a part's tokens."""
 
     def start(self, layer: int, q: Tensor, part: Any, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts attention of a part's queries [T, H_q, d] before RoPE; the returned function finishes it."""
+        """Starts attention of a part's queries [T, H_q, d] before RoPE. The returned function finishes it."""
         ...
 
 
 @dataclass(frozen=True)
 class Batch:
-    """New tokens that go through the layers together, packed: those of each part in turn.
+    """New tokens that go through the layers together. They are packed, one part after the other.
 
-    The parts are of different sequences and attend apart; everything else in a layer sees one batch.
+    Each part attends by itself, to its own sequences. Everything else in a layer sees one batch.
 
     Attributes:
-        groups: for each group of layers, the parts as it sees them.
-        needed: int64 [n], the tokens whose attention is needed: the others only leave their keys and values. None
-            where all are.
+        groups: the parts, for each group of layers.
+        needed: int64 [n], the tokens that need attention; of the others only keys and values are stored. None if all
+            need attention.
     """
 
     groups: tuple[tuple[Part, ...], ...]
@@ -52,13 +51,13 @@ class Batch:
         return sum(part.num_tokens for part in self.groups[0])
 
     def with_parts_of(self, other: Batch) -> Batch:
-        """One batch of these tokens and then the other's, of all of which attention is needed."""
+        """A batch of these tokens followed by those of ``other``. All of them need attention."""
         return Batch(tuple(own + others for own, others in zip(self.groups, other.groups, strict=True)))
 
     def where_needed(self, tokens: Tensor) -> Batch:
-        """The same batch, where attention is needed of ``tokens`` int64 [n]."""
+        """The batch in which only ``tokens`` int64 [n] need attention."""
         return replace(self, needed=tokens)
 
     def of_needed(self, x: Tensor) -> Tensor:
-        """[n, ...] of [T, ...], for the tokens whose attention is needed."""
+        """The rows of ``x`` [T, ...] for the tokens that need attention, [n, ...]."""
         return x if self.needed is None else x[self.needed]

@@ -1,12 +1,11 @@
-"""The KV cache: what models, engine and evaluations see of it.
+"""``KVCache``: the KV cache (ShadowKV, arXiv:2410.21465), as models, engine and evaluations use it.
 
-ShadowKV, arXiv:2410.21465. Policies differ only in their parts. A cache is made of groups of layers that are alike
-(``group.LayerGroup``): each has a policy and pages of its own, and a sequence is in all of them. Models call
-``append`` and ``start`` with a ``batch.Batch``; an engine holds sequences (``allocate``, ``extend``, ``fork``,
-``trim``, ``release``), makes batches of their next tokens (``plan_decode``, ``decode_batch``, ``end_decode``) and of
-prompts (``prefill_batch``, ``finish_prefill``, ``end_prefill``), turns sequences into bytes
-(``snapshots.open_reading``) and bytes into sequences (``snapshots.restore``). ``inspection.py`` shows what is
-stored.
+A cache has one or more groups of layers (``group.LayerGroup``). Each group has its own policy and pages, and every
+sequence is in all groups. Policies differ only in their parts. The model's attention calls ``append`` and ``start``
+with a ``batch.Batch``. The engine calls the rest: it allocates sequences (``allocate``, ``extend``, ``fork``, ``trim``,
+``release``), and makes batches of decode steps (``plan_decode``, ``decode_batch``, ``end_decode``) and of prompts
+(``prefill_batch``, ``finish_prefill``, ``end_prefill``). The prefix cache turns sequences into bytes and back
+(``snapshots.open_reading``, ``snapshots.restore``). ``inspection.py`` shows the stored keys and values.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from shadowkv.ops.registry import Ops
 
 @dataclass(frozen=True)
 class TierUse:
-    """Bytes of one tier over all layers."""
+    """Bytes of one tier, summed over all layers."""
 
     used_bytes: int
     total_bytes: int
@@ -50,17 +49,17 @@ class KVCache:
 
     Args:
         layout: the policy's layout on the model, for sequences of up to its ``max_model_len``.
-        rope: the model's RoPE, of layers without their own; queries and keys are passed in before it.
-        slots: sequences that can be held at once, running or finished.
-        memory: blocks of the tiers of pages.
-        ops: the engine's, chosen for this layout, RoPE and device (``case.choose_ops``).
-        device: where attention is computed.
-        weights: for each layer of the model, what it has for the policy's parts, by name; None where it has nothing.
+        rope: the RoPE of layers without their own. Queries and keys arrive before RoPE.
+        slots: number of sequences that the cache can hold, running or finished.
+        memory: blocks of each tier.
+        ops: the engine's ops, chosen for this layout, RoPE and device (``case.choose_ops``).
+        device: device of the attention.
+        weights: for each layer of the model, the weights that the policy's parts need, by name; None if they need none.
 
     Attributes:
-        groups: its groups of layers.
-        sparse: attention over blocks of keys, where the policy's prefill is sparse.
-        snapshots: turns sequences into bytes and bytes into sequences.
+        groups: the groups of layers.
+        sparse: attention over blocks of keys; None if the policy's prefill is not sparse.
+        snapshots: turns sequences into bytes and back.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class KVCache:
 
     @property
     def total(self) -> Blocks:
-        """All that there is: blocks of each tier, slots of segments, and sequences."""
+        """The cache's total capacity: blocks of each tier, segments, and sequences."""
         return self.pools.total
 
     @property
@@ -115,15 +114,16 @@ class KVCache:
 
     @property
     def changes(self) -> int:
-        """Grows whenever a sequence takes something, shares it or gives it back."""
+        """A counter that grows whenever a sequence takes, shares or frees blocks."""
         return self.pools.changes
 
     def demand(self, start: int, capacity: int) -> Blocks:
-        """Blocks that a new sequence takes with a prompt of ``start`` tokens that may grow to ``capacity``."""
+        """Blocks of a new sequence with a prompt of ``start`` tokens and a maximum length of ``capacity``."""
         return self.layout.demand(start, capacity)
 
     def growth(self, sequence: CachedSequence, start: int, capacity: int) -> Blocks:
-        """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
+        """Additional blocks that ``sequence`` needs to grow to ``start`` tokens by a prompt, then to ``capacity`` by
+        decoding."""
         return self.pools.growth(sequence, start, capacity)
 
     def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
@@ -131,11 +131,11 @@ class KVCache:
         return self.pools.held(sequences)
 
     def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """A new, empty sequence that holds what ``demand`` says; raises OutOfBlocks, with nothing taken."""
+        """A new, empty sequence that holds the blocks of ``demand``. Raises OutOfBlocks and then takes nothing."""
         return self.pools.allocate(start, capacity)
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
-        """Gives ``sequence`` what ``growth`` says; raises OutOfBlocks, with nothing taken."""
+        """Gives ``sequence`` the blocks of ``growth``. Raises OutOfBlocks and then takes nothing."""
         self.pools.extend(sequence, start, capacity)
 
     def fork_point(self, sequence: CachedSequence, length: int) -> int:
@@ -143,30 +143,30 @@ class KVCache:
         return self.pools.fork_point(sequence, length)
 
     def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
-        """A new sequence that shares the first ``length`` tokens, a fork point, with ``sequence``: no bytes are copied.
+        """A new sequence that shares its first ``length`` tokens with ``sequence``. No bytes are copied.
 
-        Raises OutOfBlocks, with nothing taken, and ValueError where it cannot be forked there.
+        Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is no fork point.
         """
         return self.pools.fork(sequence, length, start, capacity)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forgets the newest tokens; compressed and shared ones cannot be forgotten (ValueError)."""
+        """Removes the tokens after ``length``. Raises ValueError if one of them is compressed or shared."""
         self.pools.truncate(sequence, length)
 
     def trim(self, sequence: CachedSequence) -> None:
-        """Gives back what a finished sequence holds for future tokens; it can be extended again."""
+        """Frees the blocks that a finished sequence holds for future tokens. It can be extended again."""
         self.pools.trim(sequence)
 
     def release(self, sequence: CachedSequence) -> None:
-        """Gives back everything; the sequence must not be used again."""
+        """Frees all blocks of a sequence. The sequence must not be used again."""
         self.pools.release(sequence)
 
     def fork_demand(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> Blocks:
-        """Blocks that ``fork`` takes; raises the same ValueErrors."""
+        """Blocks that ``fork`` takes. Raises ValueError as ``fork`` does."""
         return self.pools.demand(self.pools.forked(sequence, length), start, capacity)
 
     def use(self) -> dict[str, TierUse]:
-        """Bytes of each tier; may be called from any thread."""
+        """Bytes of each tier. Any thread can call it."""
         return {
             name: TierUse(sum(tier.used_bytes for tier in tiers), sum(tier.total_bytes for tier in tiers))
             for name, tiers in (
@@ -176,7 +176,7 @@ class KVCache:
 
     @property
     def fetches(self) -> FetchCounts | None:
-        """Chunks fetched from the host so far; None where there is no buffer. May be read from any thread."""
+        """Counts of chunks fetched from the host so far; None without a fetch buffer. Any thread can read it."""
         counts = [group.decode.fetching.counts for group in self.groups if group.decode.fetching is not None]
         return FetchCounts(*map(sum, zip(*map(astuple, counts), strict=True))) if counts else None
 
@@ -194,11 +194,13 @@ class KVCache:
         bounds: Collection[int] = (),
         packed: PrefillBatch | None = None,
     ) -> PrefillBatch:
-        """Packs new tokens of admitted sequences: pairs of a sequence and how many tokens it gains (at least 1).
+        """Packs the new tokens of prompts into a batch.
 
         Args:
-            bounds: layers that are not stored together with the one before.
-            packed: the same tokens of another cache, whose scratch is used; the sequences are then empty.
+            sequences: pairs of a sequence and the number of its new tokens, at least 1.
+            bounds: layers that must not be stored together with the layer before them.
+            packed: a batch of the same tokens for another cache, whose scratch memory is shared. The sequences must
+                then be empty.
         """
         groups: list[GroupPrefill] = []
         shared = None if packed is None else packed.groups[0]
@@ -208,12 +210,13 @@ class KVCache:
         return PrefillBatch(groups)
 
     def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
-        """Stores one layer's new tokens, in the policy's own form where the sequence is compressed."""
+        """Stores one layer's new tokens, compressed if the policy compresses the sequence."""
         group, at = self._places[layer]
         group.prefill.finish_layer(at, batch.groups[group.number])
 
     def leave_prefill(self) -> None:
-        """To be called when a prefill ends or is given up: what it still stores is waited for before anything else."""
+        """Must be called when a prefill ends or is abandoned. Later work waits for the stores that are still
+        running."""
         for group in self.groups:
             group.prefill.join()
 
@@ -226,13 +229,15 @@ class KVCache:
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether a graph can hold the attention of prompts that stay exact."""
+        """Whether a CUDA graph can capture the attention of prompts that stay exact."""
         return all(group.exact.captured for group in self.groups)
 
     def stays_exact(self, sequence: CachedSequence, tokens: int) -> bool:
-        """Whether a prompt's ``tokens`` tokens behind what its sequence has cached can be in ``exact_prompts``: the
-        sequence is exact in every group and stays so, nothing is learned from its queries for later, and its attention
-        can be captured."""
+        """Whether ``tokens`` new tokens of a prompt can be part of ``exact_prompts``.
+
+        They can if the sequence is exact in every group and stays so, no part learns from its queries, and a CUDA graph
+        can capture its attention.
+        """
         if sequence.pending_layers is not None or not self.captures_prompts:
             return False
         for group in self.groups:
@@ -244,12 +249,13 @@ class KVCache:
         return True
 
     def exact_numbers(self, sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
-        """What ``exact_prompts`` needs of sequences that gain these lengths, int64 [n]; of none for a capture."""
+        """The packed numbers int64 [n] for ``exact_prompts``, of sequences with ``lengths`` new tokens each. Without
+        sequences they serve for a capture."""
         of_groups = [pages_of(group.sequences(sequences), group.pool.tables) for group in self.groups]
         return np.stack((lengths_of(sequences, lengths, rows), *of_groups)).ravel()
 
     def exact_prompts(self, numbers: Tensor, rows: int) -> Batch:
-        """Prompts of up to ``rows`` tokens that stay exact, from their numbers on the device."""
+        """The batch of prompts that stay exact, from ``exact_numbers`` on the device, padded to ``rows`` tokens."""
         lengths, *of_groups = numbers.view(1 + len(self.groups), 2, -1)
         parts = (
             (exact_prompts(lengths, pages, rows, group.pool.tables, group.layout.window),)
@@ -266,20 +272,24 @@ class KVCache:
     # -- decode ----------------------------------------------------------------------------------------------------
 
     def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
-        """Plans one more token for each of ``sequences`` (at least one), and the compression that is due before.
+        """Plans a decode step of ``sequences`` (at least one), and the page compressions that are due before it.
 
-        Raises ValueError if one of them is at its capacity.
+        Raises ValueError if a sequence is at its capacity.
         """
         plans = [group.planner.plan(group.sequences(sequences)) for group in self.groups]
-        alone = all(plan.of_sequence is None for plan in plans)  # rows are cut where each has one segment
+        alone = all(plan.of_sequence is None for plan in plans)  # micro-batches need one segment per row
         parts = max(plan.micro_batches for plan in plans) if alone else 1
         return DecodePlan(tuple(replace(plan, micro_batches=parts) for plan in plans))
 
     def forecast_decode(
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
     ) -> DecodePlan | None:
-        """Plans a step of padding rows, with the shapes of one that ``sequences`` will take together with those of
-        ``joining``, whose prompts of that many tokens are being computed; None where these are not known."""
+        """Plans a step of padding rows with the shapes of the next step of ``sequences`` and ``joining``; None if the
+        shapes are not known yet.
+
+        Args:
+            joining: sequences whose prompts are being computed, with the prompts' lengths.
+        """
         plans = []
         for group in self.groups:
             joining_it = [(sequence.of_group(group.number), length) for sequence, length in joining]
@@ -290,32 +300,36 @@ class KVCache:
         return DecodePlan(tuple(plans))
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> Batch:
-        """``plan`` as the device sees it; ``numbers`` are the plan's, packed, where they are on the device already and
-        what is due has been compressed (``compress_pages``): then only the plan's shapes are used, as a captured graph
-        requires."""
+        """The batch of a planned step.
+
+        Args:
+            numbers: the plan's packed numbers on the device, for a captured graph. Only the plan's shapes are then
+                used, and due pages must be compressed already (``compress_pages``). None uploads the numbers and
+                compresses due pages.
+        """
         of_groups = [None] * len(self.groups) if numbers is None else plan.split(numbers)
         of_all = zip(self.groups, plan.groups, of_groups, strict=True)
         return Batch(tuple((group.decode.batch(own, part),) for group, own, part in of_all))
 
     def rounded(self, plan: DecodePlan, max_batch: int, batch: int | None = None) -> DecodePlan:
-        """``plan`` with its shapes rounded up, so that few captured graphs serve many steps: its batch too, or to
-        ``batch``."""
+        """``plan`` with its shapes rounded up, so that few captured graphs serve many steps. ``batch`` sets the number
+        of rows; None rounds it up too."""
         of_all = zip(self.groups, plan.groups, strict=True)
         return DecodePlan(
             tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
         )
 
     def padded_compression(self, number: int, numbers: np.ndarray) -> np.ndarray:
-        """A group's ``GroupPlan.compression`` for a number of pages that is rounded up."""
+        """A group's ``GroupPlan.compression``, padded to a rounded number of pages."""
         return padded(numbers, self.groups[number].compression.padding)
 
     def join_capture(self) -> None:
-        """To be called where a capture fails halfway: it could not end before what runs on other streams is joined."""
+        """Joins the other streams of a capture that has failed. The capture cannot end before."""
         for group in self.groups:
             group.decode.side_stream.join_capture()
 
     def compress_pages(self, number: int, numbers: Tensor) -> None:
-        """Compresses pages in all layers of a group: its ``GroupPlan.compression``, on the device."""
+        """Compresses the pages of ``numbers``, a group's ``GroupPlan.compression`` on the device, in all its layers."""
         self.groups[number].compression.compress_pages(numbers)
 
     def end_decode(self, plan: DecodePlan) -> None:
@@ -324,8 +338,8 @@ class KVCache:
             group.planner.end(own)
 
     def exact_layers(self) -> ExactLayers | None:
-        """Exact pages of all layers, for an op that appends and attends to them itself; None where layers are of
-        several kinds, have a window, or values are fetched from the host."""
+        """Exact pages of all layers, for an op that appends tokens and attends to exact pages itself. None if there are
+        several groups of layers, a window, or values fetched from the host."""
         group = self.groups[0]
         if len(self.groups) > 1 or group.layout.window is not None or group.decode.fetching is not None:
             return None
@@ -333,9 +347,9 @@ class KVCache:
 
     @property
     def selection_hook(self) -> SelectionHook | None:
-        """Called with layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects in a decode step;
-        what it returns is attended to. Not called where nothing is selected (``KVSpec.selects``). To be set before the
-        first step: captured graphs keep the hook that they were captured with."""
+        """Called in a decode step with the layer, RoPE-rotated queries [R, H_q, d], the batch and the index's
+        selection. The step attends to the selection that it returns. It is not called if the policy does not select
+        (``KVSpec.selects``). Set it before the first step: captured graphs keep the hook of their capture."""
         return self.groups[0].decode.hook
 
     @selection_hook.setter
@@ -345,8 +359,8 @@ class KVCache:
 
     @property
     def query_hook(self) -> QueryHook | None:
-        """Called with layer, RoPE-rotated queries [B, H_q, d] and the batch of a decode step, before these attend to
-        anything, also where nothing is selected. As for ``selection_hook``, captured graphs keep theirs."""
+        """Called in a decode step with the layer, RoPE-rotated queries [B, H_q, d] and the batch, before attention,
+        also if the policy does not select. Captured graphs keep the hook of their capture."""
         return self.groups[0].decode.query_hook
 
     @query_hook.setter
@@ -356,8 +370,8 @@ class KVCache:
 
     @property
     def block_hook(self) -> BlockHook | None:
-        """Called with layer, RoPE-rotated queries [n, H_q, d] and the blocks that a sparse prefill's tiles are to
-        attend to (``select_blocks``); what it returns is attended to. There is none where prefill is dense."""
+        """Called in a sparse prefill with the layer, RoPE-rotated queries [n, H_q, d] and the blocks selected for each
+        tile (``select_blocks``). The tiles attend to the blocks that it returns. A dense prefill has no hook."""
         return None if self.sparse is None else self.sparse.hook
 
     @block_hook.setter
@@ -367,38 +381,40 @@ class KVCache:
         self.sparse.hook = hook
 
     def take_attention_density(self) -> float | None:
-        """Share of the blocks of keys that sparse prefills attended to since the last call; None where there were
-        none. Waits for the device."""
+        """Share of blocks of keys that sparse prefills attended to since the last call; None if there were none. Waits
+        for the device."""
         return None if self.sparse is None else self.sparse.take_density()
 
     def place(self, layer: int) -> tuple[LayerGroup, int]:
-        """The group that a layer of the model is in, and which of the group's layers it is."""
+        """The group of a layer of the model, and the layer's number within the group."""
         return self._places[layer]
 
-    # -- what a model's attention calls ----------------------------------------------------------------------------
+    # -- calls of the model's attention ----------------------------------------------------------------------------
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Takes keys (before RoPE) and values [T, H, d] of the batch's new tokens."""
+        """Stores keys (before RoPE) and values [T, H, d] of the batch's new tokens."""
         group, at = self._places[layer]
         group.append(at, k, v, batch.groups[group.number])
 
     def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts attention of the batch's new tokens, q [T, H_q, d] before RoPE, softmax scale 1 / sqrt(d), as far as
-        it need not wait for values from the host; the returned function finishes it: [T, H_q, d], which may be anything
-        for tokens of which it is not needed.
+        """Starts attention of queries [T, H_q, d] before RoPE, with softmax scale 1 / sqrt(d).
 
-        In prefill over everything, or over chosen blocks where the policy's prefill is sparse; in decode over [sink |
-        outliers | selected | tail], or over everything where dense. ``sinks``, float32 [H_q], are scores of one more
-        position in every softmax, whose value is 0 (``ops/add_sinks``).
+        It does all work that need not wait for values from the host. The returned function finishes the attention and
+        returns [T, H_q, d], with undefined rows for tokens that do not need attention.
+
+        Prefill attends to all earlier tokens, or to selected blocks if it is sparse. Decode attends to [sink | outliers
+        | selected | tail], or to all tokens if the sequence is dense or the policy does not select. ``sinks``, float32
+        [H_q], are scores of one more position in every softmax, whose value is 0 (``ops/add_sinks``).
         """
         group, at = self._places[layer]
         return group.start(at, q, batch.groups[group.number], sinks)
 
 
 class FanOut:
-    """Several caches of one model that are prefilled together, with one sequence in each for every prompt.
+    """Several caches of one model that are prefilled together. Each prompt has a sequence in every cache.
 
-    The first computes; the others, whose sequences are new, store the same keys and values in their own form.
+    The first cache computes attention. The others store the same keys and values in their own form; their sequences
+    must be new. Evaluations compare policies with it.
     """
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
@@ -406,11 +422,11 @@ class FanOut:
         self._batches: list[PrefillBatch] = []
 
     def prefill_batch(self, sequences: list[tuple[tuple[CachedSequence, ...], int]]) -> PrefillBatch:
-        """Packs new tokens: for each prompt its sequences, one of each cache, and how many tokens they gain."""
+        """Packs new tokens. Each item is a prompt's sequences, one per cache, and the number of new tokens."""
         of_caches = list(zip(*(of_prompt for of_prompt, _ in sequences), strict=True))
         works = [[(own, count) for own, (_, count) in zip(of_cache, sequences, strict=True)] for of_cache in of_caches]
         bounds = {
-            group.layers[layers.start]  # layers that are alike in every cache are stored together
+            group.layers[layers.start]  # only layers of one group in every cache are stored together
             for cache in self.caches
             for group in cache.layout.groups
             for layers in neighbours(group.layers)
@@ -421,7 +437,7 @@ class FanOut:
         return first
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Takes a block's keys and values."""
+        """Stores a block's keys and values."""
         self.caches[0].append(layer, k, v, batch)
 
     def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
@@ -429,12 +445,12 @@ class FanOut:
         return self.caches[0].start(layer, q, batch, sinks)
 
     def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
-        """Stores a layer in every cache."""
+        """Stores a layer's new tokens in every cache."""
         for cache, own in zip(self.caches, self._batches, strict=True):
             cache.finish_prefill(layer, own)
 
     def leave_prefill(self) -> None:
-        """To be called when a prefill ends or is given up."""
+        """Must be called when a prefill ends or is abandoned."""
         for cache in self.caches:
             cache.leave_prefill()
 

@@ -1,4 +1,4 @@
-"""What an engine's ops will be called with, as its cache and policy determine it, and the choice of their backends."""
+"""Chooses the ops of an engine, from its cache's layout and policy. ``startup/loading.py`` calls ``choose_ops``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ OF_TOKENS = (
     *("gather_context", "paged_attention", "rebuild_rows"),
 )
 OF_COMPRESSED_PAGES = ("dense_attention.partial", "find_outliers", "merge_attention", "write_rows")
-"""Ops that every policy calls: ``OF_BLOCKS`` only where its prefill is sparse, ``OF_COMPRESSED_PAGES`` only where it
-compresses. Others are named by its parts, and ``OF_SELECTED`` or ``OF_ALL`` attends to what is compressed."""
+"""Ops by caller. Every policy calls ``OF_TOKENS``; ``OF_BLOCKS`` is for sparse prefill, ``OF_COMPRESSED_PAGES`` for
+policies that compress. The policy's parts name further ops. ``OF_SELECTED`` or ``OF_ALL`` attends to compressed
+tokens."""
 OF_WINDOWS = ("dense_attention.windowed", "paged_window_attention")
-"""Ops that layers with a window call."""
+"""Ops of layers with a window."""
 OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
 
 
@@ -35,19 +36,23 @@ def choose_ops(
     backends: Mapping[str, str] | None = None,
     attention_backend: str = "auto",
 ) -> Ops:
-    """The ops of an engine: for a cache of ``layout``, and for what else calls some.
+    """Chooses the ops of an engine.
 
     Args:
-        also: names of the ops that a model's layers and a sampler call.
-        backends: backends of ops, by name, where they are not to be chosen; raises ValueError as ``Ops`` does.
-        attention_backend: one of ``load_settings.ATTENTION_BACKENDS``; raises SettingsError as ``Ops`` does.
+        layout: layout of the engine's cache.
+        also: names of further ops, which the model's layers and the sampler call.
+        backends: backend by op name. Backends of other ops are chosen.
+        attention_backend: one of ``load_settings.ATTENTION_BACKENDS``.
+
+    Raises ValueError and SettingsError as ``Ops`` does.
     """
     device = torch.device(device)
     return Ops(device, case_of(layout, rope, device, also), backends, attention_backend)
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterable[str] = ()) -> Case:
-    """The case of sequences up to the longest one of ``layout``, whose cache's ops are called and ``also`` others."""
+    """The case by which backends are chosen: the sizes of ``layout``, and the names of all called ops, with
+    ``also``."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS}, 0
     if spec.prefill == "sparse":
@@ -77,7 +82,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
         centred=keys.centred,
         mass=spec.mass is not None,
         max_pages=pages,
-        # Captured steps select for up to a page more than the longest sequence has.
+        # Captured steps are rounded up to a page more than the longest sequence.
         max_selected=min(pages * PAGE // spec.chunk, int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))),
         fetched_bytes=layout.fetched_bytes,
         host_values=bool(layout.host_fields),

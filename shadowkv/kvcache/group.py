@@ -1,4 +1,4 @@
-"""A group of layers of a cache: what all of it is made of."""
+"""``LayerGroup``: a group of layers of a cache, with its pages, policy, prefill and decode. ``KVCache`` makes them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ from shadowkv.ops.registry import Ops
 
 
 class LayerGroup:
-    """Layers that are alike: one policy, and memory and page tables of their own. They are counted within the group.
+    """Layers that share a policy, memory and page tables. Layers are numbered within the group.
 
     Args:
-        number: which group of the cache it is, from 0.
-        slots: sequences that can be held at once.
-        memory: blocks of the group's tiers of pages.
-        sparse: attention over blocks of keys, where the policy's prefill is sparse.
-        weights: for each of its layers, what the model has for the policy's parts, by name; raises ValueError where a
-            part lacks something (``Part.weights``).
+        number: number of the group in the cache, from 0.
+        slots: number of sequences that the cache can hold.
+        memory: blocks of each tier of the group.
+        sparse: attention over blocks of keys; None if the group's prefill is not sparse.
+        weights: for each layer of the group, the weights that the policy's parts need, by name (``Part.weights``).
+
+    Raises ValueError if a layer lacks weights that a part needs.
     """
 
     def __init__(
@@ -71,11 +72,11 @@ class LayerGroup:
         self.planner = DecodePlanner(self.storing, self.decode.fetching)
 
     def sequences(self, whole: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
-        """The same sequences in this group."""
+        """The sequences' parts in this group."""
         return [sequence.of_group(self.number) for sequence in whole] if self.number else whole
 
     def append(self, layer: int, k: Tensor, v: Tensor, parts: tuple[Part, ...]) -> None:
-        """Takes keys (before RoPE) and values [T, H, d] of packed tokens, each part's by its handler."""
+        """Stores keys (before RoPE) and values [T, H, d] of packed tokens. Each part goes to its handler."""
         if len(parts) == 1:
             return self.handlers[type(parts[0])].append(layer, k, v, parts[0])
         counts = [part.num_tokens for part in parts]
@@ -85,11 +86,11 @@ class LayerGroup:
     def start(
         self, layer: int, q: Tensor, parts: tuple[Part, ...], sinks: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Starts attention of packed queries [T, H_q, d] before RoPE, each part's by its handler; the returned function
-        finishes it."""
+        """Starts attention of packed queries [T, H_q, d] before RoPE. Each part goes to its handler. The returned
+        function finishes it and returns [T, H_q, d]."""
         if len(parts) == 1:
             return self.handlers[type(parts[0])].start(layer, q, parts[0], sinks)
-        # What a step fetches from the host crosses the bus while prompts attend.
+        # A step's fetches from the host cross the bus while the prompts attend.
         started = [
             self.handlers[type(part)].start(layer, own, part, sinks)
             for part, own in zip(parts, q.split([part.num_tokens for part in parts]), strict=True)

@@ -1,4 +1,5 @@
-"""What a cache stores and attends to, seen from outside: for evaluations, benchmarks and displays, in PyTorch."""
+"""Reads stored keys, values and attention scores from a cache, in PyTorch. Evaluations, benchmarks and
+``engine/selections.py`` use it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from shadowkv.ops.attend_selected.reference import gather_selected
 
 
 def decode_part(cache: KVCache, sequences: Sequence[CachedSequence], group: int = 0) -> DecodeBatch:
-    """What a group of layers is told of the next step of ``sequences``."""
+    """The decode batch of the next step of ``sequences``, in a group of layers."""
     (part,) = cache.decode_batch(cache.plan_decode(sequences)).groups[group]
     assert isinstance(part, DecodeBatch)
     return part
@@ -30,20 +31,20 @@ def rotated_queries(cache: KVCache, q: Tensor, batch: DecodeBatch) -> Tensor:
 
 
 def exact_keys(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
-    """RoPE-rotated keys [H, E * 64, d] of exact pages, by their ids, int64 [E] of a ``DecodeBatch.pages``."""
+    """RoPE-rotated keys [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E], a row of
+    ``DecodeBatch.pages``."""
     group, at = cache.place(layer)
     return group.store.k[at][pages].transpose(0, 1).flatten(1, 2)
 
 
 def exact_values(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
-    """The same for values."""
+    """Values [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E]."""
     group, at = cache.place(layer)
     return group.store.v[at][pages].transpose(0, 1).flatten(1, 2)
 
 
 def compressed_rows(cache: KVCache, layer: int, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
-    """RoPE-rotated keys and values [H, P * 64, d] of the compressed pages of a batch of one row, as attention reads
-    them."""
+    """Rebuilt RoPE-rotated keys and values [H, P * 64, d] of the compressed pages of a batch of one row."""
     group, at = cache.place(layer)
     shape = group.layout.shape.num_kv_heads, batch.pages.shape[1] * PAGE, group.layout.shape.head_dim
     keys, values = torch.empty(2, *shape, dtype=cache.dtype, device=cache.device)
@@ -54,7 +55,8 @@ def compressed_rows(cache: KVCache, layer: int, batch: CompressedBatch) -> tuple
 
 
 def exact_elsewhere(cache: KVCache, layer: int, batch: CompressedBatch) -> Tensor:
-    """Which chunks bool [R, H, P * C] of a batch's compressed pages are sink or outliers: attended to, not selected."""
+    """Which chunks of a batch's compressed pages are exact (sink or outliers) and so cannot be selected, bool
+    [R, H, P * C]."""
     group, at = cache.place(layer)
     return group.store.excluded(at, batch.pages, batch.first)
 
@@ -62,14 +64,13 @@ def exact_elsewhere(cache: KVCache, layer: int, batch: CompressedBatch) -> Tenso
 def selected_scores(
     cache: KVCache, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection, row: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions of the tokens that a row of a selection hook's batch selected, and the scores by which each query head
-    attends to them.
+    """Positions and scores of the tokens that a row of a selection hook's batch selected.
 
     Args:
         q: [R, H_q, d], after RoPE.
 
     Returns:
-        positions int64 [H, n], -1 for none; scores float32 [H, H_q / H, n], -inf there.
+        Positions int64 [H, n], -1 for none; scores float32 [H, H_q / H, n], -inf for none.
     """
     group, at = cache.place(layer)
     rows, chunk = slice(row, row + 1), group.layout.spec.chunk
@@ -86,11 +87,11 @@ def selected_scores(
 
 
 def exact_scores(cache: KVCache, layer: int, q: Tensor, pages: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
-    """The same of all tokens from ``first`` to ``end`` of a dense sequence.
+    """Positions and scores, as in ``selected_scores``, of the tokens ``first`` to ``end`` of a dense sequence.
 
     Args:
-        q: [H_q, d] of its row, after RoPE.
-        pages: int64 [E], ids of its exact pages, from its first on.
+        q: [H_q, d] of the sequence's row, after RoPE.
+        pages: int64 [E], ids of the sequence's exact pages, from its first page on.
     """
     keys = exact_keys(cache, layer, pages[: -(-end // PAGE)])[:, first:end]
     positions = torch.arange(first, end, device=q.device).expand(len(keys), -1)
@@ -100,10 +101,11 @@ def exact_scores(cache: KVCache, layer: int, q: Tensor, pages: Tensor, first: in
 def coded_scores(
     cache: KVCache, layer: int, q: Tensor, batch: CompressedBatch, row: int, first: int
 ) -> tuple[Tensor, Tensor]:
-    """The same of all tokens from ``first`` on of a row of compressed pages, for a policy that attends to all of them.
+    """Positions and scores, as in ``selected_scores``, of all tokens from ``first`` on of a row of compressed pages. It
+    is for policies that attend to all tokens.
 
     Args:
-        q: [H_q, d] of its row, after RoPE.
+        q: [H_q, d] of the row, after RoPE.
     """
     group, at = cache.place(layer)
     of_row = replace(batch, sampling=None, span=None).part(slice(row, row + 1))
@@ -123,10 +125,11 @@ def _scores(q: Tensor, keys: Tensor) -> Tensor:
 
 
 def diagnostics(cache: KVCache, sequence: CachedSequence) -> dict[str, Tensor]:
-    """What the policy's parts report on how well a compressed sequence's states fit, by name, [layers] each,
-    float32; the part that declares a name says what it means.
+    """How well a compressed sequence's states fit: the diagnostics of the policy's parts by name, float32 [layers]
+    each.
 
-    The minimum over its segments, for the layers of the first group; empty where the sequence is dense.
+    Each is the minimum over the sequence's segments, for the layers of the first group. It is empty if the sequence is
+    dense. The part that declares a name documents its meaning.
     """
     group = cache.groups[0]
     names = group.layout.parts.diagnostics

@@ -1,9 +1,9 @@
-"""Plugins: installed packages that register parts, codecs and presets of their own, found by their entry points.
+"""Plugins: installed packages that register their own parts, codecs and presets. Entry points name them.
 
     [project.entry-points."shadowkv.plugins"]
     mine = "my_package.policies:register"
 
-They are loaded when a policy names what shadowkv itself does not have, in each process that reads that policy.
+They are loaded when a policy has a name that shadowkv does not know, in each process that reads the policy.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
 GROUP = "shadowkv.plugins"
-"""The group of entry points: each names a function, which is called without arguments, or a module, which is
+"""The group of entry points. Each names a function, which is called without arguments, or a module, which is
 imported."""
 
 
 class PluginError(ValueError):
-    """A plugin could not be loaded; the message names it."""
+    """Plugins could not be loaded. The message names them."""
 
 
 def checked_name(name: str) -> str:
-    """``name``, if a policy's text can have it (``turbo:index=mine,chunk=8``); raises ValueError otherwise."""
+    """Returns ``name`` if the text of a policy can contain it (``turbo:index=mine,chunk=8``), else raises
+    ValueError."""
     if not re.fullmatch(r"[\w.+-]+", name):
-        raise ValueError(f"{name!r} is no name: it may have letters, digits and . + - _ alone, as in policies' texts")
+        raise ValueError(f"{name!r} is no valid name: only letters, digits and . + - _ are allowed")
     return name
 
 
 _lock = threading.RLock()
 _outcome: list[PluginError | None] = []
-"""What loading came to, None for success; empty where it has not begun."""
+"""The result of loading: None for success, or the error; empty before loading."""
 
 
 def load_plugins() -> None:
-    """Loads every plugin that is installed, once in a process.
+    """Loads all installed plugins, once per process.
 
     Raises:
-        PluginError: some could not be loaded, again in every call; the others are.
+        PluginError: some plugins could not be loaded; the others are. Later calls raise it again.
     """
     with _lock:
         if not _outcome:
-            _outcome.append(None)  # a plugin that reads a policy itself finds what is registered so far
+            _outcome.append(None)  # a plugin that reads a policy itself does not start the loading again
             _outcome[0] = _load_all()
         if _outcome[0] is not None:
             raise PluginError(str(_outcome[0])) from _outcome[0]

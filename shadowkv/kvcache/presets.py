@@ -1,6 +1,7 @@
-"""The named cache policies, one line each; a method is a combination of parts.
+"""Presets: the named cache policies, one line each. A method is a combination of parts.
 
-Where a baseline's paper has another budget, the preset has the default one, so that methods compare at equal budgets.
+Presets of baselines have the default budget, so that methods are compared at equal budgets. Comments give the papers'
+budgets. ``preset`` reads ``--kv``.
 """
 
 from __future__ import annotations
@@ -15,35 +16,37 @@ PRESETS: dict[str, KVSpec] = {
     "full": KVSpec(),
     # The paper: arXiv:2410.21465, section 5.1.
     "shadowkv": KVSpec(keys="low-rank", index="chunk-mean", place="host", chunk=8, outliers=48),
-    # Ours: every key found by its own sketch, values in 3 bits; where no bus is crossed single tokens are selected, and
-    # half of the budget is sampled.
+    # This project's own: a sketch of every key is searched, values have 3 bits. Values on the device can be selected
+    # token by token, and half of the budget is sampled.
     "turbo": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", chunk=1, sampled=0.5),
     "turbo-host": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", place="host", chunk=8),
     # Quest: arXiv:2406.10774; its pages of 16 tokens are our chunks.
     "quest": KVSpec(index="min-max", chunk=16),
-    # StreamingLLM: arXiv:2309.17453; sink and newest tokens. The paper's cache: budget=1020.
+    # StreamingLLM: arXiv:2309.17453; the sink and the newest tokens. The paper's cache: budget=1020.
     "streaming-llm": KVSpec(index="recent"),
-    # Loki: arXiv:2406.02542; a quarter of the principal components finds tokens. The paper's k_f: budget=0.25.
+    # Loki: arXiv:2406.02542; scores tokens by a quarter of the principal components. The paper's k_f: budget=0.25.
     "loki": KVSpec(index="pca", chunk=1),
-    # SnapKV: arXiv:2404.14469; what the prompt's last 64 queries attend to. The paper's caches: budget=1024 to 4096.
+    # SnapKV: arXiv:2404.14469; tokens that the prompt's last 64 queries attend to. The paper: budget=1024 to 4096.
     "snapkv": KVSpec(index="votes", chunk=1),
-    # InfiniGen: arXiv:2406.19707; 0.3 of the skewed columns finds tokens. The paper: at most budget=0.2.
+    # InfiniGen: arXiv:2406.19707; scores tokens by 0.3 of the skewed columns. The paper: at most budget=0.2.
     "infinigen": KVSpec(index="skewed", chunk=1),
-    # TriAttention: arXiv:2604.04921; what the prompt's mean query would look for.
+    # TriAttention: arXiv:2604.04921; scores tokens by the prompt's mean query.
     "triattention": KVSpec(index="trig", chunk=1),
-    # The oracle: the tokens with the largest exact scores, what every index above tries to find.
+    # The oracle: selects the tokens with the largest exact scores, which every index above approximates.
     "exact-top-k": KVSpec(index="exact", chunk=1),
-    # Every key and value in a few bits, and all of them attended: TurboQuant, arXiv:2504.19874, with scales of its own
-    # and keys without their mean;
+    # The following store keys and values in few bits and attend to all tokens.
+    # TurboQuant: arXiv:2504.19874; with its own scales, and keys without their mean.
     "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit", settings={"centred": True}),
     "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit", settings={"centred": True}),
-    # its block format of llama.cpp; levels in 4 bits whose rows keep their norms; and 8-bit floats, their baseline.
+    # TurboQuant's block format in llama.cpp.
     "tq3_0": KVSpec(keys="tq3_0", values="tq3_0"),
+    # Levels in 4 bits; the scale of a row keeps its norm.
     "polar-int4": KVSpec(keys="polar-int4", values="polar-int4"),
+    # 8-bit floats: the baseline of these formats.
     "fp8": KVSpec(keys="fp8", values="fp8"),
-    # KVarN: arXiv:2606.03458; 4 bits for keys and 2 for values, of pages whose variances are made alike.
+    # KVarN: arXiv:2606.03458; 4 bits for keys and 2 for values, after the variances of a page are normalised.
     "kvarn": KVSpec(keys="kvarn-4bit", values="kvarn-2bit"),
-    # Shard: principal components of keys in 4 bits on average, values as entries of a codebook.
+    # Shard: principal components of keys in 4 bits on average, values as codebook entries.
     "shard": KVSpec(keys="low-rank-mixed", values="vq-4x256", local=64),
 }
 
@@ -59,38 +62,39 @@ CACHE_DTYPES = {
     "turboquant_k8v4": "full:keys=fp8,values=lloyd-4bit",
     "turboquant_k3v4_nc": "full:keys=lloyd-3bit,values=lloyd-4bit,centred=true",
 }
-"""Policies by the values of vLLM's ``--kv-cache-dtype``."""
+"""Policy by value of vLLM's ``--kv-cache-dtype``."""
 
 POLICY_HELP = f"{', '.join(PRESETS)}, or one of them with fields changed: turbo:chunk=8,values=dense,budget=0.03"
-"""What ``preset`` takes, for the help of command lines."""
+"""The syntax of ``preset``, for the help of command lines."""
 
 
 OURS = frozenset(PRESETS)
-"""Their names; all others are registered from outside the package."""
+"""Names of the built-in presets. All others are registered from outside the package."""
 
 
 def register(name: str, spec: KVSpec) -> None:
-    """Makes a policy from outside the package available under a name.
+    """Registers a policy from outside the package as a preset.
 
     Raises:
-        ValueError: the name is taken, or is none.
+        ValueError: the name is taken or has characters that are not allowed.
         TypeError: ``spec`` is no KVSpec.
     """
     if checked_name(name) in PRESETS:
         raise ValueError(f"the preset {name!r} is taken: the names are {', '.join(PRESETS)}")
     if not isinstance(spec, KVSpec):
-        raise TypeError(f"the preset {name!r} is to be a KVSpec, not {spec!r}")
+        raise TypeError(f"the preset {name!r} must be a KVSpec, not {spec!r}")
     PRESETS[name] = spec
 
 
 def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:
-    """The policy of that name, or the given one, with the fields in ``overrides`` that are not None replaced.
+    """Reads a policy.
 
     Args:
-        kv: a policy, or a preset's name, after which fields may follow: ``turbo:chunk=8,values=dense,budget=0.03``.
+        kv: a policy, or a preset's name with changed fields: ``turbo:chunk=8,values=dense,budget=0.03``.
+        overrides: fields to change; those that are None stay.
 
-    Raises ValueError for a name that neither shadowkv nor a plugin has, and for fields and values that cannot be read,
-    all of them at once; PluginError where plugins were to be loaded for a name and one of them cannot be.
+    Raises ValueError for an unknown preset, and for unknown fields and invalid values, of which it lists all;
+    PluginError if an unknown name makes it load plugins and one of them fails.
     """
     if isinstance(kv, str):
         kv = _parse(kv)
@@ -116,8 +120,8 @@ def _parse(text: str) -> KVSpec:
 
 
 def _value(spec: KVSpec, field: str, text: str) -> Any:
-    """The value of a field of ``spec``, or of a setting of a part, by its type; a number with a decimal point is a
-    fraction, one without a count."""
+    """Parses the value of a field of ``spec`` or of a part's setting, by its type. A number with a decimal point is a
+    fraction, a number without one is a count. Raises ValueError."""
     from shadowkv.kvcache.parts import AXES, declared, is_known
 
     choices = {**AXES, "prefill": PREFILLS}

@@ -1,4 +1,5 @@
-"""What a decode step has to read, and the shortest time that takes: a lower bound from bytes, without any compute."""
+"""Bytes that a decode step reads, and the time of the reads: a lower bound on the step's time, without compute. The
+planner and ``startup/crossover.py`` use it."""
 
 from __future__ import annotations
 
@@ -14,27 +15,28 @@ if TYPE_CHECKING:  # a command's help shows these numbers, without PyTorch
     from shadowkv.kvcache.sequences.layout import Layout
 
 DEVICE_BANDWIDTH = 4.5e12
-"""Highest rate, in bytes per second, at which kernels read a GPU's own memory: measured on one H200."""
+"""Highest bandwidth, in bytes per second, at which kernels read a GPU's own memory: measured on one H200."""
 
 HOST_BANDWIDTH = 50.7e9
-"""The same for pinned host memory, read by the GPU across the bus without copies: measured on one H200."""
+"""Highest bandwidth, in bytes per second, at which a GPU reads pinned host memory across the bus without copies:
+measured on one H200."""
 
 HIT_RATE = 0.6
-"""Share of the chunks selected by a step that the previous step selected, too, so that a device buffer has their values
+"""Share of a step's selected chunks that the previous step also selected, so that the fetch buffer has their values
 (ShadowKV, arXiv:2410.21465, section 4.1)."""
 
 
 @dataclass(frozen=True)
 class StepReads:
-    """Bytes that one sequence reads in one layer of a decode step.
+    """Bytes that a decode step reads for one sequence in one layer.
 
     Attributes:
-        exact: exact keys and values: sink, outliers and tail, or everything where the sequence is dense.
-        index: what all chunks are scored from, and the bits that exclude some.
-        state: the sequence's own, such as its basis.
-        keys: what the selected keys are rebuilt from.
-        values: selected values that are on the device.
-        host_values: selected values that come from the host.
+        exact: exact keys and values: sink, outliers and tail, or all tokens of a dense sequence.
+        index: data that the index scores, and the marks of excluded chunks.
+        state: the sequence's states, such as its basis.
+        keys: data from which the selected keys are rebuilt.
+        values: selected values on the device.
+        host_values: selected values that are fetched from the host.
     """
 
     exact: float = 0.0
@@ -50,15 +52,14 @@ class StepReads:
         return self.exact + self.index + self.state + self.keys + self.values
 
     def seconds(self, device_bandwidth: float, host_bandwidth: float) -> float:
-        """The slower of the two tiers, read at the same time; bandwidths in bytes/s."""
+        """Time of the reads, in seconds: both tiers are read at the same time. Bandwidths are in bytes per second."""
         return max(self.device / device_bandwidth, self.host_values / host_bandwidth)
 
 
 def step_reads(layout: GroupLayout, context: int, hit_rate: float) -> StepReads:
-    """Reads of a step of a sequence with ``context`` tokens, the newest included, in a layer of the group.
+    """Bytes that a step reads in one layer of the group, for a sequence of ``context`` tokens with the newest.
 
-    ``hit_rate`` is the share of selected chunks whose values a step finds in a device buffer; it matters only where
-    values live on the host.
+    ``hit_rate`` is the share of selected chunks that the fetch buffer has. It matters only for values on the host.
     """
     spec, parts, exact_token = layout.spec, layout.parts, layout.exact_bytes / PAGE
     if layout.window is not None:
@@ -86,8 +87,8 @@ def step_reads(layout: GroupLayout, context: int, hit_rate: float) -> StepReads:
 def attention_seconds(
     layout: Layout, context: int, hit_rate: float, device_bandwidth: float, host_bandwidth: float
 ) -> float:
-    """The shortest time of the reads of a sequence's step in all layers, which follow one another; as ``step_reads``
-    and ``StepReads.seconds``."""
+    """Seconds of a step's reads for one sequence, summed over all layers. Arguments are as in ``step_reads`` and
+    ``StepReads.seconds``."""
     return sum(
         group.shape.num_layers * step_reads(group, context, hit_rate).seconds(device_bandwidth, host_bandwidth)
         for group in layout.groups

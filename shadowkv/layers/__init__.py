@@ -1,1 +1,1 @@
-"""Model layers: plain torch modules for inference over packed tokens. The attention layer talks to a cache."""
+"""Model layers: plain torch modules for inference over packed tokens. The attention layer calls a cache."""

@@ -1,4 +1,4 @@
-"""Attention layer: the projections around a cache, which owns keys, values, positions, RoPE and softmax."""
+"""The attention layer: projections around a cache. The cache owns keys, values, positions, RoPE and softmax."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from shadowkv.layers.spec import LayerSpec, projection
 
 
 class Cache(Protocol):
-    """What the attention layer needs from a cache. Tokens of all sequences are packed; ``batch`` says whose they are,
-    and of which of them attention is needed (``of_needed``).
+    """The cache as the attention layer calls it. ``KVCache`` is one.
 
-    Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by 1/sqrt(d). ``sinks``, float32 [Hq],
-    are scores of one more position in every softmax, whose value is 0.
+    Tokens of all sequences are packed. ``batch`` says which sequence each token belongs to, and which tokens need
+    attention (``of_needed``). Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by
+    1/sqrt(d). ``sinks``, float32 [Hq], are the scores of one more position in every softmax, whose value is 0.
     """
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Any) -> None:
-        """Takes the keys and values, each [T, H, d], of the batch's tokens."""
+        """Stores keys and values, each [T, H, d], of the batch's tokens."""
 
     def start(self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts causal attention of the queries [T, Hq, d] over their sequences, their own tokens included.
+        """Starts causal attention of queries [T, Hq, d] over their sequences, including their own tokens.
 
-        The returned function finishes it -> [T, Hq, d]. Other work may be launched first: a cache may await the host.
+        The returned function finishes it and returns [T, Hq, d]. The caller can launch other work before it calls the
+        function, while the cache waits for values from the host.
         """
         ...
 
 
 class Attention(nn.Module):
-    """q, k, v from one joined projection, attention by the cache, output projection."""
+    """One projection to queries, keys and values, attention by the cache, and an output projection."""
 
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
@@ -75,8 +76,10 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(empty, requires_grad=False)
 
     def start(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
-        """Appends and attends with one projection: normalised hidden states [T, D] -> a function that returns [n, D],
-        for the tokens whose attention the batch needs."""
+        """Stores keys and values of normalised hidden states [T, D] and starts attention.
+
+        The returned function finishes it and returns [n, D], for the n tokens whose attention the batch needs.
+        """
         qkv = self.qkv(x)
         self._store(qkv[:, self.query_dim :], cache, batch)
         q = qkv[:, : self.query_dim].unflatten(-1, (self.num_query_heads, self.head_dim))
@@ -86,7 +89,7 @@ class Attention(nn.Module):
         return lambda: self.group.sum(self.out(batch.of_needed(finish().flatten(-2))))
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
-        """Stores keys and values of normalised hidden states [T, D] in the cache, where no attention is needed."""
+        """Stores keys and values of normalised hidden states [T, D] in the cache, without attention."""
         self._store(self.qkv.rows(x, self.query_dim, self.qkv_dim), cache, batch)
 
     def _store(self, kv: Tensor, cache: Cache, batch: Any) -> None:

@@ -1,4 +1,4 @@
-"""What layers that call ops have in common: they say which, and get those of the engine that runs them."""
+"""``Computing``: base class of layers that call ops. They declare the ops' names and get the engine's ops."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Computing(nn.Module):
     """A module that calls ops.
 
     Attributes:
-        calls: names of the ops that it calls itself; modules within it name theirs.
-        ops: those of the engine; given before the first call (``Decoder.use``).
+        calls: names of the ops that the module itself calls. Modules within it declare their own.
+        ops: the engine's ops, set before the first call (``Decoder.use``).
     """
 
     calls: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Decoder layer: attention and an MLP or experts around the residual stream."""
+"""The decoder layer: attention, and an MLP or experts, around the residual stream. ``forward.py`` calls it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from shadowkv.layers.spec import LayerSpec
 
 
 class DecoderLayer(nn.Module):
-    """A layer in two halves: ``start``, up to where attention may have to wait, and what that returns."""
+    """A layer in two halves: ``start``, and the function that it returns. Between them attention can wait for values
+    from the host."""
 
     post_attention_norm: RMSNorm | None
     post_mlp_norm: RMSNorm | None
@@ -34,22 +35,27 @@ class DecoderLayer(nn.Module):
         self.post_mlp_norm = norm() if spec.post_norms else None
 
     def start(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Starts the layer, up to where attention may have to wait: residual stream [T, D] and what the layer before
-        adds to it. They are added where the next norm is computed, in one launch.
+        """Starts the layer, up to the point where attention can have to wait for the host.
 
-        The returned function finishes it: the same two [n, D], for the tokens whose attention the batch needs. The
-        others go no further than attention needs them.
+        The returned function finishes it. It returns the new residual stream and the MLP's output, each [n, D], for the
+        n tokens that need attention. Of the other tokens only keys and values are computed.
+
+        Args:
+            x: residual stream [T, D].
+            added: the previous layer's output [T, D], not yet added to ``x``; None if nothing is left to add. It is
+                added in the same launch as the next norm.
         """
         x, normed = self._normalised(x, added)
         finish = self.attention.start(normed, cache, batch)
         return lambda: self._finish(batch.of_needed(x), finish())
 
     def append(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> None:
-        """All that is left of the layer for tokens whose attention is not needed: it stores their keys and values."""
+        """Runs the layer for tokens that need no attention: only stores their keys and values. Arguments are as in
+        ``start``."""
         self.attention.append(self._normalised(x, added)[1], cache, batch)
 
     def _normalised(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The residual stream with what the layer before adds to it, and the input of attention."""
+        """The residual stream with ``added``, and its norm, which is the input of attention."""
         return (x, self.attention_norm(x)) if added is None else self.attention_norm.after_add(x, added)
 
     def _finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:

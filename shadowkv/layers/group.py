@@ -1,5 +1,8 @@
-"""Ranks that compute one model together, and their communication: sums over GPUs that address each other's memory in a
-kernel of our own, the rest through NCCL, and gloo on CPUs."""
+"""``Group``: the ranks of one model and their collectives. Layers and the engine call it.
+
+Sums over GPUs that can address each other's memory use a kernel of this project. Other collectives use NCCL, and gloo
+on CPUs.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""Backends for tensors of each device; the host's numbers go through gloo."""
+"""Backends of torch.distributed by device type. Tensors on the host always use gloo."""
 
 
 class RankFailure(RuntimeError):
-    """A rank has ended, or has failed in what all of them do together: none of them can go on."""
+    """A rank has ended, or a collective has failed: no rank can go on."""
 
 
 class Group:
-    """The ranks of a model; a model on its own is a group of one, where everything is returned unchanged.
+    """The ranks of a model. In a group of one rank, collectives return their arguments unchanged.
 
-    All ranks call the same methods in the same order.
+    All ranks must call the same methods in the same order.
 
     Attributes:
         rank: this process's rank, from 0.
@@ -41,8 +44,11 @@ class Group:
         self._peer_memory: PeerMemory | None = None
 
     def share_memory(self, device: torch.device) -> None:
-        """Adds up through the memory of the ranks' GPUs from now on, where every rank can; logged where not. What each
-        of them has found is agreed on before any waits for another: one that cannot go on keeps nobody waiting."""
+        """Makes sums use peer memory from now on, if every rank can; otherwise logs why not.
+
+        The ranks first agree on whether each of them can, before one waits for another. So a rank that cannot does not
+        block the others.
+        """
         if self.size == 1 or device.type != "cuda":
             return
         own, reasons = allocate(device, self.size)
@@ -59,11 +65,11 @@ class Group:
             logger.warning("sums over ranks go through NCCL, which is slower for few tokens: %s", reason)
 
     def _all(self, holds: bool) -> bool:
-        """Whether something holds on every rank."""
+        """Whether ``holds`` is True on every rank."""
         return self.least({"holds": int(holds)})["holds"] == 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's ``x``, in place; its bits are the same on all of them."""
+        """Replaces ``x`` by the sum over all ranks. The result is bitwise the same on all ranks."""
         if self._peer_memory is not None and self._peer_memory.takes(x):
             self._peer_memory.sum(x)
         elif self.size > 1:
@@ -72,7 +78,7 @@ class Group:
         return x
 
     def join(self, x: Tensor) -> Tensor:
-        """Every rank's ``x`` [n, k], side by side: [n, size * k]."""
+        """Concatenates every rank's ``x`` [n, k] along columns: [n, size * k]."""
         if self.size == 1:
             return x
         parts = x.new_empty(self.size, *x.shape)
@@ -81,14 +87,14 @@ class Group:
         return parts.transpose(0, 1).flatten(1)
 
     def copy_first(self, x: Tensor) -> Tensor:
-        """Copies rank 0's ``x`` into that of the others."""
+        """Copies rank 0's ``x`` into the other ranks' ``x``."""
         if self.size > 1:
             with _failing():
                 torch.distributed.broadcast(x, 0)
         return x
 
     def agree(self, value: Value) -> Value:
-        """Rank 0's value, which can be pickled."""
+        """Returns rank 0's value on all ranks. It must be picklable."""
         if self.size == 1:
             return value
         values: list[Value] = [value]
@@ -97,7 +103,7 @@ class Group:
         return values[0]
 
     def least(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """The smallest value of each count on any rank."""
+        """The minimum of each count over all ranks."""
         if self.size == 1:
             return dict(counts)
         names = sorted(counts)
@@ -107,16 +113,16 @@ class Group:
         return dict(zip(names, numbers.tolist()))
 
     def abort(self) -> None:
-        """Ends what waits for another rank on a GPU, in this process only. Returns once the CUDA graphs with
-        collectives are gone: NCCL waits for that."""
+        """Ends kernels of this process that wait for another rank. It returns when all CUDA graphs with collectives are
+        freed, because NCCL waits for this."""
         if self._peer_memory is not None:
             self._peer_memory.abort()
         if self.size > 1 and "nccl" in torch.distributed.get_backend_config():
             cast(torch.distributed.ProcessGroup, torch.distributed.group.WORLD).abort()
 
     def close(self) -> None:
-        """Leaves the others, without waiting for them."""
-        self.abort()  # NCCL's regular shutdown takes all ranks, and these may be gone
+        """Leaves the group, without waiting for other ranks."""
+        self.abort()  # NCCL's regular shutdown needs all ranks, which can have ended
         torch.distributed.destroy_process_group()
 
 
@@ -124,7 +130,7 @@ ALONE = Group()
 
 
 class _failing:
-    """Turns errors of a collective, which say little and mean that a rank is gone, into ``RankFailure``."""
+    """A context that turns errors of a collective, which mean that a rank has ended, into ``RankFailure``."""
 
     def __enter__(self) -> None: ...
 
@@ -134,12 +140,13 @@ class _failing:
 
 
 def open_group(rank: int, size: int, device: torch.device, meeting: str) -> Group:
-    """Waits for the other ranks of a host, which all name the same file, which must not exist yet.
+    """Joins the process group of one host, and waits for the other ranks.
 
-    Raises ValueError where this process already is in a group.
+    ``meeting`` is the path of a file that all ranks name and that must not exist yet. Raises ValueError if this process
+    is already in a group.
     """
     check_alone()
-    # The address within one host: a name that does not resolve, or resolves to another interface, does not matter.
+    # The loopback interface works even if the host's name does not resolve, or resolves to another interface.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group(
         BACKENDS[device.type], init_method=f"file://{meeting}", rank=rank, world_size=size
@@ -148,9 +155,9 @@ def open_group(rank: int, size: int, device: torch.device, meeting: str) -> Grou
 
 
 def check_alone() -> None:
-    """Raises ValueError where this process already is in a group, of an engine or of the code that runs it."""
+    """Raises ValueError if this process is already in a torch.distributed group, of an engine or of other code."""
     if torch.distributed.is_initialized():
         raise ValueError(
-            "this process has a torch.distributed group already, another tensor-parallel engine's for example: "
-            "close that one first"
+            "this process already has a torch.distributed group, for example of another tensor-parallel engine: close "
+            "it first"
         )

@@ -1,5 +1,5 @@
-"""Linear projections, which may join several, with access to a range of their output rows: plain, or in 8-bit
-floats."""
+"""Linear projections, unquantised or in 8-bit floats. One can join several projections: ``rows`` computes a range of
+outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shadowkv.layers.computing import Computing
 from shadowkv.ops.quantise_tokens.reference import FP8
 
 SCALE = "_scale"
-"""Suffix that turns a quantised weight's name into that of its scales."""
+"""Suffix of the name of a quantised weight's scales."""
 
 
 class Linear(nn.Module):
@@ -35,13 +35,14 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Outputs ``start`` to ``stop`` only: [..., in_features] -> [..., stop - start]; no weight is copied."""
+        """Computes only the outputs ``start`` to ``stop``: [..., in_features] -> [..., stop - start]. It copies no
+        weights."""
         bias = None if self.bias is None else self.bias[start:stop]
         return F.linear(x, self.weight[start:stop], bias)
 
 
 class FP8Linear(Computing):
-    """y = x Wᵀ + b over packed tokens, of weights in 8-bit floats, with a scale for every output row, and activations
+    """y = x Wᵀ + b over packed tokens, in 8-bit floats. Weights have a scale per output row, and activations are
     quantised per token. The weights are uninitialised until a loader fills them.
 
     Attributes:
@@ -69,7 +70,8 @@ class FP8Linear(Computing):
         return self.rows(x, 0, len(self.weight))
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Outputs ``start`` to ``stop`` only: [T, in_features] -> [T, stop - start]; no weight is copied."""
+        """Computes only the outputs ``start`` to ``stop``: [T, in_features] -> [T, stop - start]. It copies no
+        weights."""
         codes, scale = self.ops.quantise_tokens(x)
         bias = None if self.bias is None else self.bias[start:stop]
         weight, weight_scale = self.weight[start:stop], self.weight_scale[start:stop]

@@ -12,9 +12,9 @@ class MLP(Computing):
     """down(activation(gate(x)) * up(x)), gate and up joined in one matrix product.
 
     Args:
-        spec: of the layer.
+        spec: spec of the layer.
         size: inner width of this rank's part.
-        name: within the layer.
+        name: name of the MLP within the layer.
     """
 
     calls = ("gated_activation",)
@@ -31,5 +31,5 @@ class MLP(Computing):
         return self.group.sum(self.part(x))
 
     def part(self, x: Tensor) -> Tensor:
-        """What this rank adds to the sum over all ranks: [T, D] -> [T, D]."""
+        """This rank's part of the output, before the sum over ranks: [T, D] -> [T, D]."""
         return self.down(self.ops.gated_activation(self.gate_up(x), self.activation))

@@ -1,7 +1,8 @@
-"""Mixture of experts (arXiv:1701.06538): every token is given to a few of many MLPs, and to one that all tokens share.
+"""Mixture of experts (arXiv:1701.06538): each token uses a few of many MLPs, and one that all tokens share, if there is
+one.
 
-Tokens are sorted by expert once, and both of the experts' products take them in that order. Nothing waits for the host
-and no shape depends on numbers, so that a decode step can be a CUDA graph.
+Tokens are sorted by expert once, and both products of the experts take them in this order. No op waits for the host,
+and no shape depends on data, so that a decode step can be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from shadowkv.ops.quantised.rows import QuantisedRows
 
 
 class Router(Computing):
-    """Scores of experts, and the choice among them. Logits are in float32 where they become sigmoids, as in the models
-    that were trained with these."""
+    """Scores the experts and chooses some for each token. If scores are sigmoids, logits are in float32, as in the
+    models that were trained with them."""
 
     calls = ("choose_experts",)
     correction_bias: nn.Parameter | None
@@ -46,8 +47,8 @@ class Router(Computing):
 
 
 class ExpertsProjection(Computing):
-    """y = x W_eᵀ + b_e of sorted rows, each of one of ``count`` experts e. The weights, whose rows are those of one
-    expert after the other, as are biases, are uninitialised until a loader fills them."""
+    """y = x W_eᵀ + b_e, for rows x that are sorted by their expert e, one of ``count``. Rows of the weight, and biases,
+    are stored expert by expert. They are uninitialised until a loader fills them."""
 
     weight: nn.Parameter | QuantisedMatrix
     bias: nn.Parameter | None
@@ -70,12 +71,13 @@ class ExpertsProjection(Computing):
             self.bias = nn.Parameter(empty, requires_grad=False)
 
     def forward(self, x: Tensor, number: Tensor, offsets: Tensor) -> Tensor:
-        """Products of rows, those of experts that are not here last; these have any numbers.
+        """Computes the products of sorted rows. Rows of experts on other ranks are last, and their results are
+        arbitrary.
 
         Args:
             x: [S, in_features].
-            number: [S], the expert of every row, sorted; ``count`` where it is not here.
-            offsets: int32 [count + 1], where the rows of each expert begin, and where the last one's end.
+            number: [S], the expert of each row, ascending; ``count`` for an expert on another rank.
+            offsets: int32 [count + 1], start of each expert's rows, and the end of the last expert's.
 
         Returns:
             [S, out_features].
@@ -95,7 +97,7 @@ class ExpertsProjection(Computing):
 
 
 class RoutedExperts(Computing):
-    """The experts among which tokens choose, or those of them that this rank holds: gated MLPs."""
+    """The experts that tokens choose from, which are gated MLPs; with expert parallelism only those of this rank."""
 
     calls = ("gated_activation", "sort_by_expert", "sum_experts")
 
@@ -109,26 +111,29 @@ class RoutedExperts(Computing):
         self.down = ExpertsProjection(spec, "mlp.experts.down", self.count, size, hidden, bias=bias)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Weighted sums of what a token's experts make of it.
+        """The weighted sum of each token's experts.
 
         Args:
             x: [T, D].
-            weights: float32 [T, k].
-            experts: [T, k], whole numbers.
+            weights: float32 [T, k], weights of the chosen experts.
+            experts: [T, k], integer numbers of the chosen experts.
 
         Returns:
-            [T, D], of the experts that are here alone.
+            [T, D], the sum over this rank's experts only.
         """
         token, number, row, offsets = self.ops.sort_by_expert(experts, self.first, self.count)
-        # Nested, so that no wide tensor is kept longer than it is needed: sizing.block_bytes counts them.
+        # Nested calls free each wide tensor as early as possible, as sizing.block_bytes assumes.
         gated, kind = self.ops.gated_activation, self.activation
         out = self.down(gated(self.gate_up(x.index_select(0, token), number, offsets), kind), number, offsets)
         return self.ops.sum_experts(out, row, weights, None if self.all_here else offsets)
 
 
 class MixtureOfExperts(nn.Module):
-    """What a layer has in place of an MLP: routed experts, and one that every token is given to, with or without a
-    gate. Ranks add up what they have of it, be that some experts or a part of the inner width of all."""
+    """Replaces the MLP of a layer: routed experts, and an optional shared expert for all tokens, with or without a
+    gate.
+
+    Each rank has some of the experts, or a part of the inner width of all. The outputs are summed over ranks.
+    """
 
     shared: MLP | None
     shared_gate: Linear | None

@@ -13,7 +13,7 @@ class RMSNorm(Computing):
     """x / rms(x) * weight over the last dimension.
 
     Args:
-        dtype: of the weight: that of x, or float32 (see ``rms_norm``).
+        dtype: dtype of the weight: the dtype of x, or float32 (``rms_norm``).
     """
 
     calls = ("add_rms_norm", "rms_norm")
@@ -33,11 +33,11 @@ class RMSNorm(Computing):
 
 
 class JointNorm(RMSNorm):
-    """RMSNorm of all heads of a token together, of which every rank holds some.
+    """RMSNorm over all heads of a token together, which are divided between ranks.
 
     Args:
-        heads: of this rank.
-        whole: heads of all ranks.
+        heads: number of heads of this rank.
+        whole: number of heads of all ranks.
     """
 
     def __init__(

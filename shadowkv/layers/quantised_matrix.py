@@ -1,4 +1,4 @@
-"""Matrices and projections of quantised numbers, as files store them, in blocks of rows that may differ in form."""
+"""Matrices and projections that stay quantised as files store them. Blocks of rows can have different forms."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shadowkv.ops.quantised_matmul.humming import PackedExperts, PackedRows, pac
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of a matrix that are stored in the same way.
+    """Rows of a matrix that are stored in the same form.
 
     Attributes:
-        rows: their number.
-        form: that of quantised numbers; None for plain ones.
+        rows: number of rows.
+        form: form of the quantised rows; None for unquantised ones.
     """
 
     rows: int
@@ -34,19 +34,19 @@ class QuantisedMatrix(Computing):
 
     Args:
         columns: K.
-        row_blocks: of all rows, in order; neighbours with the same form are merged.
-        dtype: of rows that are plain numbers, and of those that are looked up.
+        row_blocks: the row blocks, in order. Neighbours with the same form are merged.
+        dtype: dtype of unquantised rows, and of the results of ``look_up``.
 
     Attributes:
-        parts: the tensors of each row block, one after the other: those of its form, or one [rows, K].
-        packed: pieces of the rows in the layout of a GPU's products, and where each begins, once ``pack`` made them.
-        whole: all rows in one piece beside those, for steps that multiply them all, where they have one form.
-        experts: all rows as matrices of experts in that layout, once ``pack_experts`` made them.
-        packed_parts: tensors of what was packed.
+        parts: the tensors of all row blocks, in order: those of the form, or one tensor [rows, K].
+        packed: pieces of rows in the layout of GPU products, each with its first row; None before ``pack``.
+        whole: all rows as one more piece, for products with all rows, if they have one form; else None.
+        experts: all rows as experts' matrices in the layout of GPU products; None before ``pack_experts``.
+        packed_parts: tensors of all packed pieces.
     """
 
     PARTS: ClassVar[str] = ".parts."
-    """In names of those of its parameters that a loader fills."""
+    """Part of the names of the parameters that a loader fills."""
 
     calls = ("dequantise_rows", "quantised_matmul")
 
@@ -89,7 +89,7 @@ class QuantisedMatrix(Computing):
         return sum(part.nbytes for part in self.parameters())
 
     def stored(self, start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
-        """Rows ``start`` to ``stop`` as they are stored, row block by row block: views."""
+        """Views of the stored rows ``start`` to ``stop``, one for each row block."""
         return cut_out(self._stored_row_blocks(), start, stop)
 
     def _stored_row_blocks(self) -> Iterator[Tensor | QuantisedRows]:
@@ -99,12 +99,12 @@ class QuantisedMatrix(Computing):
             yield parts[0] if block.form is None else QuantisedRows(parts, block.form)
 
     def pack(self, borders: Iterable[int] = (), *, looked_up: bool = False) -> list[PackedRows]:
-        """Packs filled rows, on a GPU, for its products; returns what was packed.
+        """Packs the filled rows for GPU products. Returns the packed pieces.
 
         Args:
-            borders: where ranges of rows begin that are multiplied alone: pieces are not cut out of once they are
-                packed, so such rows are there twice, alone and with all others.
-            looked_up: ``look_up`` is called too: for it rows are kept as they are beside those.
+            borders: first rows of ranges that are also multiplied alone. A packed piece cannot be cut, so these rows
+                are stored twice: in their own pieces, and in ``whole``.
+            looked_up: whether ``look_up`` is called too. The unpacked rows are then kept.
         """
         cuts = sorted({*borders, self.num_rows})
         pieces, begin = list[tuple[int, Tensor | PackedRows]](), 0
@@ -125,7 +125,7 @@ class QuantisedMatrix(Computing):
         return packed
 
     def pack_experts(self, experts: int) -> PackedExperts:
-        """As ``pack``, for ``of_experts``: rows of one form, those of one of so many experts after the other's."""
+        """Packs the rows for ``of_experts``. They must have one form and be stored expert by expert."""
         (rows,) = self._stored_row_blocks()
         assert isinstance(rows, QuantisedRows)
         self.experts = pack_experts(rows, experts)
@@ -134,11 +134,11 @@ class QuantisedMatrix(Computing):
 
     @property
     def of_experts(self) -> list[Tensor | QuantisedRows] | PackedExperts:
-        """All rows as products of experts take them."""
+        """All rows, for products of experts."""
         return [*self._stored_row_blocks()] if self.experts is None else self.experts
 
     def _multiplied(self, start: int, stop: int) -> list[Tensor | QuantisedRows | PackedRows]:
-        """Rows ``start`` to ``stop`` as products take them."""
+        """Rows ``start`` to ``stop``, for products."""
         if self.packed is None:
             return list(self.stored(start, stop))
         if self.whole is not None and start == 0 and stop == self.num_rows:
@@ -158,7 +158,7 @@ class QuantisedMatrix(Computing):
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def look_up(self, index: Tensor) -> Tensor:
-        """Rows int64 [T] of a matrix of one row block -> [T, K]."""
+        """Dequantised rows [T, K] with the numbers ``index`` int64 [T], of a matrix with one row block."""
         (rows,) = self.stored(0, self.row_blocks[0].rows)
         found = rows[index]
         return self.ops.dequantise_rows(found).to(self.dtype) if isinstance(found, QuantisedRows) else found
@@ -171,7 +171,7 @@ def _parameters(tensors: Iterable[Tensor]) -> nn.ParameterList:
 class QuantisedLinear(nn.Module):
     """y = x Wᵀ + b over packed tokens, with W quantised. The weights are uninitialised until a loader fills them.
 
-    ``borders`` are where ranges of outputs begin that are asked for alone (``rows``).
+    ``borders`` are the first outputs of ranges that are also computed alone (``rows``).
     """
 
     bias: nn.Parameter | None
@@ -197,7 +197,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def packed_twice(self) -> int:
-        """Bytes of rows that will be packed alone and with all others, as files store them."""
+        """Bytes, in the files' form, of rows that will be stored twice when they are packed."""
         return self.weight.nbytes if self.borders and len(self.weight.row_blocks) == 1 else 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -205,6 +205,7 @@ class QuantisedLinear(nn.Module):
         return self.rows(x, 0, self.out_features)
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Outputs ``start`` to ``stop`` only: [T, in_features] -> [T, stop - start]; no weight is copied."""
+        """Computes only the outputs ``start`` to ``stop``: [T, in_features] -> [T, stop - start]. It copies no
+        weights."""
         product: Tensor = self.weight(x, start, stop)
         return product if self.bias is None else product.add_(self.bias[start:stop])

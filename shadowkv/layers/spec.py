@@ -1,4 +1,4 @@
-"""LayerSpec: the sizes and switches of a decoder layer, as layers need them, and the projections that it selects."""
+"""``LayerSpec``: the sizes and options of a decoder layer. ``projection`` makes the kind of projection that it says."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from shadowkv.ops.choose_experts.routing import Routing
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts that some layers have in place of an MLP.
+    """The mixture of experts that replaces the MLP in some layers.
 
     Attributes:
-        routing: how tokens choose among them.
-        intermediate_size: inner width of one of them.
-        shared_size: inner width of the expert that every token is given to; 0 if there is none.
-        shared_gate: what that adds is multiplied with the sigmoid of a learned product with the token.
-        biases: the router, and both products of each of the experts among which tokens choose, have a bias.
-        held: the first expert whose weights are here, and the one after the last; None for all.
+        routing: how tokens choose experts.
+        intermediate_size: inner width of an expert.
+        shared_size: inner width of the shared expert, which all tokens use; 0 if there is none.
+        shared_gate: whether the shared expert's output is multiplied by a gate: the sigmoid of a learned product with
+            the token.
+        biases: whether the router and both products of the routed experts have a bias.
+        held: the experts on this rank, first and last + 1; None for all.
     """
 
     routing: Routing
@@ -36,34 +37,36 @@ class Experts:
 
     @property
     def here(self) -> tuple[int, int]:
-        """``held``, of all experts too."""
+        """The experts on this rank, first and last + 1."""
         return self.held or (0, self.routing.experts)
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer; all layers of a model are alike except for ``experts`` and ``row_blocks``.
+    """The spec of one decoder layer. Layers of a model differ only in ``experts`` and ``row_blocks``.
 
     Attributes:
         shape: heads and head dimensions.
         hidden_size: D, width of the residual stream.
         intermediate_size: I, width of the MLP.
-        experts: what the layer has in place of the MLP; None for nothing.
+        experts: the mixture of experts that replaces the MLP; None for an MLP.
         rms_norm_eps: added to the mean square in every RMSNorm.
-        activation: of the MLP's gate, by its name in Hugging Face configs where it has one: one of
-            ``ops/gated_activation``'s.
-        qkv_bias: the q, k and v projections have a bias.
-        out_bias: the attention's output projection has a bias.
-        qk_norm: queries and keys are RMS-normalised before RoPE, each head by itself.
-        normed_heads: query and kv heads of the whole model, where all of a token's are normalised together instead.
-        sinks: every softmax has one more position, with a learned score for each head and a value of 0 (gpt-oss).
-        post_norms: the outputs of the attention and of the MLP are normalised before they join the residual.
-        quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise.
-        row_blocks: of weights that stay quantised as files store them, by name within the layer.
-        dtype: of activations, and of every weight that is not quantised.
-        norm_dtype: of the weights of norms: ``dtype``, or float32.
-        device: of every weight; ``meta`` allocates nothing, which is enough to count parameters.
-        group: the ranks whose outputs are summed; sizes are those of this one's part.
+        activation: activation of the MLP's gate, one of ``ops/gated_activation``'s. Names are those of Hugging Face
+            configs, if they have one.
+        qkv_bias: whether the query, key and value projections have a bias.
+        out_bias: whether the attention's output projection has a bias.
+        qk_norm: whether each head's queries and keys are RMS-normalised before RoPE.
+        normed_heads: if all heads of a token are normalised together instead, the whole model's numbers of query and kv
+            heads; else None.
+        sinks: whether every softmax has one more position, with a learned score per head and a value of 0 (gpt-oss).
+        post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
+            stream.
+        quantization: ``fp8`` if projections multiply 8-bit floats; else None.
+        row_blocks: row blocks of the weights that stay quantised as files store them, by name within the layer.
+        dtype: dtype of activations and of unquantised weights.
+        norm_dtype: dtype of the norms' weights: ``dtype``, or float32.
+        device: device of all weights. ``meta`` allocates nothing, which is enough to count parameters.
+        group: the ranks whose outputs are summed. Sizes are those of this rank's part.
     """
 
     shape: ModelShape
@@ -98,11 +101,11 @@ def projection(
     bias: bool = False,
     borders: tuple[int, ...] = (),
 ) -> Projection:
-    """A projection whose weights are quantised where the spec says so.
+    """Makes a projection, quantised if the spec says so.
 
     Args:
-        name: its name within the layer.
-        borders: where ranges of outputs begin that are asked for alone.
+        name: the projection's name within the layer.
+        borders: first outputs of ranges that are also computed alone.
     """
     dtype, device = spec.dtype, spec.device
     if spec.quantization == "fp8":

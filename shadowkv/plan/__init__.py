@@ -1,1 +1,1 @@
-"""The planner: what memory a policy needs and how fast it can be at best, before anything is loaded."""
+"""The planner: memory, largest batch and shortest step time of policies, before a model is loaded"""

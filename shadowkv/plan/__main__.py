@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from shadowkv.plan.planner import Plan, Planner
 
 DOES_NOT_FIT = 1
-"""Exit code where not one sequence fits with some policy."""
+"""Exit code if not one sequence fits with some policy."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the plan; returns the exit code."""
+    """Prints the plan. Returns the exit code."""
     args = _parse(argv)
     try:
         text, missing = _run(args)
@@ -52,9 +52,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     kv = parser.add_argument_group("KV cache")
     text = f"cache policies to compare: {POLICY_HELP} (default: turbo)"
     kv.add_argument("--kv", nargs="+", type=policy_name, default=["turbo"], metavar="POLICY", help=text)
-    text = "share of selected chunks whose values are in the device buffer already (default: %(default)s)"
+    text = "share of selected chunks whose values the fetch buffer already has (default: %(default)s)"
     kv.add_argument("--hit-rate", type=float, default=HIT_RATE, metavar="SHARE", help=text)
-    text = "size of that buffer, as a multiple of what one decode step selects"
+    text = "size of the fetch buffer, as a multiple of what one decode step selects"
     add_flag(kv, EngineConfig, "fetch_buffer", default=FETCH_BUFFER, help=text)
     many = parser.add_argument_group("more than one GPU")
     text = "number of GPUs to split the model across; figures are those of the first GPU"
@@ -90,7 +90,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     """The plan, and a line for each policy with which not one sequence fits."""
-    _check(args)  # errors that are cheap to find, before PyTorch is imported
+    _check(args)  # finds simple errors before PyTorch is imported
 
     import torch
 

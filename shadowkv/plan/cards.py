@@ -1,4 +1,4 @@
-"""GPUs by name: memory, and how fast it is read."""
+"""GPUs by name: their memory, and their bandwidths."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from shadowkv.kvcache.traffic import DEVICE_BANDWIDTH, HOST_BANDWIDTH
 
 SHEET_OF_H200 = 4.8
-"""TB/s of memory by an H200's data sheet, of which ``DEVICE_BANDWIDTH`` was measured."""
+"""Memory bandwidth of an H200 by its data sheet, in TB/s. ``DEVICE_BANDWIDTH`` was measured on an H200."""
 
 HOST_GENERATION = 5
-"""PCIe generation of the bus that ``HOST_BANDWIDTH`` was measured on; each doubles the one before."""
+"""PCIe generation on which ``HOST_BANDWIDTH`` was measured. Each generation doubles the bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Card:
     """A GPU.
 
     Attributes:
-        memory_gib: what drivers report, rounded down.
-        sheet_tbs: TB/s (1e12) of device memory by its data sheet.
-        pcie: generation of its bus, of 16 lanes.
+        memory_gib: memory in GiB that the driver reports, rounded down.
+        sheet_tbs: memory bandwidth by the data sheet, in TB/s (1e12).
+        pcie: PCIe generation of its bus, with 16 lanes.
     """
 
     memory_gib: float
@@ -31,12 +31,12 @@ class Card:
 
     @property
     def device_bandwidth_tbs(self) -> float:
-        """TB/s that kernels read, if they reach as much of the data sheet's figure as was measured on an H200."""
+        """Estimated bandwidth of kernels in TB/s: the same share of the data sheet's figure as measured on an H200."""
         return round(self.sheet_tbs * DEVICE_BANDWIDTH / 1e12 / SHEET_OF_H200, 3)
 
     @property
     def host_bandwidth_gbs(self) -> float:
-        """GB/s of the host's memory, likewise."""
+        """Estimated bandwidth of reads from host memory in GB/s, scaled from an H200 by PCIe generation."""
         return round(HOST_BANDWIDTH / 1e9 * 2.0 ** (self.pcie - HOST_GENERATION), 3)
 
 
@@ -55,13 +55,13 @@ CARDS = {
     "rtx-4090": Card(23, 1.008, 4),
     "rtx-3090": Card(23, 0.936, 4),
 }
-"""Those with several kinds of memory are the SXM ones."""
+"""GPUs by name. Models with several variants are the SXM ones."""
 
 
 def parse_card(text: str) -> str:
-    """The name of a card as people write it: ``4090``, ``RTX 4090``, ``NVIDIA H100``; ``a100`` is the one of 80 GB.
+    """The name in ``CARDS`` for a GPU's usual names: ``4090``, ``RTX 4090``, ``NVIDIA H100``. ``a100`` has 80 GB.
 
-    Raises ArgumentTypeError where there is none.
+    Raises ArgumentTypeError for an unknown GPU.
     """
     words = [word for word in re.split(r"[\s_-]+", text.lower()) if word not in ("nvidia", "geforce", "tesla")]
     for name in CARDS:
@@ -69,4 +69,5 @@ def parse_card(text: str) -> str:
         ends = [known[first:] for first in range(len(known)) if not known[first].endswith("gb")]
         if "".join(words) in {"".join(part) for part in (*ends, known[:1])} - {"rtx"}:
             return name
-    raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(CARDS)}; --gpu-memory-gib takes any other's")
+    known_cards = ", ".join(CARDS)
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {known_cards}; for another GPU, set --gpu-memory-gib")

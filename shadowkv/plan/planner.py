@@ -1,4 +1,4 @@
-"""Plans: memory, largest batch and time floor of policies for one model, context and machine."""
+"""``Planner``: memory, largest batch and shortest step time of policies, for one model, context and machine."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from shadowkv.ops.quantised.rows import Form
 from shadowkv.wording import GIB
 
 MAX_GPUS = 64
-"""As many as ``Planner.gpus_needed`` tries."""
+"""The most GPUs that ``Planner._gpus_needed`` tries."""
 
 
 @dataclass(frozen=True)
 class SequenceBytes:
-    """Bytes of one sequence on each tier, in whole blocks over all layers, including its state."""
+    """Bytes of one sequence on the device and on the host, in whole blocks over all layers, with its states."""
 
     device: int
     host: int
 
 
 def sequence_bytes(layout: Layout, context: int) -> SequenceBytes:
-    """What a sequence owns whose prompt and output have ``context`` tokens in total."""
+    """Bytes of a sequence of ``context`` tokens, prompt and output together."""
     size = layout.tier_bytes(layout.demand(context, context))
     return SequenceBytes(size["device"] + size["segment_slots"] + size["states"], size["host"])
 
 
 def bytes_of_kinds(layout: Layout, context: int) -> dict[str, int]:
-    """Its device bytes by what the attention of layers sees, in words."""
+    """Device bytes of a sequence of ``context`` tokens, by kind of layer (``LayerKind``) as text."""
     found = Counter[str]()
     for group in layout.groups:
         unit, need = group.bytes_per_block(), group.demand(context, context)
@@ -51,13 +51,15 @@ def bytes_of_kinds(layout: Layout, context: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the machine has; the bandwidths are measured read roofs.
+    """The memory and bandwidths of a machine. Bandwidths are measured maxima of reads.
 
     Attributes:
-        gpu_memory_gib, gpu_memory_utilization: the device's memory, and the share that may be used, weights included.
-        host_memory_gib: pinned host memory for values; None is what the batch needs.
-        kv_offload_gib: memory for copies of cached prompts, on top.
-        device_bandwidth_tbs, host_bandwidth_gbs: TB/s (1e12) of device memory, GB/s (1e9) of the host's by zero-copy.
+        gpu_memory_gib: memory of the GPU.
+        gpu_memory_utilization: share of the GPU's memory to use, weights included.
+        host_memory_gib: pinned host memory for values; None for as much as the batch needs.
+        kv_offload_gib: further host memory, for copies of cached prompts.
+        device_bandwidth_tbs: bandwidth of device memory in TB/s (1e12).
+        host_bandwidth_gbs: bandwidth of the GPU's zero-copy reads from host memory in GB/s (1e9).
     """
 
     gpu_memory_gib: float
@@ -70,8 +72,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """The shortest time of a decode step given the bytes it reads, also of weights, and the highest rate that this
-    allows."""
+    """The shortest time of a decode step, from the bytes that it reads.
+
+    Attributes:
+        batch: number of sequences.
+        weight_bytes: bytes of weights that the step reads.
+        step_ms: the shortest time of the step, in milliseconds.
+        tokens_per_second: the highest throughput.
+    """
 
     batch: int
     weight_bytes: float
@@ -85,18 +93,19 @@ class Plan:
 
     Attributes:
         kv: the policy's name.
-        spec: the spec, resolved for the model.
-        attended_tokens: per step and kv head.
-        sequence_bytes: what one sequence takes.
-        bytes_of_kinds: of its device bytes, those in layers of each kind, by the kind in words.
-        device_saving: device bytes of ``full`` over this policy's.
+        spec: the policy, resolved for the model.
+        attended_tokens: tokens attended per step and kv head.
+        sequence_bytes: bytes of one sequence.
+        bytes_of_kinds: device bytes of one sequence, by kind of layer as text.
+        device_saving: device bytes of ``full`` divided by this policy's.
         largest_batch: number of sequences that fit.
-        reads: bytes per sequence of a step, in a layer of the first group.
-        equivalent_bandwidth_tbs: full K and V of the context over the time that a step's attention needs, TB/s.
-        single: floor of a step with one sequence.
-        largest: floor of a step with the largest batch; None if not even one sequence fits.
-        gpus_needed: GPUs, of each replica, on which one sequence fits: as many as were planned with, or a power of two;
-            None where more than ``MAX_GPUS`` would be needed, or more host memory.
+        reads: bytes that a step reads for one sequence, in a layer of the first group.
+        equivalent_bandwidth_tbs: bytes of all keys and values of the context in full, divided by the time of a step's
+            attention, in TB/s.
+        single: shortest time of a step with one sequence.
+        largest: shortest time of a step with the largest batch; None if not even one sequence fits.
+        gpus_needed: GPUs per replica on which one sequence fits: the planned number, or a power of two. None if it
+            would need more than ``MAX_GPUS``, or more host memory.
     """
 
     kv: str
@@ -116,24 +125,25 @@ class Plan:
 class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
-    For a model that is split across ranks the figures are one rank's, and communication between ranks takes no time.
-    Weights in ``forms``, by name, are planned as they are stored where GPUs multiply them so.
+    If the model is split across ranks, the figures are those of one rank, and communication between ranks takes no
+    time. Weights in ``forms``, by name, are planned in the files' form if GPUs can multiply it.
 
     Attributes:
-        shard: that rank's part; ``config`` is the model as the rank sees it.
+        shard: the rank's part of the model. ``config`` is the config of this part.
         replicas: number of copies of the whole model.
-        weights: how they are stored, in words.
-        quantization: how those of projections are quantised, in words; None if they are not.
-        weight_bytes: of the whole model.
-        plain: forms of the weights that are planned dequantised, in words; empty where there are none.
-        dequantised_bytes: of it with weights in ``forms`` dequantised, as a GPU without products for them holds them;
-            None where there are none.
-        bytes_read: bytes of the weights that a step of so many sequences reads (``Decoder.bytes_read``).
-        expert_bytes: of the weights, those of experts of which a token is given to a few.
-        usable_bytes: bytes of the device besides the weights, negative if these alone do not fit.
-        prefill_bytes, graph_bytes: of these, what is left free for the longest prefill and for CUDA graphs; what steps
-            need for each sequence, policies for fitting and compression, and tables of RoPE come on top.
-        cache_bytes: what remains for the cache.
+        weights: description of the weights' form.
+        quantization: description of the projections' quantization; None without.
+        weight_bytes: bytes of the rank's weights.
+        plain: description of the forms that are planned dequantised; empty if there are none.
+        dequantised_bytes: bytes of the weights with all ``forms`` dequantised, as on a GPU without products for them;
+            None if no weights stay quantised.
+        bytes_read: function from a number of sequences to the bytes of weights that a step reads
+            (``Decoder.bytes_read``).
+        expert_bytes: bytes of the routed experts' weights.
+        usable_bytes: usable bytes of the device without the weights; negative if the weights do not fit.
+        prefill_bytes, graph_bytes: bytes of the device left free for the longest prefill and for CUDA graphs. Further
+            bytes are for steps (per sequence), for fitting and compression, and for RoPE's tables.
+        cache_bytes: bytes that remain for the cache.
     """
 
     def __init__(
@@ -163,7 +173,7 @@ class Planner:
         self.cache_bytes = self.usable_bytes - self.prefill_bytes - self.graph_bytes
 
     def plan(self, name: str, spec: KVSpec) -> Plan:
-        """Figures of ``spec``; raises ValueError with every reason it cannot be used with the model."""
+        """The figures of a policy. Raises ValueError with all reasons why it cannot be used with the model."""
         machine, shape, layout = self.machine, self.config.shape, self._layout(spec)
         need, batch = sequence_bytes(layout, self.context), self._largest_batch(layout)
         what = layout, self.context, self.hit_rate
@@ -210,7 +220,7 @@ class Planner:
                     other = Planner(shard, self.dtype, *rest, forms=self.forms)
                     if other._largest_batch(other._layout(spec)).both:
                         return size
-                except ValueError:  # it cannot be cut up for so many
+                except ValueError:  # the model cannot be split across this many ranks
                     return None
             size *= 2
         return None

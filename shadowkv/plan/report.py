@@ -1,4 +1,4 @@
-"""Plans as text, one column per policy, and as JSON with the unit in every key."""
+"""Formats plans: as text with a column per policy, and as JSON with the unit in every key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shadowkv.wording import GIB, counted
 
 
 def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
-    """The model, the machine, each policy in words, and a table."""
+    """The plans as text: the model, the machine, a description of each policy, and a table."""
     machine, shape, config = planner.machine, planner.config.shape, planner.config
     host = "as much as the batch needs" if machine.host_memory_gib is None else f"{machine.host_memory_gib:g} GiB"
     copies = f", and {machine.kv_offload_gib:g} GiB for copies of cached prompts" if machine.kv_offload_gib else ""
@@ -51,7 +51,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
 
 
 def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
-    """What of the experts' weights steps read."""
+    """A line about experts: their bytes, and the bytes of weights that steps read; empty without experts."""
     config = planner.config
     if config.experts is None:
         return []
@@ -67,11 +67,11 @@ def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
 
 
 def _dequantised(planner: Planner) -> list[str]:
-    """What the figures assume of quantised weights."""
+    """Lines about the assumed form of quantised weights; empty if there are none."""
     lines = []
     if planner.plain:
         dtype = str(planner.dtype).removeprefix("torch.")
-        lines.append(f"         those in {planner.plain} counted in {dtype}: GPUs do not multiply them as they are")
+        lines.append(f"         those in {planner.plain} are counted in {dtype}: GPUs cannot multiply this form")
     if planner.dequantised_bytes is None:
         return lines
     return [
@@ -82,7 +82,7 @@ def _dequantised(planner: Planner) -> list[str]:
 
 
 def missing(planner: Planner, plans: Sequence[Plan]) -> list[str]:
-    """For each policy with which not one sequence fits, what it takes."""
+    """For each policy with which not one sequence fits, a line about what one would need."""
     lines = []
     for plan in plans:
         if plan.largest_batch.both:
@@ -146,7 +146,7 @@ def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str
 
 
 def _kinds(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
-    """Device bytes by kinds of layers, where there are several."""
+    """Rows of device bytes by kind of layer, if there are several kinds."""
     kinds = plans[0].bytes_of_kinds
     if len(kinds) == 1:
         return []
@@ -154,7 +154,7 @@ def _kinds(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
 
 
 def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, Any]:
-    """Everything that the text says, unrounded."""
+    """The figures of the text, unrounded."""
     return {
         "model": model,
         "dtype": str(planner.dtype).removeprefix("torch."),

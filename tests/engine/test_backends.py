@@ -83,7 +83,7 @@ def test_backends_by_name_reach_layers_cache_and_sampler(tiny: Path) -> None:
     assert engine.runner.model.norm.ops.backends["rms_norm"] == "reference"
     with pytest.raises(ValueError, match="'rms_norm' has no backend 'abacus'"):
         Engine(config, backends={"rms_norm": "abacus"})
-    with pytest.raises(ValueError, match="other ranks choose their backends"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 must be 1: other ranks choose their backends"):
         Engine(replace(config, tensor_parallel_size=2), backends={"rms_norm": "reference"})
 
 

@@ -183,17 +183,17 @@ def test_a_base_of_rope_is_an_override():
     assert EngineConfig().overrides == {}
     assert EngineConfig(rope_theta=4e6).overrides == EngineConfig(hf_overrides={"rope_theta": 4e6}).overrides
     assert EngineConfig(rope_theta=4e6, hf_overrides=yarn).overrides == {**yarn, "rope_theta": 4e6}
-    with pytest.raises(ValueError, match=r"rope_theta=4000000\.0 is an entry of hf_overrides, too"):
+    with pytest.raises(ValueError, match=r"rope_theta=4000000\.0 is also in hf_overrides"):
         EngineConfig(rope_theta=4e6, hf_overrides={"rope_theta": 4e6})
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "'{' is not JSON, as .* is: Expecting property name .* line 1 column 2"),
+        ("{", "'{' is not JSON, such as .*: Expecting property name .* line 1 column 2"),
         ("9" * 5000, "is not JSON"),
         ("[" * 10**5, "is not JSON"),
-        ("[]", r"'\[\]' is no JSON object, as '\{\"rope_scaling\": "),
+        ("[]", r"'\[\]' is no JSON object, such as '\{\"rope_scaling\": "),
         ("null", "'null' is no JSON object"),
     ],
     ids=["cut", "digits", "deep", "list", "null"],

@@ -70,7 +70,7 @@ def test_a_name_that_two_parts_have_needs_its_axis() -> None:
 
     parts.REGISTERED["values"]["other"] = Other
     try:
-        with pytest.raises(ValueError, match=r"order=1\.0 could be index\.order and values\.order: say which"):
+        with pytest.raises(ValueError, match=r"order=1\.0 is ambiguous: use index\.order or values\.order"):
             parts.resolve(preset("small-norms:values=other,order=1.0"), shape)
         resolved = parts.resolve(preset("small-norms:values=other,index.order=1.0"), shape)
         assert resolved.as_dict()["index.order"] == 1.0 and resolved.as_dict()["values.order"] == 2.0

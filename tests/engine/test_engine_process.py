@@ -105,7 +105,7 @@ def test_a_wire_of_another_version_is_refused(engine: LocalEngine, monkeypatch: 
     monkeypatch.setattr(EngineClient, "_send", send)
 
     async def work() -> None:
-        reason = rf"messages of version {messages.VERSION + 1}, and the engine's are of {messages.VERSION}: restart"
+        reason = rf"message version {messages.VERSION + 1}, and the engine has version {messages.VERSION}: restart"
         with pytest.raises(EngineDead, match=reason):
             await outputs(stale, SHORT, prompt(1, 9))
         assert not stale.is_alive

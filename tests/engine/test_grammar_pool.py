@@ -146,7 +146,7 @@ def test_an_answer_that_takes_too_long_to_match_is_ended(
     monkeypatch.setattr(grammar_pool, "MATCH_SECONDS", 0.5)
     costly = begun(grammars, rules)
     follow(costly, 100)
-    assert costly.failure is not None and "finding what may come next takes more than" in str(costly.failure)
+    assert costly.failure is not None and "matching the answer takes more than" in str(costly.failure)
 
 
 def test_others_of_its_grammar_go_on(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_others_of_its_grammar_go_on(grammars: Grammars, monkeypatch: pytest.Mon
     follow(mild, 2)
     follow(costly, 100)
     assert costly.failure is not None
-    with pytest.raises(SchemaTimeout, match="finding what may come next takes more than 1 second; use a simpler one"):
+    with pytest.raises(SchemaTimeout, match="matching the answer takes more than 1 second; use a simpler one"):
         grammars.compile(AMBIGUOUS, tenant="a").result(SECONDS)
     grammars.compile(AMBIGUOUS, tenant="b").result(SECONDS)  # who has done no such thing
     for answer in (other, mild):
@@ -238,7 +238,7 @@ def test_closing_ends_what_is_compiled_and_matched() -> None:
 def test_a_process_that_does_not_start_is_no_grammars_fault() -> None:
     pool = GrammarPool(lambda: Vocabulary(["a"], True, [0]), "no_such_module")
     for _ in range(2):
-        with pytest.raises(SchemaTimeout, match=r"a process for it has not started \(exit code 1\)"):
+        with pytest.raises(SchemaTimeout, match=r"the grammar process has not started \(exit code 1\)"):
             pool.compile(Grammar("{}", False), "small", "").result(SECONDS)
     pool.close()
 

@@ -200,7 +200,7 @@ def test_wrong_types_name_the_argument(tiny_llm: LLM, tiny: Path) -> None:
         with pytest.raises(ValueError, match="messages must not be empty"):
             tiny_llm.chat(chats)
     for prompt in ("a\ud800b", {"prompt": "a\ud800b"}):
-        with pytest.raises(ValueError, match=r"prompts\[0\].* has half a surrogate pair at 1"):
+        with pytest.raises(ValueError, match=r"prompts\[0\].* has an unpaired surrogate at index 1"):
             tiny_llm.generate(prompt)
     with pytest.raises(ValueError, match=r"lora_request must be None: .*adapter=DIR"):
         tiny_llm.generate("Hi", lora_request=object())

@@ -188,7 +188,7 @@ def test_staging_holds_a_layer_of_any_snapshot(make: Any, kv: str) -> None:
 
 def test_more_host_memory_than_is_free_is_refused(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: 2**30 - 1)
-    told = r"^copies of cached prompts would take 1\.00 GiB of host memory, 1\.00 GiB are free\. {} kv_offload_gib$"
+    told = r"^copies of cached prompts would take 1\.00 GiB of host memory, 1\.00 GiB is free\. {} kv_offload_gib$"
     with pytest.raises(MemoryError, match=told.format("Lower")):
         make(kv="full", kv_offload_gib=1.0)
     with pytest.raises(MemoryError, match=told.format("Set")):
@@ -198,7 +198,7 @@ def test_more_host_memory_than_is_free_is_refused(make: Any, tmp_path: Path, mon
     monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: taken + 2**26)
     make(**settings, kv_offload_gib=0.0625)
     monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: taken + 2**26 - 1)
-    told = r"are free beside the 64\.00 MiB for copies of cached prompts\. Lower host_memory_gib or kv_offload_gib"
+    told = r"is free beside the 64\.00 MiB for copies of cached prompts\. Lower host_memory_gib or kv_offload_gib"
     with pytest.raises(MemoryError, match=told):
         make(**settings, kv_offload_gib=0.0625)
 

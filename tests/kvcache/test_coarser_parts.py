@@ -68,5 +68,5 @@ def test_signs_alone_find_runs_of_eight_and_read_less() -> None:
     assert parts[0].scored_bytes(6400, 100) == 6400 * signs + 3200 * whole  # four times 800 tokens, over 384 runs of 8
     assert parts[0].scored_bytes(2048, 10) == 2048 * (signs + whole)  # all of them
     assert parts[1].unsupported(preset("turbo", sampled=0.0), model) == [
-        "signs alone find runs of 8 tokens: chunk=1 is none"
+        "signs alone select runs of 8 tokens: they need chunk=8, not 1"
     ]

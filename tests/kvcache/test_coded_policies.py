@@ -234,7 +234,7 @@ def test_head_dims_that_do_not_suit_are_refused_by_axis() -> None:
         (preset("tq3_0"), "keys='tq3_0' needs a head dim that is a multiple of 32, not 80"),
         (KVSpec(values="lloyd-3bit"), "values='lloyd-3bit' needs a head dim that is a multiple of 64, not 80"),
         (KVSpec(values="vq-4x256"), "values='vq-4x256' needs a head dim that is a power of two from 4 on, not 80"),
-        (KVSpec(keys="vq-4x256"), "keys='vq-4x256' has no meaning: it is a format of values alone"),
+        (KVSpec(keys="vq-4x256"), "keys='vq-4x256' has no meaning: the format is only for values"),
         (KVSpec(keys="tq25"), "keys='tq25' needs a head dim that is one of 64, 128, 256, not 80"),
     ):
         with pytest.raises(ValueError, match=reason):

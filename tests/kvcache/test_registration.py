@@ -116,10 +116,10 @@ def test_an_index_can_own_weights_of_the_model(ends: int, monkeypatch: pytest.Mo
         ("keys", "low-rank", MyKeys, ValueError, "keys='low-rank' is taken"),
         ("keys", "fp8", MyKeys, ValueError, "keys='fp8' is taken"),
         ("values", "rotated", MyValues, ValueError, "values='rotated' is taken"),
-        ("index", "my,own", Mine, ValueError, "'my,own' is no name"),
-        ("index", "", Mine, ValueError, "'' is no name"),
-        ("index", "mine", MyKeys, TypeError, "index='mine' is to be a subclass of IndexPart"),
-        ("keys", "mine", object(), TypeError, "is to be a subclass of KeyPart"),
+        ("index", "my,own", Mine, ValueError, "'my,own' is no valid name"),
+        ("index", "", Mine, ValueError, "'' is no valid name"),
+        ("index", "mine", MyKeys, TypeError, "index='mine' must be a subclass of IndexPart"),
+        ("keys", "mine", object(), TypeError, "must be a subclass of KeyPart"),
     ],
 )
 def test_what_cannot_be_registered_says_why(
@@ -139,9 +139,9 @@ def test_a_name_is_taken_once() -> None:
     for name in ("mine", "turbo"):
         with pytest.raises(ValueError, match=f"the preset '{name}' is taken"):
             presets.register(name, KVSpec())
-    with pytest.raises(ValueError, match="is no name"):
+    with pytest.raises(ValueError, match="is no valid name"):
         presets.register("turbo:chunk=8", KVSpec())
-    with pytest.raises(TypeError, match="is to be a KVSpec, not 'turbo'"):
+    with pytest.raises(TypeError, match="must be a KVSpec, not 'turbo'"):
         presets.register("again", "turbo")  # type: ignore[arg-type]
 
 

@@ -83,9 +83,9 @@ def test_rows_of_any_size(codec, size: float) -> None:
 def test_what_decodes_less_than_pages_is_refused() -> None:
     shape = ModelShape(2, 8, 2, 64)
     for kv in ("kvarn:index=sketch", "kvarn:keys=low-rank,rank=32", "turbo:values=kvarn-2bit"):
-        with pytest.raises(ValueError, match="is decoded by pages: it needs index='none'"):
+        with pytest.raises(ValueError, match="is decoded page by page: it needs index='none'"):
             resolve(preset(kv), shape)
     with pytest.raises(ValueError, match="a power of two from 64 on, not 80"):
         resolve(preset("kvarn"), ModelShape(2, 8, 2, 80))
-    with pytest.raises(ValueError, match="it is a format of values alone"):
+    with pytest.raises(ValueError, match="the format is only for values"):
         resolve(preset("kvarn:keys=kvarn-2bit"), shape)

@@ -45,5 +45,5 @@ def test_what_is_no_number_is_refused(value: Any, model: Path) -> None:
 def test_what_no_request_may_ask_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"top_p=0 must be in \(0, 1\]; .*generation_config='vllm'"):
         checked_defaults({"top_p": 0}, {})
-    with pytest.raises(ValueError, match="neither 'auto', 'vllm' nor a folder with"):
+    with pytest.raises(ValueError, match="neither 'auto', 'vllm' nor a directory with"):
         sampling_of_directory(str(tmp_path))

@@ -120,7 +120,7 @@ def test_quantised_experts_are_planned_as_gpus_hold_them(capsys: pytest.CaptureF
         scales = 2 * inner * 2048 / 128 + 2048 * inner / group
         assert rank["expert_weight_bytes"] == 48 * held * (3 * 2048 * inner / 2 + 2 * scales)
     assert main([*command, "--dtype", "float16"]) == 0
-    assert "those in int4-g128 counted in float16: GPUs do not multiply them as they are" in capsys.readouterr().out
+    assert "those in int4-g128 are counted in float16: GPUs cannot multiply this form" in capsys.readouterr().out
 
 
 def test_windows_and_full_layers_of_gpt_oss(capsys: pytest.CaptureFixture[str]) -> None:

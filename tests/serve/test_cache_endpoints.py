@@ -174,7 +174,7 @@ def test_a_prompt_that_cannot_be_saved_is_refused(call: Any, body: dict[str, Any
 def test_what_cannot_be_said_in_the_schema(serve: Serve) -> None:
     with serve() as client:
         error = error_of(client.post("/cache/save", name="x", prompt=tokens(1, 64)))
-        assert error["param"] == "prompt" and "the prompt has 64 tokens; pages of 64 are saved" in error["message"]
+        assert error["param"] == "prompt" and "the prompt has 64 tokens, and needs more than 64" in error["message"]
         assert error_of(client.post("/cache/save", name="x", prompt=[299, 300]))["param"] == "prompt"
         error = error_of(client.post("/cache/save", name="x", prompt=tokens(1, 2048)))
         assert error["code"] == "context_length_exceeded"
@@ -186,4 +186,4 @@ def test_without_a_directory_there_is_nothing_to_save_to(serve: Serve) -> None:
     with serve(kv_disk_dir=None) as client:
         for path, body in (("/cache/save", {"prompt": tokens(1)}), ("/cache/restore", {})):
             error = error_of(client.post(path, name="x", **body))
-            assert error["message"] == "this server keeps nothing on a disk: it was started without --kv-disk-dir"
+            assert error["message"] == "this server has no disk tier: it was started without --kv-disk-dir"

@@ -107,7 +107,7 @@ def test_a_schema_that_cannot_be_followed_names_the_tools(client):
     endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
     tool = {"type": "function", "function": {"name": "endless", "parameters": endless}}
     for choice in ("required", {"type": "function", "function": {"name": "endless"}}):
-        with pytest.raises(openai.BadRequestError, match="no finite JSON follows") as caught:
+        with pytest.raises(openai.BadRequestError, match="no finite JSON can satisfy") as caught:
             ask(client, tools=[tool], tool_choice=choice)
         assert caught.value.param == "tools"
 

@@ -209,8 +209,11 @@ def test_flags_from_a_pipe() -> None:
         ("--enable-loras", "unrecognized arguments: --enable-loras (see"),
         ("--swap-spaces=4", "unrecognized arguments: --swap-spaces=4 (see"),
         ("--hf-overrides.a", "argument --hf-overrides.a: expected one argument"),
-        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "argument --hf-overrides.a.b: another argument gives a part of it"),
-        ("--hf-overrides {} --hf-overrides.a 1", "argument --hf-overrides: pass either all of it or its entries"),
+        ("--hf-overrides.a 1 --hf-overrides.a.b 2", "argument --hf-overrides.a.b: it conflicts with another argument"),
+        (
+            "--hf-overrides {} --hf-overrides.a 1",
+            "argument --hf-overrides: pass either the whole object or its entries",
+        ),
         ("--port.a 1", "unrecognized arguments: --port.a"),
         ("--max-model-len 8.5K", "'8.5K' is no whole number"),
         ("--max-model-len 0.0001k", "'0.0001k' is no whole number"),

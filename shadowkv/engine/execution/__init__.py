@@ -1,1 +1,1 @@
-"""What runs the model over batches: prefill, decode steps, their CUDA graphs, and the choice of tokens"""
+"""Execution of the model over batches: prefill, decode steps, CUDA graphs, and sampling"""

@@ -1,10 +1,10 @@
-"""Decode steps, also with prompts beside them, as CUDA graphs: one launch per step instead of a thousand, one graph
-per shape of a batch.
+"""CUDA graphs of decode steps and mixed passes: one launch per step instead of a thousand. ``Runner`` has them.
 
-Everything that changes from step to step is in one array of numbers that is copied before the replay; the shapes are
-rounded up (``kvcache/decode/planning.py``), so that few graphs serve many steps. Those of short sequences are captured
-at start (``warmup.py``). A shape that is met later runs without a graph at first: nobody waits for a capture that a few
-steps would need. Shapes for whose graph there is no memory run without one for good.
+There is one graph for each shape of a batch. The numbers that change from step to step are in one array, which is
+copied before the replay. Shapes are rounded up (``kvcache/decode/planning.py``), so that few graphs serve many steps.
+Graphs of short sequences are captured at start (``warmup.py``). A shape that occurs later runs its first steps without
+a graph, because a capture would not pay off for a few steps. A shape without memory for its graph always runs without
+one.
 """
 
 from __future__ import annotations
@@ -32,28 +32,36 @@ from shadowkv.layers.group import RankFailure
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 320
-"""Graphs kept; the least recently used goes first."""
+"""Most graphs that are kept. The least recently used graph is dropped first."""
 
 EAGER_STEPS = 8
-"""Steps of a shape that run without a graph before it is captured. A capture takes as long as several eager steps, in
-which all who decode wait for one token: by then they have lost to eager steps about what it costs, and a shape that a
-batch only passes through costs no capture. Counted and not timed, as all ranks must decide alike."""
+"""Steps of a shape that run without a graph before it is captured. A capture takes as long as several eager steps, and
+all running sequences wait for it. After this many steps, eager steps have lost about as much time as a capture takes.
+A shape that occurs only briefly costs no capture. Steps are counted and not timed, because all ranks must decide
+alike."""
 
 Function = Callable[[Tensor], Any]
-"""What is captured, as a function of numbers on the device."""
+"""The captured function. Its argument is the array of numbers on the device."""
 
 Step = Callable[[DecodePlan, Tensor, Tensor, "PromptInputs | None", bool], Tensor]
 
 PROMPT_ROWS = (128, 256, 512, 768, 1024, 1536, 2048)
-"""Tokens that prompts are padded to in a captured pass: a graph for each, times as many as there are batches below."""
+"""Sizes to which the prompts' tokens are padded in a captured mixed pass. Each has a graph for each size of
+``STEP_ROWS``."""
 
 STEP_ROWS = (8, 32, 64, 128, 256)
-"""Rows that a decode step is padded to beside prompts, among whose tokens they hardly count."""
+"""Sizes to which a decode step's rows are padded in a captured mixed pass. They are coarse, because rows cost little
+beside the prompts' tokens."""
 
 
 class PromptInputs(NamedTuple):
-    """Prompts in a captured pass, int64 on the device: their numbers (``KVCache.exact_prompts``) [m], their token ids
-    [T], and the rows of the pass whose logits are needed [B + MAX_PROMPTS]."""
+    """Prompts in a captured pass, int64 on the device.
+
+    Attributes:
+        numbers: the packed numbers of the prompts [m] (``KVCache.exact_prompts``).
+        ids: token ids [T].
+        rows: rows of the pass whose logits are needed [B + MAX_PROMPTS].
+    """
 
     numbers: Tensor
     ids: Tensor
@@ -61,7 +69,15 @@ class PromptInputs(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a graph runs: a step's shapes and numbers, its tokens and where else they come from, and prompts."""
+    """The inputs of a pass.
+
+    Attributes:
+        plan: shapes and numbers of the step.
+        tokens: the step's token ids.
+        sources: for each token, the row of ``Runner.chosen`` that has it instead, or -1.
+        sequences: sequences of the prompts.
+        ids: new token ids of each prompt.
+    """
 
     plan: DecodePlan
     tokens: list[int]
@@ -71,23 +87,22 @@ class Pass(NamedTuple):
 
 
 class CudaGraphs:
-    """Runs decode steps and compressions of pages of one cache from graphs, capturing those it does not have.
+    """Runs the decode steps and page compressions of one cache as CUDA graphs, and captures missing graphs.
 
     Args:
-        step: computes logits, in any dtype, from a plan's shapes, its numbers on the device, the inputs int64 [2, B],
-            newest tokens and where else they come from, and prompts beside it or None. Or it makes a dry run: runs
-            whatever a capture must not load for the first time, a few layers, because a token waits for this and for
-            the capture.
-        max_batch: most sequences that decode together.
+        step: ``Runner.step``. Computes logits, in any dtype, from a plan's shapes, its numbers on the device, the
+            inputs int64 [2, B] (newest tokens and their sources), and prompts or None. A dry run computes only a few
+            layers: it loads the kernels that a capture must not load, and the next token waits for it.
+        max_batch: most sequences of a decode step.
         vocabulary: V, the columns of the logits.
-        together: whether other ranks run the same graphs: without room for a graph, a rank then cannot go on
-            (RankFailure), as it does not know what the others have run.
+        together: whether other ranks run the same graphs. A rank without memory for a graph then raises RankFailure,
+            because it does not know whether the other ranks have run theirs.
 
     Attributes:
-        captures: how many there have been, including those without room.
-        graphs: those that are kept, by their shapes, the most recently used last.
-        without: shapes whose graph had no room.
-        eager: steps and compressions that ran without a graph, by their shapes, until it was captured.
+        captures: number of captures so far, including failed ones.
+        graphs: graphs by shape, the most recently used last.
+        without: shapes that had no memory for a graph.
+        eager: number of eager runs by shape, for shapes without a graph.
     """
 
     def __init__(self, cache: KVCache, step: Step, max_batch: int, vocabulary: int, together: bool = False) -> None:
@@ -96,8 +111,8 @@ class CudaGraphs:
         self.graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self.without: set[tuple[int, ...]] = set()
         self.eager: Counter[tuple[int, ...]] = Counter()
-        # In float32, for sampling. All graphs write here: each would keep logits of its own otherwise, 0.5 MB a row and
-        # 128 MB for 256 of them.
+        # Float32, for sampling. All graphs share this buffer; otherwise each would keep its own logits, 0.5 MB per row
+        # and 128 MB for 256 rows.
         self._logits = torch.empty(max_batch + MAX_PROMPTS, vocabulary, device=cache.device)
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
 
@@ -109,9 +124,11 @@ class CudaGraphs:
         sequences: Sequence[CachedSequence] = (),
         ids: Sequence[list[int]] = (),
     ) -> Tensor | None:
-        """float32 logits [B + n, V] of a step and of ``ids``, what n prompts that stay exact add to their
-        ``sequences``; overwritten by the next call. None where there is no graph for prompts: these are captured only
-        where such passes come again and again."""
+        """Runs a step, with n prompts that stay exact if ``sequences`` and their new token ids ``ids`` are given.
+
+        Returns float32 logits [B + n, V], which the next call overwrites. None if there are prompts and no graph for
+        them: mixed passes are captured only when their shape has occurred ``EAGER_STEPS`` times.
+        """
         given = Pass(plan, tokens, sources, sequences, ids)
         if not sequences:
             self._compress_due(plan)
@@ -134,14 +151,19 @@ class CudaGraphs:
         return self._run_pass(given, shape, rows, at_once=True)
 
     def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0) -> None:
-        """Captures the graph of a pass of padding rows, with ``rows`` of prompts, if there is none."""
+        """Captures the graph of a plan's shapes by running a pass of padding rows, unless it exists.
+
+        Args:
+            batch: rows of the step; None for the plan's.
+            rows: padded tokens of prompts; 0 for a step without prompts.
+        """
         if not self.has(plan, batch, rows):
             shape = self.cache.rounded(plan, self.max_batch, batch)
             self._run_pass(Pass(plan, [], [], [], []), shape, rows, at_once=True)
 
     def mixed_shapes(self) -> list[tuple[int, int]]:
-        """Rows of prompts and of a step that passes are captured for; none where prompts' attention is planned on the
-        host."""
+        """All pairs of padded prompt tokens and step rows for captured mixed passes; none if the prompts' attention is
+        planned on the host."""
         if not self.cache.captures_prompts:
             return []
         return [(rows, batch) for batch in self._step_rows() for rows in PROMPT_ROWS]
@@ -150,24 +172,25 @@ class CudaGraphs:
         return sorted({min(rows, self.max_batch) for rows in STEP_ROWS})
 
     def _run_pass(self, given: Pass, shape: DecodePlan, rows: int, at_once: bool) -> Tensor:
-        """Runs a pass in the ``shape`` of a graph, with ``rows`` of prompts."""
+        """Runs a pass padded to ``shape``, with ``rows`` padded tokens of prompts. ``at_once`` captures a missing graph
+        without eager steps."""
         batch, count, new = shape.num_rows, len(given.tokens), len(given.ids)
         inputs = np.full((2, batch), -1, np.int64)
         inputs[0], inputs[0, :count], inputs[1, :count] = 0, given.tokens, given.sources
         of_prompts = [np.empty(0, np.int64)] * 3
         if rows:
-            lengths = [len(own) for own in given.ids]
+            lengths = [len(prompt) for prompt in given.ids]
             ids, needed = np.zeros(rows, np.int64), np.zeros(batch + MAX_PROMPTS, np.int64)
-            ids[: sum(lengths)] = [token for own in given.ids for token in own]
+            ids[: sum(lengths)] = [token for prompt in given.ids for token in prompt]
             needed[:count], needed[count : count + new] = np.arange(count), batch - 1 + np.cumsum(lengths)
             of_prompts = [self.cache.exact_numbers(given.sequences, lengths, rows), ids, needed]
         parts = [shape.packed(), inputs.ravel(), *of_prompts]
         sizes = [part.size for part in parts]
 
         def run(static: Tensor, dry_run: bool = False) -> Tensor:
-            own, of_step, *beside = static.split(sizes)
-            prompts = PromptInputs(*beside) if rows else None
-            logits = self._step(shape, own, of_step.view(2, -1), prompts, dry_run)
+            numbers, step_inputs, *prompt_inputs = static.split(sizes)
+            prompts = PromptInputs(*prompt_inputs) if rows else None
+            logits = self._step(shape, numbers, step_inputs.view(2, -1), prompts, dry_run)
             return self._logits[: len(logits)].copy_(logits)
 
         dry = functools.partial(run, dry_run=True)
@@ -175,14 +198,13 @@ class CudaGraphs:
         return logits[: count + new]
 
     def drop(self) -> None:
-        """Frees all graphs, even those referred to elsewhere; none can run again."""
+        """Frees all graphs, even if other objects refer to them. None can run again."""
         for captured in self.graphs.values():
             captured.graph.reset()
         self.graphs.clear()
 
     def has(self, plan: DecodePlan, batch: int | None = None, rows: int = 0) -> bool:
-        """Whether a plan's shapes, for as many sequences or for ``batch``, with ``rows`` of prompts, have a graph, or
-        no room for one."""
+        """Whether a plan's shapes have a graph, or had no memory for one. Arguments are as in ``prepare``."""
         key = _key(self.cache.rounded(plan, self.max_batch, batch), rows)
         return key in self.graphs or key in self.without
 
@@ -226,7 +248,7 @@ class CudaGraphs:
         return captured.result
 
     def _capture(self, key: tuple[int, ...], numbers: np.ndarray, function: Function, dry_run: Function) -> _Captured:
-        """The new graph, already run once."""
+        """Captures a graph and runs it once."""
         function, dry_run = self._joining(function), self._joining(dry_run)
         with _capturing:
             captured = self.graphs[key] = _Captured(numbers, function, dry_run, self._pool, self._stream)
@@ -235,7 +257,8 @@ class CudaGraphs:
         return captured
 
     def _joining(self, function: Function) -> Function:
-        """``function``; if it fails, the streams captured beside it are joined, without which a capture cannot end."""
+        """``function``, which joins the other captured streams if it runs out of memory. A capture can end
+        only after that."""
 
         def run(numbers: Tensor) -> Any:
             try:
@@ -248,23 +271,26 @@ class CudaGraphs:
 
 
 def _key(shape: DecodePlan, rows: int) -> tuple[int, ...]:
-    """What a pass's graph is found by."""
+    """The key of a pass's graph."""
     return (rows, *shape.shape) if rows else shape.shape
 
 
 _capturing = threading.Lock()
-"""Engines on separate threads share that stream: what one runs on it, another must not capture."""
+"""Lock around a capture. Engines on several threads share the capture stream, and one must not capture another's
+work."""
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all graphs of a device: they share a pool's memory, and matrix product workspaces, per stream."""
+    """The capture stream of a device. All graphs share it, because a pool's memory and the workspaces of matrix
+    products are per stream."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What a collection may free, for example another cache's pinned memory, must not be freed during a capture."""
+    """A context without garbage collections. A collection during a capture could free, for example, another cache's
+    pinned memory, which a capture forbids."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -275,7 +301,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class _Captured:
-    """One graph, the buffer for its numbers, and its outputs."""
+    """A captured graph, the buffers of its numbers, and its result."""
 
     def __init__(
         self, numbers: np.ndarray, function: Function, dry_run: Function, pool: Any, stream: torch.cuda.Stream
@@ -285,7 +311,7 @@ class _Captured:
         self.graph = torch.cuda.CUDAGraph()
         self.uploaded = torch.cuda.Event()
         self._upload(numbers)
-        # Libraries and kernels that load on first use must not do so in a capture.
+        # The dry run loads libraries and kernels, which must not load during a capture.
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         try:
             with torch.cuda.stream(stream):
@@ -297,12 +323,12 @@ class _Captured:
         self.graph.replay()
 
     def replay(self, numbers: np.ndarray) -> None:
-        """Runs the graph on other numbers of the same shape."""
+        """Runs the graph on new numbers of the same shape."""
         self._upload(numbers)
         self.graph.replay()
 
     def _upload(self, numbers: np.ndarray) -> None:
-        self.uploaded.synchronize()  # the last copy out of the buffer may still be in progress
+        self.uploaded.synchronize()  # the last copy out of the buffer can still be in progress
         self.staging.numpy()[:] = numbers
         self.static.copy_(self.staging, non_blocking=True)
         self.uploaded.record()

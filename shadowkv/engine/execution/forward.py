@@ -1,8 +1,8 @@
-"""The way of tokens through a model's layers: the only place where these are walked.
+"""The forward pass: the only loop over a model's layers. ``runner.py`` calls it.
 
-Decode steps, micro-batches of them, prompts, prompts in blocks, and prompts beside a step are flows of tokens with a
-batch each. What drives the walk may pause it wherever it yields, or capture it in a graph. The runner makes the flows
-of steps, ``prefill`` those of prompts: into one cache or into several at once, or in one pass with a step.
+A flow is tokens with a batch: a decode step, a micro-batch, a prompt, a block of a long prompt, or a step with prompts.
+The caller can pause the loop at every yield, or capture it in a CUDA graph. ``runner.py`` makes the flows of decode
+steps, and ``prefill`` makes those of prompts: for one cache, for several caches at once, or in one pass with a step.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.models.decoder import Decoder
 
 BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Tokens that go through a layer together; a prefill can be paused between blocks."""
+"""Tokens of a block, by device type. A block's tokens go through a layer together; a prefill can pause between
+blocks."""
 
 
 class Flow:
     """Tokens on their way through the layers.
 
     Args:
-        x: their residual stream [T, D] before the first layer.
-        batch: what the cache makes of them.
-        last: the same in the last layer, where attention may be needed of fewer tokens; None where it is not.
-        in_place: whether ``x`` is changed in every layer, so that nothing else is kept of the tokens between two.
+        x: residual stream [T, D] before the first layer.
+        batch: the cache's batch of these tokens.
+        last: the batch of the last layer, if it needs attention for fewer tokens; None for the same batch.
+        in_place: whether each layer writes its result into ``x``, which saves memory.
 
     Attributes:
-        x: the residual stream, in the end of the tokens whose attention the last layer needs.
-        added: what is to be added to it; None where that has been done.
+        x: residual stream. After the last layer it has only the tokens for which ``last`` needs attention.
+        added: the newest layer's output, which is not yet added to ``x``; None if nothing is left to add.
     """
 
     def __init__(self, x: Tensor, batch: Batch, last: Batch | None = None, in_place: bool = False) -> None:
@@ -48,11 +49,11 @@ class Flow:
 
     @property
     def sum(self) -> Tensor:
-        """Both together."""
+        """The residual stream with ``added``."""
         return self.x if self.added is None else self.x + self.added
 
     def start(self, layer: DecoderLayer, cache: Any, is_last: bool) -> None:
-        """Starts a layer, the one before has been finished."""
+        """Starts a layer. The layer before must be finished."""
         batch = self._last if is_last else self._batch
         if batch.needed is not None and not len(batch.needed):
             layer.append(self.x, self.added, cache, batch)
@@ -61,7 +62,7 @@ class Flow:
             self._finish = layer.start(self.x, self.added, cache, batch)
 
     def finish(self) -> None:
-        """Finishes the layer that has been started, if any."""
+        """Finishes the started layer, if there is one."""
         if self._finish is None:
             return
         (x, added), self._finish = self._finish(), None
@@ -74,12 +75,12 @@ class Flow:
 def forward(
     layers: Sequence[DecoderLayer], cache: KVCache | FanOut, flows: Sequence[Flow], storing: PrefillBatch | None = None
 ) -> Generator[None, None, None]:
-    """Takes ``flows`` through ``layers``, each layer in their order, and pauses after each flow of each layer.
+    """Computes ``flows`` layer by layer, and yields after each flow of each layer.
 
     Args:
-        storing: prompts among the tokens, each layer of which the cache stores once all flows, its blocks, have been
-            through it. Without it flows are micro-batches, each of which finishes a layer when it is to start the next
-            one: what it waits for arrives while the others compute.
+        storing: the prompts among the tokens. The flows are then their blocks, and the cache stores a layer's keys and
+            values once all blocks have passed the layer. Without ``storing`` the flows are micro-batches: each finishes
+            a layer only when it starts the next, so values from the host arrive while other micro-batches compute.
     """
     for number, layer in enumerate(layers, 1):
         for flow in flows:
@@ -95,7 +96,7 @@ def forward(
 
 
 def run_through(generator: Generator[None, None, Any]) -> Any:
-    """What a generator returns, without any pause."""
+    """Runs a generator to its end without pauses, and returns its result."""
     while True:
         try:
             next(generator)
@@ -104,14 +105,15 @@ def run_through(generator: Generator[None, None, Any]) -> Any:
 
 
 class Step(NamedTuple):
-    """A decode step beside prompts: its batch, what is due before it has been compressed, and its tokens int64 [B]."""
+    """A decode step in the same pass as prompts: its batch, for which due pages are already compressed, and its token
+    ids int64 [B]."""
 
     batch: Batch
     ids: Tensor
 
 
 def pieces(layers: int, tokens: int, device: torch.device) -> int:
-    """Number of pieces of a prefill of ``tokens`` tokens, between which it may be paused."""
+    """Number of pieces of a prefill of ``tokens`` tokens. It can be paused between two pieces."""
     return layers * -(-tokens // BLOCK_TOKENS[device.type])
 
 
@@ -122,19 +124,24 @@ def prefill(
     scored: bool = False,
     step: Step | None = None,
 ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
-    """Computes new tokens of admitted sequences; returns float32 logits [n, V] of each one's last and, for ``scored``
-    ones, the final hidden states [tokens, D] of each one.
+    """Computes new tokens of admitted sequences.
 
-    In the last layer only keys, values and what follows from a sequence's last token are needed where the other states
-    are not requested: only those are computed further.
+    Unless ``scored``, the last layer computes keys and values of all tokens, but attention and MLP only of each
+    sequence's last token.
 
-    Yields wherever it may be paused for a decode step, or closed; the sequences of a closed prefill can only be
+    Yields wherever it can be paused for a decode step, or closed. The sequences of a closed prefill can only be
     released.
 
     Args:
-        work: sequences of the cache, or tuples of one per cache where there are several, and their new tokens.
-        step: of other sequences, in the same pass: weights are read once, and those who decode wait for one pass
-            instead of two. The new tokens are then at most a block, and nothing is scored. Logits [B + n, V].
+        work: for each sequence, the sequence (with several caches, a tuple of one sequence per cache) and its new
+            tokens.
+        scored: whether to return final hidden states too.
+        step: a decode step of other sequences in the same pass. The weights are then read once, and running sequences
+            wait for one pass instead of two. The new tokens must fit into a block, and ``scored`` must be False.
+
+    Returns:
+        Float32 logits [n, V] of each sequence's last token, behind the step's: [B + n, V]. If ``scored``, also the
+        final hidden states [tokens, D] of each sequence; otherwise an empty list.
     """
     batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
     tokens = np.fromiter(chain.from_iterable(tokens for _, tokens in work), np.int64, batch.num_tokens)
@@ -160,7 +167,7 @@ def prefill(
 
 
 def _one_block(model: Decoder, batch: PrefillBatch, ids: Tensor, scored: bool, step: Step | None) -> Flow:
-    """All of a batch's tokens ``ids`` int64 [T], behind those of a step."""
+    """One flow of all tokens ``ids`` int64 [T] of a batch, behind those of ``step``."""
     block, last = batch.block(0, batch.num_tokens), batch.starts[1:].long() - 1
     if step is not None:
         count = len(step.ids)
@@ -170,8 +177,8 @@ def _one_block(model: Decoder, batch: PrefillBatch, ids: Tensor, scored: bool, s
 
 
 def _in_blocks(model: Decoder, batch: PrefillBatch, ids: Tensor, stream: Tensor, scored: bool) -> list[Flow]:
-    """A batch's tokens block by block and in place, in ``stream`` [T, D]: of a long prompt nothing but that, keys and
-    values is kept."""
+    """A flow for each block of a batch, computed in place in ``stream`` [T, D]. Between layers a long prompt keeps only
+    ``stream``, keys and values."""
     flows = []
     for start, stop in _spans(batch, ids.device):
         part = stream[start:stop].copy_(model.embed(ids[start:stop]))
@@ -181,6 +188,6 @@ def _in_blocks(model: Decoder, batch: PrefillBatch, ids: Tensor, stream: Tensor,
 
 
 def _spans(batch: PrefillBatch, device: torch.device) -> list[tuple[int, int]]:
-    """Where the blocks of a batch begin and end."""
+    """Start and stop, in tokens, of each block of a batch."""
     size, tokens = BLOCK_TOKENS[device.type], batch.num_tokens
     return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -1,6 +1,6 @@
-"""Decode steps through all layers in one call of an op, or in one call a layer where sequences are compressed.
+"""Fused decode steps on a CPU: all layers in one call of an op, or one call per layer if sequences are compressed.
 
-On a CPU a small model's step is otherwise mostly the way from one op to the next.
+Without fusion, a small model's step on a CPU spends most of its time between ops. ``Runner.step`` uses it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from shadowkv.ops.quantised.blocks import BlockForm
 
 
 class FusedLayers:
-    """A model's layers, for steps of sequences in a cache.
+    """A model's layers as arguments of the op ``decode_layers``.
 
     Args:
-        model, cache: which ``fit``.
+        model, cache: a pair for which ``fit`` returns True.
 
     Attributes:
-        calls: names of the ops that it calls.
+        calls: names of the called ops.
     """
 
     calls = ("decode_layers",)
@@ -53,7 +53,7 @@ class FusedLayers:
 
     @staticmethod
     def fit(model: Decoder, cache: KVCache) -> bool:
-        """Whether these layers and this cache are what the op takes, and its kernel serves."""
+        """Whether the op supports this model and this cache, and runs in its C++ kernel."""
         ops = cache.ops
         kernel = "decode_layers" in ops.called and ops.backends["decode_layers"] != "reference"
         alone = model.group.size == 1 and not model.config.quantization and model.config.experts is None
@@ -65,7 +65,7 @@ class FusedLayers:
         return kernel and alone and known and plain and cache.exact_layers() is not None
 
     def __call__(self, x: Tensor, step: Batch) -> Tensor:
-        """Residual stream [B, D] of a decode step before the layers -> behind them."""
+        """Computes all layers of a decode step: residual stream [B, D] before the first layer -> after the last."""
         batch = cast(DecodeBatch, step.groups[0][0])
         places = batch.positions, batch.pages, batch.counts, batch.write_page, batch.write_offset
         tokens, decode = op.NewTokens(*places), self._ops.decode_layers

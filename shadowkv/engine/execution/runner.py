@@ -1,5 +1,5 @@
-"""Runs the model over batches: prefill layer by layer and block by block, decode one token for every sequence, or both
-in one pass."""
+"""``Runner``: runs the model over batches. It prefills layer by layer and block by block, decodes one token for every
+sequence, or does both in one pass. The engine's schedulers call it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from shadowkv.models.decoder import Decoder
 Result = TypeVar("Result")
 
 SCORED_TOKENS = 512
-"""Prompt tokens whose logits are held at once."""
+"""Prompt tokens whose logits exist at once."""
 
 
 class Runner:
     """A model and the cache that its attention reads.
 
     Args:
-        graphs_up_to: most sequences that decode together, where decode steps are to be CUDA graphs; None runs them
-            eagerly.
+        graphs_up_to: most sequences of a decode step, if decode steps are CUDA graphs; None for eager steps.
 
     Attributes:
         sampler: chooses tokens from the logits.
-        chosen: int64 [slots], tokens of the last step that are only on the device; written by whatever chooses them.
+        chosen: int64 [slots] on the device: the tokens of the last step, which the host has not seen. ``DecodeSteps``
+            writes them.
+        graphs: the CUDA graphs; None for eager steps.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
@@ -54,19 +55,22 @@ class Runner:
 
     @property
     def captures(self) -> int:
-        """CUDA graphs captured so far."""
+        """Number of CUDA graphs captured so far."""
         return 0 if self.graphs is None else self.graphs.captures
 
     def drop_graphs(self) -> None:
-        """Frees all CUDA graphs; no step may follow."""
+        """Frees all CUDA graphs. No step can follow."""
         if self.graphs is not None:
             self.graphs.drop()
 
     def unprepared(
         self, sequences: list[CachedSequence], joining: list[tuple[CachedSequence, int]]
     ) -> DecodePlan | None:
-        """A step of padding rows, for ``prepare``, if the first step that ``sequences`` take together with those of
-        ``joining``, whose prompts are being computed and have the given lengths, will have no graph."""
+        """The plan of the next step of ``sequences`` and ``joining``, for ``prepare``; None if it has a graph.
+
+        Args:
+            joining: sequences whose prompts are being computed, with the prompts' lengths.
+        """
         if self.graphs is None:
             return None
         plan = self.cache.forecast_decode(sequences, joining)
@@ -74,27 +78,32 @@ class Runner:
 
     @torch.inference_mode()
     def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0) -> None:
-        """Captures the graph of a plan's shapes, for as many sequences or for ``batch``, alone or with prompts of up to
-        ``rows`` tokens that stay exact, once the device has finished its work: PyTorch waits for that before a capture,
-        and the device is then idle until the capture ends."""
+        """Captures the graph of a plan's shapes.
+
+        PyTorch waits for the device before a capture, and the device is idle until the capture ends.
+
+        Args:
+            batch: rows of the step; None for the plan's.
+            rows: padded tokens of prompts that stay exact; 0 for a step without prompts.
+        """
         assert self.graphs is not None
-        with suppress(torch.OutOfMemoryError):  # such steps run without a graph
+        with suppress(torch.OutOfMemoryError):  # steps of this shape run without a graph
             self.graphs.prepare(plan, batch, rows)
 
     def prefill(
         self, work: list[tuple[CachedSequence, list[int]]], scored: bool = False
     ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
-        """``prefill`` into the runner's cache."""
+        """Calls ``forward.prefill`` with the runner's cache."""
         return prefill(self.model, self.cache, work, scored)
 
     def prefill_pieces(self, tokens: int) -> int:
-        """Pieces, between which it may be paused, of a prefill of ``tokens`` tokens."""
+        """Number of pieces of a prefill of ``tokens`` tokens. It can be paused between two pieces."""
         return pieces(len(self.layers), tokens, self.cache.device)
 
     @torch.inference_mode()
     def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
-        """Log-probabilities of a prompt's ``tokens`` from its hidden states [n, D], those of rank 0 on every rank; the
-        first token has none."""
+        """Log-probabilities of a prompt's ``tokens``, None for the first. ``hidden`` [n, D] are the prompt's final
+        hidden states; every rank uses rank 0's."""
         self.model.group.copy_first(hidden)
         logprobs: list[TokenLogprobs | None] = [None]
         for start in range(0, len(tokens) - 1, SCORED_TOKENS):
@@ -104,8 +113,8 @@ class Runner:
         return logprobs
 
     def collective_rpc(self, function: Callable[..., Result], sequences: list[CachedSequence], *what: Any) -> Result:
-        """What ``function(runner, sequences, *what)`` returns; every other rank calls it with its own runner and its
-        own parts of the sequences. They look it up by name, so its module must be importable there."""
+        """Calls ``function(runner, sequences, *what)`` on every rank, with the rank's own runner and sequences. Returns
+        rank 0's result. Ranks find the function by name, so they must be able to import its module."""
         return function(self, sequences, *what)
 
     @torch.inference_mode()
@@ -117,17 +126,19 @@ class Runner:
         record: AbstractContextManager[Any] | None = None,
         prompts: Sequence[tuple[CachedSequence, list[int]]] = (),
     ) -> Tensor:
-        """One step: appends each sequence's token and returns float32 logits [B, V] of the next.
+        """Runs a decode step: appends a token to each sequence and returns float32 logits [B, V] of the next.
 
-        A row of ``sources`` that is not -1 names the row of ``chosen`` whose token it takes instead. A step within a
-        ``record`` is not a CUDA graph; where there is no memory for it, as graphs hold some, it runs unrecorded.
-
-        ``prompts``, at most a block of new tokens of other sequences, are computed in the same pass: [B + n, V]. It is
-        a CUDA graph for prompts that stay exact. If it raises, those sequences can only be released, and the step
-        can run without them.
+        Args:
+            tokens: the token of each sequence.
+            sources: for each sequence, the row of ``chosen`` that has its token instead, or -1.
+            record: a context for the step, which then runs without a CUDA graph. If that runs out of memory, because
+                graphs hold some, the step runs unrecorded.
+            prompts: other sequences and their new tokens, at most a block, for the same pass. Logits are then
+                [B + n, V]. The pass is a CUDA graph if all prompts stay exact. If it raises, these sequences can only
+                be released, and the step can run without them.
         """
         if sources is not None and any(source >= 0 for source in sources):
-            self.model.group.copy_first(self.chosen)  # only rank 0 chooses
+            self.model.group.copy_first(self.chosen)  # only rank 0 chooses tokens
         plan, sources = self.cache.plan_decode(sequences), sources or [-1] * len(tokens)
         logits = None
         if self.graphs is not None and record is None:
@@ -141,7 +152,7 @@ class Runner:
                     raise
         if logits is None:
             logits = self._captured(plan, tokens, sources, ())
-            assert logits is not None, "steps alone always run"
+            assert logits is not None, "a step without prompts always has logits"
         self.cache.end_decode(plan)
         return logits
 
@@ -152,14 +163,14 @@ class Runner:
         sources: list[int],
         prompts: Sequence[tuple[CachedSequence, list[int]]],
     ) -> Tensor | None:
-        """The pass as a CUDA graph; None where ``prompts`` are not of a kind for that, or have no graph yet."""
+        """Runs the pass as a CUDA graph; None if ``prompts`` do not stay exact, or have no graph yet."""
         assert self.graphs is not None
         new, ids = [sequence for sequence, _ in prompts], [ids for _, ids in prompts]
-        if not all(self.cache.stays_exact(sequence, len(own)) for sequence, own in prompts):
+        if not all(self.cache.stays_exact(sequence, len(prompt)) for sequence, prompt in prompts):
             return None
         logits = self.graphs.run(plan, tokens, sources, new, ids)
         if logits is not None:
-            self.cache.end_exact_prompts(new, [len(own) for own in ids])
+            self.cache.end_exact_prompts(new, [len(prompt) for prompt in ids])
         return logits
 
     def _uncaptured(
@@ -168,15 +179,15 @@ class Runner:
         inputs = upload(torch.tensor([tokens, sources]), self.cache.device)
         if not work:
             return self.step(plan, None, inputs).float()
-        if self.graphs is not None:  # numbers of pages as graphs have them: kernels may be compiled for each
+        if self.graphs is not None:  # page counts as in graphs, because kernels can be compiled for each count
             plan = self.cache.rounded(plan, len(tokens))
-        batch = self.cache.decode_batch(plan)  # first: what is due is then sealed, whatever becomes of the prompts
+        batch = self.cache.decode_batch(plan)  # comes first, so that due pages are compressed even if the prompts fail
         passing = prefill(self.model, self.cache, work, step=Step(batch, self._newest(inputs)))
         logits: Tensor = run_through(passing)[0]
         return logits
 
     def _newest(self, inputs: Tensor) -> Tensor:
-        """The tokens int64 [B] that ``inputs`` int64 [2, B] of ``step`` stand for."""
+        """The newest tokens int64 [B], from the ``inputs`` int64 [2, B] of ``step``."""
         tokens, sources = inputs
         return torch.where(sources < 0, tokens, self.chosen[sources.clamp(min=0)])
 
@@ -188,12 +199,14 @@ class Runner:
         prompts: PromptInputs | None = None,
         dry_run: bool = False,
     ) -> Tensor:
-        """Logits [B, V] of a decode step in the dtype of activations, or [n, V] with ``prompts`` that stay exact beside
-        it; or of a dry run of that (``CudaGraphs``): one layer of each kind.
+        """Computes a decode step and returns its logits [B, V], in the dtype of activations.
 
         Args:
-            plan: the step's, which holds its numbers unless ``numbers``, int64 on the device, has them.
+            plan: the step's plan.
+            numbers: the plan's numbers, int64 on the device; None for those in ``plan``.
             inputs: int64 [2, B]: newest tokens, and the rows of ``chosen`` that have them instead, or -1.
+            prompts: prompts that stay exact, in the same pass. Logits are then [n, V], of ``prompts.rows``.
+            dry_run: whether to compute only one layer of each kind (``CudaGraphs``).
         """
         batch, ids = self.cache.decode_batch(plan, numbers), self._newest(inputs)
         if prompts is not None:
@@ -202,7 +215,7 @@ class Runner:
             flows = [Flow(hidden, batch, batch.where_needed(prompts.rows))]
         else:
             hidden = self.model.embed(ids)
-            if self._fused is not None and self.cache.query_hook is None:  # it shows no queries
+            if self._fused is not None and self.cache.query_hook is None:  # fused layers do not call the hook
                 return self.model.scores(self._fused(hidden, batch))
             parts = micro_batches(batch, plan.micro_batches)
             hiddens = hidden.split([part.num_tokens for part in parts])
@@ -215,8 +228,12 @@ class Runner:
 
 
 def kinds(layers: list[DecoderLayer], groups: Sequence[int]) -> list[DecoderLayer]:
-    """The first layer, to which nothing is added, and one of each form of the others: fp8 checkpoints may leave some
-    layers unquantized, and the cache has ``groups`` of layers, by their numbers."""
+    """The layers of a dry run: the first layer, and one of each kind of the others.
+
+    The first layer adds no earlier output to the residual stream. Layers are of different kinds if their weights differ
+    in dtype or shape (fp8 checkpoints can leave some layers unquantised) or if the cache keeps them in different groups
+    of layers. ``groups`` are the group numbers of all layers.
+    """
     first_of: dict[tuple[object, ...], DecoderLayer] = {}
     for number, layer in enumerate(layers[1:], 1):
         form = tuple((name, x.dtype, x.shape) for name, x in layer.state_dict().items())

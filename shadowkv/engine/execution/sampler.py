@@ -1,7 +1,7 @@
-"""Chooses the next token of every sequence in a batch at once.
+"""``Sampler``: chooses the next token of every sequence of a batch.
 
-The random number of a step depends only on the request's seed and the step, and the token on its own logits: a seeded
-request gives the same text in any batch that does not change those.
+A step's random number depends only on the request's seed and the number of the token. So a seeded request has the same
+text in every batch, as long as its logits are the same.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from shadowkv.ops.sample_tokens.weights import COLDEST, PARAMETERS
 from shadowkv.ops.sampling import mix64
 
 COLUMNS = PARAMETERS[:-1]
-"""Sampling parameters that stay the same from step to step, by their names in ``SamplingParams``."""
+"""Names in ``SamplingParams`` of the parameters of ``sample_tokens`` that do not change from step to step."""
 
 NO_TOKEN = -1
-"""In place of a token where a request's parameters leave none."""
+"""Stands for a token if a request's parameters forbid all tokens."""
 
 
 class Sampler:
-    """Chooses tokens by the op ``sample_tokens``, and those of greedy batches by the largest logit.
+    """Samples tokens with the op ``sample_tokens``. Greedy batches use argmax.
 
     Attributes:
-        calls: names of the ops that it calls.
+        calls: names of the called ops.
     """
 
     calls = ("sample_tokens",)
@@ -45,15 +45,16 @@ class Sampler:
     def sample(
         self, logits: Tensor, requests: list[Request]
     ) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
-        """One token per request; waits for them.
+        """Chooses one token per request. Waits for the device.
 
         Args:
-            logits: float32 [B, V]; changed in place by penalties.
-            requests: B of them.
+            logits: float32 [B, V], changed in place by penalties.
+            requests: the B requests.
 
         Returns:
-            token ids, ``NO_TOKEN`` where none may follow; log-probabilities where requested, from the logits before
-            temperature and penalties; and whether a row's logits are all finite: if not, its token has no meaning.
+            Token ids, ``NO_TOKEN`` if all tokens are forbidden; log-probabilities if requested, from the logits before
+            temperature and penalties; and whether each row's logits are all finite. If not, the row's token has no
+            meaning.
         """
         raw, finite = logits, _finite(logits)
         changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
@@ -73,16 +74,17 @@ class Sampler:
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
-        """One token per request on the device, int64 [2, B]: token ids, and 1 where a row's logits are all finite.
+        """Chooses one token per request on the device, without waiting: int64 [2, B] of token ids, and 1 for each row
+        whose logits are all finite.
 
-        For requests that neither change logits nor ask for log-probabilities; ``steps`` says which token of each it is,
-        from 1. Does not wait.
+        The requests must neither change logits nor ask for log-probabilities. ``steps`` is the number of each request's
+        token, from 1.
         """
         return torch.stack((self._tokens(logits, requests, steps), _finite(logits)))
 
     def _tokens(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
         params = [request.params for request in requests]
-        if params != self._params:  # quick to compare for steps of the same requests, which have the same objects
+        if params != self._params:  # a quick comparison: steps of the same requests have the same objects
             self._params = params
             columns = [[getattr(request_params, name) for name in COLUMNS] for request_params in params]
             self._parameters = np.array([[*row, 0.0] for row in columns]).reshape(-1, len(PARAMETERS))
@@ -93,7 +95,7 @@ class Sampler:
 
 
 def _finite(logits: Tensor) -> Tensor:
-    low, high = torch.aminmax(logits, dim=-1)  # NaN where any is
+    low, high = torch.aminmax(logits, dim=-1)  # NaN if any logit is NaN
     return (low.isfinite() & high.isfinite()).long()
 
 
@@ -128,13 +130,13 @@ def _change(logits: Tensor, request: Request) -> None:
 
 
 def _keep(logits: Tensor, tokens: Tensor, values: Tensor | float) -> None:
-    """Gives ``tokens`` the ``values``, and sets the logits [V] of all others to -inf."""
+    """Sets the logits of ``tokens`` to ``values``, and all other logits [V] to -inf."""
     logits.fill_(float("-inf"))
     logits[tokens] = values
 
 
 def _bad_tokens(request: Request) -> list[int]:
-    """Last tokens of the bad words whose others the answer ends with."""
+    """Last tokens of the bad words whose other tokens the answer ends with."""
     words, output = request.bad_words, request.output_token_ids
     if not words:
         return []
@@ -144,7 +146,7 @@ def _bad_tokens(request: Request) -> list[int]:
 
 
 def _uniform(seeds: list[int], steps: list[int]) -> np.ndarray:
-    """Numbers in [0, 1), float64 [B], from requests' seeds and steps (SplitMix64)."""
+    """Random numbers in [0, 1), float64 [B], from seeds and steps (SplitMix64)."""
     x = np.array([seed & (1 << 64) - 1 for seed in seeds], np.uint64)
     x += np.array(steps, np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # sums and products wrap at 64 bits
     return (mix64(x) >> np.uint64(11)) * 2.0**-53
@@ -166,8 +168,12 @@ def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> lis
 def logprobs_of(
     logits: Tensor, tokens: list[int], counts: list[int], named: Sequence[Sequence[int]] = ()
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of ``tokens``, one per row of ``logits`` [n, V], each with the ``counts`` most likely ones, of
-    which -1 are all, or with itself and those that are ``named`` for its row."""
+    """Log-probabilities of ``tokens``, one token per row of ``logits`` [n, V], with alternatives.
+
+    Args:
+        counts: number of most likely tokens to report for each row; -1 is the whole vocabulary.
+        named: token ids to report for each row, with the chosen token; an empty row uses ``counts``.
+    """
     logprobs, vocab = logits.log_softmax(-1), logits.shape[-1]
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(1).tolist()
     counts = [vocab if count == -1 else min(count, vocab) for count in counts]

@@ -1,23 +1,24 @@
-"""Thoughts that are ended once they have as many tokens as a request allows."""
+"""``ThinkingBudget``: ends an answer's thoughts after ``thinking_token_budget`` tokens. The sampler asks it before each
+token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 BEGIN, END = "<think>", "</think>"
-"""Tokens around thoughts."""
+"""Tokens that begin and end thoughts."""
 
 PROMPT_END = 16
-"""Final tokens of a prompt that are searched for the beginning of thoughts, which some chat templates write."""
+"""Number of a prompt's last tokens that are searched for ``BEGIN``, which some chat templates write."""
 
 
 class ThinkingBudget:
-    """The thoughts of one answer.
+    """The budget of one answer's thoughts (``Thoughts``).
 
     Args:
         tokens: ids of ``BEGIN`` and ``END``.
-        budget: most tokens between them.
-        prompt: token ids; its end may begin the thoughts.
+        budget: most tokens between ``BEGIN`` and ``END``.
+        prompt: token ids of the prompt, which can end with ``BEGIN``.
     """
 
     def __init__(self, tokens: tuple[int, int], budget: int, prompt: Sequence[int]) -> None:
@@ -27,7 +28,7 @@ class ThinkingBudget:
         self._is_over = False
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
-        """As for any ``Thoughts``; is asked before each token of the answer."""
+        """``END`` if it must follow the answer's ``tokens``; None if any token can follow."""
         if self._is_over:
             return None
         last = tokens[-1] if tokens else None

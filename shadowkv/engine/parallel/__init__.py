@@ -1,5 +1,5 @@
-"""Tensor parallelism (Megatron-LM, arXiv:1909.08053): a process for every device of one host.
+"""Tensor parallelism (Megatron-LM, arXiv:1909.08053): one process for each device of one host.
 
-Rank 0 is the engine: it alone has requests, schedules and chooses tokens. What its cache and its runner do, it tells
-the other ranks, which do the same with their part of the model, in the same order.
+Rank 0 is the engine: only it has requests, schedules and chooses tokens. It sends the calls of its cache and its runner
+to the other ranks, which make the same calls on their parts of the model, in the same order.
 """

@@ -1,6 +1,5 @@
-"""Calls of methods that every rank makes on its own objects: rank 0 writes them, the others read them and do the same.
-
-What each rank has of its own goes by numbers: sequences, and prefills that are under way.
+"""Method calls that every rank makes on its own objects. Rank 0 serialises them (``Writer``), and the other ranks read
+and make them (``Reader``). Sequences and prefills, of which each rank has its own, are passed as numbers.
 """
 
 from __future__ import annotations
@@ -19,11 +18,17 @@ from shadowkv.engine.selections import SelectionRecord
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 SEQUENCE, TENSOR, RECORD = "sequence", "tensor", "record"
-"""What arguments of other ranks are their own of."""
+"""Kinds of arguments that are not pickled: each rank passes its own object instead."""
 
 
 class Call(NamedTuple):
-    """A method of one of a rank's objects, both by name, its arguments, and the number of what it makes or ends."""
+    """A method call.
+
+    Attributes:
+        target, method: names of the object and of its method.
+        makes: number of the sequence or prefill that the call returns; None if it returns none.
+        ends: number of the sequence that the call releases; None if it releases none.
+    """
 
     target: str
     method: str
@@ -33,26 +38,27 @@ class Call(NamedTuple):
 
 
 class Writer:
-    """Rank 0's side."""
+    """Serialises rank 0's calls."""
 
     def __init__(self) -> None:
         self._count, self._numbers = itertools.count(), dict[CachedSequence, int]()
 
     def write(self, target: str, method: str, arguments: tuple[Any, ...], made: object = None) -> bytes:
-        """A call for all other ranks; a sequence that it ``made`` can be an argument from now on."""
+        """A call for all other ranks. If ``made``, the call's result, is a sequence, later calls can have it as an
+        argument."""
         makes = None
         if isinstance(made, CachedSequence):
             makes = self._numbers[made] = next(self._count)
         return self._written(Call(target, method, arguments, makes))
 
     def release(self, sequence: CachedSequence) -> bytes:
-        """The call that releases a sequence, which is no argument any more."""
+        """The call that releases a sequence. Later calls cannot have it as an argument."""
         written = self._written(Call("cache", "release", (sequence,), ends=self._numbers[sequence]))
         del self._numbers[sequence]
         return written
 
     def begin(self, target: str, method: str, arguments: tuple[Any, ...]) -> tuple[int, bytes]:
-        """A call that makes something else, and the number of that."""
+        """A call that returns a prefill, and the prefill's number."""
         number = next(self._count)
         return number, self._written(Call(target, method, arguments, number))
 
@@ -69,21 +75,21 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, one: object) -> Any:
         if isinstance(one, CachedSequence):
-            return SEQUENCE, self._numbers[one], one.seed  # only rank 0 knows whose request it is
-        if isinstance(one, Tensor):  # whose contents come from rank 0, too (``Group.copy_first``)
+            return SEQUENCE, self._numbers[one], one.seed  # only rank 0 knows the request, and so the seed
+        if isinstance(one, Tensor):  # rank 0 sends the contents later (``Group.copy_first``)
             return TENSOR, one.dtype, tuple(one.shape)
         return (RECORD,) if isinstance(one, SelectionRecord) else None
 
 
 class Reader:
-    """Another rank's side.
+    """Makes rank 0's calls on another rank.
 
     Args:
-        targets: its objects, by name.
-        device: where its tensors are.
+        targets: this rank's objects, by name.
+        device: device of this rank's tensors.
 
     Attributes:
-        made: what calls have made, by number.
+        made: sequences and prefills that calls have returned, by number.
     """
 
     def __init__(self, targets: Mapping[str, object], device: torch.device) -> None:
@@ -91,7 +97,7 @@ class Reader:
         self.made: dict[int, Any] = {}
 
     def call(self, written: bytes) -> None:
-        """Makes a call that rank 0 has written, once those before it have been made."""
+        """Makes a serialised call. Calls must be made in rank 0's order."""
         call: Call = _Unpickler(io.BytesIO(written), self).load()
         result = getattr(self._targets[call.target], call.method)(*call.arguments)
         if call.makes is not None:
@@ -100,8 +106,8 @@ class Reader:
             del self.made[call.ends]
 
     def own(self, kind: str, *what: Any) -> Any:
-        """This rank's own of what an argument stands for."""
-        if kind == RECORD:  # what is recorded is not a CUDA graph: this rank must not run one either
+        """This rank's own object for an argument that is not pickled."""
+        if kind == RECORD:  # a recorded step runs without a CUDA graph; with a context this rank does so too
             return nullcontext()
         if kind == TENSOR:
             dtype, shape = what

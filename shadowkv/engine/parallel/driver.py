@@ -1,4 +1,4 @@
-"""Cache and runner of rank 0, which make the other ranks do with theirs what they do themselves."""
+"""Rank 0's cache and runner. They send their calls to the other ranks, which make the same calls on their own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Prefilled = tuple[Tensor, list[Tensor]]
 
 
 def load_driver(config: EngineConfig, ranks: Ranks) -> tuple[LoadedModel, DriverCache, DriverRunner, list[str]]:
-    """Rank 0's part of the model, its cache, the runner of both, and the lines that describe what fits; raises as
-    ``load_engine_parts`` does, and RankFailure where another rank fails at it."""
+    """Loads rank 0's part of the model. Returns it with its cache, its runner, and lines that describe what fits.
+    Raises what ``load_engine_parts`` raises, and RankFailure if another rank fails."""
     with ranks.together():
         make = partial(DriverCache, ranks)
         loaded, cache, notes = load_engine_parts(config, group=ranks.group, device=ranks.device, make=make)
@@ -31,7 +31,7 @@ def load_driver(config: EngineConfig, ranks: Ranks) -> tuple[LoadedModel, Driver
 
 
 def _queued(method: str) -> Any:
-    """A method of the cache that the other ranks hear of with their next work: none waits for another."""
+    """A method of the cache whose calls the other ranks get with their next work. No rank waits for another."""
 
     def call(self: DriverCache, *arguments: Any) -> Any:
         result = getattr(super(DriverCache, self), method)(*arguments)
@@ -42,7 +42,7 @@ def _queued(method: str) -> Any:
 
 
 class DriverCache(KVCache):
-    """A cache of rank 0's heads. Sequences live equally long in the other ranks' caches."""
+    """The cache of rank 0's heads. The other ranks' caches have the same sequences."""
 
     def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -57,8 +57,8 @@ class DriverCache(KVCache):
 
 
 def _together(method: str) -> Any:
-    """A method of the runner that all ranks call at the same time. An error leaves the others waiting: it is fatal to
-    all of them, as RankFailure."""
+    """A method of the runner that all ranks call at the same time. An error leaves the other ranks waiting, so it ends
+    all of them: RankFailure."""
 
     def call(self: DriverRunner, *arguments: Any) -> Any:
         self.ranks.send(self.ranks.writer.write("runner", method, arguments))
@@ -69,7 +69,7 @@ def _together(method: str) -> Any:
 
 
 class DriverRunner(Runner):
-    """Runs rank 0's part of the model, alongside the other ranks."""
+    """The runner of rank 0's part of the model. All ranks run the same steps together."""
 
     def __init__(self, model: Decoder, cache: KVCache, ranks: Ranks, graphs_up_to: int | None = None) -> None:
         super().__init__(model, cache, graphs_up_to)

@@ -1,4 +1,4 @@
-"""The processes of the other ranks: started, given commands, watched and ended."""
+"""``Ranks``: starts the processes of the other ranks, sends them calls, watches and ends them. ``Engine`` has one."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from shadowkv.wording import SettingsError
 logger = logging.getLogger(__name__)
 
 HERE = "here"
-"""Sent by a rank that is about to meet the others."""
+"""Message of a rank that is about to join the process group."""
 
 REASON_SECONDS = 2.0
-"""How long a rank's reason for ending may take to arrive, once another rank notices the end."""
+"""Time limit for the reason of a rank's end to arrive, after another rank has noticed the end."""
 
 
 class Ranks:
-    """The other ranks of a model that this process is rank 0 of.
+    """The other ranks, for rank 0.
 
     Attributes:
-        group: the group that all of them compute in.
-        device: rank 0's.
-        failure: why they cannot go on; None while they can.
-        writer: writes calls for them.
+        group: the process group of all ranks.
+        device: rank 0's device.
+        failure: why the ranks cannot go on; None while they can.
+        writer: serialises calls for the other ranks.
 
-    Raises ValueError where the devices are missing, and RankFailure where a rank does not start.
+    Raises ValueError if there are too few devices, RankFailure if a rank does not start.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -49,7 +49,7 @@ class Ranks:
         check_alone()
         if config.kv_offload_gib or config.kv_disk_dir:
             settings = ("kv_offload_gib", "kv_disk_dir", "tensor_parallel_size")
-            reason = "kv_offload_gib and kv_disk_dir take tensor_parallel_size=1: prefixes stay on the devices"
+            reason = f"kv_offload_gib and kv_disk_dir need tensor_parallel_size=1, which is {size}"
             raise SettingsError(reason, settings)
         devices = [rank_device(config.device, rank) for rank in range(size)]
         self.device, self.failure, self.group = devices[0], cast("str | None", None), ALONE
@@ -79,12 +79,12 @@ class Ranks:
         self._processes.append(process)
         self._pipes.append(pipe)
         self._sockets.append(socket.socket(fileno=os.dup(pipe.fileno())))
-        with suppress(OSError):  # one that is gone already is detected where it is waited for
+        with suppress(OSError):  # _await_all detects a rank that has ended
             pipe.send(what)
 
     def _await_all(self) -> None:
-        """Waits until every rank is about to meet the others; raises RankFailure where one ends before. The meeting
-        itself could not be interrupted for half an hour, not even by Ctrl-C."""
+        """Waits until every rank is about to join the process group. Raises RankFailure if one ends before. Joining
+        itself cannot be interrupted for half an hour, not even by Ctrl-C."""
         left = list(self._pipes)
         while left:
             pipe = cast(Connection, multiprocessing.connection.wait(left)[0])
@@ -98,11 +98,11 @@ class Ranks:
                 raise RankFailure(self.failure)
 
     def queue(self, call: bytes) -> None:
-        """Queues a call that ``writer`` has written, for the other ranks, to whom it goes with the next ``send``."""
+        """Queues a call of ``writer`` for the other ranks. The next ``send`` sends it."""
         self._pending.append(call)
 
     def send(self, call: bytes) -> None:
-        """Sends the other ranks a call, after those that are queued; raises RankFailure where they cannot make it."""
+        """Sends the queued calls and then this one to the other ranks. Raises RankFailure if a rank has ended."""
         self._pending.append(call)
         pending, self._pending = self._pending, []
         self.check()
@@ -114,8 +114,8 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """For what all ranks do at the same time. An error of this one leaves the others waiting: it is fatal to all of
-        them, as RankFailure where another one's error is the cause or this one has none to report."""
+        """A context for work that all ranks do at the same time. An error of this rank leaves the other ranks waiting,
+        so it ends all of them: RankFailure, with another rank's error if that is the cause."""
         try:
             yield
         except (RuntimeError, AssertionError) as error:
@@ -129,20 +129,20 @@ class Ranks:
         return self.failure
 
     def check(self) -> None:
-        """Raises RankFailure where one has ended. What was computed since may be wrong: a GPU that waited for that rank
-        went on without it."""
+        """Raises RankFailure if a rank has ended. Results since then can be wrong, because a GPU that waited for the
+        rank went on without it."""
         if self.failure is not None:
             raise RankFailure(self.failure)
 
     def when_failed(self, callback: Callable[[RankFailure], None]) -> None:
-        """Calls ``callback``, on a separate thread, when one of the ranks has ended."""
+        """Registers ``callback``. It is called on a separate thread when a rank has ended."""
         self._on_failure = callback
         if self._known.is_set() and self.failure is not None:
             callback(RankFailure(self.failure))
 
     def _watch(self) -> None:
-        """Waits until a rank says why it ends, or just ends, which none does before it is asked to. One that ends
-        because another did not answer is the cause only if no other ends."""
+        """Waits until a rank ends or reports an error; ranks do not end before ``close``. A rank that ended because
+        another rank did not answer is the cause only if no other rank ends."""
         left, found, seconds = list(self._pipes), None, None
         while ready := multiprocessing.connection.wait(left, seconds):
             if self._closing:
@@ -166,23 +166,23 @@ class Ranks:
             process.kill()
         self._on_failure(RankFailure(cast(str, self.failure)))
         if self.group.size > 1:
-            self.group.abort()  # ends what waits for that rank on the GPU; this returns once CUDA graphs are gone
+            self.group.abort()  # ends kernels that wait for the rank; it returns once CUDA graphs are gone
 
     def _describe_end(self, pipe: Connection, reason: str | None) -> str:
-        """What happened to the rank at the other end, which may have given a ``reason``."""
+        """Describes the end of the rank at ``pipe``'s other end. ``reason`` is the rank's own, None if it sent none."""
         rank = 1 + self._pipes.index(pipe)
         if reason is not None:
             return f"tensor-parallel rank {rank} failed: {reason}"
         return f"tensor-parallel rank {rank} has ended ({ending(self._processes[rank - 1])})"
 
     def close(self) -> None:
-        """Ends the other ranks, whatever they are doing. CUDA graphs of collective work must be gone before."""
+        """Ends the other ranks, whatever they are doing. CUDA graphs with collectives must be freed before."""
         self._closing = True
         for one in self._sockets:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # they exit when they see that
+                one.shutdown(socket.SHUT_RDWR)  # a rank exits when its connection is closed
         for process in self._processes:
-            if self.group.size == 1:  # it may not have reached the point where it looks
+            if self.group.size == 1:  # the rank may not listen to its connection yet
                 process.kill()
             try:
                 process.wait(GRACE_SECONDS)
@@ -201,6 +201,7 @@ class Ranks:
 
 
 def rank_device(name: str, rank: int) -> torch.device:
-    """The device of a rank: a GPU each, or all of them the CPU; raises ValueError where it is not there."""
+    """The device of a rank: a GPU of its own, or the CPU for all ranks. Raises ValueError if there is no such
+    device."""
     device = device_of(name)
     return device if device.type == "cpu" else device_of(f"cuda:{rank}")

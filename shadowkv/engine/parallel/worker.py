@@ -1,7 +1,7 @@
-"""A rank other than the first: does with its part of the model what rank 0 tells it.
+"""The process of a rank other than 0: makes rank 0's calls on its own part of the model.
 
-``python -m shadowkv.engine.parallel.worker FD``, started by rank 0, whose end of that connection it listens to: once
-that is closed, this process exits.
+Rank 0 starts it as ``python -m shadowkv.engine.parallel.worker FD``, where FD is its connection to rank 0. The process
+exits when rank 0 closes the connection.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shadowkv.layers.group import RankFailure, open_group
 
 
 class Worker:
-    """Another rank's objects, and what rank 0 has it do with them."""
+    """The objects of this rank, on which rank 0's calls are made."""
 
     def __init__(self, runner: Runner, cache: KVCache) -> None:
         self.reader = Reader({"worker": self, "cache": cache, "runner": runner}, cache.device)
 
     def run_commands(self, written: Iterable[bytes]) -> None:
-        """Makes rank 0's calls."""
+        """Makes serialised calls of rank 0."""
         for call in written:
             self.reader.call(call)
 
     def advance(self, number: int) -> None:
-        """Goes on with a prefill."""
+        """Computes the next piece of a prefill."""
         with torch.inference_mode():
             try:
                 next(self.reader.made[number])
@@ -45,18 +45,21 @@ class Worker:
                 del self.reader.made[number]
 
     def leave(self, number: int) -> None:
-        """Gives up a prefill."""
+        """Abandons a prefill."""
         self.reader.made.pop(number).close()
 
 
 def main(number: int) -> None:
-    """Runs until rank 0 closes the connection or is gone, or until something fails, which is reported to rank 0."""
+    """Runs until rank 0 closes the connection or ends, or until an error, which it reports to rank 0.
+
+    ``number`` is the file descriptor of the connection.
+    """
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)  # sent to a whole service or terminal: rank 0 handles them, and ends this
+        signal.signal(one, signal.SIG_IGN)  # a whole service gets the signal; rank 0 handles it and ends this process
     pipe, commands = Connection(number), queue.SimpleQueue[list[bytes]]()
     try:
         config, rank, size, meeting = pipe.recv()
-    except (OSError, EOFError):  # rank 0 was gone before this one had started
+    except (OSError, EOFError):  # rank 0 ended before this rank had started
         raise SystemExit(1) from None
     reported: tuple[type[BaseException], ...] = (RankFailure, ValueError, MemoryError, OSError)
     try:
@@ -76,7 +79,7 @@ def main(number: int) -> None:
         of_another = isinstance(error, RankFailure)
         with suppress(OSError):
             pipe.send((not of_another, str(error) if of_another else f"{type(error).__name__}: {error}"))
-        if isinstance(error, reported):  # in one line, by rank 0
+        if isinstance(error, reported):  # rank 0 prints it in one line
             raise SystemExit(1) from None
         raise
 
@@ -86,7 +89,7 @@ def _listen(pipe: Connection, commands: queue.SimpleQueue[list[bytes]]) -> None:
         try:
             commands.put(pipe.recv())
         except (OSError, EOFError):
-            os._exit(1)  # rank 0 is gone, and this one may be in the middle of collective work
+            os._exit(1)  # rank 0 has ended; the main thread may hang in a collective
 
 
 if __name__ == "__main__":

@@ -1,2 +1,4 @@
-"""An engine in a process of its own, and how others reach it: ``client.py`` there, ``core.py`` here, ``messages.py``
-between them."""
+"""An engine in its own process: ``core.py`` serves it there, ``client.py`` calls it from the serving processes
+
+``messages.py`` has the messages between them. ``launch.py`` starts the process, whose main module is ``main.py``.
+"""

@@ -1,4 +1,4 @@
-"""An engine in another process, for event loops: requests go in, streams of outputs come out."""
+"""``EngineClient``: sends requests to an engine in another process and streams their outputs. HTTP servers use it."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 DISK_SECONDS = 120.0
-"""How long saving a prompt by name may take to reach the disk, or restoring one to come back from there."""
+"""Time limit for saving a prompt by name to the disk, and for restoring one from the disk."""
 
 SENDING_SECONDS = 30.0
-"""How long the answer to a prompt that another server continues waits for the disk."""
+"""Time limit for writing a prompt to the disk that another server continues. Its answer waits for this."""
 
 
 @dataclass(eq=False)
 class ClientRequest:
-    """A request that an engine may be asked to serve, once.
+    """A request for ``generate``, which can serve it once.
 
     Attributes:
-        max_tokens: most tokens of its answer.
-        packed: its prompt, for the wire.
+        max_tokens: most tokens of the answer.
+        packed: the prompt as bytes (``messages.pack_ids``).
         looked_up, tenant, priority: as in ``Request``.
-        arrival: when it came, in seconds of ``time.monotonic``.
+        arrival: time of arrival, in seconds of ``time.monotonic``.
     """
 
     request_id: str
@@ -67,7 +67,7 @@ Observe = Callable[[], AbstractContextManager[Callable[[TextOutput], None] | Non
 
 
 class Answers:
-    """The outputs of some requests as they come in; those of a request that have not been read are read together."""
+    """Receives the outputs of some requests. Unread outputs of a request are read together."""
 
     def __init__(self, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> None:
         self._numbers = {request.request_id: number for number, request in enumerate(requests)}
@@ -77,17 +77,17 @@ class Answers:
         self._arrived: asyncio.Future[None] | None = None
         self._ended: set[int] = set()
         self.unfinished = set(self._numbers)
-        """Requests for which the engine has something left to do."""
+        """Requests that the engine has not finished."""
 
     def take(self, output: TokenOutput) -> None:
-        """Takes the next one."""
+        """Adds an output."""
         self._outputs.setdefault(self._numbers[output.request_id], []).append(output)
         if output.finish_reason is not None:
             self.unfinished.discard(output.request_id)
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Ends them all, once what has come is read."""
+        """Ends all requests with an error, after the outputs so far are read."""
         self._error = error
         self._wake()
 
@@ -96,8 +96,11 @@ class Answers:
             self._arrived.set_result(None)
 
     async def read(self) -> list[tuple[int, TextOutput]]:
-        """What has come since the last time, by the requests' numbers; waits for something. Raises the error that ended
-        them. What comes for an answer after its end, until the engine knows of that, is left out."""
+        """The new outputs since the last call, with their requests' numbers. Waits for at least one.
+
+        Raises the error of ``fail``. Outputs behind a stop string, which the engine sends until it gets ``Stop``, are
+        left out.
+        """
         if not self._outputs and self._error is None:
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
@@ -112,7 +115,7 @@ class Answers:
     def _read(self, number: int, outputs: list[TokenOutput]) -> TextOutput:
         try:
             return self._texts[number].read(outputs)
-        except Exception as error:  # of the tokenizer: other requests go on
+        except Exception as error:  # an error of the tokenizer ends only this request
             logger.exception("a request failed")
             last = outputs[-1]
             what = f"internal error ({type(error).__name__}); the log has the details"
@@ -121,18 +124,20 @@ class Answers:
 
 
 class EngineClient:
-    """Reaches an engine through its socket. What awaits is for one event loop at a time, which is never blocked.
+    """A client of an engine in another process, over the engine's socket.
+
+    Coroutines work on one event loop at a time, and never block it.
 
     Args:
-        facts: about the engine.
-        tokenizer: its model's.
-        folder: where its socket is.
-        alive: whether the engine is still there, beyond what it says itself.
+        facts: the engine's facts.
+        tokenizer: the tokenizer of the engine's model.
+        folder: the folder of the engine's socket.
+        alive: whether the engine's process is alive.
 
     Attributes:
-        stopping: whether its end is wanted.
-        watch: called with what each step adds to this client's requests, before anybody else sees it.
-        name: its own to engines.
+        stopping: whether the engine is being shut down on purpose.
+        watch: called with each step's outputs for this client's requests, before they are streamed.
+        name: this client's name, by which engines know it.
     """
 
     def __init__(
@@ -156,32 +161,32 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def describe(self) -> list[str]:
-        """Lines for the start of a server: model, policy, and how many sequences of which length fit where."""
+        """Lines for a server's start: the model, the policy, and how many sequences of which length fit."""
         return self._facts.notes
 
     @property
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits that are others where the model's name or a setting is another."""
+        """Eight hexadecimal digits: a hash of the model's name and all settings."""
         return hashlib.sha256(f"{self._facts.model_name} {self._facts.config!r}".encode()).hexdigest()[:8]
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are being served."""
+        """Whether the engine serves requests."""
         return not self._ended and self._alive()
 
     # -- the sockets ------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Opens the sockets on the running event loop, if they are not open there."""
+        """Opens the sockets on the running event loop, unless they are open there."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
         if self._loop is not None and not self._loop.is_closed():
-            raise RuntimeError("an engine's client is for one event loop at a time")
+            raise RuntimeError("an engine client works on one event loop at a time")
         self.disconnect()
         self._loop = loop
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        # Once more where this client has had another loop: what that one had asked for is aborted.
+        # A client that connects again, from another event loop, gets a new address; its old requests are aborted.
         address = messages.socket_address(self._folder, f"{self.name}-{next(self._numbers)}")
         self._events, self._commands = context.socket(zmq.PULL), context.socket(zmq.DEALER)
         for socket in (self._events, self._commands):
@@ -196,7 +201,7 @@ class EngineClient:
             loop.add_reader(socket, self._receive)
 
     def disconnect(self) -> None:
-        """Closes the sockets; what is still waited for never comes."""
+        """Closes the sockets. Pending requests and questions are never answered."""
         if self._loop is None:
             return
         for socket in (self._events, self._commands):
@@ -209,7 +214,7 @@ class EngineClient:
 
     def _send(self, command: messages.Command) -> None:
         self._commands.send(messages.encode(command))
-        # The descriptor tells changes alone, and sending may hide one.
+        # The socket's descriptor is edge-triggered, and sending can consume an edge: check for messages.
         assert self._loop is not None
         self._loop.call_soon(self._receive)
 
@@ -242,14 +247,14 @@ class EngineClient:
                 question.set_exception(_error_of(event))
 
     def has_ended(self, error: str) -> None:
-        """Tells everybody who waits that the engine's process is gone; may be called from any thread."""
+        """Ends all pending requests and questions, because the engine's process has ended. Any thread can call it."""
 
         def end() -> None:
-            self._receive()  # its last words
+            self._receive()  # the engine's last messages
             self._end_all(error)
 
         if self._loop is not None and not self._loop.is_closed():
-            with suppress(RuntimeError):  # it is closed just now
+            with suppress(RuntimeError):  # the loop was closed in the meantime
                 self._loop.call_soon_threadsafe(end)
                 return
         self._ended, self._error = True, error
@@ -265,13 +270,14 @@ class EngineClient:
                 question.set_exception(self._end())
 
     def _end(self) -> EngineDead:
-        """Why nothing more is served."""
+        """The error that says why the engine serves no more requests."""
         if self.stopping or (self._ended and self._error is None):
             return EngineStopped("the engine has been shut down")
         return EngineDead(self._error or "the engine has died")
 
     async def _ask(self, question: messages.Question, seconds: float | None, kind: Any) -> Any:
-        """The answer, of type ``kind``; raises EngineDead, SaveError, and asyncio.TimeoutError after ``seconds``."""
+        """Sends a question and returns its answer, of type ``kind``. Raises EngineDead, SaveError, and
+        asyncio.TimeoutError after ``seconds``."""
         answer = self._expect(question.number)
         try:
             self._send(question)
@@ -300,10 +306,10 @@ class EngineClient:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     async def compile_grammar(self, rules: str, one_line: bool = False, tenant: str = "") -> None:
-        """Prepares a JSON schema or other rules so that using them is fast; raises RequestError if nothing can satisfy
-        them, SchemaTimeout if they take too much.
+        """Compiles a JSON schema or grammar in advance. Raises RequestError if no output can satisfy it, SchemaTimeout
+        if it takes too long.
 
-        Large ones may take seconds, which only other large ones wait for; so may patterns.
+        Large schemas and patterns can take seconds. Only other large ones wait for them.
         """
         loop = asyncio.get_running_loop()
         async with self._checks.of(tenant):
@@ -313,10 +319,10 @@ class EngineClient:
     def request(
         self, prompt_token_ids: list[int], params: SamplingParams, tenant: str = "", priority: int = 0
     ) -> ClientRequest:
-        """A request for ``generate``, of which ``Request`` says what the arguments are; raises RequestError if it could
+        """Makes a request for ``generate``. The arguments are as in ``Request``. Raises RequestError if the request can
         never be served.
 
-        May be called from any thread, but preferably not an event loop's: long prompts and JSON schemas take a while.
+        Any thread can call it. An event loop's thread should not, because long prompts take a while.
         """
         limits = self._facts.limits
         limits.check(prompt_token_ids, params)
@@ -330,15 +336,16 @@ class EngineClient:
         timeout: float | None = None,
         save: tuple[int, str] | None = None,
     ) -> AsyncGenerator[tuple[int, TextOutput], None]:
-        """Outputs of requests as they are generated, with the number of each one; closing the iterator aborts them.
+        """Streams the outputs of requests, each with its request's index in ``requests``. Closing the iterator aborts
+        the requests.
 
         Args:
-            timeout: seconds after which all of them are aborted, and asyncio.TimeoutError is raised.
-            save: of a single request, number of a question that is answered once its prompt is on the disk, and a name
-                for that.
+            timeout: seconds after which all requests are aborted and asyncio.TimeoutError is raised.
+            save: for a single request, a question's number and a name. The prompt is saved to the disk under this name,
+                and the question is answered when it is there.
 
-        Raises EngineBusy if too many are waiting, RequestError if there is not enough memory for one in all, EngineDead
-        if the engine has stopped.
+        Raises EngineBusy if too many requests wait, RequestError if the empty cache is too small for one, EngineDead if
+        the engine has stopped.
         """
         self._connect()
         if not self.is_alive:
@@ -373,33 +380,39 @@ class EngineClient:
             answers.unfinished.discard(name)
             self._send(messages.Stop(name) if stopped else messages.Abort(name))
 
-    # -- what is cached ---------------------------------------------------------------------------------------------
+    # -- statistics and the prefix cache ----------------------------------------------------------------------------
 
     async def stats(self, usage: bool = False) -> EngineStats:
-        """Requests in flight and memory in use, with ``usage`` also the share of it that they hold; raises
+        """The engine's statistics, with ``usage`` also the share of the KV cache that requests hold. Raises
         EngineDead."""
         stats: EngineStats = await self._ask(messages.Statistics(self._number(), usage), None, EngineStats)
         return stats
 
     async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
-        """Where cached prompts are (``PrefixCache.segments``), between two steps; raises EngineDead."""
+        """The tiers of cached prompts (``PrefixCache.segments``), as of the moment between two steps. Raises
+        EngineDead."""
         kind = tuple[list[PrefixSegment], int]
         segments: tuple[list[PrefixSegment], int] = await self._ask(messages.Segments(self._number(), most), None, kind)
         return segments
 
     async def save(self, name: str, request: ClientRequest, observe: Observe = lambda: nullcontext()) -> Saved:
-        """Has the cached part of a request's prompt kept on the disk under ``name``, which must be valid. The request
-        is served first, and once more without the cache if what that holds cannot be saved; each time its outputs are
-        given to what the context that ``observe`` returns gives.
+        """Serves a request and saves its prompt's full pages to the disk under ``name``, which must be valid.
 
-        Raises SaveError where that is not possible, RequestError where nothing of the prompt can ever be saved, and
-        what ``generate`` does.
+        If the cached pages cannot be saved, the request is served a second time without the prefix cache.
+
+        Args:
+            observe: called for each time the request is served. It returns a context manager that gives a function for
+                the outputs, or None.
+
+        Raises SaveError if saving fails, RequestError if no page of the prompt can ever be saved, and what ``generate``
+        raises.
         """
         self._check_directory()
         if not self._shareable(request):
             tokens = counted(len(request.prompt_token_ids), "token")
             raise RequestError(
-                f"the prompt has {tokens}; pages of {PAGE} are saved, as many as come before its last token",
+                f"the prompt has {tokens}, and needs more than {PAGE}: only full pages of {PAGE} tokens before the "
+                "prompt's last token are saved",
                 "prompt",
             )
         try:
@@ -430,9 +443,9 @@ class EngineClient:
             self._forget(number)
 
     async def restore(self, name: str) -> Saved:
-        """Has what a name keeps brought to host memory, for the next prompt that begins with it.
+        """Reads the prompt saved under ``name`` into host memory, for the next request that begins with it.
 
-        Raises SaveError where that is not possible, RequestError without a directory, EngineDead if it has stopped.
+        Raises SaveError if that fails, RequestError without a disk directory, EngineDead if the engine has stopped.
         """
         self._check_directory()
         try:
@@ -442,11 +455,10 @@ class EngineClient:
         return saved
 
     async def hand_over(self, request: ClientRequest) -> tuple[str, ...]:
-        """Waits until what is cached of the prompt of a request that has been served is on the disk, where another
-        server finds it.
+        """Writes the cached pages of a served request's prompt to the disk, for another server.
 
-        Returns the names of its snapshots; none if there is nothing to hand over, or the engine has the decode role.
-        Raises SaveError or asyncio.TimeoutError where it does not get there, EngineDead if the engine has stopped.
+        Returns the names of its snapshots; none if there are no pages to hand over, or with the decode role. Raises
+        SaveError or asyncio.TimeoutError if writing fails, EngineDead if the engine has stopped.
         """
         if self.role == "decode" or not self._keeps_files or not self._shareable(request):
             return ()
@@ -455,8 +467,10 @@ class EngineClient:
         return saved.snapshots
 
     async def expect(self, names: tuple[str, ...], tokens: int) -> bool:
-        """Waits until snapshots of prompts of ``tokens`` that another server has written, or is about to, are known
-        here: at most as long as computing them would take, within bounds. Returns whether they are; raises EngineDead.
+        """Waits for a chain of snapshots that another server writes, of ``tokens`` tokens in all.
+
+        It waits at most about as long as the prefill would take. Returns whether the snapshots have arrived. Raises
+        EngineDead.
         """
         if self.role == "prefill" or not self._keeps_files or not names:
             return True
@@ -476,7 +490,7 @@ class EngineClient:
 
     def _check_directory(self) -> None:
         if not self._keeps_files:
-            raise RequestError("this server keeps nothing on a disk: it was started without --kv-disk-dir")
+            raise RequestError("this server has no disk tier: it was started without --kv-disk-dir")
 
 
 def _error_of(failure: messages.Failure) -> Exception:

@@ -1,8 +1,8 @@
-"""The engine in its own process: it steps on one thread, and another takes in what its clients send.
+"""The engine in its own process. ``main.py`` starts it; ``client.py`` talks to it from the serving processes.
 
-What can be done beside a step is done on the second thread: decoding a message, checking a request and naming its
-pages. A refusal goes back from there at once. The first thread does what was asked between two steps, and sends what a
-step made in one message to each serving process.
+The engine thread steps, and runs the clients' commands between two steps. It sends the outputs of a step to each
+serving process in one message. The receiver thread decodes messages, checks requests, hashes their pages and refuses
+bad requests at once, while a step runs.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 TENANTS = 2
-"""Requests that may wait in all, as a multiple of a tenant's limit; twice that for a tenant with none waiting."""
+"""Limit on the waiting requests of all tenants together, as a multiple of ``max_queued_seqs``, which is the limit of
+one tenant. It is twice as high for a tenant that has no waiting request."""
 
 HELD_SECONDS = 0.002
-"""How long nothing is done, unless a command comes, where all sequences wait for their grammars."""
+"""How long the engine thread waits for a command while all sequences wait for their grammars."""
 
 LINGER_MS = 1000
-"""How long the last messages may take to leave."""
+"""How long the last messages can take to be sent, at shutdown."""
 
 
 class EngineCore:
     """Serves an engine to the processes that connect to its socket.
 
     Args:
-        engine: not used by anyone else from now on.
-        folder: private to this installation's processes, for the socket.
-        name: of the socket in it.
+        engine: from now on only this object uses it.
+        folder: the folder of the socket, private to this installation's processes.
+        name: the socket's name in ``folder``.
     """
 
     def __init__(self, engine: Engine, folder: str, name: str) -> None:
         self.engine, self.name, self._limit = engine, name, engine.config.max_queued_seqs
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._in_flight: dict[str, str] = {}  # by id, the tenant
+        self._in_flight: dict[str, str] = {}  # request id -> tenant
         self._gone: set[str] = set()
         self._saves: dict[str, Callable[[], None]] = {}
         self._answers: dict[tuple[str, int], Future[Any]] = {}
@@ -81,11 +82,11 @@ class EngineCore:
         return socket
 
     def start(self) -> None:
-        """Starts to serve, and returns once the engine has warmed up; raises EngineDead where that failed."""
+        """Starts to serve and returns when the engine has warmed up. Raises EngineDead if the warm-up failed."""
         try:
             self._stepper.start()
             self._warm.wait()
-        except BaseException:  # Ctrl-C, for example: the thread must not go on working on a device that is about to go
+        except BaseException:  # Ctrl-C, for example: the engine thread must stop before the device is released
             self.shutdown()
             raise
         if self._error is not None:
@@ -112,7 +113,7 @@ class EngineCore:
 
     @property
     def facts(self) -> EngineFacts:
-        """What its clients need to know."""
+        """Facts about the engine that its clients need."""
         engine = self.engine
         return EngineFacts(
             self.name,
@@ -128,10 +129,10 @@ class EngineCore:
         )
 
     def has_left(self, client: str) -> None:
-        """Aborts everything that a client has asked for, whose process is gone; may be called from any thread."""
+        """Aborts all requests of a client whose process has ended. Any thread can call it."""
         self._commands.put(partial(self._forget_client, client))
 
-    # -- the thread that takes in messages ------------------------------------------------------------------------
+    # -- the receiver thread --------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         poller = zmq.Poller()
@@ -144,9 +145,9 @@ class EngineCore:
     def _take_message(self, client: bytes, message: bytes) -> None:
         try:
             self._take(client, messages.decode_command(message))
-        except msgspec.DecodeError:  # of another version, which has been refused
+        except msgspec.DecodeError:  # from a client of another version, which has been refused
             logger.exception("a message from %s could not be read", client)
-        except Exception as error:  # ends the engine: whoever sent this would wait for an answer forever
+        except Exception as error:  # ends the engine: the sender would wait for an answer forever
             self._commands.put(partial(_raise, error))
 
     def _take(self, client: bytes, command: messages.Command) -> None:
@@ -163,8 +164,8 @@ class EngineCore:
             if command.version == messages.VERSION:
                 self._commands.put(partial(self._connect, client.decode(), command.address))
             else:
-                versions = f"{command.version}, and the engine's are of {messages.VERSION}"
-                ended = messages.Ended(f"this process sends messages of version {versions}: restart the server")
+                versions = f"{command.version}, and the engine has version {messages.VERSION}"
+                ended = messages.Ended(f"this process has message version {versions}: restart the server")
                 self._router.send_multipart([client, encode(ended)])
         elif isinstance(command, messages.Forget):
             self._commands.put(partial(self._forget, client.decode(), command.number))
@@ -176,7 +177,7 @@ class EngineCore:
             self._commands.put(partial(self._begin, client.decode(), command.number, self._question(command)))
 
     def _question(self, question: messages.Question) -> Callable[[Future[Any]], None]:
-        """What the engine's thread is to do for a question; it settles the future that it is given."""
+        """A function for the engine thread that answers a question by settling the future it gets."""
         engine = self.engine
         if isinstance(question, messages.Segments):
             most = question.most
@@ -192,7 +193,7 @@ class EngineCore:
 
         def expect(answer: Future[Any]) -> None:
             lower = engine.scheduler.prefix_cache.lower
-            if lower is None or lower.handovers is None:  # they have failed
+            if lower is None or lower.handovers is None:  # the tiers below the device have failed
                 settle(answer, False)
             else:
                 lower.handovers.expect(names, tokens, answer)
@@ -201,8 +202,9 @@ class EngineCore:
 
     def _take_request(self, client: bytes, add: messages.Add) -> None:
         waiting = len(self._in_flight) - self.engine.num_running
-        own = [*self._in_flight.values()].count(add.tenant) - self.engine.num_running_of(add.tenant)
-        if own >= self._limit or waiting >= (TENANTS if own else 2 * TENANTS) * self._limit:
+        waiting_of_tenant = [*self._in_flight.values()].count(add.tenant) - self.engine.num_running_of(add.tenant)
+        total_limit = (TENANTS if waiting_of_tenant else 2 * TENANTS) * self._limit
+        if waiting_of_tenant >= self._limit or waiting >= total_limit:
             text = f"no more than {counted(self._limit, 'request')} may wait (--max-queued-seqs)"
             self._router.send_multipart([client, encode(messages.Refused(add.request_id, text, busy=True))])
             return
@@ -213,8 +215,8 @@ class EngineCore:
         except RequestError as error:
             self._in_flight.pop(add.request_id, None)
             self._router.send_multipart([client, encode(messages.Refused(add.request_id, str(error), error.param))])
-        except Exception as error:  # of one request: the others are served
-            logger.exception("a request could not be made")
+        except Exception as error:  # only this request fails
+            logger.exception("a request could not be created")
             what = f"internal error ({type(error).__name__}); the log has the details"
             counts = len(add.prompt) // messages.ID_BYTES, 0, 0
             output = TokenOutput(add.request_id, [], "error", *counts, RequestTimes(add.arrival), error=what)
@@ -223,7 +225,7 @@ class EngineCore:
             request.times.arrival, request.looked_up = add.arrival, add.looked_up
             self._commands.put(partial(self._add, client.decode(), request, add.save))
 
-    # -- the engine's thread --------------------------------------------------------------------------------------
+    # -- the engine thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -233,7 +235,7 @@ class EngineCore:
                 self._send_outputs(self.engine.step(wait=False))
         except BaseException as error:
             self._error = error
-            # The reason of a rank's failure is in the log already.
+            # The log already has the traceback of a failed rank.
             logger.error("the engine has died: %s", error, exc_info=not isinstance(error, RankFailure))
         finally:
             self._warm.set()
@@ -246,7 +248,8 @@ class EngineCore:
                 logger.warning("the prefix cache was not closed: %s", error)
 
     def _run_commands(self) -> bool:
-        """Carries out what was requested since the last step, or waits for something to do; False to stop."""
+        """Runs the commands that arrived since the last step. Without work it waits for a command, or captures CUDA
+        graphs. Returns False when the engine must stop."""
         ran_command = False
         while True:
             try:
@@ -269,7 +272,7 @@ class EngineCore:
 
     @property
     def _has_spare_time(self) -> bool:
-        """Whether there are graphs to capture, and nothing else to do."""
+        """Whether CUDA graphs are left to capture and the engine has no other work."""
         return self._grid is not None and not self.engine.has_work and not self.engine.settling
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
@@ -306,7 +309,7 @@ class EngineCore:
                 self._forget(client, number)
 
     def _forget_client(self, client: str) -> None:
-        self._gone.add(client)  # something that it has sent may still come
+        self._gone.add(client)  # its messages can still arrive
         if client in self._clients:
             self._disconnect(client)
 
@@ -314,7 +317,7 @@ class EngineCore:
         if client in self._gone:
             self._in_flight.pop(request.request_id, None)
         if request.request_id not in self._in_flight:
-            return  # aborted by now
+            return  # aborted in the meantime
         if save is not None:
             assert request.prompt is not None, "checked by the client"
             number, name, pages = *save, request.prompt.shareable
@@ -323,7 +326,7 @@ class EngineCore:
             )
         try:
             self.engine.add(request)
-        except RequestError as error:  # its id is in use: the engine goes on for all others
+        except RequestError as error:  # the id is in use: only this request is refused
             self._send(client, messages.Refused(request.request_id, str(error), error.param))
 
     def _end(self, name: str, end: Callable[[str], None]) -> None:
@@ -331,10 +334,11 @@ class EngineCore:
         self._saves.pop(name, None)
         end(name)
 
-    # -- questions, on the engine's thread ------------------------------------------------------------------------
+    # -- questions, on the engine thread --------------------------------------------------------------------------
 
     def _begin(self, client: str, number: int, begin: Callable[[Future[Any]], None]) -> None:
-        """Begins what settles a future, whose outcome is sent to the client, from this thread."""
+        """Calls ``begin`` with a future. When the future is settled, the engine thread sends its outcome to the
+        client."""
         self._expect(client, number, answer := Future[Any]())
         try:
             begin(answer)

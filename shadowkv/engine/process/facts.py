@@ -1,4 +1,5 @@
-"""What an engine's process and the one that starts it say to one another, by ``multiprocessing``'s pipes."""
+"""Messages between an engine's process (``main.py``) and the process that starts it (``launch.py``), sent through a
+``multiprocessing`` connection."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from shadowkv.ops.codec import LatentCodec, RowCodec
 
 @dataclass(frozen=True)
 class Registered:
-    """Parts, presets and codecs that are registered here and not of shadowkv, for a process that has not done that."""
+    """Parts, presets and codecs that user code has registered in this process, to be registered in the engine's
+    process."""
 
     parts: dict[str, dict[str, type[Part]]]
     presets: dict[str, KVSpec]
@@ -27,18 +29,18 @@ class Registered:
 
     @classmethod
     def here(cls) -> Registered:
-        """Those of this process."""
-        own = {name: spec for name, spec in presets.PRESETS.items() if name not in presets.OURS}
+        """The registrations of this process."""
+        specs = {name: spec for name, spec in presets.PRESETS.items() if name not in presets.OURS}
         known: list[RowCodec | LatentCodec] = [*codecs.ROW_CODECS.values(), *codecs.LATENT_CODECS.values()]
         named = {
             axis: {name: part for name, part in of_axis.items() if _is_named(part)}
             for axis, of_axis in parts.REGISTERED.items()
         }
         others = [codec for codec in known if not any(codec is ours for ours in codecs.OURS) and _is_named(codec)]
-        return cls(named, own, others)
+        return cls(named, specs, others)
 
     def register(self) -> None:
-        """Registers them in this process, where nothing is registered."""
+        """Registers all of them in this process, which must have no registrations of its own."""
         for codec in self.codecs:
             codecs.register(codec)
         for axis, of_axis in self.parts.items():
@@ -50,11 +52,12 @@ class Registered:
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be started.
+    """The order to start an engine.
 
     Attributes:
-        compare: policy of a second cache over the same weights.
-        folder: for the engines' sockets.
+        compare: policy of a second engine on the same weights; None for one engine.
+        folder: folder of the engines' sockets.
+        registered: registrations for the engine's process.
     """
 
     config: EngineConfig
@@ -64,14 +67,14 @@ class Launch:
 
 
 def script() -> str | None:
-    """The file that this process runs as a script, whose classes others know as its ``__main__``'s; None where it runs
-    a module, which they can import."""
+    """The path of the script that this process runs, so that another process can unpickle its classes; None if it runs
+    a module, which the other process can import."""
     main = sys.modules["__main__"]
     return None if getattr(main, "__spec__", None) is not None else getattr(main, "__file__", None)
 
 
 def run_script(path: str) -> None:
-    """Makes what a script defines known here as it is there, without its ``if __name__ == "__main__"`` part, as
+    """Runs a script as this process's ``__main__``, without its ``if __name__ == "__main__"`` part, as
     ``multiprocessing`` does."""
     module = ModuleType("__mp_main__")
     module.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
@@ -80,15 +83,15 @@ def run_script(path: str) -> None:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What does not change about an engine that is ready.
+    """Facts about a loaded engine, which do not change.
 
     Attributes:
-        socket: its name in the folder.
-        notes: lines for the start of a server: model, policy, and how many sequences of which length fit where.
+        socket: the socket's name in the folder.
+        notes: lines for a server's start: the model, the policy, and how many sequences of which length fit.
         stop_ids: tokens that end an answer.
-        model_path: the model's file or folder, or what it was asked for by where its weights are dummies.
-        max_concurrency: how many sequences of the model's length the KV cache has room for at once.
-        advice: what is to be expected of a model that is too small to answer well; None for others.
+        model_path: the model's file or folder; with dummy weights the ``model`` setting.
+        max_concurrency: number of sequences of the maximum length that fit into the KV cache at once.
+        advice: a note for models that are too small to answer well; None for others.
     """
 
     socket: str
@@ -105,10 +108,10 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Left:
-    """A process of clients is gone: nobody waits for what it has asked for.
+    """A serving process has ended: the engine must abort its requests.
 
     Attributes:
-        client: the name of one of its clients.
+        client: name of the process's client.
     """
 
     client: str
@@ -116,10 +119,10 @@ class Left:
 
 @dataclass(frozen=True)
 class NotStarted:
-    """Why there is no engine.
+    """The engine has not started.
 
     Attributes:
-        kind: ``ValueError``, ``MemoryError`` or ``OSError``, for the settings, the memory and the rest.
+        kind: name of the error's class: ``ValueError`` for bad settings, ``MemoryError``, or ``OSError`` for the rest.
     """
 
     kind: str
@@ -127,7 +130,7 @@ class NotStarted:
 
 
 def _is_named(value: object) -> bool:
-    """Whether another process can be told of it: a class within a function has no name there."""
+    """Whether ``value`` can be pickled for another process. A class defined in a function cannot."""
     try:
         pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):

@@ -1,4 +1,4 @@
-"""Turns at work of which few things can be done at a time, and on the threads of asyncio."""
+"""A semaphore that is fair between tenants, and a thread pool behind it. Serving processes use both."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class FairTurns:
-    """A semaphore shared by tenants, who wait in a ``TenantQueue``.
+    """A semaphore that tenants share. They wait in a ``TenantQueue``.
 
     Args:
-        turns: how many there are.
+        turns: how many holders it can have at once.
     """
 
     def __init__(self, turns: int) -> None:
@@ -27,8 +27,8 @@ class FairTurns:
 
     @asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
-        """Within, the tenant has a turn. Whoever is cancelled while it waits waits no more; raises what ``drop`` was
-        given."""
+        """A context in which the tenant has a turn. A task that is cancelled leaves the queue. Raises the error that
+        ``drop`` got."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(tenant, (tenant, turn))
         self._hand_out()
@@ -37,7 +37,7 @@ class FairTurns:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._waiting.remove(tenant, (tenant, turn))
-            elif turn.exception() is None:  # it was given at the same time
+            elif turn.exception() is None:  # the turn came at the moment of the cancellation
                 self._take_back(tenant)
             raise
         try:
@@ -46,7 +46,7 @@ class FairTurns:
             self._take_back(tenant)
 
     def drop(self, error: Exception) -> None:
-        """Ends the waiting of all who wait, with an error."""
+        """Raises an error in all waiting tasks."""
         for _, turn in self._waiting.clear():
             if not turn.cancelled():
                 turn.set_exception(error)
@@ -59,21 +59,21 @@ class FairTurns:
                 turn.set_result(None)
 
     def _take_back(self, tenant: str) -> None:
-        self._in_use -= Counter((tenant,))  # which keeps no zeros: tenants may be many
+        self._in_use -= Counter((tenant,))  # subtraction drops zero counts, so old tenants use no memory
         self._waiting.had(tenant)
         self._hand_out()
 
 
 _threads = FairTurns(min(32, (os.cpu_count() or 1) + 4))
-"""As many as ``asyncio.to_thread`` has, where they would be given to those who came first."""
+"""As many turns as ``asyncio.to_thread`` has threads. Without it the threads would be first come, first served."""
 
 
 async def in_thread(tenant: str, work: Callable[[], T]) -> T:
-    """What ``work`` returns, on one of the threads that tenants share. It cannot be interrupted."""
+    """Runs ``work`` on one of the threads that tenants share, and returns its result. Work cannot be interrupted."""
     async with _threads.of(tenant):
         working = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             return await asyncio.shield(working)
         except asyncio.CancelledError:
-            await asyncio.wait((working,))  # the turn is free when its work has ended
+            await asyncio.wait((working,))  # the turn ends with the work
             raise

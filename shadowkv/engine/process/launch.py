@@ -1,4 +1,5 @@
-"""Starts the process of an engine, and notices when it ends."""
+"""``EngineProcess``: starts an engine's process and watches it. The HTTP server and batch runs on
+Ray use it."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """The process of one or two engines. It ends with this one, however that ends. While it loads, its owner can do
-    something else.
+    """The process of one or two engines. It ends when this process ends, even if this one is killed. The constructor
+    does not wait for the model to load.
 
     Args:
-        compare: policy of a second cache over the same weights, for comparisons.
-        module: what runs there: its command line has the socket to this process.
+        compare: policy of a second engine on the same weights, for comparisons.
+        module: the module that the process runs. Its command line has the socket to this process.
 
     Attributes:
-        folder: of its sockets, which only this user may enter.
+        folder: folder of the engines' sockets, which only this user can enter.
     """
 
     def __init__(
@@ -40,15 +41,15 @@ class EngineProcess:
         self._config, self._ended, self._stopping = config, Future[str](), False
         self._facts: list[EngineFacts] = []
         self._clients: list[EngineClient] = []
-        # Removed when this process ends, or by the engine's, which outlives it and is told of it at once.
+        # This process removes the folder at its end. If it is killed, the engine's process does.
         self._folder = HeldFolder()
         self.folder = self._folder.path
         self._process, self._control = start_process(module, holds=[self._folder])
         with ExitStack() as failing:
             failing.callback(self.stop, 0.0)
-            with suppress(OSError):  # it has ended, and why is said below
+            with suppress(OSError):  # the process has ended; _answer reports why
                 self._control.send(self.folder)
-            # Imported while that process imports the same, which includes PyTorch.
+            # This slow import, of PyTorch, runs while the engine's process imports it too.
             from shadowkv.engine.process.facts import Launch, script
 
             with suppress(OSError):
@@ -58,14 +59,17 @@ class EngineProcess:
 
     @property
     def facts(self) -> list[EngineFacts]:
-        """Of its engines, the served one first; waits and raises as ``clients``."""
+        """Facts of the engines, the served one first. Waits and raises as ``clients`` does."""
         self._wait()
         return self._facts
 
     @property
     def clients(self) -> list[EngineClient]:
-        """Of its engines, the served one first. Waits until they serve; raises what loading the model raises, as
-        ValueError, MemoryError or OSError, and ChildProcessError where the process just ends."""
+        """Clients of the engines, the served one first. Waits until the engines serve.
+
+        Raises ValueError, MemoryError or OSError if loading the model fails, ChildProcessError if the process ends
+        without a reason.
+        """
         self._wait()
         return self._clients
 
@@ -78,7 +82,7 @@ class EngineProcess:
             from shadowkv.engine.startup.loading import tokenizer_from_config
 
             tokenizer = tokenizer_from_config(self._config)
-            tokenizer.chat_encoder.prepare()  # a second during which nothing is answered: now, not during a request
+            tokenizer.chat_encoder.prepare()  # blocks for a second: better now than during a request
             self._facts = self._answer()
             self._clients = [EngineClient(facts, tokenizer, self.folder) for facts in self._facts]
             failing.pop_all()
@@ -100,7 +104,8 @@ class EngineProcess:
         return facts
 
     def stop(self, seconds: float) -> None:
-        """Ends the process after the current step, within ``seconds``; requests in flight get EngineDead."""
+        """Ends the process after the current step. Kills it ``GRACE_SECONDS`` after ``seconds``, or at once before the
+        engines serve. Requests in flight get EngineDead."""
         self._stopping = True
         for client in self._clients:
             client.stopping = True
@@ -115,14 +120,14 @@ class EngineProcess:
         self._folder.remove()
 
     def has_left(self, client: str) -> None:
-        """Says that the process of a client by this name is gone: nobody waits for what it has asked for."""
+        """Tells the engines that the process of this client has ended, so that they abort its requests."""
         from shadowkv.engine.process.facts import Left
 
         with suppress(OSError):
             self._control.send(Left(client))
 
     def when_it_ends(self, callback: Callable[[str], object]) -> None:
-        """Has ``callback`` called with the reason once the process has ended, from any thread."""
+        """Registers a callback. It is called with the reason when the process has ended, on any thread."""
         self._ended.add_done_callback(lambda ended: callback(ended.result()))
 
     def _watch(self) -> None:

@@ -1,6 +1,7 @@
-"""The process of an engine: loads it, serves it, and ends with the process that started it.
+"""The main module of an engine's process: loads the engine, serves it, and ends with the process that started it.
 
-``python -m shadowkv.engine.process.main FD``, where FD is the socket to that process (``launch.py``).
+``launch.py`` starts it as ``python -m shadowkv.engine.process.main FD``, where FD is the socket to the starting
+process.
 """
 
 from __future__ import annotations
@@ -31,40 +32,43 @@ from shadowkv.wording import SettingsError
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-"""How long it may take until this process notices that its engine has ended."""
+"""Interval in which this process checks whether its engine has ended."""
 
 ORPHAN_SECONDS = 5.0
-"""How long a step may still take once the process that started this one is gone, and the end of an engine that has
+"""Time limit for the last step after the starting process has ended, and for the shutdown of an engine that has
 died."""
 
 EXIT_SECONDS = 0.5
-"""How long threads may still work once everything is closed."""
+"""Time limit for remaining threads after everything is closed."""
 
 OWN_CACHE = ("kv_dense_below", "kv_offload_gib", "kv_disk_dir", "kv_disk_gib", "role", "host_memory_gib")
-"""Settings that apply to the served policy's cache and not to one that it is compared with."""
+"""Settings that apply only to the served engine, not to the one that it is compared with."""
 
 
 class Core(Protocol):
-    """A running engine."""
+    """A running engine. ``EngineCore`` is one; tests have others."""
 
     @property
     def facts(self) -> EngineFacts:
-        """What its clients need to know."""
+        """Facts about the engine that its clients need."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether it steps."""
+        """Whether the engine steps."""
 
     def has_left(self, client: str) -> None:
-        """Aborts everything that a client has asked for, whose process is gone; may be called from any thread."""
+        """Aborts all requests of a client whose process has ended. Any thread can call it."""
 
     def shutdown(self) -> None:
-        """Ends it after the current step."""
+        """Ends the engine after the current step."""
 
 
 def load_cores(launch: Launch) -> list[EngineCore]:
-    """A running engine and, if there is a policy to compare it with, one with that policy on the same weights, for two
-    sequences: a running one and a kept one. Raises ChildProcessError where a tensor-parallel rank cannot start."""
+    """Starts the engine of ``launch``.
+
+    With ``compare`` it also starts a second engine with that policy on the same weights, for one running and one cached
+    sequence. Raises ChildProcessError if a tensor-parallel rank cannot start.
+    """
     from shadowkv.engine.engine import Engine
     from shadowkv.engine.startup.loading import load_from_config
     from shadowkv.layers.group import RankFailure
@@ -75,7 +79,7 @@ def load_cores(launch: Launch) -> list[EngineCore]:
         except RankFailure as error:
             raise ChildProcessError(str(error)) from error
     loaded, defaults = load_from_config(launch.config), {name: getattr(EngineConfig, name) for name in OWN_CACHE}
-    # First, since the other takes the remaining memory of a GPU.
+    # The second engine starts first, because the served one takes all remaining memory of a GPU.
     second = replace(launch.config, **defaults, kv=launch.compare, max_num_seqs=1, max_cached_seqs=1)
     try:
         compared = EngineCore(Engine(second, loaded), launch.folder, "compared")
@@ -91,14 +95,14 @@ def _started(core: EngineCore) -> EngineCore:
 
 
 def main(descriptor: int, load: Callable[[Launch], Sequence[Core]] = load_cores) -> int:
-    """Runs what ``load`` has started until the other end says so or is gone, or until an engine has ended; returns the
-    exit code. ``load`` raises what ``load_cores`` does."""
+    """Runs the engines that ``load`` starts, until the starting process stops them or ends, or until an engine ends.
+    Returns the exit code. ``load`` can raise what ``load_cores`` raises."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to a whole service: the process that started this one sees to it
+        signal.signal(number, signal.SIG_IGN)  # a whole service gets the signal; the starting process handles it
     set_up_log()
     control = Connection(descriptor)
     try:
-        folder = control.recv()  # first: whatever happens from here on, it is removed
+        folder = control.recv()  # comes first, so that the folder is removed whatever happens later
     except (OSError, EOFError):
         return 1
     try:
@@ -109,7 +113,7 @@ def main(descriptor: int, load: Callable[[Launch], Sequence[Core]] = load_cores)
 
 
 def _received(control: Connection) -> Launch | None:
-    """What is to be started; None where nobody is left to say so."""
+    """Receives the launch order; None if the starting process has ended."""
     try:
         if (path := control.recv()) is not None:
             run_script(path)
@@ -129,7 +133,7 @@ def _serve(control: Connection, launch: Launch, parent: _Parent, load: Callable[
         with suppress(OSError):
             control.send(NotStarted(kind, one_line(error)))
         return 1
-    gc.freeze()  # what is there now stays: collections need not look at it, which takes them as long as many steps
+    gc.freeze()  # all current objects stay; without this, a garbage collection takes as long as many steps
     with suppress(OSError):
         control.send([core.facts for core in cores])
     parent.cores = cores
@@ -137,27 +141,29 @@ def _serve(control: Connection, launch: Launch, parent: _Parent, load: Callable[
         pass
     well = all(core.is_alive for core in cores)
     if not well:
-        parent.exit_within(ORPHAN_SECONDS)  # a device that has failed may not let go
+        parent.exit_within(ORPHAN_SECONDS)  # the shutdown can hang on a failed device
     for core in cores:
         core.shutdown()
     if parent.is_gone:
-        parent.exit()  # nobody is left to read the last messages
-    zmq.Context.instance().term()  # once the last messages have left
+        parent.exit()  # no process is left to read the last messages
+    zmq.Context.instance().term()  # waits until the last messages are sent
     code = 0 if well else 1
     parent.exit_within(EXIT_SECONDS, code)  # a compilation cannot be stopped
     return code
 
 
 class _Parent:
-    """The process that started this one, watched on a thread. Once it has done with this one, what does not end by
-    itself in time is ended.
+    """The starting process, watched on a thread. When it stops this process or ends, this process is ended if it does
+    not end by itself in time.
 
     Args:
-        folder: for sockets; that process made it, and may be killed before it removes it.
+        control: connection to the starting process.
+        folder: folder of the sockets. The starting process made it, but can be killed before it removes it.
 
     Attributes:
-        done: set when it says that this one is to end, and when it is gone.
-        cores: are told which clients are gone; it has none before they are ready.
+        done: set when the starting process stops this one, or ends.
+        is_gone: whether the starting process has ended.
+        cores: the engines, which get the names of ended clients; empty before they are ready.
     """
 
     def __init__(self, control: Connection, folder: str) -> None:
@@ -178,7 +184,7 @@ class _Parent:
         self.exit_within(seconds)
 
     def exit_within(self, seconds: float, code: int = 1) -> None:
-        """Ends this process after so many seconds, unless it has ended by then."""
+        """Ends this process after ``seconds``, unless it ends before."""
         timer = threading.Timer(seconds, self.exit, [code])
         timer.daemon = True
         timer.start()

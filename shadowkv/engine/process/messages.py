@@ -1,9 +1,9 @@
-"""What an engine's process and those that serve its clients say to one another, as msgpack over ZeroMQ.
+"""Messages between an engine's process and the serving processes, as msgpack over ZeroMQ.
 
-Every serving process has a PULL socket, into which the engine pushes one message for each step: all that the step
-added to that process's requests. In the other direction go requests and questions, from a DEALER socket to the
-engine's ROUTER, through which refusals come back: these do not wait for a step. The sockets are in a folder that
-nobody else may enter; both ends are of one installation, which ``VERSION`` checks.
+Each serving process has a PULL socket. The engine pushes one message per step into it, with the outputs of this
+process's requests. Requests and questions go from a DEALER socket to the engine's ROUTER socket. Refusals come back the
+same way, without waiting for a step. The sockets are in a folder that only this user can enter. ``VERSION`` checks that
+both ends are of the same installation.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.structured.json_schema import Effort
 
 VERSION = 5
-"""Of these messages."""
+"""Version of these messages."""
 
 ID_BYTES = 4
-"""Of a packed token id."""
+"""Bytes of a packed token id."""
 
 
 class Greeting(msgspec.Struct, tag=True):
@@ -36,11 +36,11 @@ class Add(msgspec.Struct, tag=True):
     """A new request.
 
     Attributes:
-        request_id: begins with the number of the serving process.
+        request_id: the client's name, "-", and a number.
         prompt: token ids, from ``pack_ids``.
-        arrival: when it came, in seconds of ``time.monotonic``, which all processes of a machine share.
+        arrival: time of arrival, in seconds of ``time.monotonic``, which all processes of a machine share.
         looked_up, tenant, priority: as in ``Request``.
-        save: number of the question, and the name, where its prompt is to be saved once it is computed.
+        save: a question's number and a name, if the computed prompt is to be saved under this name.
     """
 
     request_id: str
@@ -54,33 +54,33 @@ class Add(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """The answer to a request is complete: it has a stop string."""
+    """A request's text has reached a stop string: the engine must finish the request."""
 
     request_id: str
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Nobody waits for a request any more."""
+    """The client has given up a request: the engine must abort it."""
 
     request_id: str
 
 
 class Forget(msgspec.Struct, tag=True):
-    """Nobody waits for the answer to a question any more."""
+    """The client has given up a question."""
 
     number: int
 
 
 class Statistics(msgspec.Struct, tag=True):
-    """Asks for ``EngineStats``, with or without the ``usage``."""
+    """Asks for ``EngineStats``, with or without ``usage``."""
 
     number: int
     usage: bool = False
 
 
 class Compile(msgspec.Struct, tag=True):
-    """Asks for a JSON schema or other rules to be made ready for use. It waits for others of as much ``effort``, which
-    take turns by tenant."""
+    """Asks to compile a JSON schema or grammar. Compilations of the same ``effort`` wait for one another, fairly
+    between tenants."""
 
     number: int
     rules: str
@@ -90,21 +90,21 @@ class Compile(msgspec.Struct, tag=True):
 
 
 class Segments(msgspec.Struct, tag=True):
-    """Asks where cached prompts are: at most ``most`` segments, and their number."""
+    """Asks for the tiers of cached prompts: at most ``most`` segments, and the number of all."""
 
     number: int
     most: int
 
 
 class Restore(msgspec.Struct, tag=True):
-    """Asks for what is kept under a name to be brought to host memory."""
+    """Asks to read the prompt saved under a name into host memory."""
 
     number: int
     name: str
 
 
 class HandOver(msgspec.Struct, tag=True):
-    """Asks for a computed prompt to be written to the disk, for another server."""
+    """Asks to write a computed prompt to the disk, for another server."""
 
     number: int
     prompt: bytes
@@ -112,7 +112,7 @@ class HandOver(msgspec.Struct, tag=True):
 
 
 class Expect(msgspec.Struct, tag=True):
-    """Asks for snapshots of prompts of ``tokens`` tokens that another server has written, or is about to."""
+    """Asks to wait for a chain of snapshots that another server writes, of ``tokens`` tokens in all."""
 
     number: int
     names: tuple[str, ...]
@@ -124,13 +124,13 @@ Command: TypeAlias = Greeting | Add | Stop | Abort | Forget | Question
 
 
 class Step(msgspec.Struct, tag=True):
-    """What a step added to one serving process's requests."""
+    """A step's outputs for one serving process's requests."""
 
     outputs: list[TokenOutput]
 
 
 class Refused(msgspec.Struct, tag=True):
-    """A request that is not served: for good, or because the queue is ``busy``."""
+    """A request was refused: because it can never be served, or, if ``busy``, because the queue is full."""
 
     request_id: str
     message: str
@@ -146,7 +146,7 @@ class Reply(msgspec.Struct, tag=True):
 
 
 class Failure(msgspec.Struct, tag=True):
-    """A question that has no answer, by the name of the error's class; ``param`` as in ``RequestError``."""
+    """A question has failed. ``kind`` is the name of the error's class, ``param`` is as in ``RequestError``."""
 
     number: int
     kind: str
@@ -155,7 +155,7 @@ class Failure(msgspec.Struct, tag=True):
 
 
 class Ended(msgspec.Struct, tag=True):
-    """The engine has ended; ``error`` says why, where it was not stopped."""
+    """The engine has ended. ``error`` says why; None if it was stopped."""
 
     error: str | None = None
 
@@ -169,7 +169,7 @@ def pack_ids(token_ids: list[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """The inverse."""
+    """Token ids of ``pack_ids``'s bytes."""
     ids = array.array("i")
     ids.frombytes(packed)
     return ids.tolist()
@@ -181,7 +181,7 @@ decode_event = msgspec.msgpack.Decoder(Event).decode
 
 
 def reply(number: int, value: Any) -> Reply:
-    """The answer ``value`` to a question."""
+    """The message that answers question ``number`` with ``value``."""
     return Reply(number, msgspec.Raw(encode(value)))
 
 
@@ -191,7 +191,7 @@ def decode_reply(value: bytes | msgspec.Raw, kind: Any) -> Any:
 
 
 def socket_address(folder: str, name: str) -> str:
-    """Address of a socket in the private folder; Windows has no such sockets."""
+    """The address of a socket in the private folder. Raises OSError on Windows, which has no such sockets."""
     if sys.platform == "win32":
-        raise OSError("an engine's process is reached through Unix sockets, which Windows does not have")
+        raise OSError("an engine's process needs Unix sockets, which Windows does not support")
     return f"ipc://{folder}/{name}"

@@ -1,1 +1,1 @@
-"""What is computed next: which requests are admitted, prefills, and decode steps beside them"""
+"""Scheduling: admission of waiting requests, prefills in progress, and decode steps beside them"""

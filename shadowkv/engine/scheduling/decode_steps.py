@@ -1,11 +1,11 @@
-"""Decode steps of all running sequences, launched one ahead of what the host knows where that keeps the GPU busy.
+"""Decode steps of all running sequences. ``Engine.step`` calls ``next`` and ``join``.
 
-The next step needs the tokens that this one chooses, and they are on the device: it can be launched before the host has
-seen them. A sequence that turns out to have ended has then computed one token too many, which is dropped. Tokens that
-the host helps choose (penalties, grammars, log-probabilities) are waited for. Where it is not known yet what a grammar
-allows, the sequence is held: the others go on, and its token is chosen from the same logits when that is known.
+On a GPU the next step is launched before the host has seen this step's tokens: it reads them on the device. A sequence
+that turns out to have ended has then computed one token too many, which is dropped. If the host takes part in choosing
+tokens (penalties, grammars, log-probabilities), the next step is launched only when they are chosen. A sequence whose
+grammar mask is not ready is held: the other sequences go on, and its token is chosen from the same logits later.
 
-Short prompts join a step: its pass computes them, and it chooses their first tokens along with the others' next ones.
+Short prompts can join a step. The same pass computes them, and the step chooses their first tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from shadowkv.engine.selections import SelectionRecord
 
 
 class DecodeSteps:
-    """Steps of a scheduler's running sequences, one ahead if ``run_ahead``: on a CPU there is nothing to overlap.
+    """Launches steps of the scheduler's running sequences and returns their tokens.
+
+    Args:
+        run_ahead: whether to launch a step before the tokens of the step before are read. On a CPU it gains nothing.
+        pace: gets the time that prompts add to a step.
 
     Attributes:
-        seconds: device time of the last step without prompts that ``next`` returned. Steps whose graph was captured do
-            not count: the device waited for the host, and for the next one it will not.
-        pace: is told what prompts add to the time of a step.
+        seconds: device time of the last step without prompts. Steps that captured a CUDA graph do not count: the device
+            waited for the host.
         held: rows that wait for their grammars.
     """
 
@@ -42,20 +45,22 @@ class DecodeSteps:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no sequence that a step would compute: none runs, or all are held."""
+        """Whether a step would compute no sequence: none runs, or all are held."""
         return all(running in self.held for running in self.scheduler.running)
 
     @property
     def open(self) -> bool:
-        """Whether ``join`` may be called: a step can be launched before anything is waited for."""
+        """Whether ``join`` can be called: a step can be launched without waiting for the one in flight."""
         step = self._in_flight
         return step is None or self._precedes(step)
 
     def join(self, prompts: Sequence[Running]) -> bool:
-        """Launches the next step together with prompts of new sequences, at most a block, which run from then on:
-        ``next`` will return their first tokens as it does those of the others. Returns whether there is such a step:
-        those that run now may all be about to end. If it raises, the sequences can only be released, and steps without
-        them go on."""
+        """Launches the next step together with ``prompts``, which have at most a block of new tokens.
+
+        Their sequences run from then on, and ``next`` returns their first tokens with the step's. Returns False if no
+        running sequence has another token to decode. If it raises, the prompts' sequences can only be released; steps
+        without them go on.
+        """
         before = self._in_flight
         step = self._launch(before, prompts)
         if step is None:
@@ -68,14 +73,17 @@ class DecodeSteps:
         return True
 
     def next(self, wait: bool = True) -> ChosenRows:
-        """The next token of every running sequence, and of some that have ended since; and what it attended to. Of
-        held ones the tokens that can be chosen by now; ``wait`` for a moment where that is all there is."""
+        """The next token of every running sequence, and its selections if requested. Rows of sequences that have ended
+        in the meantime can be among them.
+
+        Held rows are included when their grammars are ready. If all rows are held, ``wait`` waits for a moment.
+        """
         step = self._in_flight or self._launch(None)
         if step is None:
             return self.held.release(wait)
         self._ahead, self._behind = self._behind, None
         if self._ahead is None and self._precedes(step):
-            with suppress(torch.OutOfMemoryError):  # launched again when it is due; this step's tokens are not lost
+            with suppress(torch.OutOfMemoryError):  # the next call launches it again; this step's tokens are kept
                 self._ahead = self._launch(step)
         before = self.held.release(wait=False)
         if step.on_device:
@@ -95,22 +103,23 @@ class DecodeSteps:
 
     @property
     def _in_flight(self) -> _Step | None:
-        """The step that ``next`` is to return, if it has been launched and anybody still waits for it."""
+        """The launched step that ``next`` returns; None if none is launched, or all its sequences have ended."""
         step = self._ahead
         return step if step is not None and any(running in self.scheduler.running for running in step.rows) else None
 
     def _precedes(self, step: _Step) -> bool:
-        """Whether another may be launched behind a step that has not been waited for."""
+        """Whether another step can be launched behind ``step`` before its tokens are read."""
         return self.run_ahead and step.on_device
 
     def forget(self, running: Running) -> None:
-        """Takes back the token that a sequence that is ending now has computed ahead."""
+        """Removes the token that a step ahead has appended to an ending sequence."""
         if self._ahead is not None and running in self._ahead.rows:
             sequence = running.sequence
             self.runner.cache.truncate(sequence, sequence.length - 1)
 
     def _launch(self, before: _Step | None, prompts: Sequence[Running] = ()) -> _Step | None:
-        """A step of the running sequences behind ``before``, with ``prompts``; None where nothing is left to decode."""
+        """Launches a step of the running sequences and ``prompts`` behind ``before``; None if no sequence is left to
+        decode."""
         rows, tokens, sources = [], [], []
         known = {} if before is None else {id(running): row for row, running in enumerate(before.rows)}
         for running in self.scheduler.running:
@@ -120,7 +129,8 @@ class DecodeSteps:
             if running in self.held:
                 continue
             rows.append(running)
-            tokens.append(0 if source >= 0 else request.output_token_ids[-1])  # of a new one none may be known yet
+            # A sequence of the step before reads its token on the device, so the host's value does not matter.
+            tokens.append(0 if source >= 0 else request.output_token_ids[-1])
             sources.append(source)
         if not rows:
             return None
@@ -138,7 +148,7 @@ class DecodeSteps:
 
 
 class _Step:
-    """A step in flight: a row for each sequence that decodes, then one for each prompt."""
+    """A step in flight: a row for each decoding sequence, then a row for each prompt."""
 
     def __init__(
         self,
@@ -158,7 +168,7 @@ class _Step:
         requests = [running.request for running in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain
-        # A graph that is captured before they are read would write over them.
+        # The capture of another graph would overwrite the logits before they are read.
         self.logits = logits if plain else logits.clone()
         if plain:
             steps = [len(r.output_token_ids) + 1 + on_its_way for r, on_its_way in zip(requests, ahead, strict=True)]
@@ -171,11 +181,11 @@ class _Step:
         self.ended = Mark(logits.device)
 
     def chosen(self) -> Chosen:
-        """The tokens that the device has chosen; waits for them."""
+        """The tokens that the device has chosen. Waits for the device."""
         self.ended.wait()
         tokens, finite = self._landing.tolist()
         return tokens, [None] * len(tokens), [bool(row) for row in finite]
 
     def selected(self) -> Selected:
-        """What the rows that request it attended to."""
+        """The selections of the rows that request them."""
         return {} if self._record is None else dict(zip(self._asking, self._record.read(), strict=True))

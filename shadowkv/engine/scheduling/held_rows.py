@@ -1,4 +1,5 @@
-"""Rows whose logits are known before it is known what their grammars allow: they are held, and others go on."""
+"""Held rows: rows of a step whose logits are there before their grammar masks. ``DecodeSteps`` holds them while other
+rows go on."""
 
 from __future__ import annotations
 
@@ -16,21 +17,21 @@ Chosen = tuple[list[int], list[TokenLogprobs | None], list[bool]]
 """Tokens, their log-probabilities where requested, and whether each row's logits were finite."""
 
 Selected = dict[int, TokenSelections | None]
-"""By row, where requested."""
+"""Selections by row, for rows that request them."""
 
 ChosenRows = tuple[list[Running], Chosen, Selected]
 
 RULES_SECONDS = 0.005
-"""What a step may wait for its grammars, beyond the time that the step itself gives them. Masks usually take less than
-0.2 ms, many of one grammar as often that. A row that was late is not waited for the next time."""
+"""Seconds that a step waits for grammar masks after its logits are there. A mask usually takes less than 0.2 ms; masks
+of one grammar are made one after another. A row that was late is not waited for in its next step."""
 
 IDLE_SECONDS = 0.01
-"""How long nothing is done where all rows are held: requests may come."""
+"""Seconds to wait while all rows are held. It is short because requests can arrive."""
 
 
 @dataclass(eq=False)
 class _Held:
-    """A row, its logits [1, V], and what it attended to, if that was requested."""
+    """A held row, its logits [1, V], and its selections if requested."""
 
     running: Running
     logits: Tensor
@@ -38,7 +39,7 @@ class _Held:
 
 
 class HeldRows:
-    """Chooses tokens that the host helps choose, of the rows that are ready, and holds the others until they are."""
+    """Samples tokens on the host's side. Rows whose grammars are ready get their tokens; the others are held."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner, self._scheduler = runner, scheduler
@@ -48,7 +49,7 @@ class HeldRows:
         return any(held.running is running for held in self._held)
 
     def choose(self, rows: Sequence[Running], logits: Tensor, selected: Selected) -> ChosenRows:
-        """The next tokens of ``rows``, as far as their rules are ready; ``logits`` [B, V] may be changed."""
+        """The next tokens of the rows whose grammars are ready. It can change ``logits`` [B, V] in place."""
         end, ready = time.monotonic() + RULES_SECONDS, []
         for row, running in enumerate(rows):
             seconds = 0.0 if running.rules_were_late else max(0.0, end - time.monotonic())
@@ -64,9 +65,9 @@ class HeldRows:
         return kept, chosen, {number: selected[row] for number, row in enumerate(ready) if row in selected}
 
     def release(self, wait: bool) -> ChosenRows:
-        """The next tokens of the held rows that are ready by now; ``wait`` for a moment if there are none."""
+        """The next tokens of the held rows that have become ready. With ``wait`` it first waits for a moment."""
         running = self._scheduler.running
-        self._held = [held for held in self._held if held.running in running]  # others were aborted
+        self._held = [held for held in self._held if held.running in running]  # the others were aborted
         if wait and self._held:
             _rules_are_ready(self._held[0].running, IDLE_SECONDS)
         ready = [held for held in self._held if _rules_are_ready(held.running, 0.0)]
@@ -80,7 +81,7 @@ class HeldRows:
 
 
 def joined(first: ChosenRows, second: ChosenRows) -> ChosenRows:
-    """Both, one behind the other."""
+    """The rows of ``first``, then those of ``second``."""
     (rows, (tokens, logprobs, finite), selected), (more, others, others_selected) = first, second
     chosen = tokens + others[0], logprobs + others[1], finite + others[2]
     return [*rows, *more], chosen, selected | {len(rows) + row: of_it for row, of_it in others_selected.items()}

@@ -1,5 +1,8 @@
-"""How long the device has worked on a prefill: on a GPU launches return long before, and could pile up seconds of work
-between two decode steps. And how long it will work on the next, judging by the last ones."""
+"""Device time of prefills: measured for the current one, and predicted for the next. ``PrefillQueue`` uses both.
+
+On a GPU a launch returns long before its work is done. Unmeasured launches could queue seconds of work between two
+decode steps.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +12,38 @@ import time
 import torch
 
 RECENT_TOKENS = 8192
-"""Tokens after which what was measured before counts for little."""
+"""Window of the mean in tokens: older measurements fade out."""
 
 
 class Pace:
-    """Seconds of the device's work for a token of a prompt, a mean over those computed recently."""
+    """Mean device time per prompt token, over recently computed prompts."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Returns to having measured nothing."""
+        """Drops all measurements."""
         self._tokens = self._seconds = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Takes into account that so many tokens together took ``seconds``."""
+        """Adds a measurement: ``tokens`` tokens took ``seconds`` together."""
         kept = max(0.0, 1 - tokens / RECENT_TOKENS)
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
 
     def seconds(self, tokens: int) -> float:
-        """What so many tokens will take; infinity before anything was measured."""
+        """Predicted seconds for ``tokens`` tokens; infinity before the first measurement."""
         return tokens * self._seconds / self._tokens if self._tokens else math.inf
 
     def tokens(self, seconds: float) -> int:
-        """How many take at most ``seconds``; 0 before anything was measured."""
+        """Number of tokens that take at most ``seconds``; 0 before the first measurement."""
         return int(seconds * self._tokens / self._seconds) if self._seconds else 0
 
 
 class Stopwatch:
-    """Seconds of the device's work since the start; on a CPU the host's.
+    """Measures device time since its start. On a CPU this is the host's time.
 
     Attributes:
-        piece: seconds of the last piece of work between two calls whose time is known.
+        piece: seconds of the newest measured piece. A piece is the work launched between two calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,18 +52,18 @@ class Stopwatch:
         self.start()
 
     def start(self) -> None:
-        """Starts with the work that is launched from now on."""
-        # The time of the newest piece is not known yet; it may be the only one since the previous start.
+        """Starts again at 0. Only work that is launched from now on counts."""
+        # The newest piece is not measured yet; it can be the only piece since the previous start.
         self._unknown = None if self._last is None else (self._start, self._last, self._passed)
         self._start: Mark = Mark(self.device)
         self._last = None
         self._passed = 0.0
 
     def passed(self) -> float:
-        """Seconds from the start to the call before this one, 0 at the first; waits until the device is there.
+        """Device seconds from the start to the previous call; 0 at the first call. On a CPU, seconds to this call.
 
-        So the device still has what was launched between the two calls to work on; the first call waits for what the
-        last one before the start marked. On a CPU, seconds to this call.
+        Waits until the device has reached the previous call, so the device stays busy with the newest piece. The first
+        call waits for the last call before the start.
         """
         now = Mark(self.device)
         before, self._last = self._last if self.device.type == "cuda" else now, now
@@ -73,8 +76,8 @@ class Stopwatch:
         return self._passed
 
     def launched(self) -> float:
-        """Seconds from the start to this call: the device is not there yet, and its remaining work is assumed to take
-        as long as the previous piece."""
+        """Estimated device seconds from the start to this call. The newest piece, which the device has not finished, is
+        assumed to take as long as the piece before."""
         passed = self.passed()
         return passed + self.piece if self.device.type == "cuda" else passed
 
@@ -90,12 +93,12 @@ class Mark:
             self._event.record()
 
     def wait(self) -> None:
-        """Waits until the device gets there."""
+        """Waits until the device has reached the mark."""
         if self._event is not None:
             self._event.synchronize()
 
     def since(self, other: Mark) -> float:
-        """Seconds of work between two marks, of which this is the later; waits for it."""
+        """Device seconds from ``other`` to this later mark. Waits until the device has reached it."""
         if self._event is None or other._event is None:
             return self._time - other._time
         self.wait()

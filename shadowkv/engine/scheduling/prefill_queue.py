@@ -1,7 +1,7 @@
-"""Prefills in progress: one, or a short one that has overtaken a long one, which is paused.
+"""Prefills in progress, which ``Engine.step`` starts and continues. A short prefill can overtake a long one.
 
-While others decode, short prompts are part of a decode step, which computes them in the same pass
-(``PrefillQueue.joining``). All other prefills are computed by themselves, layer by layer, and paused for steps.
+While sequences decode, a decode step computes short prompts in the same pass (``PrefillQueue.joining``). All other
+prefills run alone, layer by layer, and pause for decode steps.
 """
 
 from __future__ import annotations
@@ -19,35 +19,38 @@ from shadowkv.engine.scheduling.pacing import Pace, Stopwatch
 from shadowkv.engine.scheduling.scheduler import Leader, Running, Scheduler
 
 CAPTURE_SECONDS = 0.05
-"""Time in a slice of prefill that is left to the host to make a graph: a token waits for that, and for the launches of
-the rest of the slice."""
+"""Seconds of a round of prefill that are kept free for the host to capture a CUDA graph. The next token waits for the
+capture and for the rest of the round."""
 
 LONG_SHARE = 0.25
-"""Of the time that prompts get, what a long one has at least while short ones overtake it. Short ones that come in a
-burst wait for it: with half of the time for the long one, ten that came within 0.4 s had their first tokens after 0.34
-to 0.40 s on an H200, and with all for them they would have taken the device a quarter of a second."""
+"""Minimum share of prefill time for a long prompt while short ones overtake it. Short prompts of a burst wait for the
+long one. Measured on an H200 with a share of one half: ten short prompts that came within 0.4 s had their first tokens
+after 0.34 to 0.40 s. With all of the time they would have taken 0.25 s."""
 
 
 MAX_OWED = 0.5
-"""Seconds that newcomers may owe to what they overtake: a client whose requests end at once is a newcomer each time."""
+"""Most seconds that newcomers can owe to a prefill that they overtake. Without a limit, a client whose requests end at
+once would be a newcomer each time."""
 
 MAX_IN_FLIGHT = 3
-"""A long one, a pack that has overtaken it, and newcomers that have overtaken that: each has activations of its own."""
+"""Most prefills in flight: a long prompt, a pack that has overtaken it, and newcomers that have overtaken the pack. It
+is limited because each has its own activations."""
 
 
 @dataclass(eq=False)
 class PrefillInFlight:
-    """Requests whose prompts are computed together.
+    """A prefill: requests whose prompts are computed together.
 
     Attributes:
-        steps: of the computation, which can be paused or abandoned between any two.
-        watch: how long the device has worked on them.
-        long: whether it is a prompt of more than a block, which shorter ones may overtake.
-        scored: whether log-probabilities of prompts are asked for.
-        tokens: that are computed.
-        pieces: of the computation, ``done`` of which are finished.
-        owed: seconds that are its share beside those that overtook it, and that it has not had since.
-        seconds: of the device's work on it so far.
+        steps: the computation. It can be paused or closed between two pieces.
+        watch: measures the device time of a round.
+        long: whether it is one prompt of more than a block, which shorter prompts can overtake.
+        scored: whether a request asks for ``prompt_logprobs``.
+        tokens: number of tokens to compute.
+        pieces: number of pieces of the computation.
+        done: number of finished pieces.
+        owed: seconds of device time that prefills which overtook this one still owe to it.
+        seconds: device time spent on it so far.
     """
 
     rows: list[Running]
@@ -63,27 +66,28 @@ class PrefillInFlight:
 
     @property
     def leaders(self) -> list[Leader]:
-        """Its prompts, with the tokens left to compute."""
+        """The prefill's prompts, each with its tokens left to compute."""
         return [Leader(running.request.prompt, left) for running, left in zip(self.rows, self.tokens_left, strict=True)]
 
     @property
     def tokens_left(self) -> list[int]:
-        """Tokens left to compute of each prompt, where half of the layers of all count as all layers of half."""
+        """Tokens left to compute of each prompt. Half of the layers of all tokens count as all layers of half of the
+        tokens."""
         left = 1 - self.done / max(self.pieces, self.done)
         requests = [running.request for running in self.rows]
         return [math.ceil(left * (len(request.prompt_token_ids) - request.cached_tokens)) for request in requests]
 
 
 class PrefillQueue:
-    """Starts a scheduler's prefills and continues them.
+    """Starts the scheduler's prefills and continues them.
 
-    A short one starts where the current long one is paused, and is finished first. Another does so only when the long
-    one has since had its ``LONG_SHARE`` of the device's time, or where it is a newcomer's: that may overtake a pack of
-    others' short ones as well, up to ``MAX_OWED``.
+    A short prefill can start while a long one is paused, and is finished first. The next short prefill starts when the
+    long one has had its ``LONG_SHARE`` of the device time since. A newcomer's prefill need not wait for this. It can
+    also overtake a pack of short prompts of others, as long as at most ``MAX_OWED`` seconds are owed.
 
     Attributes:
-        in_flight: the last one is running; those before it are long and paused.
-        pace: how long prompts take on this device.
+        in_flight: the prefills in progress. The last one runs; the others are paused.
+        pace: measured prefill speed of this device.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, pace: Pace) -> None:
@@ -96,18 +100,19 @@ class PrefillQueue:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests in all of them; may be called from any thread."""
+        """Number of requests in all prefills. Any thread can read it."""
         return sum(len(prefill.rows) for prefill in self.in_flight)
 
     def of(self, request_id: str) -> PrefillInFlight | None:
-        """The prefill that computes a request."""
+        """The prefill that computes a request; None if none does."""
         for prefill in self.in_flight:
             if any(running.request.request_id == request_id for running in prefill.rows):
                 return prefill
         return None
 
     def start(self, most_tokens: float = math.inf) -> None:
-        """Starts another one if it is the turn of requests, with several prompts only up to ``most_tokens``."""
+        """Starts another prefill if the rules of this class and the scheduler allow it. Several prompts have at most
+        ``most_tokens`` new tokens together."""
         if not self.in_flight:
             rows = self.scheduler.admit(most_tokens=most_tokens)
         elif (last := self.in_flight[-1]).long and last.owed <= 0:
@@ -136,9 +141,11 @@ class PrefillQueue:
         return more and self.scheduler.waiting.has_newcomers
 
     def joining(self, seconds: float) -> PrefillInFlight | None:
-        """The prefill that is to be part of the next decode step: the current one, if it will add at most ``seconds``
-        to it, and can be. A step is one pass without a pause: what has begun already, is scored, attends to more than a
-        block or waits for what other tiers send is computed by itself."""
+        """The current prefill if it can be part of the next decode step and adds at most ``seconds`` to it; else None.
+
+        A step is one pass without a pause. So a prefill is computed alone if it has begun, is scored, attends to more
+        than a block of tokens, or waits for pages from other tiers.
+        """
         prefill, scheduler = self.in_flight[-1] if self.in_flight else None, self.scheduler
         if prefill is None or prefill.done or prefill.scored or self.pace.seconds(prefill.tokens) > seconds:
             return None
@@ -148,15 +155,16 @@ class PrefillQueue:
         return prefill if fits and not arriving and not scheduler.is_long(whole) else None
 
     def joined(self, prefill: PrefillInFlight) -> None:
-        """Records that a decode step computes it."""
+        """Removes a prefill that a decode step computes."""
         self._account(prefill, self.pace.seconds(prefill.tokens))
         self.in_flight.remove(prefill)
 
     def advance(self, seconds: float) -> tuple[PrefillInFlight, Tensor, list[Tensor]] | None:
-        """Continues the last one until another piece would take the device's work beyond ``seconds``, or makes the
-        graph of the batch that its requests will join.
+        """Continues the last prefill until another piece would take more than ``seconds`` of device time. Instead
+        of the round's last pieces, it can capture the CUDA graph of the step that the prefill's requests will join.
 
-        Returns it, with its results, if it has ended. If it raises, the prefill is still there, to be dropped.
+        Returns the prefill, logits [n, V] and hidden states if it has ended; else None. If it raises, the prefill stays
+        in ``in_flight`` until it is dropped.
         """
         prefill = self.in_flight[-1]
         prefill.watch.start()
@@ -180,10 +188,11 @@ class PrefillQueue:
             return prefill, *end.value
 
     def _prepare(self, prefill: PrefillInFlight, seconds: float) -> float:
-        """Makes the graph of the first step after a prefill, after pieces that leave the slice ``CAPTURE_SECONDS``.
+        """Captures the CUDA graph of the first decode step after a prefill. Before, it computes as many pieces as leave
+        ``CAPTURE_SECONDS`` of the round.
 
-        Returns the seconds that those pieces take; 0 where that was not done: the graph may exist already, ``seconds``
-        or the rest of the prefill be too short for it, or the time of a piece not be known yet.
+        Returns the seconds that these pieces take. Returns 0 if it did nothing: no graph is missing, ``seconds`` or the
+        rest of the prefill is too short, or no piece has been measured yet.
         """
         if not prefill.watch.piece or not self.scheduler.running:
             return 0.0
@@ -201,7 +210,7 @@ class PrefillQueue:
         return pieces * prefill.watch.piece
 
     def drop(self, prefill: PrefillInFlight) -> None:
-        """Abandons a prefill and frees what its requests own."""
+        """Abandons a prefill and frees its requests' sequences."""
         prefill.steps.close()
         self.in_flight.remove(prefill)
         for running in prefill.rows:

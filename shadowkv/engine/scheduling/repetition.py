@@ -1,4 +1,4 @@
-"""Answers that repeat themselves."""
+"""Detects answers that repeat themselves (``repetition_detection``). The engine calls ``take`` for each token."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from shadowkv.engine.sampling_params import RepetitionDetectionParams
 
 
 class Repetition:
-    """Tells, token by token, whether an answer ends with a pattern that is repeated.
+    """Detects, token by token, whether an answer ends with a repeated pattern.
 
-    An answer ends with a pattern of n tokens c times exactly if each of its last n (c - 1) tokens is the one n before
-    it. So one count per n is enough: for how many tokens that has been so.
+    An answer ends with c repeats of a pattern of n tokens exactly if each of its last n (c - 1) tokens equals the token
+    n places before it. So one count per pattern size n is enough: the number of newest tokens for which this holds.
     """
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
@@ -23,7 +23,7 @@ class Repetition:
         self._enough = sizes * (params.min_count - 1)
 
     def take(self, token: int) -> bool:
-        """Whether the answer repeats itself with this token."""
+        """Adds a token. Returns whether the answer now ends with a repeated pattern."""
         self._equal = np.where(self._recent[self._first :] == token, self._equal + 1, 0)
         self._recent[1:] = self._recent[:-1].copy()
         self._recent[:1] = token

@@ -1,9 +1,9 @@
-"""Which requests run: admission of waiting requests, in the order of ``WaitingQueue``, against both memory budgets.
+"""The scheduler: admits waiting requests in the order of ``WaitingQueue``, against the memory of every tier.
 
-A request is admitted only if every page it may need up to its last token is free, so running requests cannot run out.
-A place and a little memory are only for tenants for whom nothing is computed yet.
-Short prompts need not wait for long ones, and take nothing from them. Requests that share a prefix wait for the first
-of them to compute it, where that is less than all of them would compute.
+A request is admitted only if all pages that it can need up to its last token are free. So running requests never run
+out of pages. One sequence and a little memory are reserved for newcomers: tenants with nothing running or prefilling.
+Short prompts overtake long ones without taking their memory. Requests that share a prefix wait for the first of them to
+compute it, if the others would compute more tokens of the prefix than the first has left.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 1024
-"""A short question and its answer, for which there is room beside the requests of other tenants."""
+"""Tokens of a short question and its answer. Memory for these is reserved for newcomers."""
 
 MAX_REFUSED = 32
-"""Newcomers that are looked at although there was no room for them."""
+"""Newcomers' requests that one admission tries although earlier ones did not fit."""
 
 MAX_ON_THEIR_WAY = 32
-"""Waiting requests that others may pass because part of them is still being read from the disk: each is looked at in
-every step."""
+"""Waiting requests that others can pass while their prefix is read from the disk. It is limited because every step
+checks each of them."""
 
 
 @dataclass(eq=False)
 class Running:
-    """A request that owns a sequence, which samples by its seed from then on, whichever request had it before."""
+    """A request that owns a sequence. From then on the sequence samples attention by this request's seed."""
 
     request: Request
     sequence: CachedSequence
     rules_were_late: bool = False
     """Whether its newest token had to wait for its grammar."""
     prompt_hidden: Tensor | None = None
-    """What its prompt is scored from, if that is requested, until its first token is chosen."""
+    """Final hidden states [tokens, D] of the prompt, for ``prompt_logprobs``. Set until the first token is chosen."""
 
     def __post_init__(self) -> None:
         self.sequence.seed = self.request.seed
@@ -66,11 +66,11 @@ class Running:
 
 @dataclass(frozen=True, eq=False)
 class Leader:
-    """A prompt that is being computed, which others may wait for.
+    """A prompt that is being computed, for which requests with the same prefix can wait.
 
     Attributes:
-        prompt: None where it is not to be shared.
-        tokens: those left to compute.
+        prompt: None if the request does not use the prefix cache.
+        tokens: tokens left to compute.
     """
 
     prompt: Prompt | None
@@ -79,7 +79,14 @@ class Leader:
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt to admit a request: one that failed for lack of room is not repeated before something has changed."""
+    """An attempt to admit a request. An attempt that failed for lack of memory is not repeated until a field changes.
+
+    Attributes:
+        match: the cached prefix; None if nothing is cached.
+        left: blocks that must stay free after the admission.
+        again: whether the request can be computed whole if its cached prefix cannot be continued.
+        changes: the prefix cache's count of changes.
+    """
 
     request: Request
     match: Match | None
@@ -89,19 +96,22 @@ class Attempt:
 
 
 class Sharing:
-    """What waiting requests have in common with leaders, computed once for each leader that is queried."""
+    """The prefixes that waiting requests share with leaders. They are computed once per leader, when first needed."""
 
     def __init__(self, waiting: Sequence[Request]) -> None:
         self._waiting, self._wait = waiting, np.ones(len(waiting), bool)
         self._tokens: dict[Leader, npt.NDArray[np.int64]] = {}
 
     def admitted(self, number: int) -> None:
-        """Records that one of them is no longer waiting."""
+        """Records that the waiting request at index ``number`` has been admitted."""
         self._wait[number] = False
 
     def waits(self, number: int, cached: int, leader: Leader) -> bool:
-        """Whether a request is to wait for a leader that has more of its prefix than the ``cached`` tokens: where all
-        that wait would compute more tokens of that prefix than the leader has left."""
+        """Whether a request must wait for a leader.
+
+        It must if the leader shares more than ``cached`` tokens with it, and all waiting requests together would
+        compute more tokens of the leader's prefix than the leader has left.
+        """
         if leader.prompt is None or _shared(self._waiting[number], leader.prompt) <= cached:
             return False
         if leader not in self._tokens:
@@ -111,7 +121,7 @@ class Sharing:
 
 
 def _shared(request: Request, prompt: Prompt) -> int:
-    """Tokens of a request that it need not compute once ``prompt`` has been computed."""
+    """Tokens that a request need not compute once ``prompt`` has been computed."""
     if request.prompt is None:
         return 0
     return min(
@@ -123,11 +133,11 @@ class Scheduler:
     """The waiting queue, the running set and the prefix cache.
 
     Args:
-        cache: whose sequences are scheduled.
-        max_num_seqs: most requests that run at once; one more does where that is its tenant's only one, in the place of
-            a cached sequence.
-        max_num_batched_tokens: tokens computed together, of prompts and of sequences that decode; a longer prompt goes
-            alone, and so does one of more than a block.
+        cache: the cache that allocates the sequences.
+        max_num_seqs: most requests that run at once. A newcomer's request can run beyond this limit, in the slot of a
+            cached sequence.
+        max_num_batched_tokens: most tokens of prompts and decode rows in one pass. A longer prompt is computed alone,
+            and so is one of more than a block.
     """
 
     def __init__(
@@ -148,8 +158,7 @@ class Scheduler:
 
     @property
     def _spare(self) -> Blocks:
-        """Memory that requests of tenants that have others leave to those that have none; nothing without a place for
-        such a request."""
+        """Memory that is reserved for newcomers; nothing if the cache has no sequence to reserve."""
         if self.cache.total["sequences"] <= self.max_num_seqs:
             return Blocks()
         tokens = min(SPARE_TOKENS, self.cache.max_model_len)
@@ -158,7 +167,7 @@ class Scheduler:
 
     @property
     def could_admit(self) -> bool:
-        """Whether requests are waiting, and none of them was last refused for lack of memory."""
+        """Whether requests wait, and the last refusal for lack of memory concerns none of them."""
         refused = self._refused
         return bool(self.waiting) and (
             refused is None or all(refused.request is not request for request in self.waiting)
@@ -166,31 +175,31 @@ class Scheduler:
 
     @property
     def short_tokens_waiting(self) -> int:
-        """Tokens of the waiting prompts of up to a block."""
+        """Tokens of all waiting prompts that fit into a block."""
         lengths = (len(request.prompt_token_ids) for request in self.waiting)
         return sum(length for length in lengths if not self.is_long(length))
 
     @property
     def deferred(self) -> int:
-        """Waiting requests for which something is on its way from the disk; may be read from any thread."""
+        """Number of waiting requests whose prefix is being read from the disk. Any thread can read it."""
         return self.prefix_cache.deferred
 
     @property
     def max_concurrency(self) -> float:
-        """How many sequences of the model's length the KV cache has room for at once."""
+        """Number of sequences of the model's maximum length that fit into the KV cache at once."""
         length, total = self.cache.max_model_len, self.cache.total
         need = self.cache.demand(length, length)
         return min(total[tier] / need[tier] for tier in self.cache.layout.paged if need[tier])
 
     @property
     def usage(self) -> float:
-        """The share of the KV cache, 0 to 1, that requests in flight hold, in the tier where it is largest; may be read
-        from any thread. What is kept of others makes room for them, and does not count."""
+        """The share of the KV cache that requests in flight hold, 0 to 1, in the fullest tier. Any thread can read it.
+        Finished sequences in the prefix cache do not count, because they can be evicted."""
         total, reachable = self.cache.total, self._reachable()
         return max(0.0, *(1 - reachable[tier] / total[tier] for tier in self.cache.layout.paged if total[tier]))
 
     def check_memory(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Raises RequestError if the cache has no room for a request of this size even when it is empty."""
+        """Raises RequestError if a request of this size does not fit into the empty cache."""
         need = self.cache.demand(prompt_tokens, prompt_tokens + max(1, max_tokens) - 1)
         if not need.within(self.cache.total):
             raise RequestError(
@@ -199,13 +208,13 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queues a request; what it needs from the disk is read in the meantime."""
+        """Queues a request, and starts to read its cached prefix from the disk if it is there."""
         seconds = self._pace.seconds(len(request.prompt_token_ids))
         self.waiting.add(request, seconds if math.isfinite(seconds) else 0.0)
         self._match(request)
 
     def cancel(self, request_id: str) -> bool:
-        """Removes a waiting request from the queue; returns whether it was there."""
+        """Removes a waiting request from the queue. Returns False if it was not there."""
         request = next((waiting for waiting in self.waiting if waiting.request_id == request_id), None)
         if request is not None:
             self.waiting.remove(request)
@@ -217,19 +226,19 @@ class Scheduler:
             self.prefix_cache.forget(request.prompt)
 
     def is_long(self, new: int) -> bool:
-        """Whether ``new`` tokens of a prompt take more than a block: others may overtake it."""
+        """Whether ``new`` tokens of a prompt are more than a block. Shorter prompts can overtake such a prompt."""
         return new > BLOCK_TOKENS[self.cache.device.type]
 
     def admit(
         self, in_flight: Iterable[Leader] = (), most_tokens: float = math.inf, newcomers_only: bool = False
     ) -> list[Running]:
-        """The waiting requests to prefill together next, with their sequences.
+        """Admits the waiting requests that are prefilled together next, and allocates their sequences.
 
         Args:
-            in_flight: requests whose prefill is paused. Then long prompts are passed over, as far as there is room for
-                them and the others, and the others have at most a block.
-            most_tokens: a further limit on prompts that are packed; one may have more by itself.
-            newcomers_only: whether to admit only requests of tenants for whom nothing is computed.
+            in_flight: prompts whose prefill is paused. With any, long prompts are passed over, memory for the passed
+                prompts stays free, and the admitted prompts have at most a block of tokens together.
+            most_tokens: most new tokens of several prompts that are packed. A single prompt can have more.
+            newcomers_only: whether to admit only newcomers' requests.
         """
         admitted: list[Running] = []
         leaders = list(in_flight)
@@ -275,7 +284,7 @@ class Scheduler:
                 refused += 1
                 if not newcomer or refused == MAX_REFUSED:
                     break
-                newcomers_only = True  # what is left to short ones of them does not keep it waiting
+                newcomers_only = True  # shorter newcomers fit into the reserved memory, without delaying this request
                 continue
             new = length - request.cached_tokens
             self.waiting.start(request, new)
@@ -290,24 +299,24 @@ class Scheduler:
         return admitted
 
     def _leaves_room(self, request: Request, newcomer: bool, in_flight: list[Leader]) -> bool:
-        """Whether a request is to leave memory to short requests of newcomers: where anything else runs or is computed,
-        and it is not one of them."""
+        """Whether a request must leave the reserved memory free. It must if anything else runs or is prefilled, unless
+        it is a newcomer's short request itself."""
         is_one = newcomer and request.capacity <= SPARE_TOKENS
         return bool(self.running or in_flight) and self.waiting.is_shared(request) and not is_one
 
     def _match(self, request: Request) -> Match | None:
-        """What is cached of a prompt."""
+        """The cached prefix of a prompt; None if there is none or the request does not use it."""
         return self.prefix_cache.look_up(request.prompt) if request.prompt and _looks_up(request) else None
 
     def computed(self, done: Iterable[Running]) -> None:
-        """Requests whose prefill has ended run from now on, and can be forked."""
+        """Adds requests whose prefill has ended to the running set. Their sequences can be forked from then on."""
         for running in done:
             self.running.append(running)
             if running.request.prompt is not None:
                 self.prefix_cache.computed(running.sequence, running.request.prompt)
 
     def finish(self, running: Running, keep: bool) -> None:
-        """Ends a request; its sequence stays in the prefix cache if ``keep``."""
+        """Ends a request. With ``keep`` its sequence stays in the prefix cache."""
         if running in self.running:
             self.running.remove(running)
         self.waiting.end(running.request)
@@ -321,8 +330,11 @@ class Scheduler:
         self.prefix_cache.keep(sequence, Prompt(tokens, prompt.pages.extend_to(tokens)))
 
     def _reserve(self, request: Request, match: Match | None, left: Blocks, again: bool) -> CachedSequence | None:
-        """A sequence for a request, if there is room for it and for what is to be ``left``; where what is cached of it
-        cannot be continued, one for all of its tokens, if those may be computed ``again``."""
+        """Allocates a sequence for a request; None if it does not fit while ``left`` stays free.
+
+        It continues the cached prefix ``match``. If the prefix does not fit and ``again`` is True, or if it cannot be
+        restored, the sequence is for a prompt that is computed from its first token.
+        """
         start, cache, prefix_cache = len(request.prompt_token_ids), self.cache, self.prefix_cache
         if match:
             need, spare = prefix_cache.growth(match, start, request.capacity), match.sequence
@@ -340,7 +352,7 @@ class Scheduler:
             request.cached_tokens = match.tokens
             return sequence
         need = cache.demand(start, request.capacity)
-        # Nothing is evicted for a request that would have to wait anyway.
+        # Evict nothing for a request that would have to wait anyway.
         if not (need + left).within(self._reachable()):
             return None
         if not self._make_room(need):
@@ -349,17 +361,17 @@ class Scheduler:
         return cache.allocate(start, request.capacity)
 
     def _make_room(self, need: Blocks, spare: CachedSequence | None = None) -> bool:
-        """Evicts kept sequences other than ``spare`` until there is room, if that can be reached."""
+        """Evicts cached sequences other than ``spare`` until ``need`` is free. Returns False if that is impossible."""
         while not need.within(self.cache.free):
             if not self.prefix_cache.evict(spare):
                 return False
         return True
 
     def _reachable(self, spare: CachedSequence | None = None) -> Blocks:
-        """What is free, or would be after evicting all kept sequences other than ``spare``."""
+        """Blocks that would be free after the eviction of all cached sequences other than ``spare``."""
         return self.cache.free + self.prefix_cache.blocks(spare)
 
 
 def _looks_up(request: Request) -> bool:
-    """Whether cached parts of a prompt are requested and allowed: scores of a prompt require computing all of it."""
+    """Whether a request uses the prefix cache. A request for ``prompt_logprobs`` does not: it computes all tokens."""
     return request.prompt is not None and request.looked_up and request.params.prompt_logprobs is None

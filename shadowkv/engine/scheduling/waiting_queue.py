@@ -1,12 +1,14 @@
-"""The order in which waiting requests are looked at: fair between tenants, or as they come, or by priority.
+"""The waiting queue: the order in which the scheduler tries to admit requests. It is fair between tenants, first come,
+first served, or by priority.
 
-Fair is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024,
-arXiv:2401.00588): each tenant has a counter of what was computed for it, and the tenant with the least is next. One who
-comes anew, or again, begins with as much as the one with the least, so that nobody saves up. Beyond the paper, a tenant
-for whom nothing is computed comes first, as a newcomer, unless it has had ``AHEAD`` more than the one with the least.
+The fair order is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024,
+arXiv:2401.00588). Each tenant has a counter of the tokens computed for it, and the tenant with the lowest counter is
+next. A tenant that comes, or comes back, starts at the lowest counter of the active tenants, so that no tenant saves up
+credit. Beyond the paper, a newcomer is first: a tenant with requests waiting and none running or prefilling. It is no
+newcomer if its counter is more than ``AHEAD`` above the lowest.
 
-Of one tenant's requests the shortest prompt is first, with ageing: a request ranks as if it had come later than it did
-by a multiple of what its prompt takes. Those without a tenant, which no server has taken, keep their order.
+Within a tenant the shortest prompt is first, with ageing: a request's rank is its arrival time plus a multiple of its
+prefill time. Requests without a tenant, which come from ``LLM`` and not from a server, keep their order.
 """
 
 from __future__ import annotations
@@ -18,26 +20,26 @@ from collections.abc import Iterator
 from shadowkv.engine.request import Request
 
 PROMPT_COST, OUTPUT_COST = 1, 2
-"""Of a token, as in the paper: a step of few sequences reads all weights for each of them."""
+"""Costs of a prompt token and of an output token, as in the paper. An output token costs more, because a step of few
+sequences reads all weights for each token."""
 
 AHEAD = 1_024
-"""What a newcomer may have had beyond the tenant with the least. Without a limit one that asks a short question after
-another, each of which ends at once, would come first forever."""
+"""Most that a newcomer's counter can be above the lowest one. Without a limit, a tenant that asks one short question
+after another would always be first."""
 
 PATIENCE = 4.0
-"""For how many times what a prompt takes a request lets shorter ones of its tenant pass."""
+"""A request lets shorter ones of its tenant pass for this many times its own prefill time."""
 
 
 class WaitingQueue:
-    """Waiting requests, and what each tenant has had.
+    """Waiting requests, and the counter of each tenant.
 
     Args:
         policy: ``fair``, ``fcfs`` (first come, first served), or ``priority``: lower numbers first, and ``fair`` among
-            equal ones.
+            equal numbers.
 
     Attributes:
-        newcomers: tenants that wait and for whom nothing is computed, but for those that have had much more than
-            others, as of the last look at the order.
+        newcomers: the tenants that were newcomers at the last call of ``ordered``.
     """
 
     def __init__(self, policy: str) -> None:
@@ -53,35 +55,35 @@ class WaitingQueue:
         return len(self._ranks)
 
     def __iter__(self) -> Iterator[Request]:
-        """As they came."""
+        """The requests in the order of arrival."""
         return iter([*self._ranks])
 
     def add(self, request: Request, prompt_seconds: float) -> None:
-        """Takes one whose prompt takes about so long."""
+        """Adds a request whose prefill takes about ``prompt_seconds``."""
         self._come(request.tenant)
         self._ranks[request] = request.times.arrival + (PATIENCE * prompt_seconds if request.tenant else 0.0)
         self._waiting[request.tenant] += 1
         self._order = None
 
     def remove(self, request: Request) -> None:
-        """Takes one out that is not to be started."""
+        """Removes a request that is not started."""
         del self._ranks[request]
         _take_one(self._waiting, request.tenant)
         self._order = None
 
     def start(self, request: Request, tokens: int) -> None:
-        """Takes one out of whose prompt so many tokens are computed from now on."""
+        """Removes a request that starts now, and charges its tenant for ``tokens`` prompt tokens."""
         self.remove(request)
         self._in_flight.setdefault(request.tenant, set()).add(request)
         self._had[request.tenant] += PROMPT_COST * tokens
 
     def start_elsewhere(self, request: Request) -> None:
-        """Counts one as started that has not waited here: its prompt was computed elsewhere."""
+        """Counts a request as started that was never in the queue: its prompt was computed elsewhere."""
         self._come(request.tenant)
         self._in_flight.setdefault(request.tenant, set()).add(request)
 
     def end(self, request: Request) -> None:
-        """Counts what one that was started has generated; until then that counts as it comes."""
+        """Ends a started request, and charges its tenant for the output tokens."""
         self._had[request.tenant] += OUTPUT_COST * len(request.output_token_ids)
         self._in_flight[request.tenant].remove(request)
         if not self._in_flight[request.tenant]:
@@ -100,7 +102,7 @@ class WaitingQueue:
         return bool(self._waiting[tenant] or tenant in self._in_flight)
 
     def _had_by_now(self, tenant: str) -> float:
-        """Also for requests that are at work."""
+        """A tenant's counter, with the output tokens of its requests in flight."""
         tokens = sum(len(request.output_token_ids) for request in self._in_flight.get(tenant, ()))
         return self._had[tenant] + OUTPUT_COST * tokens
 
@@ -114,21 +116,21 @@ class WaitingQueue:
         return {tenant for tenant in new if self._had[tenant] - least <= AHEAD}
 
     def is_shared(self, request: Request) -> bool:
-        """Whether a request's tenant shares fairly with others."""
+        """Whether the fair order applies to a request."""
         return self._policy != "fcfs" and bool(request.tenant)
 
     @property
     def has_newcomers(self) -> bool:
-        """Whether the request that is looked at first is a newcomer's."""
+        """Whether the first request of the order is a newcomer's."""
         return any(request.tenant in self.newcomers for request in self.ordered()[:1])
 
     def count(self, tenant: str) -> int:
-        """A tenant's waiting requests; may be called from any thread."""
+        """Number of a tenant's waiting requests. Any thread can call it."""
         return self._waiting[tenant]
 
     def ordered(self) -> list[Request]:
-        """As they are to be looked at."""
-        newcomers = self._newcomers()  # which change as answers grow
+        """The requests in the order of admission."""
+        newcomers = self._newcomers()  # they change as answers grow
         if self._order is None or newcomers != self.newcomers:
             self.newcomers = newcomers
             self._order = [*self._ranks] if self._policy == "fcfs" else [*self._fairly()]
@@ -144,7 +146,8 @@ class WaitingQueue:
             yield from self._merged(of_priority[priority], had, newcomers)
 
     def _merged(self, requests: list[Request], had: dict[str, float], newcomers: set[str]) -> Iterator[Request]:
-        """Requests of several tenants, each tenant's in their order, as they would be started one after another."""
+        """Merges the requests of several tenants into the order in which they would start one after another. The order
+        within each tenant stays as in ``requests``."""
         of_tenant: dict[str, list[Request]] = {}
         for request in reversed(requests):
             of_tenant.setdefault(request.tenant, []).append(request)

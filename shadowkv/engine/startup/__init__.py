@@ -1,1 +1,1 @@
-"""What an engine is built from when it starts: model, KV cache and prefix cache, and their sizes"""
+"""Start of an engine: loads the model, sizes and builds the KV cache and the prefix cache"""

@@ -1,10 +1,10 @@
-"""From how many tokens on compressing a sequence pays: chosen once, from the model, the policy and the batch, never by
-load, so that no prompt's answer depends on its neighbours.
+"""The crossover length: from how many tokens on compressing a sequence saves time. ``loading.py`` calls it.
 
-A token costs its share of what a step reads, dense or compressed. A compressed sequence adds the time of the search to
-a step, whatever its length, and pays once for finding its subspace and coding its tokens. A prompt of at most one
-prefill block is never compressed: there is no later block of a layer to overlap that with, and its first token would
-come a tenth later.
+It is computed once, from the model, the policy and the batch. It does not depend on the load, so an answer does not
+depend on other requests. The model of costs: each decoded token costs its share of the bytes that a step reads. A
+compressed sequence adds the time of its search to each step, and the time of fitting and compression once. A prompt of
+at most one prefill block is never compressed: no later block of the layer could overlap the compression, and its first
+token would come a tenth later.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 
 ANSWER = 256
-"""Length of the answer, in tokens, over which compressing its prompt has to pay off."""
+"""Assumed length of an answer, in tokens, within which compression must pay off."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a kind of device, in seconds, and in bytes per second.
+    """Costs on a type of device. Times are in seconds, bandwidths in bytes per second.
 
-    All but the bandwidths were measured with ``turbo`` and stand for every policy.
+    All but the bandwidths were measured with ``turbo`` and are used for every policy.
 
     Attributes:
-        bandwidth, host_bandwidth: at which steps read tokens on the device and values on the host.
-        step: per layer, by which a step takes longer if any of its sequences is compressed.
-        row: per layer and compressed sequence.
-        fit: per layer, for a prompt's subspaces and maps.
-        compress: per layer and dimension of all kv heads, for each token of a prompt.
+        bandwidth: bandwidth at which steps read tokens on the device.
+        host_bandwidth: bandwidth at which steps read values on the host.
+        step: time per layer that a step takes longer if any of its sequences is compressed.
+        row: time per layer and compressed sequence of a step.
+        fit: time per layer to fit a prompt's states.
+        compress: time to compress a prompt's token, per layer and dimension of all kv heads.
     """
 
     bandwidth: float
@@ -48,35 +49,38 @@ class Costs:
 
 
 COSTS = {
-    # One H200, Llama-3.1-8B: in a step of one sequence of 60K, 1.2 ms are neither bytes nor the dense step's; prompts
-    # of 512 to 2,048 tokens take 15 to 17 ms more than under `full`, one of 8,192 takes 32, one of 60K 55.
+    # One H200, Llama-3.1-8B. A step of one sequence of 60K tokens takes 1.2 ms more than the dense step and the bytes
+    # explain. Prompts of 512 to 2,048 tokens take 15 to 17 ms more than under `full`, one of 8,192 takes 32 ms more,
+    # and one of 60K takes 55 ms more.
     "cuda": Costs(DEVICE_BANDWIDTH, HOST_BANDWIDTH, step=37e-6, row=0.0, fit=0.015 / 32, compress=2e-6 / (32 * 1024)),
-    # SmolLM2-135M in blocks, CPU time of one thread: a step of one sequence takes 73, 104 and 106 ms with `turbo` at
-    # 6,144, 18,816 and 32,000 tokens, and 46, 101 and 171 with `full`; one of eight sequences 304 and 421 at 4,096 and
-    # 12,288, and 186 and 481. That is less for each, but one user, as a CPU mostly has, is not to wait for eight.
+    # SmolLM2-135M in blocks, CPU time of one thread. A step of one sequence takes 73, 104 and 106 ms with `turbo` at
+    # 6,144, 18,816 and 32,000 tokens, and 46, 101 and 171 ms with `full`. A step of eight sequences takes 304 and
+    # 421 ms with `turbo` at 4,096 and 12,288 tokens, and 186 and 481 ms with `full`. Eight sequences take less per
+    # sequence, but the costs are those of one sequence, because a CPU mostly serves one user.
     "cpu": Costs(14e9, 14e9, step=0.0, row=1.8e-3, fit=0.1 / 30, compress=250e-6 / (30 * 192)),
 }
 
 
 def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cache_bytes: int | None = None) -> int:
-    """Minimum number of tokens from which on a sequence is compressed.
+    """The number of tokens from which on a sequence is compressed (``KVSpec.dense_below``).
 
     Args:
-        forced: layout of the policy that compresses all it can, for sequences up to the longest.
-        device: its type.
+        model: config of the model.
+        forced: layout of the policy when it compresses every sequence that it can.
+        device: the device's type.
         batch: most sequences that run at once.
-        cache_bytes: device bytes for their pages; None is enough for all.
+        cache_bytes: device bytes for pages; None if they suffice for the whole batch.
     """
     costs, longest = COSTS[device], forced.max_model_len
     dense = Layout(KVSpec(), forced.shape, forced.dtype, longest)
     weights = Decoder(model, forced.dtype, "meta")
 
     def seconds(layout: Layout, tokens: int) -> float:
-        """Time of one token for each sequence in a full batch of sequences of ``tokens``."""
+        """Time per sequence of a decode step, in a full batch of sequences of ``tokens`` tokens."""
         rows, need = batch, layout.demand(tokens, tokens)
         if cache_bytes is not None:
             pages = Blocks({kind: need[kind] for kind in layout.paged})
-            rows = max(1, min(rows, cache_bytes // layout.tier_bytes(pages)["device"]))  # the others wait
+            rows = max(1, min(rows, cache_bytes // layout.tier_bytes(pages)["device"]))  # other requests wait
         read = weights.bytes_read(rows) / costs.bandwidth
         reads = attention_seconds(layout, tokens, HIT_RATE, costs.bandwidth, costs.host_bandwidth)
         if layout is dense:
@@ -98,7 +102,7 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
 
 
 def _lengths(first: int, last: int) -> Iterator[int]:
-    """A few lengths, each a quarter longer than the one before, in whole pages."""
+    """Lengths from ``first`` to ``last``, each a quarter longer than the one before, in whole pages."""
     tokens = first
     while tokens <= last:
         yield tokens

@@ -1,4 +1,5 @@
-"""Builds what an engine runs on: its device, the model with its sampling defaults, and a cache sized to the memory."""
+"""Loads the parts of an engine: device, model, sampling defaults, ops, and a KV cache sized to the memory. ``Engine``
+and the tensor-parallel ranks call it."""
 
 from __future__ import annotations
 
@@ -45,17 +46,19 @@ def load_engine_parts(
     make: Callable[..., KVCache] = KVCache,
     backends: Mapping[str, str] | None = None,
 ) -> tuple[LoadedModel, KVCache, list[str]]:
-    """Model (``loaded``, if given), cache, and the lines that describe what fits.
+    """Loads the model and makes the cache. Returns both, and lines that describe what fits.
 
-    Raises ValueError for settings that are not valid, MemoryError where not even one sequence fits.
+    Raises ValueError for invalid settings, MemoryError if not even one sequence fits.
 
     Args:
-        group: the ranks that the model is split across: this one's part is loaded, on ``device``.
-        make: makes the cache, from a KVCache's arguments.
-        backends: backends of ops, by name, that are not to be chosen: of layers, cache and sampler alike.
+        loaded: the model, if it is already loaded.
+        group: the ranks that share the model. Only this rank's part is loaded.
+        device: this rank's device; None for the config's.
+        make: makes the cache, from the arguments of ``KVCache``.
+        backends: backend by op name, for layers, cache and sampler. Backends of other ops are chosen.
     """
     spec, device = config.spec(), device or device_of(config.device)
-    if config.attention_backend in LIBRARIES:  # what is not installed is said before weights are read
+    if config.attention_backend in LIBRARIES:  # raises before weights are read if the library is not installed
         Ops(device, attention_backend=config.attention_backend)
     loaded = loaded or load_from_config(config, group, device)
     dtype, model = loaded.model.dtype, loaded.shard.config
@@ -65,7 +68,7 @@ def load_engine_parts(
         raise config.refused_policy(error) from error
     max_model_len = config.max_model_len or loaded.config.max_position
     fetch_buffer = config.fetch_buffer
-    if fetch_buffer is None:  # a CPU reads both tiers equally fast: copies would only take time
+    if fetch_buffer is None:  # a CPU reads both tiers equally fast, so a buffer would only cost time
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
     layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer)
     if layout.spec.prefill is None:
@@ -93,24 +96,24 @@ def give_ops(
     backends: Mapping[str, str] | None = None,
     attention_backend: str = "auto",
 ) -> Ops:
-    """Chooses the ops of an engine (``choose_ops``) and gives them to the model's layers; a cache of ``layout`` and a
-    sampler are to be made with the same."""
+    """Chooses the ops of an engine (``choose_ops``) and gives them to the model's layers. The caller makes the cache of
+    ``layout`` and the sampler with the same ops."""
     also = loaded.model.called_ops.union(Sampler.calls, FusedLayers.calls if device.type == "cpu" else ())
     ops = choose_ops(layout, loaded.config.rope, device, also, backends, attention_backend)
     if "flashinfer" in {ops.backends[name] for name in ops.called}:
-        logger.info("FlashInfer compiles kernels that it has not compiled here before, a minute or two each")
+        logger.info("FlashInfer compiles its kernels on first use on this machine, which takes one or two minutes each")
     loaded.model.use(ops)
     return ops
 
 
 def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
-    """Most sequences that decode together, where decode steps are CUDA graphs; None where they are not."""
+    """Most sequences of a decode step, if decode steps are CUDA graphs; None if they are not."""
     graphs = cache.device.type == "cuda" and not config.enforce_eager and not cache.ops.synchronising
     return config.max_num_seqs + SPARE_SEQS if graphs else None
 
 
 def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device, backends: Mapping[str, str]) -> str:
-    """Sparse on a GPU with kernels for it."""
+    """The default of ``prefill``: sparse on a GPU with kernels for it, else dense."""
     if device.type != "cuda":
         return "dense"
     case = case_of(layout.with_fields(prefill="sparse"), loaded.config.rope, device)
@@ -119,8 +122,8 @@ def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device, backends
 
 
 def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.device | None = None) -> LoadedModel:
-    """The model that ``config`` names, or a rank's part of it, on its device or on ``device``; raises ValueError for
-    settings that are not valid."""
+    """Loads the model of ``config``, or a rank's part of it, on ``device`` or the config's device. Raises ValueError
+    for invalid settings."""
     device = device or device_of(config.device)
     loaded = load_model(
         config.model,
@@ -141,7 +144,7 @@ def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.d
 
 
 def tokenizer_from_config(config: EngineConfig) -> Tokenizer:
-    """The tokenizer of the model that ``config`` names, for a process without it; raises as loading the model does."""
+    """Loads only the tokenizer of the model of ``config``. Raises what loading the model raises."""
     tokenizer = load_tokenizer(
         config.model,
         load_format=config.load_format,
@@ -178,7 +181,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[str]:
     total, limit = cache.total, cache.max_model_len
     size = loaded.shard.size
-    ranks = f", cut up for {size} ranks, of which this is the first" if size > 1 else ""
+    ranks = f", rank 0 of {size}" if size > 1 else ""
     lines = [
         f"model   {loaded.name}: {counted(loaded.config.num_layers, 'layer')}, {_experts(loaded.config)}"
         f"{loaded.model.weights_description} on {cache.device}{ranks}",
@@ -209,7 +212,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
 
 
 def _experts(model: ModelConfig) -> str:
-    """Experts of a model, in words."""
+    """Describes the experts of a model; empty without experts."""
     if model.experts is None:
         return ""
     routing, layers = model.experts.routing, model.num_layers - len(model.dense_layers)
@@ -217,8 +220,12 @@ def _experts(model: ModelConfig) -> str:
 
 
 def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:
-    """The ops that are called, by backend; which of them fell to Triton or PyTorch for want of a library, with the
-    command that builds it; and why others run in PyTorch. On a GPU, and where a library is wanting, with a warning."""
+    """Lines about backends, for a server's start.
+
+    They list the called ops by backend, the ops that run in Triton or PyTorch because a compiled library is missing
+    (with the command that builds it), and why other ops run in PyTorch. On a GPU, and if a library is missing, slow ops
+    are also logged as warnings.
+    """
     of_backend: dict[str, list[str]] = {}
     for name in sorted(ops.called):
         of_backend.setdefault(ops.backends[name], []).append(name)
@@ -248,7 +255,7 @@ def _fallen(ops: Ops, names: list[str], gpu: bool) -> str:
 
 
 def device_of(name: str) -> torch.device:
-    """The device named ``name``, a GPU with its number; raises ValueError if it is not there."""
+    """The device named ``name``; a GPU has its index. Raises ValueError if this machine does not have it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -267,15 +274,15 @@ def device_of(name: str) -> torch.device:
 
 
 def current(device: torch.device) -> torch.accelerator.device_index:
-    """A context in which ``device`` is the thread's current one: tensors know where they are; events, streams, graphs
-    and Triton's launches go to that one."""
+    """A context in which ``device`` is the thread's current device. Tensors know their device, but events, streams,
+    graphs and Triton's launches go to the current one."""
     return torch.accelerator.device_index(None if device.type == "cpu" else device.index)
 
 
 def sampling_of_directory(name: str) -> dict[str, Any] | None:
-    """What ``--generation-config`` gives instead of the model's own file; None for that one ("auto").
+    """The sampling defaults of ``--generation-config``; None for "auto", the model's own file.
 
-    Raises ValueError for a directory without such a file, or with one that cannot be used.
+    Raises ValueError if the directory has no such file, or an unusable one.
     """
     if name == "auto":
         return None
@@ -283,15 +290,15 @@ def sampling_of_directory(name: str) -> dict[str, Any] | None:
         return {}
     directory = Path(name).expanduser()
     if not (directory / GENERATION_CONFIG).is_file():
-        reason = f"is neither 'auto', 'vllm' nor a folder with {GENERATION_CONFIG}"
+        reason = f"is neither 'auto', 'vllm' nor a directory with {GENERATION_CONFIG}"
         raise SettingsError(f"generation_config={name!r} {reason}", ["generation_config"])
     return read_sampling(directory)
 
 
 def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``defaults`` with ``overrides`` in place of their own, if a request may ask for them; raises ValueError."""
+    """``defaults`` updated with ``overrides``. Raises ValueError if a request could not have these parameters."""
     if unknown := [name for name in overrides if name not in OVERRIDES]:
-        reason = f"has {', '.join(map(repr, unknown))}, and may have {', '.join(OVERRIDES)}"
+        reason = f"has {', '.join(map(repr, unknown))}, and can have {', '.join(OVERRIDES)}"
         also = "; default_max_tokens limits answers" if "max_new_tokens" in unknown else ""
         names = ["override_generation_config", "default_max_tokens"]
         raise SettingsError(f"override_generation_config {reason}{also}", names)
@@ -308,7 +315,8 @@ def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) 
 
 
 def describe_defaults(defaults: Mapping[str, Any], overridden: bool) -> list[str]:
-    """Lines for the start of a server; ``overridden`` says whether some are not those of a file."""
+    """Lines about sampling defaults, for a server's start. ``overridden`` says whether ``override_generation_config``
+    is set."""
     source = f"{GENERATION_CONFIG}, overridden" if overridden else GENERATION_CONFIG
     values = ", ".join(f"{name} {value if name == 'seed' else f'{value:g}'}" for name, value in defaults.items())
-    return [f"sample  {values} where a request does not say ({source})"] if defaults else []
+    return [f"sample  {values} for requests that set none ({source})"] if defaults else []

@@ -1,4 +1,4 @@
-"""Builds the prefix cache that an engine's config describes, with its tiers below the device."""
+"""Builds an engine's prefix cache, with its tiers on the host and on the disk. ``Engine`` calls it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from shadowkv.wording import GIB, SettingsError
 Origin = Callable[[str | None], str]
 
 UNLIMITED = 2**62
-"""Bytes of copies that a prefill server launches in a step: others wait for these, and hardly any for its tokens."""
+"""Bytes of copies that a prefill server launches in a step. Decode servers wait for its copies, and hardly any client
+for its tokens."""
 
 
 def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> tuple[PrefixCache, Origin]:
-    """The cache, and the function that gives what page names for a salt build on.
+    """Makes the prefix cache. Returns it with the function from a cache salt to the first link of page names.
 
-    Raises MemoryError where there is not enough host memory, ValueError where the directory cannot be used.
+    Raises MemoryError if host memory is too small, ValueError if the disk directory cannot be used.
     """
     nbytes = offload_bytes(config, cache.layout)
     if not nbytes:
@@ -55,7 +56,7 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
 
 
 def check_disk_dir(config: EngineConfig) -> None:
-    """Raises ValueError where the disk tier's directory cannot be made, which can be checked without a model."""
+    """Makes the disk tier's directory, before the model is loaded. Raises ValueError if that fails."""
     if config.kv_disk_dir is not None:
         with _named(Path(config.kv_disk_dir)):
             FileSystem().make_directory(Path(config.kv_disk_dir))
@@ -71,30 +72,31 @@ def _named(directory: Path) -> Iterator[None]:
 
 
 def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> CacheKey:
-    """What snapshots of this engine depend on besides their tokens."""
+    """Everything that this engine's snapshots depend on besides their tokens."""
     return CacheKey(
         model=fingerprint(loaded.model) + overridden(config),
-        adapter=None,  # merged into the weights, and so part of their fingerprint
+        adapter=None,  # the adapter is merged into the weights, so the fingerprint covers it
         quantization=loaded.config.quantization and str(loaded.config.quantization),
         dtype=str(cache.dtype).removeprefix("torch."),
         spec={"form": cache.snapshots.form},
-        codecs={},  # part of the form, too
+        codecs={},  # the form covers the codecs
         prefill=cache.spec.prefill or "dense",
     )
 
 
 def overridden(config: EngineConfig) -> str:
-    """A digest of ``hf_overrides``, after a dash: what they change need not show in weights or in what is cached."""
+    """A dash and a digest of ``hf_overrides``; empty without overrides. Overrides can change keys and values without a
+    change of the weights or of the cache's form."""
     if not config.hf_overrides:
         return ""
     return "-" + blake2b(json.dumps(dict(config.hf_overrides), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def fingerprint(model: Decoder) -> str:
-    """A digest of a model's weights as they are in memory, whatever file they came from.
+    """A digest of a model's weights in memory. It does not depend on the files that they came from.
 
-    For each tensor, three sums of its bits as integers, which do not depend on the order of additions: of all of them,
-    of every second and of every third.
+    It contains three sums for each tensor, whose bits are read as int32: of all numbers, of every second and of every
+    third. Integer sums do not depend on the order of additions.
     """
     digest = blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):

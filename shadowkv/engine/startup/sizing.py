@@ -1,4 +1,7 @@
-"""How much memory a cache gets: what is available, what one sequence needs, and what is left free for prefill."""
+"""Sizes the KV cache: available memory, the demand of a sequence, and the memory left free for prefill and steps.
+
+``loading.py`` calls it when an engine starts, ``plan`` before.
+"""
 
 from __future__ import annotations
 
@@ -27,34 +30,34 @@ from shadowkv.wording import GIB, OutOfMemory, counted
 MIB = 2**20
 
 NUMBERS_BYTES = 4 * 8
-"""Of a prompt's token: its id, its position, and where it is stored."""
+"""Bytes of a prompt token's id, its position, and the numbers of its place in the cache."""
 
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.4}
-"""Share of a GPU's memory, weights included; of a machine's free memory on a CPU."""
+"""Default share of memory: of a GPU's memory, weights included, or of the free host memory on a CPU."""
 
 HOST_SHARE = 0.5
-"""Largest share of the free host memory that values take by default."""
+"""Default limit on the memory for values on the host, as a share of the free host memory."""
 
 SHORTER = 8
-"""Sequences that are so much shorter than the longest one are what memory for windows is shared out for."""
+"""Memory for windows is sized for sequences that are this many times shorter than the longest one."""
 
 WAY_SNAPSHOTS, WAY_GIB = 2, (1, 16)
-"""Host memory for what is in transit between device and disk, where ``kv_offload_gib`` asks for none: that many copies
-of the longest sequence, but within these two bounds in GiB."""
+"""Host memory for copies between device and disk if ``kv_offload_gib`` is 0: this many copies of the longest sequence,
+but at least and at most these numbers of GiB."""
 
 
 def in_gib(count: int) -> str:
-    """Bytes as messages write them."""
+    """Formats a number of bytes as GiB or MiB."""
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / MIB:.2f} MiB"
 
 
 def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
-    """Device bytes that are left free for a prefill at its longest, and one of a block that overtakes it.
+    """Device bytes left free for the longest prefill and a prefill of one block that overtakes it.
 
-    Their residual streams, numbers of their tokens, and keys (before and after RoPE) and values of the layers that are
-    stored together; what a block of tokens takes at its widest; and as much as all keys and values once more, for later
-    turns: those are stored from copies behind the exact tokens that they follow, and where they attend sparsely, all
-    keys and values are rebuilt side by side.
+    It is the sum of: their residual streams and the numbers of their tokens; keys (before and after RoPE) and values of
+    the layers that are stored together; the peak of a block's activations; and keys and values once more, for later
+    turns. A later turn is stored from a copy behind its exact tokens, and if it attends sparsely, all keys and values
+    are rebuilt.
     """
     shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
 
@@ -70,32 +73,32 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
 
 def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
-    """Device bytes of what a block of a prompt's tokens has at the same time, in its attention or in its MLP, besides
-    its rows of the residual stream."""
+    """Peak device bytes of a block's activations, in attention or in the MLP, without its rows of the residual
+    stream."""
     shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
-    # Behind attention the stream is there before and after both of its sums, if a layer is computed at once.
+    # After attention the residual stream exists before and after each of its two sums, if a layer is computed at once.
     in_the_mlp = block * (5 * model.hidden_size + _inner_numbers(model)) * dtype.itemsize
-    queries = shape.num_query_heads * shape.head_dim  # from the projection, normalised or rotated, and attended
+    queries = shape.num_query_heads * shape.head_dim  # three times: projected, normalised or rotated, and attended
     attending = block * (model.hidden_size + 3 * queries + 2 * shape.kv_dim) * dtype.itemsize
     return max(in_the_mlp, attending + (drawing_bytes(shape, block, context) if context > SPARSE_FROM else 0))
 
 
 def _inner_numbers(model: ModelConfig) -> int:
-    """Numbers of a token within an MLP, or within a mixture of experts, that exist at the same time."""
+    """Most numbers of one token that exist at the same time within an MLP or a mixture of experts."""
     dense = 3 * model.intermediate_size if model.has_mlps else 0
     if model.experts is None:
         return dense
     hidden, inner, shared = model.hidden_size, model.experts.intermediate_size, model.experts.shared_size
-    # Rows in the order of experts, before and after the first product; of the second, in that order and in tokens'.
+    # Rows in the order of experts before and after the first product; the second product's rows in both orders.
     routed = max(hidden + 2 * inner, 3 * inner, hidden + inner, 2 * hidden)
-    if model.experts.biases:  # a row of them beside each row of a product
+    if model.experts.biases:  # a row of biases beside each row of a product
         routed = max(routed, hidden + 4 * inner, inner + 2 * hidden)
     routed *= model.experts.routing.per_token
     return max(dense, routed, hidden + 3 * shared)
 
 
 def drawing_bytes(shape: ModelShape, queries: int, keys: int) -> int:
-    """Device bytes of the scores and the lists by which the tiles of ``queries`` draw blocks of ``keys``
+    """Device bytes of the scores and lists with which tiles of ``queries`` queries sample blocks of ``keys`` keys
     (``ops/select_blocks/triton.py``)."""
     tiles, blocks, group = -(-queries // BLOCK), -(-keys // BLOCK), shape.num_query_heads // shape.num_kv_heads
     together = max(1, 128 // (group * SAMPLED))
@@ -105,19 +108,20 @@ def drawing_bytes(shape: ModelShape, queries: int, keys: int) -> int:
 
 
 GRAPH_BYTES = 2**30
-"""An allowance for what CUDA graphs of decode steps keep whatever the batch: their launches, most of it for those that
-are captured at start, workspaces of matrix products, and the activations and scratch of one step, which all share."""
+"""Allowance for the CUDA graphs of decode steps, for any batch size. It covers the graphs' launches (most of it, for
+the graphs captured at start), workspaces of matrix products, and the activations and scratch of one step, which all
+graphs share."""
 
 LOGITS_AT_ONCE = 4
-"""Times that logits of a whole batch exist at once: where graphs leave them, in one of those as a product and in
-float32, those of a mixed pass, and changed ones."""
+"""Number of copies of a whole batch's logits that exist at once: the graphs' output buffer, a graph's product and its
+float32 copy, the logits of a mixed pass, and penalised logits."""
 
 
 def step_bytes(model: ModelConfig, layout: Layout) -> int:
-    """Device bytes that decode steps take for each sequence of the batch, besides ``GRAPH_BYTES``.
+    """Device bytes of decode steps for each sequence of the batch, in addition to ``GRAPH_BYTES``.
 
-    Logits in float32, scratch of sampling, what parts decode of a sequence's state, one layer at a time, and scratch of
-    fetches: as another stream uses it, a graph keeps it for each of its layers.
+    It is the sum of: float32 logits, scratch of sampling, the states that parts decode (one layer at a time), and
+    scratch of fetches. Fetches run on another stream, so a graph keeps their scratch for each of its layers.
     """
     reading = sum(part.reading_bytes() for group in layout.groups for part in group.parts)
     fetching = sum(map(_fetching_bytes, layout.groups))
@@ -125,7 +129,7 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
 
 
 def _fetching_bytes(layout: GroupLayout) -> int:
-    """Scratch of a sequence's fetches in a group of layers."""
+    """Scratch bytes of a sequence's fetches in a group of layers."""
     if not layout.fetched_bytes:
         return 0
     selected = int(layout.spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))
@@ -133,31 +137,31 @@ def _fetching_bytes(layout: GroupLayout) -> int:
 
 
 def _stored(tokens: int, shape: ModelShape) -> int:
-    """Tokens, over all layers, of a prompt of up to ``tokens`` that are stored together."""
+    """Most tokens that are stored together for a prompt of ``tokens`` tokens, summed over layers."""
     return max(tokens, min(TOKENS_AT_ONCE, min(STATES_AT_ONCE, shape.num_layers) * tokens))
 
 
 def storing_bytes(layout: Layout) -> int:
-    """Device bytes that parts take to fit states and to compress pages, one after the other."""
+    """Device bytes for parts that fit states and compress pages, one after the other."""
     tokens = _stored(layout.max_model_len, layout.shape)
     parts = [part for group in layout.groups for part in group.parts]
     return max(max(part.fitting_bytes(tokens), part.compression_bytes()) for part in parts)
 
 
 def tables_bytes(layout: Layout) -> int:
-    """Device bytes of the tables of cosines and sines, float32, for the positions of the longest sequence."""
+    """Device bytes of RoPE's tables of cosines and sines, float32, for the longest sequence."""
     ropes = {group.rope for group in layout.groups}
     return 4 * len(ropes) * layout.max_model_len * layout.shape.head_dim
 
 
 def staging_bytes(layout: Layout) -> int:
-    """Device bytes for layers of the longest sequence on their way to and from host memory, one down and two up
+    """Device bytes for copies between device and host: one layer of the longest sequence to the host, and two back
     (``prefix_cache/copies/mover.py``)."""
     return 3 * layout.snapshot_layer_bytes(layout.max_model_len)
 
 
 def offload_bytes(config: EngineConfig, layout: Layout) -> int:
-    """Host bytes for the prefix cache's copies; 0 if it makes none."""
+    """Host bytes for the prefix cache's copies; 0 without tiers below the device."""
     if config.kv_offload_gib or config.kv_disk_dir is None:
         return int(config.kv_offload_gib * GIB)
     longest = layout.snapshot_bytes(layout.max_model_len)
@@ -166,8 +170,8 @@ def offload_bytes(config: EngineConfig, layout: Layout) -> int:
 
 
 def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool = False) -> int:
-    """Device bytes that are left free for the tables of RoPE, for a prefill and decode steps of up to ``batch``
-    sequences, and for copies of cached prompts to host memory and back if these ``offload``."""
+    """Device bytes left free for RoPE's tables, for a prefill, and for decode steps of ``batch`` sequences; with
+    ``offload`` also for copies of cached prompts between device and host."""
     prefill = prefill_bytes(model, layout.max_model_len, layout.dtype) + storing_bytes(layout)
     return (
         tables_bytes(layout)
@@ -180,7 +184,7 @@ def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """Number of sequences that fit: by the device alone, by the host alone (None: no limit), and by both."""
+    """Number of sequences that fit into the device's memory, into the host's (None is no limit), and into both."""
 
     device: int
     host: int | None
@@ -196,11 +200,13 @@ def largest_batch(
     host_bytes: int | None,
     offload: bool = False,
 ) -> LargestBatch:
-    """Number of sequences, with prompts of ``start`` tokens and room for ``capacity``, that a GPU's engine can hold.
+    """Number of sequences that fit into an engine on a GPU.
 
     Args:
-        device_bytes: what it may use besides the weights.
-        host_bytes: None is unlimited.
+        start: tokens of each prompt.
+        capacity: most tokens of each sequence.
+        device_bytes: device memory without the weights.
+        host_bytes: host memory for values; None is unlimited.
         offload: whether cached prompts are copied to host memory.
     """
     need = layout.demand(start, capacity)
@@ -219,7 +225,7 @@ def largest_batch(
 
 
 def likely_cache_bytes(config: EngineConfig, weights: int, device: torch.device) -> int | None:
-    """Device bytes for sequences, based on the card's total memory, used or not; None where it has none of its own."""
+    """Estimated device bytes for sequences, from the GPU's total memory; None on a CPU."""
     if device.type != "cuda":
         return None
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
@@ -229,15 +235,15 @@ def likely_cache_bytes(config: EngineConfig, weights: int, device: torch.device)
 def size_cache(
     config: EngineConfig, layout: Layout, slots: int, device: torch.device, model: ModelConfig
 ) -> tuple[Blocks, int]:
-    """Blocks of each tier, no more than all slots can use; and the longest sequence those hold.
+    """Blocks of each tier, at most as many as all slots can use, and the longest sequence that fits.
 
-    A requested ``max_model_len`` must fit; the model's own is lowered to what does. Raises MemoryError where not one
-    sequence fits, or where more host memory was requested than is free.
+    A configured ``max_model_len`` must fit; the model's own is halved until it fits. Raises MemoryError if no sequence
+    fits, or if less host memory is free than configured.
     """
     offload, host_free = offload_bytes(config, layout), free_host_bytes()
     if offload > host_free:
         raise OutOfMemory(
-            f"copies of cached prompts would take {in_gib(offload)} of host memory, {in_gib(host_free)} are "
+            f"copies of cached prompts would take {in_gib(offload)} of host memory, {in_gib(host_free)} is "
             f"free. {'Lower' if config.kv_offload_gib else 'Set'} kv_offload_gib",
             config.names(),
         )
@@ -246,11 +252,11 @@ def size_cache(
     host_bytes = int(host_free * HOST_SHARE if config.host_memory_gib is None else config.host_memory_gib * GIB)
 
     def left(layout: Layout) -> int:
-        """Device bytes for pages."""
+        """Device bytes that are left for pages."""
         return max(0, device_bytes - layout.fixed_bytes(slots))
 
     def have(tokens: int) -> Blocks:
-        """Blocks of each tier if sequences have up to ``tokens``."""
+        """Blocks of each tier if sequences have up to ``tokens`` tokens."""
         return _shared_out(layout, tokens, slots, Blocks(device=left(layout.resized(tokens)), host=host_bytes))
 
     longest = layout.max_model_len
@@ -260,18 +266,18 @@ def size_cache(
         size = layout.tier_bytes(_demand(layout, layout.max_model_len))
         raise OutOfMemory(
             f"one sequence of {counted(layout.max_model_len, 'token')} needs "
-            f"{in_gib(size['device'])} of device and {in_gib(size['host'])} of host memory for its KV cache; there "
-            f"are {in_gib(left(layout))} and {in_gib(host_bytes)}{in_use}. Lower max_model_len, max_num_seqs or "
-            "max_cached_seqs, or raise gpu_memory_utilization or host_memory_gib",
+            f"{in_gib(size['device'])} of device and {in_gib(size['host'])} of host memory for its KV cache; "
+            f"{in_gib(left(layout))} and {in_gib(host_bytes)} are available{in_use}. Lower max_model_len, max_num_seqs "
+            "or max_cached_seqs, or raise gpu_memory_utilization or host_memory_gib",
             config.names(),
         )
     need, most = _demand(layout, longest), have(longest)
     blocks = Blocks({kind: min(most[kind], slots * need[kind]) for kind in most})
     taken = layout.tier_bytes(blocks)["host"]
-    if taken > host_free:  # it would be granted, and the process killed later
+    if taken > host_free:  # the system would grant the memory now, and kill the process later
         beside = f" beside the {in_gib(offload)} for copies of cached prompts" if offload else ""
         raise OutOfMemory(
-            f"the KV cache would take {in_gib(taken)} of host memory, {in_gib(host_free)} are free{beside}. "
+            f"the KV cache would take {in_gib(taken)} of host memory, {in_gib(host_free)} is free{beside}. "
             f"Lower host_memory_gib{' or kv_offload_gib' if offload else ''}",
             config.names(),
         )
@@ -279,10 +285,10 @@ def size_cache(
 
 
 def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Blocks:
-    """Blocks of each tier, of ``tiers`` bytes: groups of layers get what they need of sequences of ``tokens``.
+    """Divides the bytes of each tier between groups of layers, in proportion to the demand of sequences of ``tokens``.
 
-    A window takes as much of a shorter sequence, of which there may be more: there is room for as many windows as there
-    is for such sequences.
+    A window takes as much memory for a shorter sequence, and more short sequences fit. So there are as many windows as
+    sequences that are ``SHORTER`` times shorter.
     """
     need = _demand(layout, tokens)
     windows, growing = (
@@ -293,7 +299,8 @@ def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Block
     if windows:
         shorter, each = layout.tier_bytes(_demand(layout, -(-tokens // SHORTER))), layout.tier_bytes(windows)
         fitting = [tiers[tier] // shorter[tier] for tier in tiers if shorter[tier]]
-        beside = [(tiers[tier] - sizes[tier]) // each[tier] for tier in tiers if each[tier]]  # one of the longest
+        # This many windows fit beside one of the longest sequences.
+        beside = [(tiers[tier] - sizes[tier]) // each[tier] for tier in tiers if each[tier]]
         blocks = Blocks({kind: max(1, min(slots, *fitting, *beside)) * count for kind, count in windows.items()})
         rest = tiers - layout.tier_bytes(blocks)
     for kind, count in growing.items():
@@ -305,15 +312,15 @@ def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Block
 def _device_bytes(
     config: EngineConfig, layout: Layout, device: torch.device, model: ModelConfig, host_free: int
 ) -> tuple[int, str]:
-    """Device bytes for a cache, and what else a GPU's memory holds, in words."""
+    """Device bytes for a cache, and a description of the rest of a GPU's memory."""
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
     if device.type != "cuda":
         return int(host_free * share), ""
     free, total = torch.cuda.mem_get_info(device)
     working = working_bytes(model, layout, config.max_num_seqs, offload_bytes(config, layout) > 0)
     return int(total * share) - (total - free) - working, (
-        f" ({in_gib(int(total * share))} of the GPU may be used, {in_gib(total - free)} are in use by all "
-        f"processes, and {in_gib(working)} are left for prefill and decode steps)"
+        f" ({in_gib(int(total * share))} of the GPU can be used, {in_gib(total - free)} is in use by all "
+        f"processes, and {in_gib(working)} is left free for prefill and decode steps)"
     )
 
 
@@ -324,7 +331,7 @@ def _demand(layout: Layout, capacity: int) -> Blocks:
 
 
 def describe_prefixes(config: EngineConfig, layout: Layout) -> str:
-    """The prefix cache's tiers and their sizes."""
+    """Describes the prefix cache's tiers and their sizes."""
     if not config.enable_prefix_caching:
         return "no prefixes"
     tiers = ["prefixes on the device"]

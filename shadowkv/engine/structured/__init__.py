@@ -1,1 +1,1 @@
-"""Output that follows a JSON schema"""
+"""Structured outputs: answers that follow a JSON schema or a grammar"""

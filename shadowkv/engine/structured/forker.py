@@ -1,4 +1,5 @@
-"""The process that the processes of grammars are forked from (``grammar_process.py``), as the engine's sees it."""
+"""``Forker``: starts the process that grammar processes are forked from (``grammar_process.py``). ``GrammarPool`` has
+one."""
 
 from __future__ import annotations
 
@@ -14,24 +15,25 @@ from shadowkv.engine.child_process import ending, start_process
 from shadowkv.engine.structured.vocabulary import Vocabulary
 
 START_SECONDS = 120.0
-"""How long it may take to start: two seconds, and more on a busy machine."""
+"""Time limit for its start, which takes two seconds, and more on a busy machine."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Only a process of one thread may be forked; libraries start others as they are imported."""
+"""Environment for a process with one thread, because only such a process can be forked safely. Without it, libraries
+start threads when they are imported."""
 
 P = TypeVar("P")
 
 
 class Forker(Generic[P]):
-    """Started when it is needed, and again where it has ended.
+    """The forker process. It is started when it is first needed, and again if it has ended.
 
     Args:
-        vocabulary: that grammars are for.
-        module: what runs in it.
+        vocabulary: returns the model's vocabulary, for which grammars are compiled.
+        module: the module that the process runs.
 
     Attributes:
-        connection: to it; None where it does not run.
-        is_ready: whether it forks.
+        connection: the connection to the process; None if it does not run.
+        is_ready: whether the process can fork.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], module: str) -> None:
@@ -42,27 +44,29 @@ class Forker(Generic[P]):
         self.is_ready = False
 
     def start(self) -> Connection:
-        """Starts it; raises OSError where it ends at once."""
-        # Of this process's session: the kernel may schedule sessions by themselves, whatever priorities they have.
+        """Starts the process and returns the connection. Raises OSError if it ends at once."""
+        # It stays in this process's session: the kernel can schedule sessions separately and ignore priorities then.
         self._process, self.connection = start_process(self._module, own_session=False, environment=ONE_THREAD)
         self._began = time.monotonic()
         self.connection.send(self._vocabulary())
         return self.connection
 
     def late_in(self, now: float) -> float | None:
-        """Seconds until it has taken too long to start; None where it does not."""
+        """Seconds that are left for the start; None if the process is not starting."""
         return None if self.connection is None or self.is_ready else self._began + START_SECONDS - now
 
     def fork(self, descriptor: int, asks: P) -> None:
-        """Has it fork a process with a copy of a descriptor."""
+        """Requests the fork of a process that gets a copy of ``descriptor``. ``hear`` returns ``asks`` when it
+        exists."""
         assert self.connection is not None
         self._asked.append(asks)
         send_handle(self.connection, descriptor, None)
 
     def hear(self) -> tuple[P | None, int, int] | None:
-        """Its next message. None: that it is ready; otherwise who asked for a process that it has forked, and its id;
-        or nobody, the id of one that has ended, and its exit code. Raises OSError or EOFError where it has ended
-        itself.
+        """The process's next message.
+
+        None if the forker is ready. For a forked process, the ``asks`` of its request, its id and 0. For an ended
+        process, None, its id and its exit code. Raises OSError or EOFError if the forker itself has ended.
         """
         assert self.connection is not None
         message: int | tuple[int, int] | None = self.connection.recv()
@@ -72,12 +76,12 @@ class Forker(Generic[P]):
         return (self._asked.popleft(), message, 0) if isinstance(message, int) else (None, *message)
 
     def how_it_ended(self) -> str:
-        """For one that has ended by itself."""
+        """Describes how the process has ended by itself."""
         assert self._process is not None
         return ending(self._process)
 
     def end(self) -> None:
-        """Ends it, and all that it has forked."""
+        """Ends the process and all processes that it has forked."""
         if self._process is not None and self.connection is not None:
             self._process.kill()
             self._process.wait()

@@ -1,5 +1,7 @@
-"""Output that follows a JSON schema or other rules: tokens that would violate them are masked (XGrammar,
-arXiv:2411.15100)."""
+"""Constrained decoding: tokens that violate a JSON schema or grammar are masked (XGrammar, arXiv:2411.15100).
+
+``RequestFactory`` makes a ``GrammarConstraint`` for each answer; the sampler applies its masks.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from shadowkv.prefix_cache.protocol import settle
 
 
 class Grammars:
-    """The grammars of one engine's requests; may be used from any thread, and never makes one wait.
+    """The grammars of one engine's requests. Any thread can use it; no method waits.
 
     Attributes:
-        pool: the processes that compile and match them.
+        pool: the processes that compile and match grammars.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: frozenset[int]) -> None:
@@ -35,20 +37,20 @@ class Grammars:
     def compile(
         self, rules: str, one_line: bool = False, effort: Effort | None = None, tenant: str = ""
     ) -> Future[None]:
-        """Has the grammar of a JSON schema (as JSON text), or of other rules (``grammar_text``), compiled.
+        """Starts to compile a JSON schema (as JSON text) or another grammar (``grammar_text``).
 
         Args:
             one_line: as in ``SamplingParams.json_one_line``.
-            effort: that of ``check_schema``, where that has been called; it takes a while for long schemas.
-            tenant: whose turn it takes.
+            effort: the result of ``check_schema``, if it has been called, because it is slow for long schemas.
+            tenant: the tenant whose turn the compilation takes.
 
-        The future raises RequestError where xgrammar is not installed or cannot follow the rules, or nothing can
-        satisfy them; SchemaTimeout where that takes too much.
+        The future raises RequestError if xgrammar is not installed or refuses the grammar, or if no output can satisfy
+        it; SchemaTimeout if compiling takes too much time or memory.
         """
         try:
             if find_spec("xgrammar") is None:
                 raise RequestError(
-                    "JSON output needs xgrammar, which the server lacks: there, pip install xgrammar",
+                    "JSON output needs xgrammar, which is not installed on the server: pip install xgrammar",
                     name_and_param(rules)[1],
                 )
             return self.pool.compile(Grammar(rules, one_line), effort or check_schema(rules).effort, tenant)
@@ -57,17 +59,17 @@ class Grammars:
             return refused
 
     def constraint(self, rules: str, one_line: bool = False, tenant: str = "") -> GrammarConstraint:
-        """An answer that will follow rules that have been compiled."""
+        """A new answer that follows a grammar."""
         return GrammarConstraint(self.pool, next(self._numbers), Grammar(rules, one_line), tenant)
 
 
 class GrammarConstraint:
-    """One answer's place in its grammar, as the engine's thread sees it (``Constraint``) and the pool's (``Answer``).
+    """The grammar state of one answer: ``Constraint`` for the engine thread, ``Answer`` for the pool's thread.
 
-    What may come next is found in the grammar's process, while the engine goes on.
+    The grammar's process computes the masks, while the engine goes on.
 
     Attributes:
-        failure: why it cannot go on; None if it can.
+        failure: why the answer cannot go on; None if it can.
     """
 
     def __init__(self, pool: GrammarPool, number: int, grammar: Grammar, tenant: str) -> None:
@@ -77,44 +79,45 @@ class GrammarConstraint:
 
     @property
     def effort(self) -> Effort:
-        """What compiling its grammar may take, should that be gone by now."""
+        """The effort of compiling the grammar, in case its process has ended."""
         return check_schema(self.grammar.rules).effort
 
     def start(self) -> None:
-        """Has what may come first found, while the engine goes on."""
+        """Starts to compute the mask of the first token, in another process."""
         self._pool.open(self._number, self)
 
     def is_ready(self, seconds: float | None = 0.0) -> bool:
-        """Whether it is known what may come next, or that the answer cannot go on; waits for that so long."""
+        """Whether the next mask is ready or the constraint has failed. Waits up to ``seconds`` for it; None waits
+        without a limit."""
         return self._ready.wait(seconds)
 
     def mask(self, logits: Tensor) -> None:
-        """Sets the logits [V] of tokens that may not come next to -inf, in place, if it is ready and has not failed."""
+        """Sets the logits [V] of forbidden next tokens to -inf, in place, if the mask is ready and has not failed."""
         if self.failure is not None:
             return
         allowed = np.unpackbits(np.frombuffer(self._mask, np.uint8), count=len(logits), bitorder="little")
         logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), float("-inf"))
 
     def accept(self, token: int) -> bool:
-        """Takes the chosen token and has found what may follow; False if it may not come next."""
+        """Adds the chosen token and starts to compute the next mask. False if the grammar forbids the token."""
         if not self._mask[token // 8] >> token % 8 & 1:
             return False
         self._ready.clear()
-        if self.failure is not None:  # since it has been looked at
+        if self.failure is not None:  # the pool's thread has set it in the meantime
             self._ready.set()
         self._pool.accept(self._number, self, token)
         return True
 
     def close(self) -> None:
-        """Says that the answer has ended."""
+        """Ends the constraint, because the answer has ended."""
         self._pool.end(self._number, self)
 
     def may_continue(self, mask: bytes) -> None:
-        """Takes a bit for each token, 1 where it may come next."""
+        """Sets the next mask: a bit for each token, 1 if it is allowed."""
         self._mask = mask
         self._ready.set()
 
     def fail(self, error: RequestError) -> None:
-        """Ends it."""
+        """Ends the answer with an error."""
         self.failure = error
         self._ready.set()

@@ -1,27 +1,28 @@
-"""What the engine's process and those of grammars say to one another (``grammar_pool.py``, ``grammar_process.py``)."""
+"""Messages between the engine's process (``grammar_pool.py``) and the grammar processes (``grammar_process.py``)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 COMPILED, REFUSED, MASK = b"C", b"R", b"M"
-"""First byte of an answer. Behind it: the grammar's bytes of memory, in text; why the compiler refuses it; the tokens
-that may come next, a bit for each."""
+"""First byte of a reply. COMPILED is followed by the grammar's size in bytes, as text; REFUSED by the compiler's
+reason; MASK by the mask of the next token, a bit for each token."""
 
 OUT_OF_MEMORY = 75
-"""Exit code of a process that would need more memory than it may have."""
+"""Exit code of a process that reaches its memory limit."""
 
 
 @dataclass(frozen=True)
 class Compile:
-    """The first message to a process: its grammar, and what it may take.
+    """The first message to a grammar process: its grammar and its limits.
 
     Attributes:
-        rules: a JSON schema or other rules (``grammar_text``).
-        niceness: by how much the priority of compiling it is lower than the engine's.
-        seconds: of the processor, to compile it.
-        match_seconds: of the processor, to accept tokens of an answer and find the next ones.
-        memory: bytes beyond what the process begins with.
+        rules: a JSON schema or another grammar (``grammar_text``).
+        one_line: as in ``SamplingParams.json_one_line``.
+        niceness: niceness of the compilation, relative to the engine's.
+        seconds: limit on the processor time of the compilation.
+        match_seconds: limit on the processor time of one ``Match``.
+        memory: limit on the memory in bytes, beyond that of the new process.
     """
 
     rules: str
@@ -34,10 +35,11 @@ class Compile:
 
 @dataclass(frozen=True)
 class Match:
-    """Asks which tokens may come next in an answer, behind more ``tokens`` of it; the first time its number is new.
+    """Adds tokens to an answer and asks for its next mask. An unknown number starts a new answer.
 
     Attributes:
-        answer: its number; None if only ended ones are told.
+        answer: the answer's number; None if the message only has ``ended``.
+        tokens: the answer's new tokens.
         ended: numbers of answers that have ended.
     """
 

@@ -1,8 +1,8 @@
-"""The processes of grammars, each of which compiles one and matches answers with it (``grammar_process.py``), as the
-engine's process sees them: which is started when, whose turn it is where several take long, and what becomes of the
-answers of one that has ended.
+"""``GrammarPool``: manages the grammar processes, from the engine's process. ``Grammars`` has one.
 
-All of this is done on one thread, which sleeps until a process answers or somebody asks for something.
+Each grammar process compiles one grammar and matches answers with it (``grammar_process.py``). The pool decides when a
+process starts and which slow processes run, and moves the answers of a process that has ended to a new one. All of this
+runs on one thread, which sleeps until a process replies or another thread calls the pool.
 """
 
 from __future__ import annotations
@@ -35,79 +35,76 @@ from shadowkv.prefix_cache.protocol import settle
 from shadowkv.wording import counted
 
 COMPILE_SECONDS: dict[Effort, float] = {"small": 8.0, "medium": 8.0, "large": 30.0}
-"""Processor time that a compilation may take. Usual patterns take milliseconds, those of the longest strings that
-xgrammar follows two seconds; as many states and lengths of strings as a schema may have, 21."""
+"""Limits on the processor time of a compilation. Usual patterns take milliseconds, patterns of the longest strings that
+xgrammar supports two seconds, and a schema with the most allowed states and string lengths 21 s."""
 
 MATCH_SECONDS = 1.0
-"""Processor time that a token of an answer may take. Usual ones take 0.02 to 0.2 ms, 60 alternatives of strings 0.34 s
-where they are all open; a few lines of grammar can ask for hours."""
+"""Limit on the processor time for one token of an answer. Usual tokens take 0.02 to 0.2 ms. 60 alternatives of strings
+take 0.34 s while all of them are possible. A few lines of grammar can take hours."""
 
 MEMORY_BYTES = 2**30
-"""That a process may have beyond the vocabulary."""
+"""Limit on a process's memory, beyond the vocabulary."""
 
 COMPILING: dict[Effort, int] = {"small": 3, "medium": 3, "large": 2}
-"""Compilations at a time."""
+"""Compilations that run at a time, by effort."""
 
 QUICK_SECONDS = 0.01
-"""Work of a process that takes longer is slow: its priority is lowered by ``NICENESS``, and it takes turns."""
+"""Work that takes longer is slow: the process's priority is lowered by ``NICENESS``, and slow processes take turns."""
 
 SLOW_AT_ONCE, TURN_SECONDS = 2, 0.25
-"""Processes with slow work that run at a time, and how long each one's turn is while others wait for theirs."""
+"""Slow processes that run at a time, and the length of a turn while other slow processes wait."""
 
 NICENESS = 19
-"""By how much the priority of slow work and of compilations is lowered: as far as it goes. Where the engine computes
-with as many threads as there are cores, a step waits for the one whose core is shared."""
+"""Niceness of slow work and of compilations: the maximum. If the engine has a thread on each core, its step waits for
+the thread that shares its core with such work."""
 
 KEPT_BYTES = 2**28
-"""Memory of the processes that are kept although nobody uses their grammars."""
+"""Limit on the memory of processes that are kept although their grammars are unused."""
 
 PROCESS_BYTES = 2**22
-"""Memory of a process beside its grammar."""
+"""Estimated memory of a process without its grammar."""
 
 ENDED = 16
-"""Ended answers that a process which has nothing else to do is told of at a time: each takes memory there."""
+"""An idle process is told of ended answers when there are this many. Each takes memory in the process."""
 
 REMEMBERED = 4_096
-"""Grammars that were too costly, and are refused at once the next time."""
+"""Number of grammars that are remembered as too costly. They are refused at once the next time."""
 
 MAX_DEATHS = 3
-"""Processes that an answer may lose through no fault of its own."""
+"""Number of processes that can end under an answer, without its fault, before the answer fails."""
 
 SHUT_DOWN = "the engine is being shut down"
-FAILED = "what follows grammars here has failed; the log has the details"
+FAILED = "grammar matching has failed on this server; the log has the details"
 
 
 class Grammar(NamedTuple):
-    """A JSON schema or other rules (``grammar_text``), and ``SamplingParams.json_one_line``."""
+    """A JSON schema or another grammar (``grammar_text``), and ``SamplingParams.json_one_line``."""
 
     rules: str
     one_line: bool
 
 
 class Answer(Protocol):
-    """An answer that follows a grammar. What is called on it is called on the pool's thread.
-
-    Attributes:
-        grammar, tenant: its own, and who pays for it.
-    """
+    """An answer of a ``tenant`` that follows a ``grammar``. The pool's thread calls its methods."""
 
     grammar: Grammar
     tenant: str
 
     @property
     def effort(self) -> Effort:
-        """What compiling its grammar may take."""
+        """The effort of compiling the grammar."""
 
     def may_continue(self, mask: bytes) -> None:
-        """Takes a bit for each token, 1 where it may come next."""
+        """Sets the next mask: a bit for each token, 1 if it is allowed."""
 
     def fail(self, error: RequestError) -> None:
-        """Ends it."""
+        """Ends the answer with an error."""
 
 
 @dataclass(eq=False)
 class _Matched:
-    """An answer, the tokens that its process does not have yet, and all of them, should it lose that process."""
+    """An answer that a process matches: its tokens that the process has not got yet (``new``), all its tokens, and the
+    number of processes that have ended under it, without its fault (``deaths``)."""
 
     answer: Answer
     new: list[int] = field(default_factory=list)
@@ -120,12 +117,16 @@ class _Process:
     """The process of one grammar.
 
     Attributes:
-        tenants: that have asked for it; the first pays for compiling it.
-        waiters: are told once it has compiled.
-        matched: the answers that it matches, by their numbers.
-        ended: numbers of answers that it is to forget.
-        owed: those that wait for their next tokens, ``current`` not among them.
-        began, had: when it began with what it did last, and the processor time that it had had by then, in seconds.
+        tenants: the tenants that have requested it. The first pays for the compilation.
+        waiters: futures that are settled when the grammar is compiled.
+        matched: the answers that it matches, by number.
+        ended: numbers of ended answers that it must drop.
+        owed: numbers of the answers that wait for a mask, without ``current``.
+        current: number of the answer whose mask it computes; None if it computes none.
+        pid: its process id; None before the fork and after the end.
+        bytes: its memory when compiled.
+        began: time at which its newest work began, in seconds.
+        had: its processor time at ``began``, in seconds.
     """
 
     grammar: Grammar
@@ -145,45 +146,45 @@ class _Process:
 
     @property
     def pays(self) -> str:
-        """The tenant that what it is doing is for."""
+        """The tenant that pays for its current work."""
         found = None if self.current is None else self.matched.get(self.current)
         return self.tenants[0] if found is None else found.answer.tenant
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody waits for it or uses it."""
+        """Whether an answer uses it or a future waits for it."""
         return bool(self.matched) or any(not waiter.done() for waiter in self.waiters)
 
     def signal(self, number: int) -> None:
-        """Sends it a signal; it may have ended."""
+        """Sends the process a signal, unless it has ended."""
         if self.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def seconds(self) -> float:
-        """Processor time that it has had, of Linux's clock for its id; 0 where it has ended, and elsewhere."""
+        """Processor time of the process, from Linux's clock for its id; 0 if it has ended, and on other systems."""
         if self.pid is not None:
             with suppress(OSError):
                 return time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid(3)
         return 0.0
 
     def is_slow(self, now: float) -> bool:
-        """Whether what it does takes long, which is not only waiting for a processor."""
+        """Whether its current work has taken long, both in time and in processor time."""
         return self.pid is not None and now - self.began >= QUICK_SECONDS <= self.seconds() - self.had
 
     def lower_priority(self, by: int) -> None:
-        """Lowers its priority; to raise it again is not everybody's right."""
+        """Sets its niceness to the engine's plus ``by``. An unprivileged user cannot raise a priority again."""
         if self.pid is not None:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + by)
 
 
 class GrammarPool:
-    """The processes of grammars, started when they are needed; may be used from any thread.
+    """The grammar processes, which are started when needed. Any thread can call the public methods.
 
     Args:
-        vocabulary: that the grammars are for.
-        module: what runs in the process that others are forked from.
+        vocabulary: returns the model's vocabulary, for which grammars are compiled.
+        module: the module of the process that grammar processes are forked from.
     """
 
     def __init__(
@@ -208,8 +209,9 @@ class GrammarPool:
     # -- from any thread ---------------------------------------------------------------------------------------------
 
     def compile(self, grammar: Grammar, effort: Effort, tenant: str) -> Future[None]:
-        """Has a grammar compiled, which is kept for a while. The future raises RequestError where the compiler refuses
-        it, SchemaTimeout where it takes too much or the pool is closed; cancelling it ends what nobody waits for."""
+        """Starts to compile a grammar, which is then kept for a while. The future raises RequestError if the compiler
+        refuses it, SchemaTimeout if it takes too much time or memory or the pool is closed. Cancelling the future ends
+        the compilation if no other future waits for it."""
         compiled: Future[None] = Future()
         if self._do(partial(self._compile, grammar, effort, tenant, compiled)):
             compiled.add_done_callback(lambda done: self._do(self._end_unwanted) if done.cancelled() else None)
@@ -218,21 +220,21 @@ class GrammarPool:
         return compiled
 
     def open(self, number: int, answer: Answer) -> None:
-        """Begins an answer under a number of its own, which is soon told what may come first."""
+        """Starts an answer under a new number. The answer soon gets its first mask."""
         if not self._do(partial(self._match, number, _Matched(answer))):
             answer.fail(not_followed(self._why_closed, answer.grammar.rules))
 
     def accept(self, number: int, answer: Answer, token: int) -> None:
-        """Takes an answer's next token; it is soon told what may come behind that."""
+        """Adds an answer's next token. The answer soon gets its next mask."""
         if not self._do(partial(self._accept, number, answer.grammar, token)):
             answer.fail(not_followed(self._why_closed, answer.grammar.rules))
 
     def end(self, number: int, answer: Answer) -> None:
-        """Forgets an answer."""
+        """Drops an answer that has ended."""
         self._do(partial(self._end, number, answer.grammar))
 
     def close(self) -> None:
-        """Ends the processes; what is waited for is refused."""
+        """Ends the processes. Pending compilations and answers fail."""
         with self._lock:
             if self._closed or self._thread is None:
                 self._closed = True
@@ -242,7 +244,7 @@ class GrammarPool:
         self._thread.join()
 
     def _do(self, command: Callable[[], None]) -> bool:
-        """Has the thread do something, unless the pool is closed."""
+        """Runs a command on the pool's thread. Returns False if the pool is closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -253,7 +255,7 @@ class GrammarPool:
         return True
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # it has not read what woke it before
+        with suppress(BlockingIOError):  # the socket is full, so the thread is being woken already
             self._wakes.send(b"!")
 
     def _start(self) -> None:
@@ -301,8 +303,8 @@ class GrammarPool:
             process.waiters.append(compiled)
 
     def _process(self, grammar: Grammar, tenant: str, effort: Callable[[], Effort]) -> _Process:
-        """The process of a grammar, which is to be started where there is none; it is the last to go from now on. One
-        that several tenants wait for starts when it is the turn of any of them."""
+        """The process of a grammar, queued to start if there is none, and now the most recently used one. If several
+        tenants wait for it, it starts at the turn of any of them."""
         process = self._grammars.pop(grammar, None) or _Process(grammar, effort())
         self._grammars[grammar] = process
         if process.connection is None and tenant not in process.tenants:
@@ -317,7 +319,7 @@ class GrammarPool:
             self._give_work(process)
 
     def _process_of(self, answer: Answer) -> _Process | None:
-        """The process that is to match an answer; None where its grammar is refused, which it is told."""
+        """The process for an answer; None if the grammar is known as too costly, in which case the answer fails."""
         if reason := self._known(answer.grammar, answer.tenant):
             answer.fail(too_costly(reason, answer.grammar.rules))
             return None
@@ -326,7 +328,7 @@ class GrammarPool:
     def _accept(self, number: int, grammar: Grammar, token: int) -> None:
         process = self._grammars.get(grammar)
         if process is None or number not in process.matched:
-            return  # it has failed
+            return  # the answer has failed
         matched = process.matched[number]
         matched.tokens.append(token)
         matched.new.append(token)
@@ -343,8 +345,8 @@ class GrammarPool:
         self._end_unwanted()
 
     def _known(self, grammar: Grammar, tenant: str) -> str | None:
-        """Why a grammar is refused: it was too costly to compile, or to match in an answer of this tenant's. What an
-        answer of one tenant has made costly need not be so for others."""
+        """Why a grammar is refused; None if it is not. It is refused if it was too costly to compile, or to match in an
+        answer of this tenant: an answer of another tenant need not be as costly."""
         digest = _digest(grammar)
         return self._too_costly.get((None, digest)) or self._too_costly.get((tenant, digest))
 
@@ -376,7 +378,7 @@ class GrammarPool:
 
     def _fork(self, process: _Process) -> None:
         ours, theirs = socket.socketpair()
-        with theirs, suppress(OSError):  # it has ended, which will be told
+        with theirs, suppress(OSError):  # the forker has ended, which _hear_forker handles
             self._forker.fork(theirs.fileno(), process)
         process.connection = Connection(ours.detach())
         self._works(process)
@@ -385,26 +387,26 @@ class GrammarPool:
         self._send(process, Compile(*process.grammar, NICENESS, seconds, MATCH_SECONDS, MEMORY_BYTES))
 
     def _send(self, process: _Process, message: Compile | Match) -> None:
-        """Only to one that waits for it: another may be stopped, and would keep this thread waiting."""
+        """Sends a message to a process that waits for one. A stopped process would block this thread."""
         assert process.connection is not None
-        with suppress(OSError):  # it has ended, which will be told
+        with suppress(OSError):  # the process has ended, which _hear_forker handles
             process.connection.send(message)
 
     def _hear(self, process: _Process) -> None:
-        """Takes a process's answer. Its end is told by the one that it was forked from."""
+        """Handles a reply of a process. The forker reports the process's end."""
         if process.connection is None:
-            return  # it was ended just now
+            return  # the process was ended in the meantime
         try:
             answer = process.connection.recv_bytes()
         except (EOFError, OSError):
-            with suppress(KeyError):  # heard before
+            with suppress(KeyError):  # unregistered before
                 self._selector.unregister(process.connection)
             return
         kind, rest = answer[:1], answer[1:]
         self._busy.discard(process)
         if process in self._slow:
             process.lower_priority(0)
-            process.signal(signal.SIGCONT)  # it may have been stopped since it has answered
+            process.signal(signal.SIGCONT)  # it can have been stopped after its reply
         if not process.compiled:
             self._queued[process.effort].had(process.tenants[0])
         if kind == REFUSED:
@@ -436,8 +438,8 @@ class GrammarPool:
             process.matched[number].new = []
 
     def _end_unwanted(self) -> None:
-        """Ends compilations that nobody waits for any more, and the processes that were used least recently, where
-        those without use take more memory than they may."""
+        """Ends compilations for which no future waits. If unused processes take more than ``KEPT_BYTES``, it ends the
+        least recently used ones."""
         unused = [process for process in self._grammars.values() if not process.is_wanted]
         over = sum(process.bytes for process in unused) - KEPT_BYTES
         for process in unused:
@@ -453,7 +455,7 @@ class GrammarPool:
             self._queued[process.effort].remove(tenant, process)
 
     def _give_up(self, process: _Process, error: RequestError, no_fault: str | None = None) -> None:
-        """Tells everybody that there will be no such grammar; ``no_fault`` says why where that is not its."""
+        """Fails all futures and answers of a process. ``no_fault`` is the reason if the grammar is not at fault."""
         self._forget(process)
         for waiter in process.waiters:
             settle(waiter, error)
@@ -466,7 +468,7 @@ class GrammarPool:
         self._busy.add(process)
 
     def _share_out(self, now: float) -> float | None:
-        """Has slow work take turns; returns in how many seconds that is to be looked at again."""
+        """Lets slow processes take turns. Returns the seconds until the next call is due; None if none is."""
         slow = {process for process in self._busy if process.is_slow(now)}
         due = [QUICK_SECONDS] if any(process.pid for process in self._busy - slow) else []
         for process in slow - self._slow:
@@ -485,11 +487,11 @@ class GrammarPool:
                 self._not_started("it takes too long")
         return max(0.0, min(due)) if due else None
 
-    # -- what ends, on the thread ------------------------------------------------------------------------------------
+    # -- ends of processes, on the thread ----------------------------------------------------------------------------
 
     def _hear_forker(self) -> None:
         if self._forker.connection is None:
-            return  # it was ended just now
+            return  # the forker was ended in the meantime
         try:
             message = self._forker.hear()
         except (EOFError, OSError):
@@ -506,20 +508,20 @@ class GrammarPool:
         process, pid, code = message
         if process is not None:
             process.pid, self._by_pid[pid] = pid, process
-            if self._grammars.get(process.grammar) is not process:  # by now nobody wants it
+            if self._grammars.get(process.grammar) is not process:  # it was dropped in the meantime
                 process.signal(signal.SIGKILL)
         elif (ended := self._by_pid.pop(pid, None)) is not None:
             if ended in self._busy and ended.connection is not None and ended.connection.poll():
-                self._hear(ended)  # its last answer: both may be there at once
+                self._hear(ended)  # its last reply, which can arrive together with its end
             self._has_ended(ended, code, f"exit code {code}" if code >= 0 else signal.Signals(-code).name)
 
     def _not_started(self, how: str) -> None:
         self._end_forker()
-        self._refuse_all(f"a process for it has not started ({how})")
+        self._refuse_all(f"the grammar process has not started ({how})")
 
     def _end_forker(self) -> None:
         if self._forker.connection is not None:
-            with suppress(KeyError):  # it has not been registered
+            with suppress(KeyError):  # the connection was not registered
                 self._selector.unregister(self._forker.connection)
         for process in self._by_pid.values():
             process.signal(signal.SIGKILL)
@@ -540,10 +542,11 @@ class GrammarPool:
             process.connection, process.pid = None, None
 
     def _has_ended(self, process: _Process, code: int | None, how: str) -> None:
-        """Sees to those who need a process that has ended, with an exit code; None where all have, with the forker."""
+        """Moves the answers of an ended process to a new one, or fails them. ``code`` is the exit code; None if all
+        processes have ended with the forker."""
         self._disconnect(process)
         if self._grammars.get(process.grammar) is not process:
-            return  # nobody needs it
+            return  # it is not used any more
         number, reason, rules = process.current, _reason(code, how, process), process.grammar.rules
         too_much = code in (-signal.SIGPROF, OUT_OF_MEMORY)
         if not process.compiled:
@@ -558,14 +561,14 @@ class GrammarPool:
         owed = {*process.owed.clear(), number}
         if too_much and number is not None and number in process.matched:
             answer = process.matched.pop(number).answer
-            if code != OUT_OF_MEMORY or not process.matched:  # memory is that of all its answers
+            if code != OUT_OF_MEMORY or not process.matched:  # all answers of a process share its memory
                 self._remember(process.grammar, answer.tenant, reason)
             answer.fail(too_costly(reason, rules))
         for number, matched in process.matched.items():
             self._go_on(number, matched, number in owed, reason)
 
     def _go_on(self, number: int, matched: _Matched, owed: bool, reason: str) -> None:
-        """Goes on with an answer in another process."""
+        """Continues an answer in another process."""
         matched.deaths += 1
         answer = matched.answer
         if matched.deaths > MAX_DEATHS:
@@ -581,8 +584,8 @@ class GrammarPool:
 
 
 def _reason(code: int | None, how: str, process: _Process) -> str:
-    """Why a process has ended."""
-    what = "finding what may come next takes" if process.compiled else "compiling it takes"
+    """Describes why a process has ended."""
+    what = "matching the answer takes" if process.compiled else "compiling it takes"
     if code == -signal.SIGPROF:
         seconds = MATCH_SECONDS if process.compiled else COMPILE_SECONDS[process.effort]
         return f"{what} more than {counted(round(seconds), 'second')}"

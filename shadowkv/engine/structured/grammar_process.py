@@ -1,12 +1,13 @@
-"""``python -m shadowkv.engine.structured.grammar_process FD``: the process that grammars' processes are forked from.
+"""The forker process, and the grammar processes that are forked from it.
 
-A grammar may take forever to compile or to match, and neither can be interrupted, so each has a process of its own,
-which ends at a limit of processor time or memory. Forked from one that has the library and the vocabulary, it starts
-within milliseconds and shares their memory.
+``forker.py`` starts it as ``python -m shadowkv.engine.structured.grammar_process FD``. A grammar can take forever to
+compile or to match, and neither can be interrupted. So each grammar has its own process, which ends at a limit of
+processor time or memory. The forker has loaded the library and the vocabulary, so a forked process starts within
+milliseconds and shares their memory.
 
-FD is the socket to the engine's process (``grammar_pool.py``), which sends a vocabulary first, and then one end of a
-socket for each process that is to be forked. Its process id is the answer; how it has ended is told later. All of
-them end with this one, and this one with the engine's.
+FD is the socket to the engine's process (``grammar_pool.py``). The engine sends a vocabulary first, then one end of a
+socket for each process to fork. The forker replies with the process id, and later reports the process's end. The
+grammar processes end with the forker, and the forker ends with the engine's process.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ if TYPE_CHECKING:
     import xgrammar
 
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+"""Option of prctl(2): the signal that a process gets when its parent ends."""
 
 
 def main(descriptor: int) -> int:
-    """Forks processes until the connection is closed; returns the exit code."""
+    """Forks processes until the connection is closed. Returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to a whole service: the engine's process sees to it
+        signal.signal(number, signal.SIG_IGN)  # a whole service gets the signal; the engine's process handles it
     engine, children = Connection(descriptor), set[int]()
     try:
         vocabulary: Vocabulary = engine.recv()
         info = vocabulary.info()
         allowed = vocabulary.without_control_characters()
-        gc.freeze()  # a collection in a fork would copy all of it
+        gc.freeze()  # a garbage collection in a fork would copy all shared memory
         ended, wakes = socket.socketpair()
         for end in (ended, wakes):
             end.setblocking(False)
@@ -72,7 +73,7 @@ def main(descriptor: int) -> int:
                 asked, forker = recv_handle(engine), os.getpid()
                 if (pid := os.fork()) == 0:
                     _end_with(forker)
-                    children.clear()  # they are not its own to end
+                    children.clear()  # these are the forker's children, which this process must not end
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     for other in (engine, ended, wakes, selector):
@@ -90,7 +91,7 @@ def main(descriptor: int) -> int:
 
 
 def _end_with(forker: int) -> None:
-    """Has this process end with the one that it was forked from, which may have ended by now."""
+    """Makes this process end with the forker, which can have ended by now."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != forker:
@@ -106,7 +107,7 @@ def _reap() -> list[tuple[int, int]]:
 
 
 def _serve(engine: Connection, info: xgrammar.TokenizerInfo, allowed: bytes) -> NoReturn:
-    """Compiles one grammar and matches answers with it, in a process of its own."""
+    """Runs a grammar process: compiles one grammar and matches answers with it."""
     try:
         asked: Compile = engine.recv()
         _limit_memory(asked.memory)
@@ -126,15 +127,15 @@ def _serve(engine: Connection, info: xgrammar.TokenizerInfo, allowed: bytes) -> 
             engine.send_bytes(MASK + mask)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
-    except (OSError, EOFError):  # the engine has no more use for it
+    except (OSError, EOFError):  # the engine has closed the connection
         os._exit(0)
 
 
 class _Matchers:
-    """Where answers are in one grammar.
+    """The states of all answers in one grammar.
 
     Args:
-        allowed: bits of the tokens that may come at all; None for all of them.
+        allowed: bits of the tokens that can ever be allowed; None for all tokens.
     """
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, allowed: bytes | None) -> None:
@@ -146,7 +147,8 @@ class _Matchers:
         self._allowed = None if allowed is None else np.frombuffer(allowed, np.int32)
 
     def mask(self, answer: int, tokens: list[int]) -> bytes:
-        """Bits of the tokens that may come next; none where an answer is at its end, or has left the grammar."""
+        """Adds tokens to an answer and returns its next mask, a bit for each token. All bits are 0 if the answer is at
+        its end, or if its tokens violate the grammar."""
         if (matcher := self._matchers.get(answer)) is None:
             matcher = self._matchers[answer] = self._new()
         if not all(map(matcher.accept_token, tokens)) or matcher.is_terminated():
@@ -156,14 +158,14 @@ class _Matchers:
         return (bits if self._allowed is None else bits & self._allowed).tobytes()
 
     def forget(self, answers: list[int]) -> None:
-        """Forgets answers that have ended; some may never have come."""
+        """Drops answers that have ended. Unknown numbers are ignored."""
         for answer in answers:
             self._matchers.pop(answer, None)
 
 
 @contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Ends the process by SIGPROF where what is done within takes longer, waiting not counted."""
+    """A context that ends the process by SIGPROF if it takes more processor time than ``seconds``."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -171,7 +173,8 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _low_priority(by: int) -> Iterator[ThreadPoolExecutor]:
-    """A thread whose priority is lower than this process's, to which not everybody may return."""
+    """A thread with a lower priority than this process. An unprivileged process could not raise its own priority
+    again."""
 
     def lower() -> None:
         with suppress(OSError):
@@ -182,7 +185,7 @@ def _low_priority(by: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def _limit_memory(more: int) -> None:
-    """Limits this process's address space to what it has and ``more`` bytes, where the platform tells that."""
+    """Limits this process's address space to its current size plus ``more`` bytes, on platforms with /proc."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -1,4 +1,4 @@
-"""What a JSON schema requires of the grammar compiler: its limits, its cost, and whether anything can satisfy it."""
+"""Checks JSON schemas before compilation: size limits, estimated cost, and whether any JSON can satisfy them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shadowkv.engine.request import RequestError, SchemaTimeout
 from shadowkv.grammar_text import grammar_kind
 
 ANY_JSON: dict[str, Any] = {}
-"""The schema that any JSON object or value satisfies."""
+"""The schema that any JSON value satisfies."""
 
 MAX_SCHEMA_CHARS = 2**17
 MAX_SCHEMA_DEPTH = 200
-"""Compile time grows with the square of both (half a second here, 15 seconds at 900 levels), cannot be interrupted, and
-a chain of 20,000 references overflows the compiler's stack."""
+"""Compile time grows with the square of characters and depth: half a second at these limits, 15 seconds at 900 levels.
+It cannot be interrupted. A chain of 20,000 references overflows the compiler's stack."""
 
 MAX_SCHEMA_STATES = 8_000
-"""Repetitions of patterns and strings are compiled state by state, each with a mask over the vocabulary, which takes
-one or two milliseconds: a pattern of 60 characters can ask for millions."""
+"""Repetitions in patterns and strings are compiled state by state. Each state has a mask over the vocabulary, which
+takes one or two milliseconds. A pattern of 60 characters can have millions of states."""
 
 SMALL_CHARS, SMALL_STATES = 4_000, 50
 MEDIUM_CHARS, MEDIUM_STATES = 8_000, 300
@@ -33,32 +33,32 @@ UNBOUNDED: dict[str, type | tuple[type, ...]] = {
     "minProperties": (int, float),
     "maxProperties": (int, float),
 }
-"""Keys, with the types of their values, whose cost is not known before compilation: a short regular expression may
-have millions of ways to read one token of several letters (where tokens are bytes, the same ones take milliseconds),
-and counted properties are compiled for each count."""
+"""Keys whose cost is not known before compilation, with the types of their values. A short regular expression can have
+millions of ways to read one token of several letters; if tokens are bytes, it takes milliseconds. Counted properties
+are compiled once for each count."""
 
 LOG_PREFIX = re.compile(r"^.*(Check failed: (\(.*?\) is false: )?|\.(cc|h):\d+: )", re.DOTALL)
-"""Time, source file and condition before the compiler's message."""
+"""The prefix of the compiler's messages: time, source file and condition."""
 
 Effort = Literal["small", "medium", "large"]
-"""What compiling a schema takes: a second at the most; seconds, or forever, although it is short; half a minute, or
-forever."""
+"""Estimated time of a compilation. ``small``: at most a second. ``medium``: a short schema that takes seconds, or
+forever. ``large``: half a minute, or forever."""
 
 LISTED_ITEMS = re.compile(r'"items"\s*:\s*\[')
 DATA = ("const", "enum", "default", "examples")
-"""Keys whose values are no schemas."""
+"""Keys whose values are data, not schemas."""
 
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keys whose values are schemas by names, which may be any words."""
+"""Keys whose values are objects of schemas by name. A name can equal a key of JSON Schema."""
 
 LONGEST_STRING = 1_000
-"""States of a string, however long it may be."""
+"""Most states of a string with a length limit; longer limits have no more states."""
 
 MAX_REASON_CHARS = 300
 MAX_QUOTED_CHARS = 80
 
 HUGE, DIGITS = 10**9, 9
-"""More than is ever allowed."""
+"""A number above all limits, and its digits: larger numbers are cut off."""
 
 TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(?P<least>[0-9]+)(?:,(?P<most>[0-9]*))?\}|.", re.DOTALL)
 """A token of a regular expression: an escape, a set, a counted repetition, or any other character."""
@@ -66,8 +66,14 @@ TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(?P<least>[0-9]+)(?:,(?P<most>[
 
 @dataclass(frozen=True)
 class SchemaCost:
-    """What is known about a schema before compilation: about how many states it takes, whether any JSON follows,
-    and whether all of its cost is known."""
+    """The estimated cost of a schema before compilation.
+
+    Attributes:
+        chars: its length.
+        states: about how many states its repetitions have.
+        anything: whether any JSON value satisfies it.
+        bounded: whether all of its cost is known.
+    """
 
     chars: int
     states: int
@@ -76,7 +82,7 @@ class SchemaCost:
 
     @property
     def effort(self) -> Effort:
-        """What compiling it may take."""
+        """The estimated time of the compilation."""
         if self.chars > MEDIUM_CHARS or self.states > MEDIUM_STATES:
             return "large"
         is_small = self.bounded and self.chars <= SMALL_CHARS and self.states <= SMALL_STATES
@@ -84,44 +90,47 @@ class SchemaCost:
 
 
 def refusal(reason: str, rules: str = "{}") -> RequestError:
-    """What a client is told about a schema, or other ``rules``, that cannot be followed."""
+    """The error for a schema or grammar ``rules`` that cannot be followed."""
     what, param = name_and_param(rules)
     return RequestError(f"the {what} cannot be followed: {reason[:MAX_REASON_CHARS]}", param)
 
 
 def too_costly(reason: str, rules: str) -> SchemaTimeout:
-    """What a client is told about rules that take too much."""
-    other = "a simpler one" if grammar_kind(rules) else "simpler patterns, or fewer properties to be counted"
+    """The error for a schema or grammar that takes too much time or memory."""
+    other = "a simpler one" if grammar_kind(rules) else "simpler patterns, or fewer properties to count"
     told = refusal(f"{reason}; use {other}", rules)
     return SchemaTimeout(str(told), told.param)
 
 
 def not_compiled(reason: str, rules: str) -> SchemaTimeout:
-    """What a client is told where that is not due to the rules."""
+    """The error for a schema or grammar that was not compiled for a reason of the server's."""
     what, param = name_and_param(rules)
     return SchemaTimeout(f"the {what} was not compiled: {reason}", param)
 
 
 def not_followed(reason: str, rules: str) -> RequestError:
-    """Why an answer cannot go on where that is not due to the rules."""
+    """The error for an answer that cannot go on for a reason of the server's."""
     what, param = name_and_param(rules)
     return RequestError(f"the {what} is not followed any more: {reason}", param)
 
 
 def name_and_param(rules: str) -> tuple[str, str]:
-    """What clients know a schema or other rules as, and the parameter that has them."""
+    """The name of a schema or grammar in error messages, and the request's parameter that holds it."""
     other = grammar_kind(rules)
     return ("JSON schema", "response_format") if other is None else (other[0].replace("_", " "), "structured_outputs")
 
 
 def compiler_reason(error: Exception) -> str:
-    """Why the compiler refuses rules, in its words."""
+    """The compiler's reason for refusing a grammar."""
     return LOG_PREFIX.sub("", str(error)).strip() or "xgrammar gives no reason; simpler patterns may do"
 
 
 def check_schema(schema: str) -> SchemaCost:
-    """Raises RequestError for a schema (as JSON text) that is too large or that nothing can satisfy; of other rules
-    (``grammar_text``) but texts to choose from nothing but their length is known."""
+    """Checks a schema (as JSON text) or another grammar (``grammar_text``) and estimates its cost.
+
+    Raises RequestError if it is too large or no JSON can satisfy it. For other grammars only the length is checked, and
+    their cost is unknown, except for a choice of texts.
+    """
     if (other := grammar_kind(schema)) is not None:
         if len(schema) > MAX_SCHEMA_CHARS:
             raise refusal(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported", schema)
@@ -153,16 +162,17 @@ def _check(schema: str) -> SchemaCost:
     states = sum(_states(*one) for one in repeated)
     if states > MAX_SCHEMA_STATES:
         raise ValueError(
-            f"its patterns and lengths of strings take about {states} states, {MAX_SCHEMA_STATES} are supported; "
+            f"its patterns and string lengths need about {states} states, {MAX_SCHEMA_STATES} are supported; "
             "use fewer or shorter repetitions"
         )
     if not _has_answer(rules):
-        raise ValueError("no finite JSON follows it: it requires itself again and again, or one of no alternatives")
+        raise ValueError("no finite JSON can satisfy it: it requires itself endlessly, or one of no alternatives")
     return SchemaCost(len(schema), states, bool(rules == ANY_JSON), bounded)
 
 
 def _repeated(rules: dict[str, Any]) -> set[tuple[Any, ...]]:
-    """The parts of a schema that are compiled state by state; equal ones in a document are compiled once."""
+    """The patterns and string lengths of a schema object, which are compiled state by state. Equal ones in a document
+    are compiled once."""
     lengths = tuple(n for key in ("minLength", "maxLength") if isinstance(n := rules.get(key), int | float))
     patterns = rules.get("patternProperties")
     names = [*patterns] if isinstance(patterns, dict) else []
@@ -200,8 +210,8 @@ def unrolled(pattern: str) -> int:
 
 
 def with_prefix_items(schema: str) -> str:
-    """A schema (as JSON text) in which lists of ``items``, of drafts of JSON Schema before 2020-12, have the name that
-    the compiler knows: ``prefixItems``."""
+    """A schema (as JSON text) with lists of ``items`` renamed to ``prefixItems``, which the compiler knows. Drafts of
+    JSON Schema before 2020-12 have lists of ``items``."""
     return json.dumps(_with_prefix_items(json.loads(schema))) if LISTED_ITEMS.search(schema) else schema
 
 
@@ -228,16 +238,16 @@ def _children(value: Any) -> list[Any]:
 
 
 def _check_reference(reference: Any) -> None:
-    # The compiler would accept anything.
+    # The compiler would accept any reference.
     if isinstance(reference, str) and reference != "#" and not reference.startswith("#/"):
         raise ValueError(f"$ref {reference[:MAX_QUOTED_CHARS]!r} must be '#' or begin with '#/'")
 
 
 def _has_answer(rules: Any) -> bool:
-    """Whether some finite JSON satisfies ``rules``.
+    """Whether some finite JSON satisfies the schema ``rules``.
 
-    Each of its parts is looked at once: when one has an answer, it counts for those that wait for it, whatever the
-    order and number of references between them.
+    Each part is visited once. When a part has an answer, the parts that need it are updated, so the order and number of
+    references do not matter.
     """
     missing: dict[int, int] = {}
     waiting: dict[int, list[int]] = {}
@@ -261,7 +271,8 @@ def _has_answer(rules: Any) -> bool:
 
 
 def _needs(rules: Any, one: Any) -> tuple[int, list[Any]]:
-    """How many of which parts must have an answer for ``one`` to have one; none where that cannot be determined."""
+    """The parts that ``one`` depends on, and how many of them must have an answer for ``one`` to have one. 0 if that
+    cannot be determined."""
     if not isinstance(one, dict):
         return int(one is False), []
     if "$ref" in one:
@@ -282,7 +293,8 @@ def _needs(rules: Any, one: Any) -> tuple[int, list[Any]]:
 
 
 def _resolve(rules: Any, reference: str) -> Any:
-    """What ``#/path`` points at; True (any JSON) if it is not found: that is for the compiler to refuse."""
+    """The schema that ``#/path`` points at; True (any JSON) if it is not found, because the compiler refuses it
+    later."""
     for name in reference[1:].split("/")[1:]:
         if not isinstance(rules, dict) or name not in rules:
             return True

@@ -1,4 +1,4 @@
-"""Time shared by tenants' work that runs for long: by turns of those that have had least of it."""
+"""``Turns``: time slices for long-running work, fair between tenants. ``GrammarPool`` uses it for slow processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol, TypeVar
 
 
 class Payer(Protocol):
-    """Something that is worked on for a tenant."""
+    """A piece of long-running work for a tenant."""
 
     @property
     def pays(self) -> str:
-        """The tenant."""
+        """The tenant that pays for the work."""
         ...
 
 
@@ -20,12 +20,12 @@ P = TypeVar("P", bound=Payer)
 
 
 class Turns:
-    """Shares time between those that run for long: each tenant gets as much as any other, and each of its own as well.
+    """Shares time equally between tenants, and a tenant's time equally between its payers.
 
-    A tenant that comes anew has had as much as the one with the least.
+    A new tenant starts with the least time that any tenant present has had.
 
     Args:
-        places: how many run at a time.
+        places: number of payers that run at a time.
     """
 
     def __init__(self, places: int) -> None:
@@ -36,7 +36,7 @@ class Turns:
         self._since = 0.0
 
     def change(self, payers: Sequence[P], now: float) -> list[P]:
-        """Which of all that want to run do so from ``now`` on."""
+        """Chooses the payers that run from ``now`` (in seconds) on: those with the least time so far."""
         for payer, tenant in self._running:
             self._tenants[tenant] += now - self._since
             self._payers[payer] += now - self._since

@@ -1,4 +1,4 @@
-"""A model's vocabulary as the grammar compiler takes it, and what that compiles with it."""
+"""A model's vocabulary for the grammar compiler, and the compilation itself. Grammar processes use both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Texts of the tokens by id, "" where there is none; how they are written; tokens that end an answer."""
+    """A model's tokens.
+
+    Attributes:
+        texts: text of each token id; "" for an id without a token.
+        is_byte_level: whether texts are written in GPT-2's byte-level alphabet.
+        stop_ids: tokens that end an answer.
+    """
 
     texts: list[str]
     is_byte_level: bool
@@ -29,7 +35,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int, stop_ids: frozenset[int]) -> Vocabulary:
-        """A tokenizer's, for a model with ``size`` logits."""
+        """The vocabulary of a tokenizer, for a model with ``size`` logits."""
         texts = [""] * size
         for text, token in tokenizer.vocabulary().items():
             if token < size:
@@ -37,7 +43,7 @@ class Vocabulary:
         return cls(texts, tokenizer.is_byte_level, sorted(stop_ids))
 
     def info(self) -> xgrammar.TokenizerInfo:
-        """The same for the compiler; raises ImportError without xgrammar."""
+        """The vocabulary in XGrammar's form. Raises ImportError without xgrammar."""
         import xgrammar
 
         kind = xgrammar.VocabType.BYTE_LEVEL if self.is_byte_level else xgrammar.VocabType.BYTE_FALLBACK
@@ -46,10 +52,10 @@ class Vocabulary:
         )
 
     def without_control_characters(self) -> bytes:
-        """A bit for each token, 1 where it has no control characters but line ends, which are white space in JSON, or
-        ends an answer, whatever its text is.
+        """A bit for each token: 1 if it has no control characters except line ends, or if it ends an answer.
 
-        XGrammar accepts them in strings of limited length, in which JSON does not allow them unescaped.
+        Line ends are white space in JSON. XGrammar accepts control characters in strings of limited length, where JSON
+        does not allow them unescaped.
         """
         bits = np.zeros(-(-len(self.texts) // 32) * 32, bool)
         bits[: len(self.texts)] = [CONTROL.search(token) is None for token in self.info().decoded_vocab]
@@ -58,13 +64,13 @@ class Vocabulary:
 
 
 def compile_schema(info: xgrammar.TokenizerInfo, schema: str, one_line: bool) -> xgrammar.CompiledGrammar:
-    """The grammar of a JSON schema, or of other rules (``grammar_text``).
+    """Compiles a JSON schema or another grammar (``grammar_text``).
 
-    Raises ValueError with the compiler's reason where it cannot be followed, MemoryError where it takes too much.
+    Raises ValueError with the compiler's reason if it refuses the grammar, MemoryError if memory is too small.
     """
     import xgrammar
 
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1)  # its cache has the parts that a grammar repeats
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)  # its cache serves a grammar's repeated parts
     try:
         if (other := grammar_kind(schema)) is not None:
             kind, rules = other

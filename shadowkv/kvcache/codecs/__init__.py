@@ -1,6 +1,7 @@
-"""Formats of stored rows, one file per family. A new one is a codec and a call to ``register``; nothing else names it.
+"""Codecs: formats of stored rows and latents, one file per family. ``register`` makes one available to policies.
 
-Row codecs are names on a policy's axes ``keys`` (coded after RoPE) and ``values``, latent codecs on ``keys``.
+Names of row codecs are for a policy's axes ``keys`` (coded after RoPE) and ``values``, names of latent codecs for
+``keys``.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ ROW_CODECS: dict[str, RowCodec] = {}
 LATENT_CODECS: dict[str, LatentCodec] = {}
 
 NAMES_OF_PARTS: dict[str, set[str]] = {"keys": {"dense"}, "values": {"dense", "rotated"}}
-"""Names on the axes that are no codecs'."""
+"""Names on the axes that belong to parts and not to codecs."""
 
 
 def register(codec: RowCodec | LatentCodec) -> None:
-    """Makes a codec available under its name on its axes.
+    """Registers a codec under its name on its axes.
 
     Raises:
-        ValueError: another codec has its name or its id, or a part its name on one of its axes.
+        ValueError: another codec has the same name or id, or a part has the same name on one of the axes.
     """
     known: list[RowCodec | LatentCodec] = [*ROW_CODECS.values(), *LATENT_CODECS.values()]
     for other in known:

@@ -1,4 +1,4 @@
-"""Rows in 8-bit floats with one scale for each kv head, as serving engines keep keys and values: a baseline."""
+"""Rows in 8-bit floats with one scale per kv head, as in other serving engines: a baseline."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LARGEST = torch.finfo(FP8).max
 
 
 class Fp8Rows(RowCodec):
-    """A head's scale is learned from its prompt, whose largest entry becomes the largest float: larger entries that
-    follow are clipped."""
+    """The scale of a head maps the largest entry of its prompt to the largest float. Larger entries of later tokens are
+    clipped."""
 
     id, name = CodecId.FP8, "fp8"
 
@@ -26,14 +26,14 @@ class Fp8Rows(RowCodec):
         return 0
 
     def code_levels(self, dim: int, device: torch.device) -> Tensor:
-        """Levels in units of a head's scale."""
+        """Levels float32 [256], in units of a head's scale."""
         return _floats(device)
 
     def state_shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
         return {"fp8_scale": (1,)}
 
     def fitting_bytes(self, entries: int) -> int:
-        """Absolute values of the entries, in float32 at most."""
+        """Absolute values of the entries, at most in float32."""
         return 4 * entries
 
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -52,5 +52,5 @@ class Fp8Rows(RowCodec):
 
 @cache
 def _floats(device: torch.device) -> Tensor:
-    """The values that bytes stand for, float32 [256]."""
+    """The value of each byte, float32 [256]."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(FP8).float()

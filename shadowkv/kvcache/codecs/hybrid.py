@@ -1,8 +1,9 @@
-"""TQ35 and TQ25 of ``aither-kvcache`` 2.4: two groups of dimensions, each as levels and QJL's signs of the residual.
+"""TQ35 and TQ25 of ``aither-kvcache`` 2.4: two groups of dimensions, each coded as levels and QJL's signs of the
+residual.
 
-They are here for comparison: ``lloyd-*`` rows of as many bytes are closer, with products as right (``lloyd.py``). The
-bytes mean the same as in the package, except for the weight of signs: there it is too small by a factor of sqrt(group),
-here it makes products right on average (``qjl.py``).
+They are here for comparison: ``lloyd-*`` rows of the same size are closer, and their products are also unbiased
+(``lloyd.py``). The bytes mean the same as in the package, except for the weight of signs. There it is too small by a
+factor of sqrt(group); here it makes products unbiased (``qjl.py``).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ DIMS = (64, 128, 256)
 
 
 class HybridRows(RowCodec):
-    """The bytes of a group: codes, their highest bits first, signs likewise, its norm, and the norm of the residual of
-    a unit row, both float16. The first dimensions of a row are the first group.
+    """The bytes of a group are its codes, highest bits first, its signs in the same order, its norm in float16, and the
+    norm of the unit row's residual in float16. The first dimensions of a row are the first group.
 
     Attributes:
-        share: share of the dimensions that are in the first group.
-        bits: bits of a code, in either group.
+        share: share of the dimensions in the first group.
+        bits: bits of a code in the first group and in the second.
     """
 
     def __init__(self, id: int, name: str, share: float, bits: tuple[int, int]) -> None:
@@ -87,9 +88,12 @@ class HybridRows(RowCodec):
 
 @cache
 def _rotation(size: int, name: str, device: torch.device) -> Tensor:
-    """One round of signs and a Hadamard matrix. A group whose size is not a power of two has a matrix for each power of
-    two that it is the sum of, the largest first, and all are divided by sqrt(size), as in the package: that makes rows
-    of 96 shorter, and products with TQ25's rows are 11 % too small."""
+    """A rotation [size, size] of random signs and a Hadamard matrix.
+
+    A size that is not a power of two has a block for each power of two in its sum, the largest first. As in the
+    package, all blocks are divided by sqrt(size). This shortens rows of 96, so products with TQ25's rows are 11 % too
+    small.
+    """
     blocks = [2**i for i in reversed(range(size.bit_length())) if size >> i & 1]
     matrices = [random_hadamard(block, name, rounds=1) * (block / size) ** 0.5 for block in blocks]
     return torch.block_diag(*matrices).to(device)

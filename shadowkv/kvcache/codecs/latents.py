@@ -1,4 +1,4 @@
-"""Latents as they are, as integers of 8 bits, of 8 and 4 bits, or of widths that are set per prompt."""
+"""Codecs of latents: in the cache's dtype, in 8 bits, in 8 and 4 bits, or with widths that are set for each prompt."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Int8Latents(LatentCodec):
 
 
 class Int4Latents(LatentCodec):
-    """Principal components are unequal: the strongest, the first ``strong``, have a byte each, the latent plus 128; the
-    others share a byte in pairs, latent 2 i in its low four bits and 2 i + 1 in the high ones, both plus 8.
+    """The first ``strong`` latents, of the strongest principal components, have a byte each: the latent plus 128. The
+    others are pairs in a byte: latent 2 i in the low four bits and 2 i + 1 in the high ones, both plus 8.
 
-    Unsigned codes are put into the mantissa of a float of 1024 or 16 times that by one mask and one OR, for both
-    latents of a byte at a time, and the excess is subtracted later.
+    Codes are unsigned, because kernels put them into the mantissa of a float of 1024, or of 16 times that, by one mask
+    and one OR for both latents of a byte, and subtract the excess later.
 
     Attributes:
-        strong: rank dimensions in 8 bits, an even number, or all where there are no more than that.
+        strong: number of rank dimensions in 8 bits, which is even; all dimensions if there are not more.
     """
 
     id, name, largest, rank_multiple = CodecId.LATENT_INT4, "low-rank-int4", 127, 2
@@ -76,10 +76,11 @@ class Int4Latents(LatentCodec):
 
 
 class MixedLatents(LatentCodec):
-    """Rank dimensions in 8, 6, 4, 2 or 0 bits each, 4 on average: a row of bits, each byte's lowest first (Shard).
+    """Rank dimensions in 8, 6, 4, 2 or 0 bits each, 4 on average (Shard). A row is a string of bits, the lowest bits of
+    a byte first.
 
-    A code of b bits is the latent, -(2^(b-1) - 1) to 2^(b-1) - 1, plus 2^(b-1). Bits left over from half a byte for
-    each rank dimension are zero.
+    A code of b bits is the latent, -(2^(b-1) - 1) to 2^(b-1) - 1, plus 2^(b-1). A row has half a byte for each rank
+    dimension; unused bits are zero.
     """
 
     id, name, largest, rank_multiple, bits = CodecId.LATENT_MIXED, "low-rank-mixed", 127, 2, 4
@@ -89,11 +90,11 @@ class MixedLatents(LatentCodec):
 
     def encode(self, latents: Tensor, *widths: Tensor) -> Tensor:
         width, byte, shift = _places(*widths)
-        half = 1 << width >> 1  # 0 for no bits
+        half = 1 << width >> 1  # 0 for a width of 0
         codes = torch.maximum(torch.minimum(latents.round(), half - 1), 1 - half) + half
         bits = codes.masked_fill(width == 0, 0).to(torch.int32) << shift
         size = self.field(latents.shape[-1], latents.dtype)[0]
-        stored = bits.new_zeros(*bits.shape[:-1], size + 2)  # two more, for codes of no bits at the end
+        stored = bits.new_zeros(*bits.shape[:-1], size + 2)  # two extra bytes for codes of 0 bits at the end
         for place, part in ((byte, bits & 255), (byte + 1, bits >> 8)):
             stored.scatter_add_(-1, place.expand_as(bits), part)
         return stored[..., :size].to(torch.uint8)
@@ -107,7 +108,7 @@ class MixedLatents(LatentCodec):
 
 
 def _places(widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Widths int32 [..., r], and where each one's bits begin: the byte int64, and the bit in it int32."""
+    """Widths int32 [..., r], and the start of each code: its byte int64 [..., r], and the bit in this byte int32."""
     width = widths.to(torch.int32)
     begin = width.cumsum(-1) - width
     return width, begin >> 3, (begin & 7).to(torch.int32)

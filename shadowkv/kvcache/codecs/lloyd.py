@@ -1,9 +1,9 @@
-"""Rotated rows as the levels of the optimal quantiser of a Gaussian: TurboQuant (arXiv:2504.19874) and PolarQuant INT4.
+"""Rotated rows coded with the optimal quantiser of a Gaussian: TurboQuant (arXiv:2504.19874) and PolarQuant INT4.
 
-After a rotation the entries of a unit row are close to Gaussian with deviation 1 / sqrt(d), whatever the row. A row is
-its levels times one scale, and which scale is best depends on what the row is for. With the row's norm as the scale,
-products come out 1 % too small at 4 bits, 3 % at 3 and 12 % at 2, which flattens the logits of keys. So keys have the
-scale that keeps products right on average, and values the one that brings rows closest.
+After a rotation the entries of any unit row are nearly Gaussian with deviation 1 / sqrt(d). A row is stored as levels
+and one scale. The best scale depends on the use of the row. With the row's norm as the scale, products are 1 % too
+small at 4 bits, 3 % at 3 bits and 12 % at 2 bits, which flattens the logits of keys. So the scale of keys makes
+products unbiased, and the scale of values minimises the squared error.
 """
 
 from __future__ import annotations
@@ -20,46 +20,47 @@ from shadowkv.ops.codec import CodecId, LevelRows
 from shadowkv.ops.rotations import random_hadamard, random_rotation
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""Scales [..., 1] for unit rows [..., d] with levels [..., d]; rows of zeros may have any."""
+"""Computes scales [..., 1] from unit rows [..., d] and their levels [..., d]; arbitrary for rows of zeros."""
 
 
 def norm(rows: Tensor, levels: Tensor) -> Tensor:
-    """The row's norm, as if its levels had the same norm (TurboQuant)."""
+    """The scale that is the row's norm, as if the levels had norm 1 (TurboQuant)."""
     return torch.ones_like(rows[..., :1])
 
 
 def renormalised(rows: Tensor, levels: Tensor) -> Tensor:
-    """Gives decoded rows the norm of the row (PolarQuant INT4)."""
+    """The scale with which the decoded row has the norm of the row (PolarQuant INT4)."""
     return levels.norm(dim=-1, keepdim=True).reciprocal()
 
 
 def least_squares(rows: Tensor, levels: Tensor) -> Tensor:
-    """Brings decoded rows closest to the row."""
+    """The scale that minimises the squared error of the decoded row."""
     return (rows * levels).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True)
 
 
 def unbiased(rows: Tensor, levels: Tensor) -> Tensor:
-    """Gives decoded rows the same product with the row as the row itself has, and so, on average, with any query."""
+    """The scale with which the product of the decoded row and the row is the row's squared norm. Products with any
+    query are then unbiased."""
     return (rows * levels).sum(-1, keepdim=True).reciprocal()
 
 
 class LloydRows(LevelRows):
-    """Levels in the order of ``packing``, and a scale: decoded rows are levels / sqrt(d) times the scale, which is the
-    row's norm times what the rule gives; 0 for a zero row. A NaN in a row makes all of it NaN.
+    """Rows of levels with one scale each. A decoded row is levels / sqrt(d) times the scale.
 
-    In float16, scales end at norms of 65504, and below 1e-5 they contribute to the error: steps are 6e-8.
+    The scale is the row's norm times the result of ``rule``, and 0 for a zero row. A NaN in a row makes the whole row
+    NaN. A float16 scale is at most 65504; below 1e-5 its steps of 6e-8 add to the error.
 
     Attributes:
         bits: bits of a code, 1 to 8.
         half: the positive levels, ascending.
-        levels: what codes stand for: all levels in ascending order, or where codes are ``signed`` the positive ones and
-            then their negatives, so that the highest bit of a code is a sign.
+        levels: the level of each code. They are ascending; with ``signed`` the positive levels come first and then
+            their negatives, so that the highest bit of a code is the sign.
         packing: order of codes in bytes.
         rule: rule for scales.
-        rule_of_keys: rule for scales of keys, where they have another.
-        rotation: orthogonal matrices by dimensions and name.
-        steps: steps that the largest level is divided into, where kernels multiply levels as whole numbers: the other
-            levels are, or are closest to, odd multiples of a step.
+        rule_of_keys: rule for scales of keys; None for ``rule``.
+        rotation: makes the orthogonal matrix, from dimensions and name.
+        steps: for kernels that multiply levels as integers, the number of steps in the largest level. The other levels
+            are, or are rounded to, odd multiples of a step. None if no kernel does.
     """
 
     def __init__(
@@ -145,12 +146,12 @@ LLOYD_ROWS = {
     3: LloydRows(CodecId.LLOYD_3BIT, "lloyd-3bit", SelectorLanes(), half=of_bytes(GAUSSIAN[3]), steps=255),
     2: LloydRows(CodecId.LLOYD_2BIT, "lloyd-2bit", Lanes(2), half=of_bytes(GAUSSIAN[2]), steps=255),
 }
-"""By bits. Those that the CUDA kernel of attention over all tokens reads have levels that are bytes there
+"""Codecs by bits. The CUDA kernel of attention to all tokens reads levels of 4, 3 and 2 bits as bytes
 (``tables.of_bytes``), which adds less than 0.5 % to the distortion."""
 
 POLAR_INT4 = LloydRows(
     CodecId.POLAR_INT4, "polar-int4", Halves(), renormalised, None, scale_dtype=torch.float32, steps=229
 )
-"""Not the PolarQuant of arXiv:2502.02617, whose codes are angles. Renormalising is part of the stored scale, so that a
-decoder needs no sum over the row. Of all odd numbers of steps up to 255, 229 comes closest to these levels: 0.16 % of
-the distortion."""
+"""PolarQuant INT4, which is not the PolarQuant of arXiv:2502.02617, whose codes are angles. The stored scale includes
+the renormalisation, so that a decoder needs no sum over the row. Of all odd numbers of steps up to 255, 229 fits these
+levels best: the error is 0.16 % of the distortion."""

@@ -1,4 +1,4 @@
-"""Codes of fewer than 8 bits in bytes, in several orders. Two packings convert: one unpacks what the other packs."""
+"""Packings: orders of codes of up to 8 bits in bytes. Codecs use them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 def pack_bits(codes: Tensor, width: int) -> Tensor:
-    """Bytes uint8 [..., n width / 8] of codes below 2^width, [..., n] uint8: the first in a byte's lowest bits.
+    """Packs codes uint8 [..., n] of ``width`` bits into bytes uint8 [..., n width / 8]. The first code of a byte is in
+    its lowest bits.
 
     ``width`` divides 8, and the number of codes per byte divides n.
     """
@@ -20,7 +21,7 @@ def pack_bits(codes: Tensor, width: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, width: int) -> Tensor:
-    """What ``pack_bits`` packed."""
+    """Codes uint8 [..., n] from the bytes of ``pack_bits``."""
     places = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> places) & (2**width - 1)).flatten(-2)
 
@@ -30,7 +31,7 @@ class Packing(ABC):
 
     Attributes:
         bits: bits of a code.
-        row_multiple: what the number of codes in a row must be a multiple of.
+        row_multiple: the number of codes in a row must be a multiple of this.
     """
 
     bits: int
@@ -42,22 +43,23 @@ class Packing(ABC):
 
     @abstractmethod
     def pack(self, codes: Tensor) -> Tensor:
-        """Bytes uint8 [..., row_bytes] of codes uint8 [..., d]."""
+        """Packs codes uint8 [..., d] into bytes uint8 [..., row_bytes]."""
 
     @abstractmethod
     def unpack(self, packed: Tensor, dim: int) -> Tensor:
-        """Codes uint8 [..., dim] of bytes."""
+        """Unpacks bytes uint8 [..., row_bytes] into codes uint8 [..., dim]."""
 
 
 class Lanes(Packing):
     """The order in which the CUDA attention kernel reads rows, with its threads in groups of 8.
 
-    Dimension 16 i + 8 half + g belongs to lane g = 0 .. 7, and each lane's bytes lie together. A byte holds, from
-    its low bits up, the codes of one i at 4 bits (half 0, half 1) and of two consecutive i at 2 bits. 3 bits are the
-    plane of the lower two bits followed, for all lanes, by the plane of the upper ones: four consecutive i in a byte.
+    Dimension 16 i + 8 half + g belongs to lane g = 0 .. 7, and the bytes of a lane are contiguous. A byte holds, from
+    its low bits up, the codes of one i at 4 bits (half 0, half 1), or of two consecutive i at 2 bits. At 3 bits, the
+    plane of the lower two bits of all lanes comes first. The plane of the upper bits follows, with four consecutive i
+    in a byte.
 
     Args:
-        planes: bits of a code that are stored together, the lowest first.
+        planes: number of bits in each plane of a code, the lowest bits first.
     """
 
     def __init__(self, *planes: int) -> None:
@@ -80,13 +82,13 @@ class Lanes(Packing):
         return lanes.transpose(-1, -2).flatten(-2)
 
     def upper_places(self, dim: int) -> tuple[int, ...]:
-        """For each of a lane's dim / 8 codes, which bit of the lane's bytes in the last plane is its highest bit."""
+        """For each of a lane's dim / 8 codes, the position of its highest bit in the lane's bytes of the last plane."""
         return _upper_places(self, dim)
 
 
-@cache  # a row's layout is needed in every call of a kernel
+@cache  # every call of a kernel needs this
 def _upper_places(packing: Lanes, dim: int) -> tuple[int, ...]:
-    """Found by packing one code at a time."""
+    """Finds the positions by packing one code at a time."""
     highest = torch.zeros(dim // 8, dim, dtype=torch.uint8)
     highest[range(dim // 8), range(0, dim, 8)] = 1 << packing.bits - 1
     plane = packing.pack(highest)[:, dim * (packing.bits - packing.planes[-1]) // 8 :]
@@ -94,11 +96,11 @@ def _upper_places(packing: Lanes, dim: int) -> tuple[int, ...]:
 
 
 class SelectorLanes(Lanes):
-    """3 bits as ``Lanes(2, 1)``, with the plane of the upper bits in another order.
+    """``Lanes(2, 1)`` with another order of the plane of upper bits.
 
-    From it the CUDA kernel of attention over all tokens makes selectors of byte permutations: of 16 consecutive codes
-    of a lane, number 8 h + 2 k + r has its upper bit at 4 k + 2 h + r. Lanes that are not whole runs of 16, where d is
-    not a multiple of 128, stay as they are.
+    The CUDA kernel of attention to all tokens makes selectors of byte permutations from this plane. Of 16 consecutive
+    codes of a lane, number 8 h + 2 k + r has its upper bit at 4 k + 2 h + r. If d is not a multiple of 128, lanes have
+    partial groups of 16 and the order is that of ``Lanes(2, 1)``.
     """
 
     def __init__(self) -> None:
@@ -112,16 +114,17 @@ class SelectorLanes(Lanes):
 
     @staticmethod
     def _moved(codes: Tensor, back: bool = False) -> Tensor:
-        """Codes with their upper bits moved to their places in that order, or back."""
+        """Codes with their upper bits moved to this order, or back."""
         if codes.shape[-1] % 128:
             return codes
-        shape = (-1, 4, 2, 2, 8) if back else (-1, 2, 4, 2, 8)  # runs, k and h or h and k, r, lanes
+        shape = (-1, 4, 2, 2, 8) if back else (-1, 2, 4, 2, 8)  # groups of 16; k, h or h, k; r; lanes
         upper = (codes & 4).unflatten(-1, shape).transpose(-3, -4).flatten(-5)
         return codes & 3 | upper
 
 
 class Halves(Packing):
-    """4 bits: dimension c of the first half in the low bits of byte c, that of the second half in the high ones."""
+    """4 bits: byte c has dimension c of the first half in its low bits, and dimension c of the second half in its high
+    bits."""
 
     bits, row_multiple = 4, 2
 
@@ -134,8 +137,8 @@ class Halves(Packing):
 
 
 class BigEndian(Packing):
-    """A row as one run of bits, each code's highest bit first, cut into bytes with the highest bit first: TurboQuant's
-    order (``aither-kvcache`` 2.4), also across bytes at 3 bits."""
+    """A row as one string of bits: each code's highest bit first, each byte's highest bit first. At 3 bits, codes cross
+    bytes. This is the order of TurboQuant in ``aither-kvcache`` 2.4."""
 
     def __init__(self, bits: int) -> None:
         self.bits, self.row_multiple = bits, 8 // math.gcd(8, bits)

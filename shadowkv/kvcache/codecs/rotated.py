@@ -1,7 +1,7 @@
-"""Rows as codes of 4, 3 or 2 bits: rotated, divided into equal steps, packed as the CUDA kernel reads them.
+"""Rotated rows with equal steps, in codes of 4, 3 or 2 bits, packed as the CUDA kernel reads them.
 
-After a rotation the entries of a row are close to Gaussian with deviation ||x|| / sqrt(d), whatever the row
-(TurboQuant, arXiv:2504.19874), so one step per width is optimal for all rows.
+After a rotation the entries of any row x are nearly Gaussian with deviation ||x|| / sqrt(d) (TurboQuant,
+arXiv:2504.19874). So one step per width is optimal for all rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shadowkv.ops.codec import CodecId, UniformRows
 
 
 class RotatedRows(UniformRows):
-    """Codes are levels of the quantiser that is optimal for a unit Gaussian (Max, 1960); the scale of a row is its
+    """Codes are levels of the optimal uniform quantiser of a unit Gaussian (Max, 1960). The scale of a row is its
     least-squares step, 0 for a zero row."""
 
     def __init__(self, id: int, step: float, packing: Lanes) -> None:
@@ -50,4 +50,4 @@ ROTATED_ROWS = {
     3: RotatedRows(CodecId.ROTATED_3BIT, 0.5860, Lanes(2, 1)),
     2: RotatedRows(CodecId.ROTATED_2BIT, 0.9957, Lanes(2)),
 }
-"""By bits."""
+"""Codecs by bits."""

@@ -1,7 +1,8 @@
-"""Optimal scalar quantisers (Max, 1960; Lloyd, 1982): of a unit Gaussian, and of a coordinate of a random unit row.
+"""Tables of optimal scalar quantisers (Max, 1960; Lloyd, 1982), for a unit Gaussian and for a coordinate of a random
+unit row.
 
-Both are symmetric, so tables have only the positive levels, in ascending order. An entry goes to the nearest
-level: boundaries are midpoints, one of them 0.
+Both are symmetric, so tables have only the positive levels, in ascending order. An entry is coded as the nearest level:
+boundaries are midpoints, and one of them is 0.
 """
 
 from __future__ import annotations
@@ -65,24 +66,25 @@ SPHERE: dict[tuple[int, int], Half] = {
     (128, 3): (0.244425, 0.753330, 1.336599, 2.131471),
     (192, 1): (0.798924,),
 }
-"""Levels for a coordinate of a random unit row of d dimensions times sqrt(d), by d and bits."""
+"""Levels for sqrt(d) times a coordinate of a random unit row of d dimensions, by d and bits."""
 
 
 @cache
 def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """``values``, float32 [n], kept so that captured graphs can read them: the first call copies from the host."""
+    """``values`` as a tensor, float32 [n]. It is cached, because only the first call copies from the host, which a
+    captured graph cannot do."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def of_bytes(half: Half) -> Half:
-    """The nearest odd multiples of 1/255 of the largest level. Kernels look levels up as signed bytes b, each standing
-    for 2 b + 1 such steps, so that a level and its negative are b and ~b, and multiply them as integers."""
+    """Levels rounded to odd multiples of 1/255 of the largest level. Kernels look levels up as signed bytes b, which
+    stand for 2 b + 1 such steps, and multiply them as integers. A level and its negative are then b and ~b."""
     step = half[-1] / 255
     return tuple((2 * round((level / step - 1) / 2) + 1) * step for level in half)
 
 
 def mirrored(half: Half) -> tuple[float, ...]:
-    """All levels, ascending."""
+    """All levels in ascending order, from the positive ones."""
     return *(-level for level in reversed(half)), *half
 
 
@@ -94,5 +96,5 @@ def codebook(half: Half, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def nearest(rows: Tensor, boundaries: Tensor) -> Tensor:
-    """Indices uint8 of the levels that entries go to: how many boundaries are at or below them; all for NaN."""
+    """Indices uint8 of the nearest levels: the number of boundaries at or below each entry. NaN gets the last level."""
     return torch.bucketize(rows, boundaries, out_int32=True, right=True).to(torch.uint8)

@@ -1,8 +1,8 @@
-"""``tq3_0``, a block format of a fork of llama.cpp: 32 dimensions in 14 bytes, the same bytes as there.
+"""``tq3_0``, a block format of a fork of llama.cpp: 32 dimensions in 14 bytes, byte for byte the same.
 
 A block is multiplied by fixed signs and a Hadamard matrix, divided by its largest entry, and coded in 3 bits. Its bytes
-are the lower two bits of all codes (8 bytes), the upper ones (4), both from a byte's low bits up, and the scale in
-float16.
+are the lower two bits of all codes (8 bytes), the upper bits (4 bytes), both from the low bits of a byte up, and the
+scale in float16.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ BLOCK, BYTES = 32, 14
 SIGNS = tuple(1.0 if sign == "+" else -1.0 for sign in "+-++--+-++-+-+--+--++-+--+++--+-")
 LEVELS = mirrored((0.2428, 0.7434, 1.3336, 2.1573))
 STEPS = 107
-"""Steps that the largest level is divided into, for kernels that multiply levels as signed bytes: the other levels are
-rounded to whole multiples of a step. Of all numbers up to 127 it comes closest to these levels: 0.01 % of the
-distortion."""
+"""Number of steps in the largest level, for kernels that multiply levels as signed bytes. The other levels are rounded
+to multiples of a step. Of all numbers up to 127, 107 fits these levels best: the error is 0.01 % of the distortion."""
 BOUNDARIES = (-1.7455, -1.0385, -0.4931, 0.0, 0.4931, 1.0385, 1.7455)
-"""The outermost are midpoints only to four digits."""
+"""Boundaries between levels. The outermost are midpoints only to four digits."""
 SHRINK = 0.17677669529663688
-"""1 / sqrt(32), with which a product with the Hadamard matrix preserves norms."""
+"""1 / sqrt(32): with this factor, a product with the Hadamard matrix preserves norms."""
 
 
 class TQ3Rows(RowCodec):
-    """A block's largest entry is the outermost level; the others' indices are found with the scale before it is
-    rounded. A NaN makes its whole block zero.
+    """Rows in blocks of 32. The largest entry of a block is coded as the outermost level. Codes are found with the
+    scale before its rounding. A NaN makes its whole block zero.
 
-    ``encode`` and ``decode`` rotate rows by butterflies in the order of the format, so that bytes agree; the matrix,
-    the same for all, is for callers that rotate queries or outputs instead.
+    ``encode`` and ``decode`` rotate rows by butterflies in the order of the format, so that bytes agree.
+    ``rotation_matrix`` is for callers that rotate queries or outputs instead.
 
     Attributes:
-        levels: what codes stand for, in units of a block's scale.
+        levels: the level of each code, in units of a block's scale.
     """
 
     id, name, row_multiple, rotated = CodecId.TQ3_0, "tq3_0", BLOCK, True
@@ -67,7 +66,8 @@ class TQ3Rows(RowCodec):
         if rotation is not None:
             blocks = walsh_hadamard(blocks * constant(SIGNS, rows.device)) * SHRINK
         largest = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1, keepdim=True)
-        scale = largest / torch.full_like(largest, LEVELS[-1])  # a GPU multiplies by the inverse of a plain number
+        # A tensor as divisor, because a GPU multiplies by the inverse of a plain number.
+        scale = largest / torch.full_like(largest, LEVELS[-1])
         inverse = torch.where(scale > 0, scale.reciprocal(), 0)
         codes = nearest(blocks * inverse, constant(BOUNDARIES, rows.device))
         parts = pack_bits(codes & 3, 2), pack_bits(codes >> 2, 1), scale.half().view(torch.uint8)

@@ -1,9 +1,9 @@
-"""Pages of rotated rows whose variances are made alike over tokens and over channels: KVarN (arXiv:2606.03458).
+"""Pages of rotated rows with variances normalised over tokens and over channels: KVarN (arXiv:2606.03458).
 
-One token or one channel with large entries makes the steps of all entries that share them coarse. So a page is divided
-by a scale per token and a scale per channel, in alternation (Sinkhorn's iteration, on standard deviations), before its
-entries become steps between the smallest and the largest: per channel over the page's tokens in keys, per token over
-its channels in values. This is the method's variant of 64 tokens, a page here.
+A token or channel with large entries makes the steps of all entries in its group coarse. So a page is first divided by
+a scale per token and a scale per channel, in alternation (Sinkhorn's iteration, on standard deviations). Then entries
+are quantised in equal steps between the smallest and the largest: in keys per channel over the page's tokens, in values
+per token over its channels. This is the method's variant with 64 tokens, which are a page here.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotations import walsh_hadamard
 
 ITERATIONS = 16
-"""Rounds of scaling tokens and channels; the scales that leave variances most alike are taken."""
+"""Rounds of scaling tokens and channels. The round with the most even deviations gives the scales."""
 
 LIMITS = 2.0**-6, 2.0**10
-"""Range of scales, in deviations of the page: rows that hardly vary about a mean would otherwise be scaled up without
+"""Range of scales, in deviations of the page. Without it, rows that hardly vary about a mean would be scaled up without
 bound."""
 
 LEAST = 1e-10
-"""A deviation below it counts as 0."""
+"""Deviations below this count as 0."""
 
 
 class VarianceNormalisedRows(RowCodec):
-    """Codes of whole pages, whose rows are axis -2; the scales of a row are followed by its share of the channels'.
+    """Codes of whole pages, whose rows are axis -2. A row stores its own scales and then its share of the channels'
+    scales.
 
-    Entries are (code x step + least) x scale. In keys, a step and a least entry belong to a channel and the scale to a
-    token; in values it is the other way round. All three are float16, and codes are the nearest given these. The scales
-    that are not part of a step multiply to 1.
+    An entry is (code x step + least) x scale. In keys each channel has a step and a least entry, and each token a
+    scale; in values each token has a step and a least entry, and each channel a scale. All three are float16, and a
+    code is the nearest one for these rounded numbers. The product of all ``scale``s of a page is 1.
 
     Attributes:
         bits: bits of a code.
-        steps_of: the axis along which entries share a step: -2, tokens of a channel, or -1, channels of a token.
+        steps_of: the axis along which entries share a step: -2 for the tokens of a channel, -1 for the channels of a
+            token.
     """
 
     rotated = True
@@ -94,7 +96,7 @@ class VarianceNormalisedRows(RowCodec):
         return y if rotation is None else y @ rotation.T
 
     def _counts(self) -> tuple[int, int]:
-        """Scales of a token, and of a channel."""
+        """Number of scales per token, and per channel."""
         return (1, 2) if self.steps_of == -2 else (2, 1)
 
 
@@ -107,10 +109,10 @@ class KVarNValues(VarianceNormalisedRows):
 
 
 def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of tokens [..., 64, 1] and of channels [..., 1, d] by which tiles float32 [..., 64, d] are divided.
+    """Scales of tokens [..., 64, 1] and of channels [..., 1, d], by which tiles float32 [..., 64, d] are to be divided.
 
-    The scales are those of the round, or of none, after which the ratio of the largest deviation to the smallest, of
-    tokens plus of channels, is least. Deviations of 0 count as 1.
+    They are the scales of the round with the least imbalance, or 1 if no round improves it. The imbalance is the ratio
+    of the largest to the smallest deviation of tokens, plus that of channels. Deviations of 0 count as 1.
     """
     unit = _deviation(tiles.flatten(-2), -1).unsqueeze(-1)
     tiles = tiles / unit
@@ -127,13 +129,13 @@ def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _deviation(tiles: Tensor, axis: int) -> Tensor:
-    """Standard deviations along ``axis``, 1 where entries are constant."""
+    """Standard deviations along ``axis``; 1 for constant entries."""
     found = tiles.std(axis, keepdim=True)
     return found.masked_fill(found < LEAST, 1)
 
 
 def _imbalance(tiles: Tensor) -> Tensor:
-    """[..., 1, 1]"""
+    """The imbalance of each tile, [..., 1, 1]."""
     of_token, of_channel = (_deviation(tiles, axis) for axis in (-1, -2))
     of_token = of_token.amax(-2, keepdim=True) / of_token.amin(-2, keepdim=True)
     return of_token + of_channel.amax(-1, keepdim=True) / of_channel.amin(-1, keepdim=True)

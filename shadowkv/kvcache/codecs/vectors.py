@@ -1,7 +1,8 @@
-"""Values as entries of a codebook of vectors, 4 dimensions per byte: vector quantisation as in Shard.
+"""Values as entries of a codebook, 4 dimensions per byte: vector quantisation as in Shard.
 
-After a Hadamard transform and a division by each dimension's largest entry, all groups of 4 dimensions look alike, so
-one codebook of 256 entries serves a layer's heads. It is learned from the prompt by k-means.
+After a Hadamard transform and a division by the largest entry of each dimension, all groups of 4 dimensions have
+similar distributions. So one codebook of 256 entries serves all heads of a layer. It is learned from the prompt by
+k-means.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ ENTRIES = 256
 ITERATIONS = 30
 
 FITTED = 131072
-"""Groups that a codebook is fitted on, at most: those of 512 tokens of 8 heads of 128 dimensions, drawn from all
-tokens. k-means on that many takes a few seconds on a CPU core."""
+"""Most groups that a codebook is fitted on, drawn from all tokens. They are as many as in 512 tokens of 8 heads of 128
+dimensions. k-means on this many groups takes a few seconds on a CPU core."""
 
 AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
-"""Products of groups and entries at a time, by device: 2 MiB, which stay in the cache of a CPU core; 64 MiB, which are
-worth a launch and which the sizing at start leaves room for."""
+"""Products of groups and entries that are computed at a time, by device type. They are 2 MiB on a CPU, which fit into a
+core's cache, and 64 MiB on a GPU, which are worth a launch and fit into the memory reserved at start."""
 
 UNIT = 2.0**30
-"""Unit of sums in whole numbers, which are the same in any order: a prompt's k-means is reproducible on a GPU, too."""
+"""Scale of fixed-point sums. Integer sums do not depend on the order, so k-means is reproducible on a GPU too."""
 
 
 class VectorRows(RowCodec):
-    """A byte for each 4 dimensions of a value; no scale, so rows longer than the prompt's are cut to its longest
-    entries. Entry 0 is the origin: rows of zeros stay zero.
+    """A byte for each 4 dimensions of a value. Rows have no scale, so later rows with larger entries than the prompt's
+    are clipped to its largest. Entry 0 is the origin, so rows of zeros stay zero.
 
-    Keys cannot be stored this way: nothing would make their products right on average (``lloyd.py``).
+    It is not for keys, because their products would be biased (``lloyd.py``).
     """
 
     id, name = CodecId.VQ_4X256, "vq-4x256"
@@ -53,11 +54,11 @@ class VectorRows(RowCodec):
         return 0
 
     def state_shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
-        """The largest entries of dimensions, and the codebook, which heads share."""
+        """The largest entry of each dimension, and the codebook, which all heads share."""
         return {"vq_largest": (dim,), "vq_codebook": (ENTRIES, GROUP)}
 
     def fitting_bytes(self, entries: int) -> int:
-        """Rows in float32, two copies of them rotated, one divided, and products with the entries of a codebook."""
+        """Rows in float32, two rotated copies, a divided copy, and products with the codebook's entries."""
         return 4 * (4 * entries + AT_ONCE["cuda"])
 
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -76,7 +77,7 @@ class VectorRows(RowCodec):
         largest, codebook = state
         y = rows.float() if rotation is None else rows.float() @ rotation
         groups = (y / largest).unflatten(-1, (-1, GROUP))
-        # Axes along which all rows have one codebook go after the others: each codebook then has one product.
+        # Axes along which rows share a codebook go last, so that each codebook has one product.
         axes = sorted(range(codebook.dim() - 2), key=lambda axis: codebook.shape[axis] == 1)
         moved = groups.permute(*axes, -2, -1)
         books = codebook.flatten(0, -3) if axes else codebook[None]
@@ -95,8 +96,11 @@ class VectorRows(RowCodec):
 
 
 def k_means(points: Tensor) -> Tensor:
-    """A codebook float32 [256, 4] for points float32 [n, 4] with entries in [-1, 1]: 30 rounds of Lloyd's algorithm,
-    from points that are drawn with a fixed seed. Entry 0 stays the origin, entries without a point stay as they are."""
+    """Learns a codebook float32 [256, 4] from points float32 [n, 4] with entries in [-1, 1].
+
+    It runs 30 rounds of Lloyd's algorithm, from points drawn with a fixed seed. Entry 0 stays the origin. Entries
+    without points do not change.
+    """
     drawn = torch.randperm(len(points), generator=torch.Generator().manual_seed(0))[: ENTRIES - 1]
     codebook = points.new_zeros(ENTRIES, GROUP)
     codebook[1 : len(drawn) + 1] = points[drawn.to(points.device)]
@@ -111,7 +115,8 @@ def k_means(points: Tensor) -> Tensor:
 
 
 def nearest(points: Tensor, codebooks: Tensor) -> Tensor:
-    """Entries uint8 [b, n] of codebooks [b, 256, 4] that are nearest to points [b, n, 4], the first of them."""
+    """The numbers uint8 [b, n] of the entries of codebooks [b, 256, 4] nearest to points [b, n, 4]. Ties go to the
+    first entry."""
     half = codebooks.square().sum(-1).unsqueeze(-2) / 2
     pieces = points.split(max(1, AT_ONCE[points.device.type] // (ENTRIES * len(codebooks))), dim=1)
     found = [torch.baddbmm(half, piece, codebooks.mT, beta=-1).argmax(-1).to(torch.uint8) for piece in pieces]
@@ -119,5 +124,5 @@ def nearest(points: Tensor, codebooks: Tensor) -> Tensor:
 
 
 def _rotated(rows: Tensor) -> Tensor:
-    """Rows times the Hadamard matrix with rows of length 1, which is symmetric."""
+    """Rows [..., d] times the normalised Hadamard matrix, which is symmetric."""
     return walsh_hadamard(rows) / rows.shape[-1] ** 0.5

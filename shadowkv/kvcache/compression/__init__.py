@@ -1,1 +1,1 @@
-"""Tokens leave the exact store: planned on the host, fitted, coded and written; prefill and decode both use it."""
+"""Compression: exact tokens are fitted, coded and written in the policy's form, for prefill and decode"""

@@ -1,7 +1,6 @@
-"""Compression: full pages of exact tokens leave the exact store for the policy's own form.
+"""``Compression``: writes full pages of exact tokens in the policy's form. ``Storing`` and ``Decode`` call it.
 
-Generated tokens are stored with the state of the last segment that has one of its own, as far as that is valid
-(``growth.py``).
+Pages of generated tokens use the state of the last segment, as long as it is valid (``growth.py``).
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from shadowkv.kvcache.sequences.store import GroupStore
 
 
 class Compression:
-    """Writes compressed pages, for prefill and for decode."""
+    """Writes compressed pages of one group of layers."""
 
     def __init__(self, store: GroupStore, tables: Tables) -> None:
         self.store, self.parts, self.tables = store, store.layout.parts, tables
         self.spec = store.layout.spec
 
     def write(self, tokens: CompressedTokens, excluded: Tensor | None = None) -> None:
-        """Stores full pages; ``excluded`` bool [L, n, H, C] marks chunks that are exact elsewhere."""
+        """Writes full pages. ``excluded`` bool [L, n, H, C] marks chunks that stay exact (sink, outliers); None is
+        none."""
         layers = tokens.keys.shape[0]
         for part in (self.parts.keys, self.parts.index, self.parts.values):
             for portion in tokens.split(max(1, COMPRESSED_AT_ONCE // layers)):
@@ -35,20 +35,20 @@ class Compression:
             return
         if excluded is None:
             shape = layers, len(tokens.pages), *self.store.page[EXCLUDED].shape[2:]
-            # Not simply False: a scalar would have to come from the host, which a captured graph cannot wait for.
+            # A tensor, because a scalar would come from the host, for which a captured graph cannot wait.
             excluded = torch.zeros(shape, dtype=torch.bool, device=self.store.compute)
         self.store.write(EXCLUDED, tokens.layers, tokens.pages, excluded)
 
     def due(self, slots: np.ndarray) -> np.ndarray:
-        """Which of ``slots`` have an exact tail that outgrew its window, and a state that is valid for its oldest
-        page."""
+        """Which of ``slots`` have a page to compress, bool [n]: their tail is a page longer than the local window, and
+        their state is valid for the oldest page."""
         tables = self.tables
         length, compressed = tables.length[slots], tables.compressed[slots]
         valid = (tables.segments[slots] > 0) & (compressed + PAGE <= tables.valid_until[slots])
         return valid & (length - compressed >= self.spec.local + PAGE)
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
-        """What ``compress_pages`` needs to know to compress the oldest page of each of ``slots``, int64 [6, n]."""
+        """The numbers for ``compress_pages``, int64 [6, n], of the oldest page of each of ``slots``."""
         tables = self.tables
         page, segment = tables.compressed[slots] // PAGE, tables.segment_slots[slots, tables.segments[slots] - 1]
         column = tables.static_pages[slots] + page % tables.ring_pages[slots]
@@ -56,7 +56,7 @@ class Compression:
 
     @property
     def padding(self) -> np.ndarray:
-        """The same for a padding page, int64 [6]."""
+        """The numbers of a padding page, int64 [6]."""
         segment = self.tables.padding_segment_slot
         return np.array((self.tables.padding_slot, 0, 0, segment, 0, self.tables.state[segment]))
 
@@ -64,8 +64,8 @@ class Compression:
         """Compresses pages in all layers of the group.
 
         Args:
-            numbers: int64 [6, n]: slots, columns of their exact page tables, page numbers, slots of segments, columns
-                of their page tables, states.
+            numbers: int64 [6, n]: slots of sequences, columns in their exact page tables, page numbers, slots of
+                segments, columns in their page tables, and states.
         """
         slots, column, page_number, segment, segment_column, states = numbers
         tables = self.tables

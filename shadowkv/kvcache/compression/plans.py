@@ -1,4 +1,7 @@
-"""How new tokens are stored: planned on the host for all sequences of a batch, brought to the device in one copy."""
+"""Storage plans: where a prompt's new tokens are stored. ``Storing`` and prefill use them.
+
+They are made on the host for all sequences of a batch, and copied to the device at once.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,23 @@ from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, exact_row
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """How the new tokens of a sequence are stored, the same in every layer: on the device, so that no layer waits for a
-    copy.
+    """The storage plan of a sequence's new tokens, which is the same for every layer. Its tensors are on the device, so
+    that no layer waits for a copy.
 
     Attributes:
-        length: tokens of the sequence, including them.
-        before, compressed: tokens that are compressed already, and those that are compressed now.
-        fits: whether their segment is new: its state is to be fitted.
-        state: int64 [1], the state of their segment.
-        observed: int64 [1], the state that learns from their last queries: that one, or the one that is reserved for
-            when a dense sequence is compressed; None where there is none.
-        pages, value_pages: int64 [compressed / 64], ids of the pages that they go to.
+        length: tokens of the sequence, with the new ones.
+        before: tokens that are already compressed.
+        compressed: tokens that are compressed now.
+        fits: whether the tokens that are compressed now form a new segment, whose state must be fitted.
+        state: int64 [1], the state of the last segment.
+        observed: int64 [1], the state that learns from the new tokens' last queries: that of a new segment, or the one
+            reserved for a dense sequence. None if no state learns.
+        pages, value_pages: int64 [compressed / 64], ids of the pages for the compressed tokens.
         page_starts: int64 [compressed / 64], positions of the first tokens of these pages.
-        static: where the sink and the outliers of a new segment go.
-        tail: where the exact tokens that the sequence already has are; those that are compressed now come from there
-            first.
-        exact: where the newest tokens go: those that are not compressed, and of them as many as the window's ring
-            holds.
-        cached: the segments that the sequence has already.
+        static: exact rows for the sink and the outliers of a new segment.
+        tail: exact rows of the sequence's current exact tail. The tokens that are compressed now begin with the tail.
+        exact: exact rows for the newest tokens that are not compressed; with a window, as many as the ring holds.
+        cached: the segments that the sequence already has.
     """
 
     length: int
@@ -54,21 +56,21 @@ class StoragePlan:
 
 
 class StoragePlanner:
-    """Plans for the sequences of a pool, and begins the segments that new tokens need."""
+    """Makes storage plans for the sequences of a pool, and starts the segments that new tokens need."""
 
     def __init__(self, pool: SequencePool) -> None:
         self.pool, self.layout, self.device = pool, pool.layout, pool.store.compute
 
     def plan(self, work: Iterable[tuple[CachedSequence, int]]) -> list[StoragePlan]:
-        """How ``count`` new tokens of each sequence are stored; it gets a new segment if a state is to be fitted on
-        them."""
+        """Plans the storage of each sequence's new tokens, of which ``work`` has the number. A sequence gets a new
+        segment if a state must be fitted."""
         numbers = Numbers()
         plans = [self._plan(numbers, sequence, count) for sequence, count in work]
         on_device = numbers.on(self.device)
         return [plan(on_device) for plan in plans]
 
     def _plan(self, numbers: Numbers, sequence: CachedSequence, count: int) -> Callable[[Tensor], StoragePlan]:
-        """The same for one sequence, once its ``numbers`` are on the device."""
+        """A function that makes one sequence's plan when ``numbers`` are on the device."""
         start, before = sequence.length, sequence.compressed
         length = start + count
         after = self.layout.growth.compressed(sequence.segment_state, length, length == sequence.capacity)
@@ -93,7 +95,7 @@ class StoragePlanner:
         ring = sequence.dense if segment is None else sequence.ring
         first_exact = after.tokens if compressed else start
         if sequence.window is not None:
-            first_exact = max(start, PAGE * (-(-length // PAGE) - len(ring)))  # as many as the ring holds
+            first_exact = max(start, PAGE * (-(-length // PAGE) - len(ring)))  # as many tokens as the ring holds
         exact = exact_rows(numbers, ring, first_exact, length)
         state = numbers.add([0 if segment is None else segment.state or 0])
         observed = None if learning is None else numbers.add([learning])
@@ -114,7 +116,8 @@ class StoragePlanner:
         )
 
     def _cached(self, numbers: Numbers, segment: Segment) -> Callable[[Tensor], CachedSegment]:
-        """A segment that later tokens attend to in full."""
+        """A function that makes an earlier segment when ``numbers`` are on the device. New tokens attend to all of its
+        tokens."""
         count = len(segment.pages)
         chunks = count * PAGE // self.layout.spec.chunk
         of_segment = numbers.add([segment.slot, segment.state or 0, segment.first, count, chunks])

@@ -1,7 +1,8 @@
-"""What a cached segment has compressed, as plain keys and values in long spans: what a later turn's tokens attend to.
+"""``RebuiltTokens``: rebuilds a segment's compressed tokens as plain keys and values, in long spans. A later turn's
+tokens attend to them.
 
-Exact tokens (sink and outliers) take the places of their own approximations: attention does not depend on order, so
-that a block needs no mask. Values on the host cross the bus one span ahead of attention.
+Exact tokens (sink and outliers) replace their own approximations. Attention does not depend on the order of keys, so no
+mask is needed. Values on the host cross the bus one span ahead of attention.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.store import CachedSegment, GroupStore
 
 SPAN_PAGES = 512
-"""Pages of a span: 32768 tokens are 64 MiB of keys at 8 heads of 128 dimensions. Two spans exist at a time."""
+"""Pages of a span: 32,768 tokens, which are 64 MiB of keys at 8 heads of 128 dimensions. Two spans exist at a time."""
 
 
 class RebuiltTokens:
-    """Compressed tokens of one segment at a time."""
+    """Rebuilds compressed tokens of one group of layers, one segment at a time."""
 
     def __init__(self, store: GroupStore) -> None:
         self.store, self.parts, self.ops = store, store.layout.parts, store.ops
@@ -30,12 +31,13 @@ class RebuiltTokens:
         self.side_stream = SideStream(store.compute, self.across_bus)
 
     def spans(self, layer: int, segment: CachedSegment) -> Iterator[tuple[Tensor, Tensor]]:
-        """RoPE-rotated keys and values [H, m, d], to be consumed, on this stream, before the next are requested."""
+        """Yields RoPE-rotated keys and values [H, m, d] of each span. The caller must launch all work on a span, on the
+        current stream, before it requests the next."""
         row, static = segment.row, segment.static
         pages = row.pages.shape[1]
         step = min(SPAN_PAGES, pages)
         spans = [(first, min(first + step, pages)) for first in range(0, pages, step)]
-        # One row more than a span has, for the exact tokens that are not in the span.
+        # One extra row takes the exact tokens that are not in the span.
         size = (2, self.shape.num_kv_heads, step * PAGE + 1, self.shape.head_dim)
         buffers = [torch.empty(size, dtype=self.store.k.dtype, device=self.store.compute) for _ in spans[:2]]
         exact = torch.stack(self.store.read_exact(slice(layer, layer + 1), static))[:, 0].transpose(1, 2)
@@ -44,7 +46,7 @@ class RebuiltTokens:
         key_source, value_source = (x.source(self.store, layer, row) for x in (self.parts.keys, self.parts.values))
 
         def read_values(i: int) -> Callable[[], None]:
-            """Starts reading a span's values; returns a function that makes this stream wait for them."""
+            """Starts to read a span's values. Returns a function that makes the current stream wait for them."""
             first, last = spans[i]
             out = buffers[i % 2][1, :, : (last - first) * PAGE]
             return self.side_stream.start(lambda: self.ops.rebuild_rows(value_source, first, out, self.across_bus))
@@ -52,7 +54,7 @@ class RebuiltTokens:
         arrived = read_values(0)
         for i, (first, last) in enumerate(spans):
             wait = arrived
-            if i + 1 < len(spans):  # into the buffer whose attention was launched last
+            if i + 1 < len(spans):  # into the other buffer, whose attention has been launched
                 arrived = read_values(i + 1)
             block, count = buffers[i % 2], (last - first) * PAGE
             self.ops.rebuild_rows(key_source, first, block[0, :, :count], False)
@@ -61,12 +63,13 @@ class RebuiltTokens:
             yield block[0, :, :count], block[1, :, :count]
 
     def _rows_of_exact(self, layer: int, row: CompressedBatch, static_tokens: int, step: int, count: int) -> Tensor:
-        """Rows of each of ``count`` spans of ``step`` pages that the exact tokens belong to, int64 [count, H, n]."""
+        """The row of each exact token in each of ``count`` spans of ``step`` pages, int64 [count, H, n]; the extra row
+        if the token is not in the span."""
         chunk, rows, exact = self.spec.chunk, step * PAGE, static_tokens // self.spec.chunk
         if self.spec.outliers:
             excluded = self.store.excluded(layer, row.pages, row.first)[0]
-            chunks = excluded.to(torch.uint8).topk(exact).indices  # equally many for every head
-        else:  # only the sink
+            chunks = excluded.to(torch.uint8).topk(exact).indices  # every head has equally many
+        else:  # only the sink is exact
             chunks = torch.arange(exact, device=row.pages.device).expand(self.shape.num_kv_heads, -1)
         position = (chunks.unsqueeze(-1) * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)
         row_of_span = position - torch.arange(0, count * rows, rows, device=chunks.device)[:, None, None]

@@ -1,7 +1,6 @@
-"""Storing: exact tokens and new ones are written as planned, compressed on states that are fitted first where they are
-new.
+"""``Storing``: stores tokens by their storage plans. It fits the states of new segments and compresses full pages.
 
-Prefill stores a prompt's tokens with it, decode the tails that have outgrown their sequence's last state.
+Prefill stores a prompt's tokens with it. Decode stores the tails that have outgrown their last segment's state.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class Storing:
     """Stores tokens of a pool's sequences.
 
     Attributes:
-        planner: says where they go.
-        rebuilt: what is compressed already, as plain keys and values.
+        planner: makes the storage plans.
+        rebuilt: rebuilds compressed tokens as plain keys and values.
     """
 
     def __init__(self, store: GroupStore, pool: SequencePool, compression: Compression) -> None:
@@ -37,15 +36,19 @@ class Storing:
         self.planner, self.rebuilt = StoragePlanner(pool), RebuiltTokens(store)
 
     def observe(self, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
-        """Lets the parts learn from the last queries [L, n, w, H_q, d] of new tokens (``Part.observe``)."""
+        """Passes the last queries [L, n, w, H_q, d] of new tokens to the parts (``Part.observe``)."""
         for part in self.parts:
             part.observe(self.store, layers, states, queries, first)
 
     def store_tokens(
         self, layers: slice, plans: list[StoragePlan], new_tokens: list[tuple[Tensor, Tensor, Tensor]]
     ) -> None:
-        """Stores, in some layers, tokens of sequences that are compressed alike, equally many of each: those that were
-        exact and the new ones, as keys, RoPE-rotated keys and values [L, n, H, d]."""
+        """Stores tokens of several sequences in some layers. The sequences must compress equally many tokens.
+
+        Args:
+            new_tokens: for each sequence, the new tokens' keys, RoPE-rotated keys and values, each [L, n, H, d]. The
+                exact tail comes before them.
+        """
         count = plans[0].compressed
         joined = [self._behind_exact(layers, plan, *new) for plan, new in zip(plans, new_tokens, strict=True)]
         keys, rope_keys, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
@@ -54,15 +57,14 @@ class Storing:
             self.store.write_tokens(layers, plan.exact, rope_keys[:, i, count:], values[:, i, count:])
 
     def commit(self, sequence: CachedSequence, plan: StoragePlan) -> None:
-        """Makes the new tokens part of their sequence, once all layers have stored them."""
+        """Makes the new tokens part of their sequence, after all layers have stored them."""
         self.pool.await_layers(sequence)
         self.pool.tables.length[sequence.slot] = plan.length
         if plan.compressed:
             self.pool.compress(sequence, plan.before + plan.compressed)
 
     def compress_tails(self, sequences: list[CachedSequence]) -> None:
-        """Turns the tails of sequences that have outgrown their last states, if they have one, into segments with
-        states of their own: those that are alike together."""
+        """Turns exact tails into new segments with their own states. Tails of equal sizes are compressed together."""
         alike: dict[tuple[int, ...], list[tuple[CachedSequence, StoragePlan]]] = {}
         plans = self.planner.plan([(sequence, 0) for sequence in sequences])
         for sequence, plan in zip(sequences, plans, strict=True):
@@ -82,7 +84,7 @@ class Storing:
             learning = [
                 plan.observed for sequence, plan in tails if plan.observed is not None and not sequence.observed
             ]
-            if learning:  # their queries are gone
+            if learning:  # the queries of generated tokens are not kept
                 gone = none.new_empty(count, len(learning), 0, shape.num_query_heads, shape.head_dim)
                 states = torch.cat(learning)
                 self.observe(layers, states, gone, torch.zeros_like(states))
@@ -94,8 +96,9 @@ class Storing:
     def _compress(
         self, layers: slice, plans: list[StoragePlan], keys: Tensor, rope_keys: Tensor, values: Tensor
     ) -> None:
-        """Compresses the first of tokens [L, n, S, H, d], with states that are fitted first where they are new."""
-        first = plans[0]  # the others are compressed alike
+        """Compresses the first ``plan.compressed`` of tokens [L, n, S, H, d]. It fits the states of new segments
+        first."""
+        first = plans[0]  # the other plans have the same numbers
         states, count, excluded = torch.cat([plan.state for plan in plans]), first.compressed, None
         if first.fits:
             seen = keys
@@ -123,7 +126,7 @@ class Storing:
     def _behind_exact(
         self, layers: slice, plan: StoragePlan, keys: Tensor, rope_keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The exact tail of a sequence followed by its new tokens [L, n, H, d]."""
+        """Joins the exact tail of a sequence and its new tokens: keys, RoPE-rotated keys and values [L, n, H, d]."""
         count = len(plan.tail.pages)
         if not count:
             return keys, rope_keys, values
@@ -135,8 +138,8 @@ class Storing:
         return first, second, third
 
     def _earlier(self, layers: slice, plan: StoragePlan) -> Tensor:
-        """Keys before RoPE [L, n, H, d] of all that a sequence has compressed, rebuilt: new tokens that are too few
-        for a subspace of their own share one with those."""
+        """Rebuilt keys before RoPE [L, n, H, d] of all compressed tokens of a sequence. New tokens that are too few for
+        a subspace of their own share one with them."""
         rebuilt = []
         for layer in range(layers.start, layers.stop):
             for segment in plan.cached:
@@ -149,8 +152,8 @@ class Storing:
         return torch.cat(rebuilt).unflatten(0, (layers.stop - layers.start, -1))
 
     def _write_static(self, layers: slice, plan: StoragePlan, rope_keys: Tensor, values: Tensor) -> Tensor:
-        """Makes the sink, if it is here, and the outliers of tokens [L, n, H, d] exact; returns their bits, bool
-        [L, pages, H, C]."""
+        """Writes the outliers of tokens [L, n, H, d], and the sink in a sequence's first segment, to exact pages.
+        Returns bool [L, pages, H, C], True for these chunks."""
         chunk, heads, spec = self.spec.chunk, self.shape.num_kv_heads, self.spec
         count, device = 0 if plan.before else spec.sink_chunks, rope_keys.device
         sink = torch.arange(count, device=device).expand(len(rope_keys), heads, -1)
@@ -167,7 +170,7 @@ class Storing:
 
 
 def _stacked(tokens: Sequence[Tensor]) -> Tensor:
-    """[L, n, S, H, d] from n tensors [L, S, H, d], not copied where there is only one."""
+    """[L, n, S, H, d] from n tensors [L, S, H, d]. A single tensor is not copied."""
     return torch.stack(tuple(tokens), dim=1) if len(tokens) > 1 else tokens[0].unsqueeze(1)
 
 

@@ -1,1 +1,1 @@
-"""Steps: one more token for each sequence of a batch, planned on the host and attended to on the device."""
+"""Decode steps: planned on the host, attended on the device, with values fetched from the host"""

@@ -1,7 +1,7 @@
-"""Attention of a decode step: one more token for each sequence of a batch, over [sink | outliers | selected | tail].
+"""``Decode``: attention of a decode step, over [sink | outliers | selected | tail]. ``LayerGroup`` calls it.
 
-Every segment of a sequence is searched and attended to separately, with the state that it is stored with and its share
-of the budget; the results and that of the exact tokens are merged by log-sum-exp.
+Each segment of a sequence is searched and attended to separately, with its own state and its share of the budget. The
+results and the attention to exact tokens are merged by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
 SelectionHook = Callable[[int, Tensor, CompressedBatch, Selection], Selection]
-"""Sees the layer, RoPE-rotated queries [R, H_q, d], the batch and what the index selects; what it returns is attended
-to. Layers are counted as the model does."""
+"""Called with the layer's number in the model, RoPE-rotated queries [R, H_q, d], the batch and the index's selection.
+Returns the selection to attend to."""
 
 
 QueryHook = Callable[[int, Tensor, DecodeBatch], None]
-"""Sees the layer, RoPE-rotated queries [B, H_q, d] and the batch. Layers are counted as the model does."""
+"""Called with the layer's number in the model, RoPE-rotated queries [B, H_q, d] and the batch."""
 
 
 @dataclass(frozen=True)
 class ExactLayers:
-    """Exact pages of all layers, [L, pages, H, 64, d], and what attends beside them.
+    """Exact pages of all layers, for fused decode steps.
 
     Attributes:
-        attend_beside: ``Decode.attend_beside``.
+        k, v: [L, pages, H, 64, d].
+        attend_beside: ``Decode.attend_beside``, the attention to compressed tokens.
     """
 
     k: Tensor
@@ -45,11 +46,11 @@ class ExactLayers:
 
 
 class Decode:
-    """The decode half of a group of layers, which are counted within it.
+    """Attention of decode steps in a group of layers. Layers are numbered within the group.
 
     Attributes:
-        hook: public hook for selections; to be set before steps are captured in graphs.
-        query_hook: the same for queries, whatever they attend to.
+        hook: hook for selections. Set it before steps are captured in graphs.
+        query_hook: hook for queries. Set it before steps are captured in graphs.
     """
 
     def __init__(self, store: GroupStore, compression: Compression) -> None:
@@ -61,12 +62,12 @@ class Decode:
         self.query_hook: QueryHook | None = None
 
     def batch(self, plan: GroupPlan, numbers: Tensor | None = None) -> DecodeBatch:
-        """``plan`` as the device sees it, from shapes that the plan fixes and numbers that the device has.
+        """The batch of a planned step.
 
         Args:
-            numbers: the plan's, packed, already on the device, with what is due compressed already; then only the
-                plan's shapes are used, so that the result can be captured in a graph and used for other plans of the
-                same shapes.
+            numbers: the plan's packed numbers on the device, for a captured graph. Only the plan's shapes are then
+                used, so the graph serves other plans of the same shapes; due pages must be compressed already. None
+                uploads the numbers and compresses due pages.
         """
         if numbers is None:
             if plan.compression is not None:
@@ -75,10 +76,10 @@ class Decode:
         return batch_of(plan, numbers, self.spec, self.compression.tables, self.store.layout.window)
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
-        """Takes keys (before RoPE) and values [B, H, d] of the new tokens."""
+        """Stores keys (before RoPE) and values [B, H, d] of the new tokens."""
         if batch.compressed is None or self.fetching is not None:
             self._append(layer, k, v, batch)
-        else:  # on the same stream as exact attention, which reads them
+        else:  # on the stream of exact attention, which reads the new tokens
             self.side_stream.start(lambda: self._append(layer, k, v, batch))
 
     def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
@@ -86,8 +87,9 @@ class Decode:
         return self.ops.apply_rope(q, batch.positions, self.store.rotary)
 
     def start(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts attention of queries [B, H_q, d] before RoPE; the returned function finishes it. ``sinks``, float32
-        [H_q], join the exact tokens, so that each merge has them once."""
+        """Starts attention of queries [B, H_q, d] before RoPE. The returned function finishes it and returns
+        [B, H_q, d]. ``sinks``, float32 [H_q], are added to the exact tokens' part, so that the merge counts them
+        once."""
         q = self.apply_rope(q, batch)
         if self.query_hook is not None:
             self.query_hook(self.store.layout.layers[layer], q, batch)
@@ -103,15 +105,20 @@ class Decode:
     def _attend(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None) -> Tensor:
         if batch.compressed is None:
             return self._attend_exact(layer, q, batch, sinks)[0]
-        exact = self.side_stream.start(
-            lambda: self._attend_exact(layer, q, batch, sinks)
-        )  # little work, while chunks are searched
+        # Exact attention is little work; it runs while chunks are searched.
+        exact = self.side_stream.start(lambda: self._attend_exact(layer, q, batch, sinks))
         compressed = self._attend_compressed(layer, batch.of_compressed(q), batch.compressed)
         return self._merge(exact(), compressed, batch)
 
     def attend_beside(self, layer: int, q: Tensor, out: Tensor, lse: Tensor, batch: DecodeBatch) -> Tensor:
-        """Attention [B, H_q, d] of queries [B, H_q, d] after RoPE over all tokens, where that over the exact ones is
-        known: ``out`` [B, H_q, d] with ``lse`` [B, H_q]. Some tokens are compressed, and no values are fetched."""
+        """Attention [B, H_q, d] of queries [B, H_q, d] after RoPE, from the attention to exact tokens and the
+        compressed ones.
+
+        Args:
+            out: [B, H_q, d], attention to exact tokens.
+            lse: [B, H_q], log-sum-exps of ``out``.
+            batch: has compressed pages, and no values to fetch.
+        """
         assert batch.compressed is not None, "nothing is compressed"
         return self._merge((out, lse), self._attend_compressed(layer, batch.of_compressed(q), batch.compressed), batch)
 
@@ -133,7 +140,7 @@ class Decode:
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
         if not self.spec.selects:
-            assert batch.span is not None, "batches of decode steps have it"
+            assert batch.span is not None, "batches of decode steps have a span"
             out, lse = self.ops.attend_coded(q, keys, values, *batch.span)
             return out, lse
         selected = self._select(layer, q, batch)
@@ -142,13 +149,14 @@ class Decode:
         return out, lse
 
     def _merge(self, exact: tuple[Tensor, Tensor], compressed: tuple[Tensor, Tensor], batch: DecodeBatch) -> Tensor:
-        """Attention [B, H_q, d] over exact tokens and over compressed ones of each segment [R, H_q, d]."""
+        """Merges attention to exact tokens [B, H_q, d] with attention to each segment's compressed tokens
+        [R, H_q, d]."""
         merge = self.ops.merge_attention
         if batch.of_sequence is None:
             merged: Tensor = merge([(batch.of_compressed(exact[0]), batch.of_compressed(exact[1])), compressed])
             return merged if batch.sequence is None else exact[0].index_copy(0, batch.sequence, merged)
         out, lse = exact
-        # An empty row for sequences that have fewer segments than others.
+        # One empty row stands for the missing segments of sequences that have fewer.
         outs = torch.cat((compressed[0], torch.zeros_like(compressed[0][:1])))
         sums = torch.cat((compressed[1], torch.full_like(compressed[1][:1], float("-inf"))))
         for rows in batch.of_sequence.unbind(1):
@@ -164,14 +172,15 @@ class Decode:
         fetching: Fetching,
         sinks: Tensor | None,
     ) -> Callable[[], Tensor]:
-        """In portions of the rows: values of one cross the bus while others are scored or attended to."""
+        """Starts attention with values on the host, in portions of rows. The values of one portion cross the bus while
+        another is scored or attended to."""
         queries, started = batch.of_compressed(q), []
         for rows in fetching.portions(compressed):
             portion = compressed.part(rows)
             selected = self._select(layer, queries[rows], portion).chunks
             fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
             started.append((rows, portion, selected, fetch))
-        exact = self._attend_exact(layer, q, batch, sinks)  # while the bus is busy
+        exact = self._attend_exact(layer, q, batch, sinks)  # runs while values cross the bus
 
         def finish() -> Tensor:
             parts = []

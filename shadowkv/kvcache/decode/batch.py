@@ -1,4 +1,5 @@
-"""A decode step: its plan, as the host knows it, and its batch, as the device sees it, whose shapes the plan fixes."""
+"""Data of a decode step: its plan on the host (``DecodePlan``), and its batch on the device (``DecodeBatch``), whose
+shapes follow from the plan."""
 
 from __future__ import annotations
 
@@ -18,8 +19,15 @@ from shadowkv.ops.sampling import Sampling
 
 
 class SequenceNumbers(NamedTuple):
-    """For each of B sequences, int64 [B]: its slot, tokens cached, tokens compressed, pages of the ring, static
-    pages."""
+    """Numbers of B sequences, each int64 [B].
+
+    Attributes:
+        slot: row in the tables of pages.
+        length: cached tokens.
+        compressed: compressed tokens.
+        ring_pages: pages of the ring of the exact tail.
+        static_pages: exact pages of sink and outliers.
+    """
 
     slot: Any
     length: Any
@@ -29,9 +37,16 @@ class SequenceNumbers(NamedTuple):
 
 
 class SegmentNumbers(NamedTuple):
-    """For each of R segments, int64 [R]: its slot in the page tables, its state, its sequence in the batch, the
-    positions of its first token and after its last, chunks to select by top-k and by sampling per kv head, and the seed
-    of what is sampled in this step."""
+    """Numbers of R segments, each int64 [R].
+
+    Attributes:
+        slot: row in the tables of compressed pages.
+        state: number of its state.
+        sequence: row of its sequence in the batch.
+        first, end: positions of its first token and after its last.
+        top_k, sampled: chunks to select per kv head, by top-k and by sampling.
+        seed: seed of this step's sampling.
+    """
 
     slot: Any
     state: Any
@@ -45,20 +60,18 @@ class SegmentNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One more token for each of B sequences in a group of layers, as the host knows it: all that the device needs is
-    in the numbers.
+    """The plan of a decode step of B sequences in a group of layers. Its numbers are all that the device needs.
 
     Attributes:
-        sequences, segments: NumPy arrays. Where no sequence has more than one segment there is one of each, R = B,
-            empty where the sequence is dense.
-        of_sequence: int64 [B, S], which segments a sequence has, R for none; None where there is one of each.
-        exact_pages, compressed_pages: pages of the longest sequence and segment, at least 1 and 0; the widths of the
-            page tables.
-        max_budget: chunks that any segment may select, top-k and sampled.
-        micro_batches: parts of the rows that go through the layers one after the other, so that values of one are
-            fetched while another computes.
-        compression: int64 [6, n], pages to be compressed before the step (``Compression.compress_pages``); None where
-            there are none.
+        sequences, segments: NumPy arrays. If no sequence has several segments, each has one (R = B), which is empty for
+            a dense sequence.
+        of_sequence: int64 [B, S], the rows in ``segments`` of each sequence, R for none; None if each has one.
+        exact_pages, compressed_pages: widths of the page tables: the most exact pages of a sequence (at least 1), and
+            the most compressed pages of a segment.
+        max_budget: most chunks that a segment selects, by top-k and by sampling.
+        micro_batches: number of micro-batches. The values of one are fetched while another computes.
+        compression: int64 [6, n], pages to compress before the step (``Compression.compress_pages``); None if there are
+            none.
     """
 
     sequences: SequenceNumbers
@@ -72,7 +85,7 @@ class GroupPlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Determines the shapes of all tensors of a step."""
+        """The numbers from which the shapes of all tensors of the step follow."""
         columns = 1 if self.of_sequence is None else self.of_sequence.shape[1]
         counts = len(self.sequences.slot), len(self.segments.slot), columns
         return (*counts, self.exact_pages, self.compressed_pages, self.max_budget, self.micro_batches)
@@ -84,12 +97,12 @@ class GroupPlan:
 
     @property
     def count(self) -> int:
-        """How many numbers there are, n."""
+        """n, the size of ``packed``."""
         of_sequence = 0 if self.of_sequence is None else self.of_sequence.size
         return 5 * len(self.sequences.slot) + 8 * len(self.segments.slot) + of_sequence
 
     def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
-        """Splits ``numbers`` int64 [n], packed by a plan of this shape, on any device."""
+        """Splits ``numbers`` int64 [n], which a plan of this shape has packed, on any device."""
         count, rows, columns = self.shape[:3]
         sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
         of_sequence = None if self.of_sequence is None else rest[: count * columns].view(count, columns)
@@ -98,18 +111,18 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """One more token for each of B sequences: the plans of all groups of layers."""
+    """The plan of a decode step of B sequences, for all groups of layers."""
 
     groups: tuple[GroupPlan, ...]
 
     @property
     def micro_batches(self) -> int:
-        """Parts of the rows that go through the layers one after the other, the same in all groups."""
+        """Number of micro-batches, the same in all groups of layers."""
         return self.groups[0].micro_batches
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Determines the shapes of all tensors of a step."""
+        """The numbers from which the shapes of all tensors of the step follow."""
         return sum((group.shape for group in self.groups), ())
 
     @property
@@ -122,26 +135,25 @@ class DecodePlan:
         return np.concatenate([group.packed() for group in self.groups])
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """``numbers`` int64 [n], packed by a plan of this shape, on any device: those of each group."""
+        """Splits ``numbers`` int64 [n], which a plan of this shape has packed, into those of each group."""
         return numbers.split([group.count for group in self.groups])
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One new token for each of B sequences of any lengths in a group of layers, as the device sees it.
+    """A decode step of B sequences in a group of layers, on the device. It is a ``batch.Part``.
 
     Attributes:
         positions: int64 [B], position of each new token.
         pages: int64 [B, E], ids of the exact pages.
-        counts: int64 [B, E], valid tokens of each exact page, the new one included.
-        starts: int64 [B, E], with a window, the first token of each page that is in it, of those; else None.
-        write_page: int64 [B], id of the exact page that takes the new token.
-        write_offset: int64 [B], its row there.
-        compressed: None where no row has compressed pages.
-        sequence: int64 [R], the row of the batch that each row of ``compressed`` belongs to; None where they are the
-            same.
-        of_sequence: int64 [B, S], which rows of ``compressed`` each row of the batch has, R for none; None where each
-            has at most one.
+        counts: int64 [B, E], valid tokens of each exact page, with the new one.
+        starts: int64 [B, E], first token of each exact page that is in the window; None without a window.
+        write_page: int64 [B], id of the exact page for the new token.
+        write_offset: int64 [B], row of the new token in this page.
+        compressed: the compressed pages of R segments; None if there are none.
+        sequence: int64 [R], row of the batch for each row of ``compressed``; None if the rows are the same.
+        of_sequence: int64 [B, S], rows of ``compressed`` for each row of the batch, R for none; None if each has at
+            most one.
     """
 
     positions: Tensor
@@ -160,16 +172,16 @@ class DecodeBatch:
         return len(self.positions)
 
     def of_compressed(self, x: Tensor) -> Tensor:
-        """[R, ...] of [B, ...], for the rows of ``compressed``."""
+        """The rows of ``x`` [B, ...] for the rows of ``compressed``, [R, ...]."""
         return x if self.sequence is None else x[self.sequence]
 
     def split(self, count: int) -> list[DecodeBatch]:
-        """``count`` micro-batches, at most as many as rows."""
+        """Splits the rows into ``count`` micro-batches, at most as many as rows."""
         bounds = [part * len(self.positions) // count for part in range(count + 1)]
         return [self._rows(slice(start, stop)) for start, stop in pairwise(bounds)]
 
     def _rows(self, rows: slice) -> DecodeBatch:
-        assert self.sequence is None  # every row has one segment where there are micro-batches
+        assert self.sequence is None  # with micro-batches every row has one segment
         return DecodeBatch(
             self.positions[rows],
             self.pages[rows],
@@ -182,7 +194,8 @@ class DecodeBatch:
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """``count`` parts of a step, at most as many as rows; more than one only for values on the host."""
+    """Splits a step into ``count`` micro-batches, at most as many as rows. More than one is only for values on the
+    host."""
     if count == 1:
         return [batch]
     of_groups = [cast(DecodeBatch, part).split(count) for (part,) in batch.groups]
@@ -190,9 +203,10 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
 
 
 def batch_of(plan: GroupPlan, numbers: Tensor, spec: KVSpec, tables: Tables, window: int | None = None) -> DecodeBatch:
-    """The batch of a plan of these shapes whose numbers, packed, are ``numbers`` int64 [n] on the device: only shapes
-    are taken from ``plan``, so that the result can be captured in a graph and used for other plans of the same
-    shapes."""
+    """The batch of a plan's shapes and of packed numbers int64 [n] on the device.
+
+    It takes only shapes from ``plan``, so a graph that captures it serves other plans of the same shapes.
+    """
     sequences, segments, of_sequence = plan.unpacked(numbers)
     slot, length, _, ring, static_pages = sequences
     pages = tables.exact[slot, : plan.exact_pages].long()
@@ -201,8 +215,8 @@ def batch_of(plan: GroupPlan, numbers: Tensor, spec: KVSpec, tables: Tables, win
         starts, counts = _in_window(length, ring, plan.exact_pages, window)
     compressed = sequence = None
     if plan.compressed_pages:
-        # On a GPU shapes may not depend on which rows are empty, as steps are captured in graphs; micro-batches,
-        # which only a GPU uses, are cut by rows of the whole batch.
+        # On a GPU shapes must not depend on which rows are empty, because steps are captured in graphs. Micro-batches,
+        # which only a GPU uses, are rows of the whole batch.
         nonempty = segments.end > segments.first
         if of_sequence is not None:
             sequence = segments.sequence
@@ -225,7 +239,7 @@ def batch_of(plan: GroupPlan, numbers: Tensor, spec: KVSpec, tables: Tables, win
 
 def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, spec: KVSpec, tables: Tables) -> CompressedBatch:
     pages = value_pages = tables.pages[segments.slot, : plan.compressed_pages].long()
-    if spec.place == "host":  # otherwise a single tensor tells kernels to look each page up only once
+    if spec.place == "host":  # otherwise keys and values share one tensor, so kernels look up each page once
         value_pages = tables.value_pages[segments.slot, : plan.compressed_pages].long()
     tokens, span = segments.end - segments.first, None
     if not spec.selects:
@@ -247,11 +261,12 @@ def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, spec: KVSpec, t
 
 
 def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
-    """Valid tokens int64 [B, E] of each exact page: first ``static`` [B, E], then the ring that holds the tail."""
+    """Valid tokens int64 [B, E] of each exact page: ``static`` [B, E] in the static pages, then those of the ring that
+    holds the tail."""
     _, length, compressed, ring_pages, static_pages = numbers
     column = torch.arange(static.shape[1], device=static.device)
     ring, first = ring_pages[:, None], static_pages[:, None]
-    age = (column - first - compressed[:, None] // PAGE) % ring  # how many pages after the tail's oldest
+    age = (column - first - compressed[:, None] // PAGE) % ring  # number of pages after the tail's oldest page
     in_ring = (column >= first) & (column < first + ring)
     tail = (length + 1 - compressed)[:, None]
     counts = torch.where(in_ring, tail - PAGE * age, torch.where(column < first, static, 0))
@@ -259,10 +274,10 @@ def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
 
 
 def _in_window(length: Tensor, ring_pages: Tensor, width: int, window: int) -> tuple[Tensor, Tensor]:
-    """The first token of each page [B, E] of rings [B] that is in the window of the token at position ``length`` [B],
-    and the one after the last."""
+    """First token, and last + 1, of each ring page [B, E] that is in the window of the token at position ``length``
+    [B]."""
     column, newest = torch.arange(width, device=length.device), (length // PAGE)[:, None]
-    page = newest - (newest - column) % ring_pages[:, None]  # its number in the sequence, below 0 where it has none
+    page = newest - (newest - column) % ring_pages[:, None]  # page number in the sequence, below 0 for an unused page
     seen = (page >= 0) & (column < ring_pages[:, None])
     first, last = (length - window + 1)[:, None] - PAGE * page, (length + 1)[:, None] - PAGE * page
     return first.clamp(0, PAGE), last.clamp(0, PAGE).where(seen, 0)

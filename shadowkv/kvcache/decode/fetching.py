@@ -1,7 +1,8 @@
-"""Selected values on their way from the host to the buffer on the device, on a stream of their own.
+"""``Fetching``: fetches selected values from the host into a buffer on the device, on a separate stream. ``Decode``
+uses it.
 
-Most of what a step selects has been fetched by earlier steps (ShadowKV, arXiv:2410.21465, section 4.1); only the
-rest crosses the bus, while the device goes on computing.
+Earlier steps have fetched most chunks that a step selects (ShadowKV, arXiv:2410.21465, section 4.1). Only the rest
+crosses the bus, while the device computes.
 """
 
 from __future__ import annotations
@@ -19,18 +20,26 @@ from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, DenseR
 from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
 
 MANY_BYTES = 50 * 10**6
-"""Where that many bytes are selected, four portions of a batch are faster than two: 0.77 against 0.84 ms a layer for
-48 x 128 chunks of 2 KiB on an H200. For a third of that, three were slower than two: 0.37 against 0.33 ms."""
+"""From this many selected bytes on, four portions of a batch are faster than two: 0.77 ms per layer instead of 0.84 ms
+for 48 x 128 chunks of 2 KiB on an H200. For a third of these bytes, three portions are slower than two: 0.37 ms instead
+of 0.33 ms."""
 
 TWO_BATCH_CHUNKS = 2**16
-"""Where all rows and heads select that many short chunks, the batch is split in two: at 130 x 120 x 8 of 384 B, 72 % of
-them found, a step of 32 layers takes 38.2 instead of 44.2 ms on an H200, although weights are read twice; at
-65 x 244 x 8 it takes 37.4 instead of 43.0. Neither fewer nor longer chunks have been tried."""
+"""From this many selected short chunks on, over all rows and heads, a step has two micro-batches. With 130 x 120 x 8
+chunks of 384 B, 72 % of which are in the buffer, a step of 32 layers takes 38.2 instead of 44.2 ms on an H200, although
+weights are read twice. With 65 x 244 x 8 chunks it takes 37.4 instead of 43.0 ms. Fewer or longer chunks have not been
+measured."""
 
 
 @dataclass(frozen=True)
 class FetchCounts:
-    """Chunks that steps selected, how many of them were not in the buffer, and the bytes of those."""
+    """Counts of selected chunks.
+
+    Attributes:
+        selected: chunks that steps selected.
+        fetched: selected chunks that were not in the buffer.
+        fetched_bytes: bytes of the fetched chunks.
+    """
 
     selected: int = 0
     fetched: int = 0
@@ -39,20 +48,20 @@ class FetchCounts:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A fetch under way; to be kept until everything that reads its values has been launched."""
+    """A fetch in progress. Keep it until all work that reads its values has been launched."""
 
     values: BufferedRows
     done: torch.cuda.Event | None
 
     def wait(self) -> BufferedRows:
-        """The values, which anything launched from now on may read."""
+        """The values. Work that is launched after this call can read them."""
         if self.done is not None:
             self.done.wait()
         return self.values
 
 
 class Fetching:
-    """The buffers of a store that has them."""
+    """Fetches into the buffers of a store, which must have some."""
 
     def __init__(self, store: GroupStore, side_stream: SideStream) -> None:
         of_all_layers = store.buffer
@@ -70,22 +79,22 @@ class Fetching:
         self._published = torch.zeros(2, dtype=torch.int64, pin_memory=self._stream is not None)
 
     def micro_batches(self, budget: np.ndarray) -> int:
-        """Micro-batches, 1 or 2, to split a batch into whose rows may select ``budget`` int64 [B] chunks per head."""
+        """Number of micro-batches, 1 or 2, for a batch whose rows select up to ``budget`` int64 [B] chunks per head."""
         rows = self._buffers[0].rows
         short = rows[0, 0, 0].nbytes < SHORT_ROW
         much = len(budget) > 1 and int(budget.sum()) * rows.shape[1] >= TWO_BATCH_CHUNKS
         return 2 if self._stream is not None and short and much else 1
 
     def portions(self, batch: CompressedBatch) -> list[slice]:
-        """Portions of rows, which are fetched one after the other; a single one where there is no bus, or another
-        micro-batch uses the time."""
+        """Portions of rows that are fetched one after the other. There is only one without a bus, or if another
+        micro-batch computes during the fetch."""
         count, rows = len(batch.slots), self._buffers[0].rows[0]
         many = count * batch.max_budget * rows[:, 0].nbytes >= MANY_BYTES
         parts = 1 if self._stream is None or batch.overlapped else min(count, 4 if many else 2)
         return [slice(part * count // parts, (part + 1) * count // parts) for part in range(parts)]
 
     def start(self, layer: int, selected: Tensor, batch: CompressedBatch, source: DenseRows | CodedRows) -> Fetch:
-        """Fetches those of the selected chunks int64 [B, H, k] of ``source`` that the buffer lacks."""
+        """Starts to fetch the selected chunks int64 [B, H, k] of ``source`` that are not in the buffer."""
         buffer = self._buffers[layer]
         where = self._host[layer], batch.value_pages, batch.slots
         entries = self.store.ops.fetch_chunks(*where, selected, buffer, self._stream, batch.overlapped)
@@ -93,7 +102,7 @@ class Fetching:
         return Fetch(BufferedRows(source, buffer.rows, batch.slots, entries), done)
 
     def publish(self) -> None:
-        """Copies the counters to the host, which does not wait for them."""
+        """Starts to copy the counters to the host, without waiting."""
         self._published.copy_(self._counters, non_blocking=True)
 
     def forget(self) -> None:
@@ -103,6 +112,6 @@ class Fetching:
 
     @property
     def counts(self) -> FetchCounts:
-        """The counters last published; may be read from any thread."""
+        """The counters of the last ``publish``. Any thread can read them."""
         selected, fetched = self._published.tolist()
         return FetchCounts(selected, fetched, fetched * self._buffers[0].rows[0, 0, 0].nbytes)

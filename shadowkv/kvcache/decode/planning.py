@@ -1,7 +1,8 @@
-"""How a decode step is planned on the host: which tokens of which sequences, and what is compressed before.
+"""``DecodePlanner``: plans decode steps on the host, with the page compressions that are due before. ``KVCache`` calls
+it.
 
-All that the device needs is in numbers. Shapes are rounded up, so that few captured graphs serve many steps; padding
-names the padding slots.
+A plan's numbers are all that the device needs. ``rounded`` rounds up shapes, so that few captured graphs serve many
+steps; padding rows use the padding slots.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from shadowkv.ops.sampling import row_seeds
 
 
 class DecodePlanner:
-    """Plans steps of a pool's sequences.
+    """Plans decode steps of a pool's sequences.
 
     Args:
-        storing: compresses what is due.
-        fetching: how values on the host are fetched; None where none are.
+        storing: compresses tails that have outgrown their state.
+        fetching: fetches values from the host; None if values are on the device.
     """
 
     def __init__(self, storing: Storing, fetching: Fetching | None) -> None:
@@ -33,8 +34,8 @@ class DecodePlanner:
         self.tables, self.spec = storing.pool.tables, storing.spec
 
     def plan(self, sequences: Sequence[CachedSequence]) -> GroupPlan:
-        """Turns tails that have outgrown their state into segments, and plans the compression that is due and one more
-        token for each."""
+        """Plans a step of ``sequences`` and the page compressions that are due before. It first turns tails that have
+        outgrown their state into segments. Raises ValueError if a sequence is at its capacity."""
         tables, spec = self.tables, self.spec
         for sequence in sequences:
             self.pool.await_layers(sequence)
@@ -73,9 +74,14 @@ class DecodePlanner:
     def forecast(
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
     ) -> GroupPlan | None:
-        """A plan of padding rows with the shapes of a step that ``sequences`` will take together with others, once
-        prompts of that many tokens are computed in those. None where shapes depend on more than that: on segments,
-        where a sequence has several, or on the micro-batches of values on the host."""
+        """A plan of padding rows with the shapes of the next step of ``sequences`` and ``joining``.
+
+        None if the shapes depend on more: on segments, if a sequence has several, or on the micro-batches of values on
+        the host.
+
+        Args:
+            joining: sequences whose prompts are being computed, with the prompts' lengths.
+        """
         if self.fetching is not None:
             return None
         tables, layout = self.tables, self.layout
@@ -102,7 +108,7 @@ class DecodePlanner:
         return GroupPlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, compressed // PAGE, 0)
 
     def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
-        """The segments of a batch, and which of them each sequence has."""
+        """The segments of a batch, and the rows of each sequence's segments (``GroupPlan.of_sequence``)."""
         tables, spec = self.tables, self.spec
         count, slots = tables.segments[numbers.slot], numbers.slot
         if count.max() <= 1:
@@ -117,7 +123,7 @@ class DecodePlanner:
             slot, last = tables.segment_slots[slots[sequence], number], number == count[sequence] - 1
         first, end = tables.first[slot], tables.end[slot]
         budget = spec.budget_chunks(np.where(last, numbers.length[sequence], end) - first)
-        if isinstance(spec.budget, int):  # for the whole sequence
+        if isinstance(spec.budget, int):  # a count is for the whole sequence: segments share it
             budget = -(-budget * (end - first) // np.maximum(1, numbers.compressed[sequence]))
         budget = np.where(end > first, budget, 0)
         sampled = spec.sampled_chunks(budget, end - first - tables.static_tokens[slot])
@@ -137,24 +143,30 @@ MIN_PAGES = 8
 """Minimum width of a page table for compressed pages."""
 
 MIN_EXACT_PAGES = 32
-"""The same for exact pages: a warp looks at as many page ids at once. Widths above are powers of 2, as entries without
-tokens are skipped 32 at a time: shapes of short sequences differ in the batch alone, and few graphs serve all."""
+"""Minimum width of a page table for exact pages: a warp reads this many page ids at once. Larger widths are powers of
+2, because kernels skip empty entries 32 at a time. So the shapes of short sequences differ only in the batch size, and
+few graphs serve all of them."""
 
 
 def round_up(count: int) -> int:
-    """The next of 1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 …: at most a quarter more than ``count``."""
+    """Rounds ``count`` up to the next of 1, 2, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20 …, at most a quarter more."""
     step = max(1, 2 ** (count.bit_length() - 3))
     return -(-count // step) * step
 
 
 def padding_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
-    """Numbers of a row that pads a batch: a sequence whose ring has one page, and its segment, which is empty."""
+    """Numbers of a padding row: a sequence with a ring of one page, and its empty segment."""
     slot = tables.padding_segment_slot
     return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(slot, tables.state[slot], 0, 0, 0, 0, 0, 0)
 
 
 def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch: int | None = None) -> GroupPlan:
-    """``plan`` rounded up for a batch of up to ``max_batch`` sequences, or more where it has more; or for ``batch``."""
+    """``plan`` with shapes rounded up.
+
+    Args:
+        max_batch: limit on the rounded number of rows; a plan with more rows keeps its number.
+        batch: the number of rows; None rounds it up.
+    """
     count, rows, most = plan.shape[:3]
     batch = batch or max(min(round_up(count), max_batch), count)
     exact = min(1 << (max(plan.exact_pages, MIN_EXACT_PAGES) - 1).bit_length(), tables.exact.shape[1])
@@ -165,7 +177,7 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
     if of_sequence is None:
         padded_rows, owner = batch, np.arange(count, batch)
     else:
-        # Every sequence may have gained a segment before the shape changes again: rounded as batches are.
+        # Rounded up like batch sizes, so that sequences can gain segments before the shape changes.
         padded_rows, owner, columns = round_up(max(rows, batch + 1)), np.array(0), round_up(most)
         none = np.full((batch, columns), padded_rows)
         none[:count, :most] = np.where(of_sequence < rows, of_sequence, padded_rows)
@@ -182,7 +194,8 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
 
 
 def padded(numbers: np.ndarray, padding: np.ndarray) -> np.ndarray:
-    """Numbers int64 [6, n] of pages to be compressed, rounded up with those of a padding page, int64 [6]."""
+    """Pads ``numbers`` int64 [6, n] of pages to compress with those of a padding page, int64 [6], to a rounded
+    number."""
     more = round_up(numbers.shape[1]) - numbers.shape[1]
     return np.concatenate((numbers, np.repeat(padding[:, None], more, axis=1)), axis=1)
 

@@ -1,1 +1,1 @@
-"""Memory without sequences: arenas in blocks, compressed pages by name and layer, and work on streams of its own."""
+"""Memory: arenas of blocks, the store of compressed pages, free memory of the machine, and side streams"""

@@ -1,10 +1,10 @@
-"""Tiers of memory: arenas handed out in blocks of equal size, allocated once at start, counted by references.
+"""Tiers: arenas of memory, allocated once at start and divided into blocks of equal size with reference counts.
 
-A block of the device tier is one exact page (64 tokens of K and V) or as many compressed pages as fit in it, so
-short dense prompts and long compressed ones draw on the same bytes. A page's id is its *granule*: its
-byte offset in the arena divided by ``GRANULE``. Every field of a page is then one strided view over all
-granules, and a kernel needs a base pointer, a stride and a page table, whatever the page holds. Blocks of the tier of
-fitted states have their numbers as ids.
+A block of the device tier holds exact pages (64 tokens of K and V) or compressed pages. So short dense prompts and long
+compressed ones share the same memory. The id of a page is its *granule*: its byte offset in the arena divided by
+``GRANULE``. Every field of a page is then one strided view over all granules, and a kernel needs only a base pointer, a
+stride and a page table, whatever the page holds. In the tier of fitted states, the ids are the numbers of the blocks.
+``SequencePool`` takes and frees blocks.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 GRANULE = 256
-"""Bytes between two addressable page starts; int32 page ids reach 512 GiB per layer."""
+"""Bytes per granule: pages begin at multiples of it. int32 page ids reach 512 GiB per layer."""
 
 
 SLAB = 2**30
-"""Bytes of host memory that are pinned by one call; pinning takes about 0.34 s per GiB on an H200's host."""
+"""Bytes of host memory that one call pins. Pinning takes about 0.34 s per GiB on an H200's host."""
 
 
 class OutOfBlocks(RuntimeError):
-    """A tier has fewer free blocks than were asked for."""
+    """A tier has fewer free blocks than requested."""
 
 
 class Blocks(dict[str, int]):
-    """Numbers of blocks by tier; a tier that is not named has none: ``Blocks(device=3, host=2)``."""
+    """Numbers of blocks by tier, as in ``Blocks(device=3, host=2)``. A missing tier has 0."""
 
     def __missing__(self, tier: str) -> int:
         return 0
@@ -70,14 +70,14 @@ def page_bytes(fields: Iterable[Field]) -> int:
 
 
 class BlockPool:
-    """Which blocks are free, and how many references there are to each of the others.
+    """Free blocks, and the reference counts of the others.
 
     Args:
-        step: page ids from one block to the next: a block's id is the first of its page ids.
+        step: number of page ids per block. A block's id is its first page id.
 
     Attributes:
-        spare: id of an extra block that is never allocated, the target of writes for padding rows.
-        changes: how often blocks were taken or given back.
+        spare: id of an extra block that is never allocated. Padding rows write to it.
+        changes: number of calls that have changed reference counts.
     """
 
     def __init__(self, name: str, num_blocks: int, step: int = 1) -> None:
@@ -89,26 +89,27 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that are not held."""
+        """Number of free blocks."""
         return len(self._free)
 
     def block_of(self, page_id: int) -> int:
-        """The block that a page of that id lies in."""
+        """Id of the block that contains a page."""
         return page_id // self.step * self.step
 
     def blocks_of(self, page_ids: Iterable[int]) -> list[int]:
-        """The blocks that pages of those ids lie in, each once."""
+        """Ids of the blocks that contain pages, each once."""
         return list(dict.fromkeys(map(self.block_of, page_ids)))
 
     def references(self, block: int) -> int:
-        """References to ``block``."""
+        """Reference count of ``block``."""
         return self._references[block // self.step]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes ``count`` blocks, one reference each; raises OutOfBlocks and takes none if there are fewer."""
+        """Takes ``count`` blocks with one reference each, and returns their ids. Raises OutOfBlocks and then takes
+        nothing."""
         if count > len(self._free):
             raise OutOfBlocks(
-                f"{count} blocks of the {self.name} tier wanted, {len(self._free)} of {self.num_blocks} free"
+                f"{count} blocks of the {self.name} tier are needed, {len(self._free)} of {self.num_blocks} are free"
             )
         self.changes += 1
         taken = [self._free.pop() for _ in range(count)]
@@ -117,14 +118,14 @@ class BlockPool:
         return [number * self.step for number in taken]
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """Adds a reference to each of ``blocks``, which must be held already."""
+        """Adds a reference to each of ``blocks``, which must have references already."""
         self.changes += 1
         for block in blocks:
             assert self._references[block // self.step], f"block {block} of the {self.name} tier is held by no sequence"
             self._references[block // self.step] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Gives back a reference to each of ``blocks``; a block without references is free."""
+        """Removes a reference from each of ``blocks``. A block without references is free."""
         self.changes += 1
         for block in blocks:
             number = block // self.step
@@ -135,12 +136,12 @@ class BlockPool:
 
 
 class Tier(BlockPool):
-    """One kind of memory: ``[num_layers, num_blocks, block_bytes]``.
+    """The arena of one tier: ``[num_layers, num_blocks, block_bytes]``.
 
     Args:
-        device: where the arena's tensors can be used. For ``pinned`` memory, which is host memory, that is the GPU that
-            reads and writes it across the bus.
-        paged: whether blocks are divided into pages, so that page ids count granules; else they count blocks.
+        device: device of the arena's tensors. ``pinned`` memory is host memory that this GPU reads and writes across
+            the bus.
+        paged: whether blocks are divided into pages. Page ids then count granules; otherwise they count blocks.
 
     Attributes:
         arena: uint8 [num_layers, bytes].
@@ -176,7 +177,7 @@ class Tier(BlockPool):
         return self.num_blocks * self.bytes_per_block
 
     def views(self, fields: Sequence[Field]) -> dict[str, Tensor]:
-        """For each field, the view ``[num_layers, page ids, *shape]`` of pages with ``fields`` laid out in order."""
+        """A view ``[num_layers, page ids, *shape]`` of each field, for pages that hold ``fields`` in this order."""
         views: dict[str, Tensor] = {}
         offset, apart = 0, self.block_bytes // self.step
         for field in fields:
@@ -197,7 +198,7 @@ def _view(arena: Tensor, apart: int, offset: int, field: Field) -> Tensor:
 
 
 def _allocate(shape: tuple[int, int], device: torch.device, pinned: bool) -> Tensor:
-    """Zeroed bytes. Ordinary host memory comes from NumPy, whose zeros are committed only when first touched."""
+    """Zeroed bytes. Ordinary host memory comes from NumPy, whose zeros take memory only when they are first touched."""
     if pinned and 0 not in shape:
         return _pin(np.zeros(shape, np.uint8), device)
     if device.type == "cpu":
@@ -206,7 +207,7 @@ def _allocate(shape: tuple[int, int], device: torch.device, pinned: bool) -> Ten
 
 
 class _Mapped:
-    """Pinned host memory as CUDA code sees it: under unified addressing the pointer is the same."""
+    """Pinned host memory with CUDA's array interface. With unified addressing the pointer is the same."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.__cuda_array_interface__ = {
@@ -218,15 +219,15 @@ class _Mapped:
 def _pin(array: np.ndarray, device: torch.device) -> Tensor:
     """Pins ``array`` and returns it as a tensor of ``device``."""
     unpin = pin(array)
-    mapped = _Mapped(array)  # kept by the tensor's storage
+    mapped = _Mapped(array)  # the tensor's storage keeps a reference
     weakref.finalize(mapped, unpin)
     return torch.as_tensor(mapped, device=device)
 
 
 def pin(array: np.ndarray) -> Callable[[], None]:
-    """Pins host memory for the current CUDA context, slab by slab; returns a function that undoes it.
+    """Pins host memory for the current CUDA context, slab by slab. Returns a function that unpins it.
 
-    Not through PyTorch's pinned allocator, which rounds sizes up to a power of two. Raises MemoryError.
+    It does not use PyTorch's pinned allocator, which rounds sizes up to a power of two. Raises MemoryError.
     """
     runtime = torch.cuda.cudart()
     starts = range(array.ctypes.data, array.ctypes.data + array.nbytes, SLAB)

@@ -1,5 +1,5 @@
-"""Compressed pages and fitted states, by name and layer: what parts may touch of a cache's memory, and which of the
-pages a batch's rows have.
+"""``CompressedStore``: compressed pages and fitted states by name and layer, for parts. ``CompressedBatch``: the
+compressed pages of a batch's rows.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shadowkv.ops.sampling import Sampling
 
 
 class CompressedStore:
-    """Tensors by name and layer of a group of layers, and what else parts compute with.
+    """The memory of a group of layers as parts see it, by field name and layer. Layers are numbered within the group.
 
     Args:
-        head_dim: the size of the fixed rotations.
-        across_bus: the names of the fields of ``page`` that are in the host's memory.
-        weights: for each layer, what the model has for the policy's parts, by name.
+        head_dim: size of the fixed rotations.
+        across_bus: names of the fields of ``page`` in host memory.
+        weights: for each layer, the weights that the policy's parts need, by name.
 
     Attributes:
         ops: the cache's ops.
-        rotary: tables for the positions of its tokens.
-        layers: which layers of the model they are: parts count those of the group.
-        compute: the device that it computes on.
-        page: per field [num_layers, page ids, *field.shape], compressed pages.
-        state: per field [num_layers, states, *field.shape], fitted states.
+        rotary: the group's RoPE tables.
+        layers: the group's layers, as numbered in the model.
+        compute: the device of the attention.
+        page: compressed pages, [num_layers, page ids, *field.shape] for each field.
+        state: fitted states, [num_layers, states, *field.shape] for each field.
     """
 
     def __init__(
@@ -51,41 +51,41 @@ class CompressedStore:
         self._rotations: dict[str, Tensor] = {}
 
     def rotation(self, name: str, matrix: Callable[[int, str], Tensor] = random_rotation) -> Tensor:
-        """The fixed rotation of that name, float32 [d, d], where the cache computes: created once, by ``matrix``."""
+        """The fixed rotation ``name``, float32 [d, d], on the device of the attention. ``matrix`` makes it once."""
         if name not in self._rotations:
             self._rotations[name] = matrix(self._head_dim, name).to(self.compute)
         return self._rotations[name]
 
     def write(self, name: str, layers: slice, pages: Tensor, rows: Tensor) -> None:
-        """Writes pages [L, n, *field.shape] of some layers."""
+        """Writes ``rows`` [L, n, *field.shape] to pages int64 [n] of some layers."""
         self.page[name][layers][:, pages] = rows
 
     def write_heads(self, name: str, layers: slice, pages: Tensor, tokens: Tensor) -> None:
-        """Writes [L, n, 64, H, x] into a field of shape [H, C, c, x]."""
+        """Writes ``tokens`` [L, n, 64, H, x] to pages int64 [n] of a field of shape [H, C, c, x]."""
         self.ops.write_rows(tokens, self.page[name][layers], pages, name in self._across_bus)
 
 
 @dataclass(frozen=True)
 class CompressedBatch:
-    """Compressed pages of R segments of a batch's sequences: of all of them, or of those that are compressed.
+    """Compressed pages of R segments of a batch.
 
     Attributes:
-        slots: int64 [R], their slots in the page tables and in whatever else each segment has of its own.
-        states: int64 [R], their fitted states.
+        slots: int64 [R], slots of the segments in the page tables and in the fetch buffer.
+        states: int64 [R], fitted states of the segments.
         first: int64 [R], positions of their first tokens.
-        pages: int64 [R, P], ids of their compressed pages; anything past a segment's end.
-        value_pages: int64 [R, P], ids of the pages that hold ``values``.
-        num_pages: int64 [R], compressed pages of each; ragged.
-        num_chunks: int64 [R], their chunks.
+        pages: int64 [R, P], ids of their compressed pages; arbitrary past a segment's end.
+        value_pages: int64 [R, P], ids of the pages with ``values``.
+        num_pages: int64 [R], number of compressed pages of each segment.
+        num_chunks: int64 [R], number of chunks of each segment.
         budget: int64 [R], chunks to select by top-k per kv head.
-        max_budget: no row selects more, top-k and sampled.
-        sampling: chunks to sample in addition, by the seeds of requests and the positions of the new tokens: a
-            different sample in every step; None where the policy samples none.
+        max_budget: most chunks that a row selects, by top-k and by sampling.
+        sampling: chunks to sample in addition. The seed depends on the request and on the position of the new token, so
+            every step has another sample. None if the policy does not sample.
         overlapped: whether another micro-batch computes while values of these rows are fetched.
-        span: for a policy without an index, the tokens of each row that are attended to, those after the sink: the
-            first and the last + 1, int64 [R] each. None for other policies.
-        most: int64 [R], chunks that an index selects of each at the most, top-k and sampled. None for policies without
-            one.
+        span: for a policy without an index, the tokens of each row to attend to, those after the sink: first and last +
+            1 within the segment, int64 [R] each. None for other policies.
+        most: int64 [R], most chunks that each row selects, by top-k and by sampling. None for policies without an
+            index.
     """
 
     slots: Tensor
@@ -103,7 +103,8 @@ class CompressedBatch:
     most: Tensor | None = None
 
     def part(self, rows: slice) -> CompressedBatch:
-        """Some of the rows, for values on the host that an index selects from: nothing is sampled from those."""
+        """The batch of some rows. It is for values on the host, or for inspection; the batch must have neither
+        ``sampling`` nor ``span``."""
         assert self.sampling is None and self.span is None
         names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")
         most = None if self.most is None else self.most[rows]

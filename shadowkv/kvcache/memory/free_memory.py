@@ -1,4 +1,4 @@
-"""Memory that this process can still take: the machine's, within the limits of its control groups, or a GPU's."""
+"""Free memory for this process: of the host, within the limits of its control groups, or of a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ MOUNT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class _Version:
-    """How a version of Linux's control groups states a group's limit, its usage, and how much of that is cache."""
+    """File names of a version of Linux's control groups.
+
+    Attributes:
+        mount: where the groups are mounted.
+        limit, usage: files with a group's memory limit and its usage.
+        cache: entries of ``memory.stat`` that count reclaimable cache.
+    """
 
     mount: Path
     limit: str
@@ -23,7 +29,7 @@ class _Version:
     cache: tuple[str, ...]
 
     def left(self, group: Path) -> int | None:
-        """Bytes that a group can still take, including cache that it gives up; None where it has no limit."""
+        """Bytes that a group can still take, with its reclaimable cache; None if it has no limit."""
         try:
             limit, usage = (group / self.limit).read_text().strip(), int((group / self.usage).read_text())
             lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
@@ -35,7 +41,7 @@ class _Version:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device, including those that PyTorch keeps for reuse."""
+    """Bytes that can still be allocated on a device, with the memory that PyTorch caches for reuse."""
     if device.type != "cuda":
         return free_host_bytes()
     free, _ = torch.cuda.mem_get_info(device)
@@ -43,12 +49,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_host_bytes() -> int:
-    """Bytes of host memory that can still be taken without swapping or being killed for it."""
+    """Bytes of host memory that this process can still take without swapping or being killed."""
     return min([psutil.virtual_memory().available, *_left_by_groups()])
 
 
 def _left_by_groups() -> Iterator[int]:
-    """Bytes that each limited control group of this process leaves, at any depth; nothing where there are none."""
+    """Free bytes of each control group of this process that has a limit, at any depth."""
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:  # not Linux
@@ -69,7 +75,7 @@ def _left_by_groups() -> Iterator[int]:
         else:
             continue
         group = version.mount / path.lstrip("/")
-        # A container may see its own group as the root, whatever path is reported: walk up to the root.
+        # A container can see its own group as the root, whatever path is reported: walk up to the root.
         while group.is_relative_to(version.mount):
             left = version.left(group)
             if left is not None:

@@ -1,4 +1,4 @@
-"""Work beside the current stream: kernels on a CUDA stream of their own, and numbers on their way to the device."""
+"""``SideStream``: work on another CUDA stream. ``upload`` and ``Numbers``: copies to the device without waiting."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Result = TypeVar("Result")
 
 
 class SideStream:
-    """Where there is no GPU, or nothing to gain, work is done at once.
+    """A CUDA stream beside the current one. Without a GPU, work runs at once.
 
-    The stream has high priority: kernels of few thread blocks find room between the blocks of kernels that take all.
-    Memory that the work allocates is reused by later work of this stream only, which begins after the current one.
+    The stream has high priority, so its small kernels get room between the thread blocks of large kernels. Memory that
+    its work allocates is reused only by later work of this stream, which starts after the current stream's work.
 
     Args:
-        wanted: False to do all work at once.
-        captured: True to do work at once unless it is captured in a graph: launched one by one, kernels hardly overlap,
-            and where a graph found no memory there may be none for this stream either.
+        wanted: False to run all work at once.
+        captured: True to run work at once unless it is captured in a graph. Outside of graphs, kernels hardly overlap.
+            Also, if there was no memory for a graph, there may be none for this stream.
     """
 
     def __init__(self, device: torch.device, wanted: bool = True, captured: bool = False) -> None:
@@ -30,8 +30,8 @@ class SideStream:
         self.stream = torch.cuda.Stream(device, priority=-1) if wanted and device.type == "cuda" else None
 
     def start(self, work: Callable[[], Result]) -> Callable[[], Result]:
-        """Launches ``work`` after everything on the current stream; the returned function makes the current stream
-        wait for it and returns its result."""
+        """Launches ``work``, which starts after all work on the current stream. The returned function makes the current
+        stream wait for it and returns its result."""
         if self.stream is None or (self.captured and not torch.cuda.is_current_stream_capturing()):
             result = work()
             return lambda: result
@@ -48,7 +48,7 @@ class SideStream:
         return wait
 
     def join_capture(self) -> None:
-        """Joins the stream to the current one, if it is being captured with it."""
+        """Makes the current stream wait for this one, if both are being captured."""
         if self.stream is None:
             return
         with torch.cuda.stream(self.stream):
@@ -58,27 +58,27 @@ class SideStream:
 
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copies ``numbers`` from the host to the device without waiting for its earlier work: the host would wait for a
-    copy from memory that is not pinned, and the device would be idle when the host goes on."""
+    """Copies ``numbers`` from the host to the device, through pinned memory. With other memory the host would wait for
+    the device's earlier work, and the device would be idle afterwards."""
     if device.type != "cuda" or not numbers.numel():
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
 class Numbers:
-    """Numbers on their way to the device: each array that is added is a part of the one that is copied."""
+    """Collects arrays of numbers, and copies them to the device as one array."""
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
         self._size = 0
 
     def add(self, numbers: ArrayLike) -> slice:
-        """Adds ``numbers``; returns where they will be in the copy."""
+        """Adds ``numbers``. Returns their place in the copied array."""
         array = np.asarray(numbers, np.int64).ravel()
         self._arrays.append(array)
         self._size += len(array)
         return slice(self._size - len(array), self._size)
 
     def on(self, device: torch.device) -> Tensor:
-        """All of them, int64 [n]."""
+        """Copies all numbers to the device, int64 [n]."""
         return upload(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *self._arrays])), device)

@@ -1,9 +1,10 @@
-"""The parts that a policy is made of, one file each, found by name on their axis.
+"""The parts of policies, one file each, found by axis and name. ``resolve`` checks a policy, ``build_parts`` makes its
+parts.
 
-A new method is one part file, one line here and one line in ``presets.py``; a new format of keys or values is a codec
-(``shadowkv.kvcache.codecs``). Packages of one's own ``register`` all three (``plugins.py``). A part sees a layer's
-keys, values and queries; what needs more does not fit here, such as InfiniGen's scores from the input of the layer
-before (arXiv:2406.19707; ``index_infinigen.py`` has the rest of it).
+A new method is a part file, a line here and a line in ``presets.py``. A new format of keys or values is a codec
+(``shadowkv.kvcache.codecs``). Other packages ``register`` all three (``plugins.py``). A part sees the keys, values and
+queries of one layer. Methods that need more do not fit, such as InfiniGen's scores from the input of the previous layer
+(arXiv:2406.19707; ``index_infinigen.py`` has the rest of it).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shadowkv.kvcache.policy.spec import ROTATED, KVSpec
 from shadowkv.settings import settings_of, violations
 
 DENSE = "dense"
-"""Keys or values as they are."""
+"""Name of keys or values that are stored exactly."""
 INDEX_PARTS = {
     "none": "index_plain:AttendAll",
     "chunk-mean": "index_chunks:ChunkMean",
@@ -42,7 +43,7 @@ INDEX_PARTS = {
 }
 PLACES = ("device", "host")
 KINDS: dict[str, type[Any]] = {"keys": KeyPart, "index": IndexPart, "values": ValuePart}
-"""What parts on each axis are."""
+"""Base class of the parts on each axis."""
 
 REGISTERED: dict[str, dict[str, type[Part]]] = {axis: {} for axis in KINDS}
 """Parts from outside the package, by axis and name."""
@@ -53,29 +54,29 @@ AXES: dict[str, Collection[str]] = {
     "values": ChainMap[str, Any](REGISTERED["values"], {ROTATED: None}, ROW_CODECS, {DENSE: None}),
     "place": PLACES,
 }
-"""The names that each of these fields of a KVSpec can have, those of codecs and parts registered later too."""
+"""The names that each of these fields of a KVSpec accepts. Codecs and parts that are registered later appear too."""
 
 
 def register(axis: str, name: str, part: type[Part]) -> None:
-    """Makes a part from outside the package available under a name on an axis: ``keys``, ``index`` or ``values``.
+    """Registers a part from outside the package on an axis: ``keys``, ``index`` or ``values``.
 
     Raises:
-        ValueError: there is no such axis, or the name is taken on it, or is none.
-        TypeError: ``part`` is no class of the axis's kind.
+        ValueError: the axis does not exist, the name is taken on it, or the name has characters that are not allowed.
+        TypeError: ``part`` is no subclass of the axis's base class.
     """
     if axis not in KINDS:
         raise ValueError(f"there is no axis {axis!r} of parts: {', '.join(KINDS)}")
     if checked_name(name) in AXES[axis]:
         raise ValueError(f"{axis}={name!r} is taken: the names are {', '.join(AXES[axis])}")
     if not (isinstance(part, type) and issubclass(part, KINDS[axis])):
-        raise TypeError(f"{axis}={name!r} is to be a subclass of {KINDS[axis].__name__}, not {part!r}")
+        raise TypeError(f"{axis}={name!r} must be a subclass of {KINDS[axis].__name__}, not {part!r}")
     REGISTERED[axis][name] = part
     if axis in NAMES_OF_PARTS:
         NAMES_OF_PARTS[axis].add(name)
 
 
 def is_known(axis: str, name: str) -> bool:
-    """Whether a field of a KVSpec can have that name; plugins are loaded for one that is not there without them."""
+    """Whether a field of a KVSpec accepts a name. Loads plugins for a name that is unknown without them."""
     if name not in AXES[axis] and axis in KINDS:
         load_plugins()
     return name in AXES[axis]
@@ -83,7 +84,7 @@ def is_known(axis: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Parts:
-    """The three parts of a policy; the place is up to the layout."""
+    """The three parts of a policy. The layout implements the place."""
 
     keys: KeyPart
     index: IndexPart
@@ -91,17 +92,17 @@ class Parts:
 
     @property
     def ops(self) -> frozenset[str]:
-        """Ops that the parts call."""
+        """Names of the ops that the parts call."""
         return frozenset(op for part in self for op in part.ops)
 
     @property
     def observing(self) -> bool:
-        """Whether one of them learns from a prompt's last queries."""
+        """Whether a part learns from a prompt's last queries."""
         return any(type(part).observe is not Part.observe for part in self)
 
     @property
     def diagnostics(self) -> tuple[str, ...]:
-        """Diagnostics that the parts report."""
+        """Names of the diagnostics that the parts report."""
         return tuple(name for part in self for name in part.diagnostics)
 
     def __iter__(self) -> Iterator[Part]:
@@ -109,9 +110,9 @@ class Parts:
 
 
 def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
-    """The parts that the resolved ``spec`` names, for ``shape`` and the cache's ``dtype``.
+    """Makes the parts of the resolved policy ``spec``, for ``shape`` and the cache's ``dtype``.
 
-    Raises ValueError where two of their arrays have one name.
+    Raises ValueError if two of their arrays have the same name.
     """
     parts = Parts(*(_part(axis, getattr(spec, axis))(spec, shape, dtype) for axis in KINDS))
     for kind, fields in (
@@ -126,8 +127,8 @@ def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
 
 
 def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
-    """``spec`` for models of ``shape``, with a value for every setting of its parts; raises ValueError with every
-    reason it cannot be used."""
+    """Resolves a policy for models of ``shape``: gives every setting of its parts a value. Raises ValueError with all
+    reasons why the policy cannot be used."""
     if spec.values == ROTATED:
         spec = replace(spec, values="rotated-4bit" if shape.head_dim % 64 else "rotated-3bit")
     unknown = [axis for axis in AXES if not is_known(axis, getattr(spec, axis))]
@@ -151,7 +152,7 @@ def _wrong(settings: Any) -> list[str]:
 
 
 def _foreign(spec: KVSpec, parts: Sequence[type[Part]]) -> list[str]:
-    """A reason for each setting of ``spec`` that not exactly one of its parts has."""
+    """A reason for each setting of ``spec`` that none of its parts has, or several of them."""
     reasons = []
     for name, value in dict(spec.settings).items():
         axis, _, own = name.rpartition(".")
@@ -160,13 +161,13 @@ def _foreign(spec: KVSpec, parts: Sequence[type[Part]]) -> list[str]:
             names = ", ".join(f"{part}={getattr(spec, part)!r}" for part in KINDS)
             reasons.append(f"{name}={value!r} has no meaning with {names}")
         elif len(having) > 1:
-            several = " and ".join(f"{axis}.{own}" for axis in having)
-            reasons.append(f"{name}={value!r} could be {several}: say which")
+            several = " or ".join(f"{axis}.{own}" for axis in having)
+            reasons.append(f"{name}={value!r} is ambiguous: use {several}")
     return reasons
 
 
 def _with_all(spec: KVSpec, parts: Sequence[type[Part]], shape: ModelShape) -> KVSpec:
-    """``spec`` with every setting of its parts."""
+    """``spec`` with a value for every setting of its parts."""
     values = dict[str, Any]()
     for part in parts:
         own = part.with_defaults(spec, shape)
@@ -175,8 +176,8 @@ def _with_all(spec: KVSpec, parts: Sequence[type[Part]], shape: ModelShape) -> K
 
 
 def declared(spec: KVSpec, name: str) -> type[Any] | None:
-    """The settings that have ``name``, perhaps with an axis before it: of a part of ``spec``, or else of any part; None
-    where there is none."""
+    """The Settings class that declares ``name``, which can begin with an axis (``keys.rank``). Parts of ``spec`` come
+    first, then all other parts; None if no part declares it."""
     axis, _, own = name.rpartition(".")
     axes = [one for one in KINDS if axis in ("", one)]
     of_spec = [_part(one, getattr(spec, one)) for one in axes if is_known(one, getattr(spec, one))]
@@ -185,13 +186,13 @@ def declared(spec: KVSpec, name: str) -> type[Any] | None:
 
 
 def key_part(spec: KVSpec) -> type[KeyPart]:
-    """The class of the key part that ``spec`` names."""
+    """The class of the key part of ``spec``."""
     part: type[KeyPart] = _part("keys", spec.keys)
     return part
 
 
 def describe(spec: KVSpec, shape: ModelShape) -> str:
-    """One line that names every part and number of a resolved policy."""
+    """Describes every part and number of a resolved policy in one line."""
     prefill = [f"{spec.prefill} prefill"] if spec.prefill else []
     if spec.prefill == "sparse":
         prefill = [f"sparse prefill to within {spec.prefill_error:.4g} of the attention"]

@@ -1,13 +1,13 @@
 """The interface of key, index and value parts.
 
-A part declares its fields (bytes per page and per fitted state) and reads and writes them through the cache's
-``CompressedStore``; it owns no memory. Shapes: n pages, B sequences, P pages of the longest, H kv heads, G query heads
-per kv head, d head dim, c chunk, C = 64 / c chunks per page.
+A part declares its fields (arrays per page and per fitted state). It reads and writes them through the cache's
+``CompressedStore`` and owns no memory. Shapes: n pages, B sequences, P pages of the longest sequence, H kv heads, G
+query heads per kv head, d head dim, c tokens per chunk, C = 64 / c chunks per page.
 
-On a GPU ``select`` and ``source`` run while a decode step is captured in a graph, and ``compress`` in one of its own:
-they may not wait for the device, and shapes may depend on those of their arguments alone. ``fit`` and ``observe`` may.
-Pages in a batch's tables past a row's ``num_pages`` are any existing ones, to be masked; so are chunks that are
-``EXCLUDED``, by the index.
+On a GPU ``select`` and ``source`` run while a decode step is captured in a CUDA graph, and ``compress`` in a graph of
+its own. So they must not wait for the device, and shapes must depend only on the shapes of their arguments. ``fit`` and
+``observe`` are not captured. Page tables of a batch have arbitrary existing pages past a row's ``num_pages``, which
+must be masked. An index must also mask chunks that are ``EXCLUDED``.
 """
 
 from __future__ import annotations
@@ -30,33 +30,32 @@ from shadowkv.ops.codec import CodecId
 from shadowkv.settings import settings_of
 
 EXCLUDED = "excluded"
-"""The field of compressed pages, bool [H, C], that says which chunks are exact elsewhere (sink, outliers), so neither
-scored nor selected. It belongs to the cache: policies with outliers have it, and those whose index reads it."""
+"""Field of compressed pages, bool [H, C]: True for chunks that are stored exactly elsewhere (sink, outliers) and must
+be neither scored nor selected. The cache owns it. Policies have it if they have outliers or their index reads it."""
 
 
 COMPRESSED_AT_ONCE = 512
-"""Pages of one layer that are coded at a time, to bound the temporary memory."""
+"""Pages of one layer that are compressed at a time, which limits temporary memory."""
 
 OBSERVED = 64
-"""Newest queries of a prompt that an index can learn from."""
+"""Number of a prompt's newest queries that an index can learn from."""
 
 TOKENS_AT_ONCE, STATES_AT_ONCE = 65536, 16
-"""Layers of a short prompt are stored together, and so are sequences that are compressed as they grow: each launch that
-stores them takes as long as one for a single layer. At most that many tokens of all layers are stored together, the
-queries kept of them counted too, and that many fitted states, of one sequence or of several."""
+"""Limits on what is stored together: tokens, summed over layers and with the kept queries, and fitted states, of one or
+several sequences. Layers of a short prompt are stored together, and so are sequences that are compressed as they grow,
+because a launch for several takes as long as a launch for one."""
 
 
 @dataclass(frozen=True)
 class CompressedTokens:
-    """Full pages of tokens about to be stored, of L layers at once.
+    """Full pages of tokens to compress, of L layers at once.
 
     Attributes:
-        layers: which ones.
-        states: int64 [n], or [1] when all pages are stored with one.
+        layers: the layers.
+        states: int64 [n], the states of the pages, or [1] if all have the same.
         first: int64 [n], positions of the pages' first tokens.
-        pages: int64 [n], granules of the device pages.
-        value_pages: int64 [n], granules of the pages that hold ``ValuePart.placed_field`` (the same where it stays on
-            the device).
+        pages: int64 [n], page ids on the device.
+        value_pages: int64 [n], page ids for ``ValuePart.placed_field``; the same as ``pages`` if it is on the device.
         keys: [L, n, 64, H, d] before RoPE.
         rope_keys: [L, n, 64, H, d] after RoPE.
         values: [L, n, 64, H, d].
@@ -85,11 +84,11 @@ class CompressedTokens:
 
 @dataclass(frozen=True)
 class FittedTokens:
-    """Tokens that states are fitted on, of L layers and n equally long segments at once.
+    """Tokens to fit states on, of L layers and n equally long segments at once.
 
     Attributes:
-        keys: [L, n, S, H, d] before RoPE. For few tokens after others, these are the keys of the whole sequence, the
-            earlier ones rebuilt, where the key part asks for them (``KeyPart.fits_on_earlier``).
+        keys: [L, n, S, H, d] before RoPE. If the key part asks for it (``KeyPart.fits_on_earlier``), a short later
+            segment has the keys of the whole sequence, with rebuilt earlier keys.
         rope_keys: [L, n, S, H, d] after RoPE.
         values: [L, n, S, H, d].
         first: int64 [n], positions of the first tokens of ``rope_keys``.
@@ -106,9 +105,9 @@ class Selection:
     """Chunks that queries attend to, for every row and kv head.
 
     Attributes:
-        chunks: int64 [B, H, k], ascending; -1 is none, after the others.
-        log_weight: float32 [B, H, k], the logarithm of how many chunks each stands for, as some were sampled; any value
-            where there is none. None where nothing is sampled.
+        chunks: int64 [B, H, k], ascending; -1 fills unused entries at the end.
+        log_weight: float32 [B, H, k], logarithm of the number of chunks that each sampled chunk stands for; arbitrary
+            in unused entries. None if nothing is sampled.
     """
 
     chunks: Tensor
@@ -117,20 +116,19 @@ class Selection:
 
 @dataclass(frozen=True)
 class NoSettings:
-    """Of a part that leaves nothing to choose."""
+    """The settings of a part that has none."""
 
 
 class Part(ABC):
-    """What the three axes have in common.
+    """Base class of key, index and value parts.
 
     Attributes:
-        axis: of the policy that it is on: ``keys``, ``index`` or ``values``.
-        Settings: what it lets a policy choose, a frozen dataclass of fields declared by ``shadowkv.settings.setting``.
-        settings: these, of its policy.
-        ops: the ops that it calls, beyond those that every policy calls (``shadowkv.kvcache.case``).
-        diagnostics: names of fields of its states that hold one number, which says how well a state fits: the smaller,
-            the worse.
-        weights: names of what a checkpoint has to bring for it in every layer (``CompressedStore.weights``).
+        axis: ``keys``, ``index`` or ``values``.
+        Settings: frozen dataclass of the part's settings. Its fields are declared by ``shadowkv.settings.setting``.
+        settings: the settings of this part's policy.
+        ops: names of the ops that the part calls, beyond those that every policy calls (``shadowkv.kvcache.case``).
+        diagnostics: names of state fields that hold one number, which says how well a state fits. Smaller is worse.
+        weights: names of the weights that a checkpoint must have in every layer (``CompressedStore.weights``).
     """
 
     axis: ClassVar[str]
@@ -148,7 +146,7 @@ class Part(ABC):
 
     @classmethod
     def settings_of(cls, spec: KVSpec) -> Any:
-        """Its own settings in ``spec``: those of its names, and of its axis where they say one."""
+        """The part's settings in ``spec``, by plain names and by names with the part's axis."""
         values = {}
         for name, value in dict(spec.settings).items():
             axis, _, own = name.rpartition(".")
@@ -158,22 +156,22 @@ class Part(ABC):
 
     @classmethod
     def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> Any:
-        """Its settings in ``spec``, with values where they are None and the model decides."""
+        """The part's settings in ``spec``, with the model's defaults in place of None."""
         return cls.settings_of(spec)
 
     @classmethod
     def described(cls, spec: KVSpec, shape: ModelShape) -> str:
-        """What to say of its settings beside its name, in the lines at the start of a server."""
+        """Describes the settings for a server's start lines; empty if the part's name says all."""
         return ""
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        """Why the part cannot serve ``spec`` on models of ``shape``; empty where it can."""
+        """Reasons why the part does not support ``spec`` on models of ``shape``; empty if it does."""
         return []
 
     @property
     def codec_id(self) -> int:
-        """Id of the format that it stores (``shadowkv.ops.codec``)."""
+        """Id of the stored format (``shadowkv.ops.codec``)."""
         return CodecId.DENSE
 
     @abstractmethod
@@ -193,39 +191,41 @@ class Part(ABC):
         return sum(field.nbytes for field in self.state_fields())
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Device bytes that ``fit`` takes at a time for that many tokens of all layers and states, beyond its
+        """Peak temporary device bytes of ``fit`` for ``tokens`` tokens of all layers and states, without its
         arguments."""
         return 0
 
     def compression_bytes(self) -> int:
-        """Device bytes that ``compress`` takes at a time, beyond its arguments and copies as large as those."""
+        """Peak temporary device bytes of ``compress``, without its arguments and copies of their size."""
         return 0
 
     def reading_bytes(self) -> int:
-        """Device bytes that a decode step takes for each row of a batch to say where its tokens are (``source``)."""
+        """Temporary device bytes of ``source`` in a decode step, for each row of a batch."""
         return 0
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
-        """Learns what it can from a prompt's last queries; before ``fit``, long before it where a prompt is kept dense.
+        """Learns from a prompt's last queries. It is called before ``fit``, long before if the prompt first stays
+        dense.
 
         Args:
-            states: int64 [n].
-            queries: [L, n, w, H_q, d], after RoPE: w is at most ``OBSERVED``, and 0 where they are gone.
-            first: int64 [n], the token within its segment that each one's first query belongs to.
+            states: int64 [n], the states that learn.
+            queries: [L, n, w, H_q, d], after RoPE. w is at most ``OBSERVED``, and 0 for generated tokens, whose queries
+                are not kept.
+            first: int64 [n], the number of the first query's token within its segment.
         """
         return
 
     def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
-        """Learns states int64 [n] of segments of L layers from all their tokens, including those that stay exact."""
+        """Fits states int64 [n] of L layers on all tokens of their segments, including those that stay exact."""
         return
 
     @abstractmethod
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
-        """Stores full pages."""
+        """Writes full pages."""
 
 
 class KeyPart(Part):
-    """How a selected key is rebuilt."""
+    """How keys are stored and rebuilt."""
 
     axis = "keys"
 
@@ -236,43 +236,43 @@ class KeyPart(Part):
 
     @classmethod
     def in_groups(cls, spec: KVSpec, groups: int) -> KVSpec:
-        """The policy of all heads where ranks have ``groups`` of them, which cannot share what a part finds in several
-        heads."""
+        """The policy of all kv heads, when tensor-parallel ranks have ``groups`` groups of them. Heads on different
+        ranks cannot share, for example, a basis."""
         return spec
 
     @classmethod
     def of_heads(cls, spec: KVSpec, shape: ModelShape, heads: int) -> KVSpec:
-        """A resolved policy as it is for ``heads`` of the kv heads of ``shape``, one of those groups."""
+        """A resolved policy for one of these groups, ``heads`` of the kv heads of ``shape``."""
         return spec
 
     @property
     def fits_on_earlier(self) -> bool:
-        """Whether a state for few tokens after others is fitted on all of them (``FittedTokens.keys``)."""
+        """Whether the state of a short later segment is fitted on the earlier tokens too (``FittedTokens.keys``)."""
         return False
 
     @property
     def rank(self) -> int:
-        """Dimensions of its latents, all groups of heads together; 0 where keys are kept head by head."""
+        """Dimensions of the latents, all groups of heads together; 0 if keys are stored head by head."""
         return 0
 
     def rebuilt_bytes(self, selected: int, compressed: int) -> float:
-        """Bytes that a step reads to rebuild the keys of ``selected`` tokens per kv head, of ``compressed`` ones, in
-        one layer, all kv heads."""
+        """Bytes that a step reads in one layer to rebuild keys, summed over kv heads. Each head selects ``selected`` of
+        ``compressed`` tokens."""
         return selected * self.bytes_per_token()
 
     @abstractmethod
     def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> KeySource:
-        """Where the keys of the batch's compressed tokens are."""
+        """The source from which kernels rebuild the keys of the batch's compressed tokens."""
 
 
 class IndexPart(Part):
-    """How chunks are found.
+    """How chunks are selected.
 
     Attributes:
         samples: whether it can sample a share of the budget by its scores.
-        estimates_mass: whether it can stop once it has found a given share of the softmax.
-        reads_excluded: whether it reads from the pages' field ``EXCLUDED`` what may not be selected. Otherwise it gets
-            that from ``exclude``.
+        estimates_mass: whether it can stop at a given share of the softmax (``KVSpec.mass``).
+        reads_excluded: whether it reads excluded chunks from the pages' field ``EXCLUDED``. Otherwise ``exclude`` marks
+            them.
     """
 
     axis = "index"
@@ -291,21 +291,21 @@ class IndexPart(Part):
         return reasons
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:
-        """Bytes that a step reads to find ``chunks`` of ``tokens`` compressed tokens, in one layer, all kv heads."""
+        """Bytes that a step reads in one layer to select ``chunks`` chunks of ``tokens`` compressed tokens, summed over
+        kv heads."""
         return tokens * self.bytes_per_token()
 
     def exclude(self, store: CompressedStore, layers: slice, pages: Tensor, excluded: Tensor) -> None:
-        """Marks chunks of pages just compressed that may not be selected, bool [L, n, H, C]."""
+        """Marks chunks of newly compressed pages that must not be selected: True in ``excluded`` bool [L, n, H, C]."""
         return
 
     @abstractmethod
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
-        """What RoPE-rotated queries [B, H_q, d] attend to: as many chunks as the batch's budget, plus the sampled
-        ones."""
+        """Selects chunks for RoPE-rotated queries [B, H_q, d]: as many as the batch's budget, and the sampled ones."""
 
 
 class ScoredIndex(IndexPart):
-    """An index that scores every chunk; those with the largest share of any query head's softmax are selected."""
+    """An index that scores every chunk. It selects the chunks with the largest softmax share in any query head."""
 
     estimates_mass = True
     ops: ClassVar[tuple[str, ...]] = ("select_top_chunks",)
@@ -317,27 +317,27 @@ class ScoredIndex(IndexPart):
 
     @abstractmethod
     def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
-        """Logits float32 [B, H, G, P * C] of all chunks for RoPE-rotated queries [B, H_q, d], -inf where not
-        selectable; and log-sum-exps of them over disjoint ranges of chunks, float32 [B, H, G, T]."""
+        """Logits float32 [B, H, G, P * C] of all chunks for RoPE-rotated queries [B, H_q, d], -inf for chunks that
+        cannot be selected; and log-sum-exps of the logits over disjoint ranges of chunks, float32 [B, H, G, T]."""
 
 
 class RankedIndex(IndexPart):
-    """An index that ranks every chunk regardless of the query."""
+    """An index that ranks every chunk, independent of the query."""
 
     ops = ("select_top_chunks",)
 
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         ranks = self.ranks(store, layer, batch).unsqueeze(2)
         logits, _ = mask_logits(ranks, store.page[EXCLUDED][layer], batch.pages, batch.num_chunks)
-        # No log-sum-exp, which would lose the last digits of the ranks.
+        # Zeros instead of log-sum-exps, which would lose the last digits of the ranks.
         lse = torch.zeros_like(logits[..., :1])
         k = min(batch.max_budget, logits.shape[-1])
         return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k))
 
     @abstractmethod
     def ranks(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> Tensor:
-        """Ranks float32 [B, H, P * C] of all chunks, including those that may not be selected, the largest first; none
-        is above 0, as ``select_top_chunks`` takes them for logarithms of shares."""
+        """Ranks float32 [B, H, P * C] of all chunks, also of excluded ones. Larger ranks are selected first. Ranks are
+        at most 0, because ``select_top_chunks`` reads them as logarithms of shares."""
 
 
 class ValuePart(Part):
@@ -347,10 +347,10 @@ class ValuePart(Part):
 
     @property
     def placed_field(self) -> Field:
-        """The first of its page fields, [H, C, c, w], rows of chunks: where the policy places values on the host, it is
-        stored there, and selected rows are fetched; the others stay on the device."""
+        """The first page field, [H, C, c, w], which the policy's place applies to. With ``place="host"`` it is stored
+        on the host and selected rows are fetched; the other fields stay on the device."""
         return self.page_fields()[0]
 
     @abstractmethod
     def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> DenseRows | CodedRows:
-        """Where the values of the batch's compressed tokens are."""
+        """The source from which kernels read the values of the batch's compressed tokens."""

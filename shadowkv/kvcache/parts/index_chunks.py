@@ -1,7 +1,7 @@
-"""Indexes that keep a summary of each chunk's RoPE-rotated keys: their mean, or their bounds.
+"""Indexes that score chunks by a summary of their RoPE-rotated keys: the mean, or bounds.
 
-The mean is ShadowKV's landmark (arXiv:2410.21465, section 4.2). Bounds are the smallest and largest key, per dimension
-(Quest, arXiv:2406.10774, section 3.2).
+The mean is ShadowKV's landmark (arXiv:2410.21465, section 4.2). Bounds are the smallest and largest value of each
+dimension (Quest, arXiv:2406.10774, section 3.2).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ChunkMean(ScoredIndex):
         store.write("landmarks", tokens.layers, tokens.pages, self.means(tokens).to(self.dtype))
 
     def means(self, tokens: CompressedTokens) -> Tensor:
-        """float32 [L, n, H, C, d]."""
+        """Mean keys of chunks, float32 [L, n, H, C, d]."""
         chunks = tokens.rope_keys.unflatten(2, (self.chunks, self.spec.chunk))
         return chunks.mean(3, dtype=torch.float32).transpose(2, 3)
 
@@ -36,7 +36,7 @@ class ChunkMean(ScoredIndex):
 
 
 class ChunkMeanFP8(ChunkMean):
-    """The means in eight bits, float8_e4m3fn, with a scale for the chunks of each page and head."""
+    """Landmarks in float8_e4m3fn, with one scale per page and kv head."""
 
     def page_fields(self) -> tuple[Field, ...]:
         heads = self.shape.num_kv_heads
@@ -48,7 +48,7 @@ class ChunkMeanFP8(ChunkMean):
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         means = self.means(tokens)
         scale = means.abs().amax((-2, -1)).clamp(min=1e-30) / LARGEST
-        landmarks = (means / scale[..., None, None]).clamp(-LARGEST, LARGEST)  # anything beyond becomes NaN
+        landmarks = (means / scale[..., None, None]).clamp(-LARGEST, LARGEST)  # larger numbers would become NaN
         store.write("landmarks", tokens.layers, tokens.pages, landmarks.to(torch.float8_e4m3fn))
         store.write("landmark_scale", tokens.layers, tokens.pages, scale)
 

@@ -1,13 +1,14 @@
-"""Scores of all tokens by the few columns that skewed queries and keys are large in (InfiniGen, arXiv:2406.19707).
+"""An index that scores all tokens by a few columns of skewed queries and keys (InfiniGen, arXiv:2406.19707).
 
-Queries and keys are multiplied by the right singular vectors of the queries, which changes no score and leaves most of
-them in few columns; those with the largest sum of both's absolute values score tokens. The paper finds the vectors
-offline and the columns from the whole prompt; here both come from each sequence's own prompt, per layer and kv head,
-after RoPE: from the last 64 queries of all its query heads and from all keys, each counting by its mean. Where a
-prompt's queries are gone, as in a segment of generated tokens, columns are those of the keys as they are.
+Queries and keys are multiplied by the right singular vectors of the queries. This changes no score, and concentrates
+the scores in few columns. Tokens are scored by the columns in which the absolute values of queries and keys have the
+largest sum. The paper finds the vectors offline and the columns from the whole prompt. Here both come from each
+sequence's own prompt, per layer and kv head, after RoPE: from the last 64 queries of all query heads of a kv head, and
+from the mean absolute values of queries and keys. A segment without queries, such as one of generated tokens, uses
+columns of the unskewed keys.
 
-The paper scores one layer ahead, by the input of the layer before, so that keys and values cross the bus meanwhile.
-That is only for the bus: here a layer's own queries score, without the error of that speculation.
+The paper scores one layer ahead, from the input of the previous layer, so that keys and values can cross the bus in
+time. This index scores with a layer's own queries, which avoids the error of that speculation.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 
 class Skewed(ScoredIndex):
     kept = 0.3
-    """Share of the columns that is kept: the paper's partial weight ratio."""
+    """Share of the columns that scores use: the paper's partial weight ratio."""
 
     @property
     def width(self) -> int:
@@ -45,18 +46,18 @@ class Skewed(ScoredIndex):
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         grouped = queries.float().unflatten(3, (self.shape.num_kv_heads, -1))  # [L, n, w, H, G, d]
         asked = grouped.transpose(2, 3).flatten(3, 4)
-        # Queries that overflowed must not stop all sequences: the logits of their own show it soon enough.
+        # Overflowed queries must not fail all sequences. The logits of their own sequence will show the overflow.
         gram = (asked.transpose(3, 4) @ asked).nan_to_num_(0.0, 0.0, 0.0)
         directions = torch.linalg.eigh(gram).eigenvectors
         store.state["skew_directions"][layers][:, states] = directions
         store.state["skew_asked"][layers][:, states] = (asked @ directions).abs().sum(3) / max(1, asked.shape[3])
 
     def fitting_bytes(self, tokens: int) -> int:
-        """One head's keys in float32, along their directions, and their absolute values there."""
+        """One head's keys in float32, their projections, and the absolute values of these."""
         return 3 * 4 * tokens * self.shape.head_dim
 
     def compression_bytes(self) -> int:
-        """Keys in float32, and along their directions."""
+        """Keys in float32, and their projections."""
         return 12 * COMPRESSED_AT_ONCE * PAGE * self.shape.kv_dim
 
     def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:

@@ -1,8 +1,8 @@
-"""Scores of all tokens by the first principal components of their keys (Loki, arXiv:2406.02542).
+"""An index that scores all tokens by the first principal components of their keys (Loki, arXiv:2406.02542).
 
-The paper finds the components offline, from the keys of a calibration text, and keeps all keys in their basis; here
-they are those of each sequence's own prompt, per layer and kv head, after RoPE, and the projected keys are
-kept in addition to the keys.
+The paper finds the components offline, from the keys of a calibration text, and stores all keys in their basis. Here
+the components come from each sequence's own prompt, per layer and kv head, after RoPE. Projected keys are stored in
+addition to the keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 
 class PCA(ScoredIndex):
     kept = 1 / 4
-    """Share of the components that is kept: the paper's d_f."""
+    """Share of the components that scores use: the paper's d_f."""
 
     @property
     def width(self) -> int:
@@ -37,7 +37,7 @@ class PCA(ScoredIndex):
         )
 
     def fitting_bytes(self, tokens: int) -> int:
-        """One head's keys in float32, as they are and centred."""
+        """One head's keys in float32, and their centred copy."""
         return 2 * 4 * tokens * self.shape.head_dim
 
     def compression_bytes(self) -> int:
@@ -48,15 +48,15 @@ class PCA(ScoredIndex):
         mean = tokens.rope_keys.mean(2, dtype=torch.float32)
         for head in range(self.shape.num_kv_heads):
             centred = tokens.rope_keys[:, :, :, head].float() - mean[:, :, None, head]
-            # Keys that overflowed must not stop all sequences: the logits of their own show it soon enough.
+            # Overflowed keys must not fail all sequences. The logits of their own sequence will show the overflow.
             covariance = (centred.transpose(2, 3) @ centred).nan_to_num_(0.0, 0.0, 0.0)
-            components = torch.linalg.eigh(covariance).eigenvectors  # of ascending variance
+            components = torch.linalg.eigh(covariance).eigenvectors  # in order of ascending variance
             store.state["pca_basis"][layers, :, head][:, states] = components[..., -self.width :]
         store.state["pca_mean"][layers][:, states] = mean
 
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         mean, basis = (store.state[name][tokens.layers][:, tokens.states] for name in ("pca_mean", "pca_basis"))
-        # The mean shifts the scores of all tokens alike; without it, less is lost to rounding.
+        # The mean shifts the scores of all tokens equally, so it can be left out. Rounding errors are then smaller.
         centred = (tokens.rope_keys.float() - mean.unsqueeze(2)).transpose(2, 3)
         projected = (centred @ basis).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
         store.write_heads("pca_keys", tokens.layers, tokens.pages, projected)

@@ -1,9 +1,9 @@
-"""Indexes that store nothing of their own: all tokens, the newest ones, and the ones with the largest exact scores.
+"""Indexes that store no data of their own: all tokens, the newest tokens, and the tokens with the largest exact scores.
 
-``Recent``, with the sink, which is always exact, is StreamingLLM (arXiv:2309.17453). The paper renumbers the positions
-that are left; here every token keeps its own, as under every other index. ``Exact`` is the oracle: exact scores of
-every key, to separate what selection costs from what an index misses. Chunks score by all their tokens: by the
-log-sum-exp, the log of the chunk's softmax mass (``chunk_scores``).
+``Recent`` with the sink, which is always exact, is StreamingLLM (arXiv:2309.17453). The paper renumbers the remaining
+positions; here every token keeps its position, as under every other index. ``Exact`` is the oracle. Its exact scores
+separate the loss of a limited budget from the errors of an index. A chunk's score is the log-sum-exp over its tokens,
+the logarithm of its softmax mass (``chunk_scores``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AttendAll(IndexPart):
         return
 
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
-        raise NotImplementedError("without an index nothing is selected: all tokens are attended to")
+        raise NotImplementedError("index='none' selects nothing: a step attends to all tokens")
 
 
 class Recent(RankedIndex):
@@ -50,7 +50,7 @@ class Exact(ScoredIndex):
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         if spec.keys != "dense":
-            return [f"index='exact' scores the keys themselves: it needs keys='dense', not {spec.keys!r}"]
+            return [f"index='exact' scores exact keys: it needs keys='dense', not {spec.keys!r}"]
         return super().unsupported(spec, shape)
 
     def page_fields(self) -> tuple[Field, ...]:
@@ -69,19 +69,19 @@ class Exact(ScoredIndex):
 def chunk_scores(
     q: Tensor, keys: Tensor, excluded: Tensor, batch: CompressedBatch, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """log sum exp(scale q . k) over each chunk's tokens, in float32.
+    """Scores of chunks: log sum exp(scale q . k) over each chunk's tokens, in float32.
 
     Args:
         q: [B, H_q, w].
-        keys: [N, H, C, c, w], views over all pages.
-        excluded: bool [N, H, C], views over all pages: chunks that may not be selected.
+        keys: [N, H, C, c, w], a view over all pages.
+        excluded: bool [N, H, C], a view over all pages: True for chunks that must not be selected.
 
     Returns:
-        As ``chunk_mean_scores``.
+        Logits and log-sum-exps, as ``chunk_mean_scores``.
     """
     heads, chunk = keys.shape[1], keys.shape[3]
     queries = scale * q.float().unflatten(1, (heads, -1)).transpose(0, 1)
-    # Head by head, to bound what the keys take in float32.
+    # Head by head, which limits the memory of float32 keys.
     scores = [queries[h] @ keys[:, h][batch.pages].flatten(1, 3).float().transpose(1, 2) for h in range(heads)]
     logits = torch.stack(scores, dim=1)
     if chunk > 1:
@@ -92,12 +92,13 @@ def chunk_scores(
 def projected_scores(
     q: Tensor, basis: Tensor, keys: Tensor, excluded: Tensor, batch: CompressedBatch
 ) -> tuple[Tensor, Tensor]:
-    """The same for keys that are kept in a basis of their sequence and kv head.
+    """Scores of chunks as ``chunk_scores``, for keys projected on a basis of their sequence and kv head.
 
     Args:
         q: [B, H_q, d].
         basis: float32 [states, H, d, w].
-        keys: [N, H, C, c, w], in that basis.
+        keys: [N, H, C, c, w], projected on the basis, a view over all pages.
+        excluded: bool [N, H, C], as in ``chunk_scores``.
     """
     projected = q.float().unflatten(1, (basis.shape[1], -1)) @ basis[batch.states]  # [B, H, G, w]
     return chunk_scores(projected.flatten(1, 2), keys, excluded, batch, q.shape[-1] ** -0.5)

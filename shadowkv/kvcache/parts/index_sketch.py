@@ -1,10 +1,11 @@
-"""A sketch of every key in 2 bits per dimension, searched in two levels: signs say where, the other bits decide.
+"""An index with a sketch of every key, 2 bits per dimension (``turbo``). It is searched in two levels: the sign bits
+choose runs of 8 tokens, and all bits choose chunks in the best runs.
 
-Randomly rotated coordinates are near Gaussian, so one fixed quantiser fits all keys (TurboQuant, arXiv:2504.19874).
-The prompt's mean key is subtracted first: it shifts the scores of all sketched tokens alike, and what is left of the
-keys is coded in finer steps. Before the rotation R, keys are multiplied by a root L of the second moments of the
-prompt's last queries, and queries by its inverse: products stay as they are, but a sketch's error is weighted by how
-much queries will look at it.
+After a random rotation, coordinates are nearly Gaussian, so one fixed quantiser fits all keys (TurboQuant,
+arXiv:2504.19874). The prompt's mean key is subtracted first. It shifts the scores of all tokens equally, and the
+remaining keys are coded in finer steps. Before the rotation R, keys are multiplied by a root L of the second moments of
+the prompt's last queries, and queries by the inverse of L. Products stay the same, but the sketch's error is smaller in
+directions that queries weight more.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN
 from shadowkv.ops.sketch_queries.reference import plane_bytes
 
 ISOTROPIC = 0.85
-"""Share of the identity in the moments that a sketch is made for: future queries differ from those observed. Of the
-tokens with 3 % of a head's attention or more, on RULER prompts of 16K and 32K, signs then miss 0.6 to 1.3 %; 2 % with
-the identity alone and up to 5 % with a share of 0.3."""
+"""Share of the identity in the second moments, because future queries differ from the observed ones. With 0.85, signs
+miss 0.6 to 1.3 % of the tokens that have at least 3 % of a head's attention, on RULER prompts of 16K and 32K tokens.
+They miss 2 % with the identity alone, and up to 5 % with a share of 0.3."""
 
 
 class Sketch(IndexPart):
@@ -55,10 +56,10 @@ class Sketch(IndexPart):
         )
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:
-        """Signs and scales of all tokens, and all bytes of the runs that are looked at closely."""
+        """Signs and scales of all tokens, and all bytes of the best runs."""
         signs, _, scale = self.page_fields()
-        close = RUN * most_kept(tokens // RUN, chunks, self.spec.chunk)
-        return tokens * (signs.nbytes + scale.nbytes) / PAGE + close * self.bytes_per_token()
+        in_best_runs = RUN * most_kept(tokens // RUN, chunks, self.spec.chunk)
+        return tokens * (signs.nbytes + scale.nbytes) / PAGE + in_best_runs * self.bytes_per_token()
 
     def state_fields(self) -> tuple[Field, ...]:
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
@@ -69,7 +70,7 @@ class Sketch(IndexPart):
         )
 
     def state_bytes_read(self) -> int:
-        """The map of queries: the other fields are for keys being compressed."""
+        """Only the map of queries; compression reads the other fields."""
         return self.state_fields()[-1].nbytes
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
@@ -93,7 +94,7 @@ class Sketch(IndexPart):
 
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         signs, rest, scale = (store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
-        number = store.layers[layer]  # layers sample apart
+        number = store.layers[layer]  # each layer samples independently
         k, compressed = min(batch.max_budget, batch.pages.shape[1] * self.chunks), (batch.pages, batch.num_pages)
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
         coarse = store.ops.sign_scores(queries, signs, scale, *compressed)
@@ -115,10 +116,8 @@ class Sketch(IndexPart):
 
 
 class SignSketch(Sketch):
-    """The first level alone, to measure what the other bits contribute: runs of 8 tokens by their best signs.
-
-    It stores those bits without reading them.
-    """
+    """The first level alone: selects runs of 8 tokens by their sign scores. It measures the benefit of the other bits,
+    which it stores and does not read."""
 
     samples = False
     reads_excluded = True
@@ -128,7 +127,7 @@ class SignSketch(Sketch):
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         reasons = super().unsupported(spec, shape)
         if spec.chunk != RUN:
-            reasons.append(f"signs alone find runs of {RUN} tokens: chunk={spec.chunk} is none")
+            reasons.append(f"signs alone select runs of {RUN} tokens: they need chunk={RUN}, not {spec.chunk}")
         return reasons
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:
@@ -146,17 +145,17 @@ class SignSketch(Sketch):
 
 
 def sketch_maps(queries: Tensor, heads: int, rotation: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
-    """What the keys and the queries of each kv head are multiplied by: L R and the transposed inverse of L, times R.
+    """The maps of each kv head's keys and queries: L R for keys, and L^-T R for queries.
 
-    L L^T = d C, where C is the second moment of queries of length 1, mixed with that of uniform directions.
+    L L^T = d C, where C is the second moment of normalised queries, mixed with that of uniform directions.
 
     Args:
-        queries: [..., w, H_q, d], w may be 0.
+        queries: [..., w, H_q, d]; w can be 0.
         heads: H.
         rotation: float32 [d, d], orthogonal.
 
     Returns:
-        Two float32 [..., H, d, d], whose rows' products are those of the unit vectors.
+        Two maps, float32 [..., H, d, d]. They preserve products: the first times the transposed second is the identity.
     """
     dim = rotation.shape[0]
     identity = torch.eye(dim, device=rotation.device)

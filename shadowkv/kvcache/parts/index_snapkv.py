@@ -1,9 +1,11 @@
-"""The tokens that the prompt's last queries attend to (SnapKV, arXiv:2404.14469), the same ones at every step.
+"""An index that selects the tokens to which the prompt's last queries attend (SnapKV, arXiv:2404.14469). The ranking is
+the same at every step.
 
-Tokens of the prompt rank by the attention of its last 64 queries (the published code's default), the largest of 7
-neighbours counting for each (its LongBench runs); the query heads of a kv head vote together. The paper never drops
-what follows the voters, generated or of a later turn: it ranks before all of those tokens, the newest first, and takes
-from the same budget. So does everything where queries are gone, as in a segment of generated tokens.
+Tokens of the prompt rank by the attention of its last 64 queries, the voters (the published code's default). A token
+counts with the most attended of 7 neighbours (as in the paper's LongBench runs). The query heads of a kv head vote
+together. The paper never drops tokens after the voters, generated or of a later turn. So these rank before all voted
+tokens, the newest first, and use the same budget. In a segment without queries, such as one of generated tokens, all
+tokens rank like this.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, OBSERVED, Compressed
 from shadowkv.kvcache.policy.spec import PAGE
 
 NEIGHBOURS = 7
-"""Tokens in the window whose most attended token counts for the middle one."""
+"""Size of the pooling window, in tokens: a token counts with the most attended token of the window around it."""
 
 LEAST = 1e-37
-"""Votes that count as none; in float32 their logarithm is finite."""
+"""Smallest vote: its logarithm is finite in float32."""
 
 
 class Votes(RankedIndex):
@@ -36,7 +38,7 @@ class Votes(RankedIndex):
             Field("vote_queries", (heads, voters, self.shape.head_dim), self.dtype),
             Field("vote_lse", (heads, voters), torch.float32),
             Field("voters", (1,), torch.int64),
-            Field("voted", (1,), torch.int64),  # tokens before the voters
+            Field("voted", (1,), torch.int64),  # number of tokens before the voters
         )
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
@@ -49,11 +51,11 @@ class Votes(RankedIndex):
         store.state["voted"][layers][:, states] = first[:, None] if count else 0
 
     def fitting_bytes(self, tokens: int) -> int:
-        """One head's keys in float32, and its voters' scores of them, as they are and masked, in one layer."""
+        """One head's keys in float32, and the voters' scores, unmasked and masked, in one layer."""
         return 4 * tokens * (self.shape.head_dim + 3 * OBSERVED * self.shape.group)
 
     def compression_bytes(self) -> int:
-        """Keys in float32, and their scores by all voters, relative to the voters' sums and as shares."""
+        """Keys in float32, the scores of all voters, these minus the log-sum-exps, and the shares."""
         of_head = 8 * self.shape.head_dim + 12 * OBSERVED * self.shape.group
         return COMPRESSED_AT_ONCE * PAGE * self.shape.num_kv_heads * of_head
 
@@ -67,7 +69,7 @@ class Votes(RankedIndex):
             for head in range(self.shape.num_kv_heads):
                 scores = self._scores(queries[segment][head], tokens.rope_keys[segment][:, head])
                 lse = scores.masked_fill(later, -math.inf).logsumexp(-1)
-                # A missing voter gives no share to any key.
+                # With an infinite log-sum-exp, a missing voter gives every key a share of 0.
                 sums[segment][head] = torch.where(number < voters[segment], lse, math.inf)
         store.state["vote_lse"][layers][:, states] = sums
 
@@ -82,7 +84,7 @@ class Votes(RankedIndex):
         voted = position < torch.minimum(store.state["voted"][layer][batch.states], PAGE * batch.num_pages[:, None])
         votes = votes.masked_fill(~voted.unsqueeze(1), 0.0)
         pooled = torch.nn.functional.max_pool1d(votes, NEIGHBOURS, stride=1, padding=NEIGHBOURS // 2)
-        # Votes are shares of attention, so their logarithms minus 1 are below all ranks by age, which are from -1 to 0.
+        # Votes are at most 1, so their logarithms minus 1 are below all ranks by age, which are between -1 and 0.
         by_vote, by_age = pooled.clamp(min=LEAST).log() - 1, position / len(position) - 1
         ranks = torch.where(voted.unsqueeze(1), by_vote, by_age)
         return ranks.unflatten(-1, (-1, self.spec.chunk)).amax(-1)

@@ -1,13 +1,14 @@
-"""Tokens by the scores that the mean query of the prompt would give their keys (TriAttention, arXiv:2604.04921).
+"""An index that ranks tokens by estimated future scores of their keys (TriAttention, arXiv:2604.04921).
 
-Before RoPE, the queries of a head are much alike. A key's future scores can then be estimated when it is stored: by the
-score of the mean query, averaged over future distances, and, as single queries are not the mean, by the key's length in
-each frequency times the amount by which their mean length exceeds the length of their mean. The paper takes the mean
-from 32K tokens of text; here it is that of the prompt's last queries.
+Before RoPE, the queries of a head are similar. So a key's future scores can be estimated when it is stored. The
+estimate has two terms. The first is the score of the mean query, averaged over future distances. The second accounts
+for single queries that differ from the mean: for each frequency of RoPE, the key's length times the difference between
+the queries' mean length and the length of their mean. The paper takes these statistics from 32K tokens of text; here
+they come from the prompt's last queries.
 
-The paper ranks all tokens anew every 128 steps. Here a token is ranked once, when it is compressed, for distances from
-where the sequence then ends: compressed pages never change. In a segment without queries, such as one of generated
-tokens, the newest tokens rank first.
+The paper ranks all tokens again every 128 steps. Here a token is ranked once, when it is compressed, for distances from
+the current end of the sequence, because compressed pages never change. In a segment without queries, such as one of
+generated tokens, the newest tokens rank first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from shadowkv.ops.apply_rope.reference import halves, rope_by
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 AHEAD = tuple(2**i for i in range(17))
-"""Tokens from the end of the sequence to the queries that a key is scored for, as in the paper."""
+"""Distances, in tokens, from the end of the sequence to the future queries that a key is scored for, as in the
+paper."""
 
 
 class Trig(RankedIndex):
@@ -33,14 +35,14 @@ class Trig(RankedIndex):
     def state_fields(self) -> tuple[Field, ...]:
         heads, dim = (self.shape.num_kv_heads, self.shape.group), self.shape.head_dim
         return (
-            Field("trig_query", (*heads, dim), torch.float32),  # after RoPE as if the segment began at position 0
+            Field("trig_query", (*heads, dim), torch.float32),  # after RoPE, relative to the start of the segment
             Field("trig_spread", (*heads, dim // 2), torch.float32),
-            Field("trig_queries", (1,), torch.int64),  # how many were seen
-            Field("trig_tokens", (2,), torch.int64),  # the first and the last position that the state is fitted on
+            Field("trig_queries", (1,), torch.int64),  # number of observed queries
+            Field("trig_tokens", (2,), torch.int64),  # first and last position of the fitted tokens
         )
 
     def state_bytes_read(self) -> int:
-        """The number of queries: the other fields are for keys being compressed."""
+        """Only the number of queries; compression reads the other fields."""
         return self.state_fields()[2].nbytes
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
@@ -62,7 +64,7 @@ class Trig(RankedIndex):
         store.state["trig_tokens"][layers][:, states] = torch.stack((tokens.first, last), dim=-1)
 
     def compression_bytes(self) -> int:
-        """Keys in float32, the terms of their scores, and the scores."""
+        """Keys in float32, the terms of the scores, and the scores."""
         return 12 * COMPRESSED_AT_ONCE * PAGE * self.shape.kv_dim
 
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
@@ -88,22 +90,22 @@ class Trig(RankedIndex):
 
 
 def rope(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
-    """Rows [..., d] RoPE-rotated by positions [...], which may be negative; unlike ``apply_rope`` it changes no
-    length."""
+    """Rows [..., d] after RoPE by positions [...], which can be negative. Unlike ``apply_rope`` it preserves lengths:
+    it leaves out the magnitude of the RoPE config."""
     distances, scale = positions.abs(), 1 / rotary.config.magnitude
     cos, sin = rotary.cos[distances] * scale, rotary.sin[distances] * scale
     return rope_by(x, cos, sin * positions.sign().unsqueeze(-1), rotary)
 
 
 def statistics(queries: Tensor, config: RopeConfig) -> tuple[Tensor, Tensor]:
-    """The mean [L, n, ..., d] of pre-RoPE queries [L, n, w, ..., d], and by frequency how much the mean of their
-    lengths exceeds the length of their mean, [L, n, ..., dim / 2]."""
+    """The mean [L, n, ..., d] of queries before RoPE [L, n, w, ..., d]; and for each frequency the difference between
+    their mean length and the length of their mean, [L, n, ..., dim / 2]."""
     mean = queries.mean(2)
     return mean, lengths(queries, config).mean(2) - lengths(mean, config)
 
 
 def looking_ahead(query: Tensor, rotary: RotaryTables) -> Tensor:
-    """The mean of a query [..., d] RoPE-rotated by each of ``AHEAD``."""
+    """The mean of a query [..., d] after RoPE by each distance of ``AHEAD``."""
     angles = torch.tensor(AHEAD, dtype=torch.float64)[:, None] * rotary.config.inverse_frequencies()
     cos, sin = (x.mean(0).float().to(query.device) for x in (angles.cos(), angles.sin()))
     return rope_by(query, cos, sin, rotary)
@@ -113,8 +115,8 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
     """Expected scores of keys, in units of logits.
 
     Args:
-        query: [..., G, d], the mean query, RoPE-rotated to where the queries will be.
-        spread: [..., G, w]; each of the first dim / 2 belongs to a frequency.
+        query: [..., G, d], the mean query, RoPE-rotated to future positions.
+        spread: [..., G, w], the length differences of ``statistics``; only the first dim / 2 are used.
         keys: [..., n, d], after RoPE.
 
     Returns:
@@ -126,5 +128,5 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
 
 
 def lengths(x: Tensor, config: RopeConfig) -> Tensor:
-    """Lengths of the pairs in [..., d] that RoPE rotates together, [..., dim / 2]."""
+    """Lengths [..., dim / 2] of the pairs of coordinates in [..., d] that RoPE rotates together."""
     return torch.hypot(*halves(x[..., : config.dim], config))

@@ -1,6 +1,7 @@
-"""Low-rank keys: one subspace per sequence and layer, found from the prompt's own keys before RoPE.
+"""Low-rank keys: one subspace per sequence and layer, fitted on the prompt's own keys before RoPE.
 
-ShadowKV, arXiv:2410.21465, section 4.1: keys of all kv heads joined, X [S, H*d] ~ latents [S, r] x basis [r, H*d].
+ShadowKV, arXiv:2410.21465, section 4.1: the keys of all kv heads together are X [S, H*d] ~ latents [S, r] x basis
+[r, H*d].
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
 from shadowkv.settings import setting
 
 KEPT_ENERGY = "kept_energy"
-"""The state field with the share of the keys' squared norm that the subspace keeps."""
+"""State field with the share of the keys' squared norm that the subspace keeps."""
 
 HEADROOM = 1.25
-"""Factor by which latents of generated tokens may exceed all of the prompt's, where a code has 8 bits."""
+"""Factor by which latents of generated tokens can exceed the prompt's largest without clipping, in 8-bit codes."""
 
 
 NARROW = 512
@@ -35,10 +36,10 @@ NARROW = 512
 
 
 class LowRankKeys(KeyPart):
-    """Latents in the form of their codec.
+    """Keys as latents, in the form of a codec.
 
-    Quantised ones are of centred keys, each rank dimension with its own step: where the projections have a bias (Qwen2)
-    the mean key dominates every norm. The steps are folded into the basis, so that a key is latents x basis + mean.
+    Quantised latents are of centred keys, because with a bias (Qwen2) the mean key dominates every norm. Each rank
+    dimension has its own step. The steps are folded into the basis, so a key is latents x basis + mean.
     """
 
     ops = ("low_rank_basis", "project_latents")
@@ -47,20 +48,20 @@ class LowRankKeys(KeyPart):
 
     @dataclass(frozen=True)
     class Settings:
-        """``key_groups`` are as tensor-parallel ranks have them: the dimensions are divided in proportion to heads,
-        rounded up to a multiple of 32 (``ranks``)."""
+        """``key_groups`` are the groups of tensor-parallel ranks. The rank is divided between them in proportion to
+        their heads, and rounded up to a multiple of 32 (``ranks``)."""
 
         rank: int | None = setting(None, "keys", "dimensions of the low-rank keys (default: by model)")
         key_groups: int = setting(1, "keys", "groups of kv heads, each with low-rank keys of its own")
 
     @classmethod
     def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> Settings:
-        """Rank 5/32 of H*d (the paper's 160 of 1,024), rounded up to a multiple of 32, as many as tensor cores take at
-        a time.
+        """The default rank is 5/32 of H*d (the paper's 160 of 1,024), rounded up to a multiple of 32, because tensor cores
+        take 32 at a time, but not above H*d.
 
         Narrow keys are less low-rank. In 8 and 4 bits they keep all dimensions: with half of them Qwen2.5-Coder-1.5B
         loses 0.9 points of RULER at 32K, with a standard error of 0.7. In 16 bits, and in Shard's 4 bits on average,
-        they keep half. Keys of a single kv head always keep all dimensions: they share nothing with others'."""
+        they keep half. A single kv head shares no subspace with others and always keeps all dimensions."""
         settings: LowRankKeys.Settings = cls.settings_of(spec)
         if settings.rank is not None:
             return settings
@@ -86,10 +87,10 @@ class LowRankKeys(KeyPart):
 
     @classmethod
     def in_groups(cls, spec: KVSpec, groups: int) -> KVSpec:
-        """Every group with low-rank keys of its own; raises ValueError where it has another number of them."""
+        """Gives each group its own low-rank keys. Raises ValueError if ``key_groups`` is another number above 1."""
         given = cls.settings_of(spec).key_groups
         if given not in (1, groups):
-            raise ValueError(f"key_groups={given} is not the {groups} groups of heads that the ranks have")
+            raise ValueError(f"key_groups={given} must be 1 or {groups}, the number of the ranks' groups of kv heads")
         return spec.changed(**{"keys.key_groups": groups})
 
     @classmethod
@@ -104,7 +105,7 @@ class LowRankKeys(KeyPart):
 
     @cached_property
     def ranks(self) -> list[tuple[int, tuple[int, int]]]:
-        """``ranks`` of its settings."""
+        """``ranks`` of the part's settings."""
         return ranks(self.settings, self.shape)
 
     @property
@@ -112,8 +113,8 @@ class LowRankKeys(KeyPart):
         return sum(rank for rank, _ in self.ranks)
 
     def rebuilt_bytes(self, selected: int, compressed: int) -> float:
-        """Latents are of all kv heads joined, and each head selects its own tokens; one that several heads select can
-        be shared, so never more than all of them."""
+        """A latent is of all kv heads together, and each head selects its own tokens. Heads can share a latent, so a
+        step reads at most all of them."""
         return min(selected * self.shape.num_kv_heads, compressed) * self.bytes_per_token()
 
     @cached_property
@@ -137,8 +138,8 @@ class LowRankKeys(KeyPart):
         return (*fields, Field("key_mean", heads, self.dtype), *of_latents)
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Two float32 copies of the Gram matrices of as many states as are fitted together, workspace, and rows
-        centred and multiplied; for groups of heads, all rows of a group as well."""
+        """Two float32 copies of the Gram matrices of the states that are fitted together, workspace, and the centred
+        and multiplied rows. With groups of heads, also a copy of all rows of a group."""
         gram, size = 3 * 4 * STATES_AT_ONCE * self.shape.kv_dim**2, self.shape.kv_dim * self.dtype.itemsize
         rows = gram + 2 * size * min(tokens, ROWS_AT_ONCE)
         return rows if self.settings.key_groups == 1 else rows + size * tokens // self.settings.key_groups
@@ -149,9 +150,9 @@ class LowRankKeys(KeyPart):
         basis, variance, largest, total = self.subspaces(store, keys, mean)
         learned = {KEPT_ENERGY: kept_energy(variance, total)}
         if mean is not None and self.codec.largest is not None:
-            # The largest latent of the prompt sets the step; a later token beyond that and the headroom is clipped.
+            # The prompt's largest latent sets the step. Later latents beyond the headroom are clipped.
             codes = self.codec.largest_codes(self.rank, keys.device)
-            room = torch.where(codes == self.codec.largest, HEADROOM, 1.0)  # which 4 bits do not have
+            room = torch.where(codes == self.codec.largest, HEADROOM, 1.0)  # 4-bit codes have no headroom
             step = room * largest.clamp(min=1e-12) / codes
             basis = (basis * step.unsqueeze(2)).to(self.dtype)
             of_latents = (basis.float() @ mean.float().unsqueeze(2)).squeeze(2)
@@ -164,8 +165,8 @@ class LowRankKeys(KeyPart):
     def subspaces(
         self, store: CompressedStore, keys: Tensor, mean: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``low_rank_basis`` of keys [M, S, H d] by groups of heads: a group's rows are zero in the others' columns,
-        and the strongest of all groups come first (``LatentCodec.of_groups``)."""
+        """``low_rank_basis`` of keys [M, S, H d], for each group of heads. A group's basis rows are zero in the columns
+        of other groups. The strongest rows of all groups come first (``LatentCodec.of_groups``)."""
         groups = self.ranks
         if len(groups) == 1:
             result: tuple[Tensor, Tensor, Tensor, Tensor] = store.ops.low_rank_basis(keys, self.rank, mean)
@@ -196,12 +197,12 @@ class LowRankKeys(KeyPart):
 
 
 def kept_energy(variance: Tensor, total: Tensor) -> Tensor:
-    """The share of keys' squared norm that a basis keeps, float32 [M], from what ``low_rank_basis`` returns."""
+    """The share of the keys' squared norm that a basis keeps, float32 [M], from results of ``low_rank_basis``."""
     return (variance.sum(1) / total.clamp(min=1e-30)).clamp(max=1)
 
 
 def ranks(settings: LowRankKeys.Settings, shape: ModelShape) -> list[tuple[int, tuple[int, int]]]:
-    """Dimensions of each group's low-rank keys, and its kv heads: first and last + 1."""
+    """The rank of each group's low-rank keys, and the group's kv heads: first and last + 1."""
     assert settings.rank is not None, "the policy must be resolved"
     groups = settings.key_groups
     heads = [share(shape.num_kv_heads, group, groups) for group in range(groups)]
@@ -211,6 +212,6 @@ def ranks(settings: LowRankKeys.Settings, shape: ModelShape) -> list[tuple[int, 
 
 
 def _rank_of_heads(rank: int, shape: ModelShape, heads: int) -> int:
-    """The part of ``rank`` dimensions that so many heads have."""
+    """The share of ``rank`` for ``heads`` kv heads."""
     own = -(-rank * heads // shape.num_kv_heads)
     return min(-(-own // 32) * 32, heads * shape.head_dim)

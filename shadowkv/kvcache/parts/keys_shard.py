@@ -1,9 +1,9 @@
-"""Low-rank keys whose rank dimensions have widths of their own, on a basis in 8 bits: the keys of Shard.
+"""Low-rank keys with a width in bits for each rank dimension, and an 8-bit basis: the keys of Shard.
 
-Groups of principal components get bits within a total budget (``allocate``), strong ones more. The error of a group in
-b bits counts as its variance / (3 4^b), and without any bits as 4 times its variance: dropping a group should cost more
-than its share of the energy. An exact dynamic program over the groups, for many matrices at a time; the host never
-waits for it.
+``allocate`` divides a budget of bits between groups of principal components, with more bits for stronger groups. The
+cost of a group is its variance / (3 4^b) with b bits, and 4 times its variance without bits, because dropping a group
+should cost more than its share of the energy. The allocation is an exact dynamic program over the groups, for many
+matrices at a time. The host does not wait for it.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.ops.attend_selected.sources import LatentKeys
 
 WIDTHS = (8, 6, 4, 2, 0)
-"""Bits that a component may have."""
+"""Possible widths of a component, in bits."""
 
 GROUP = 16
-"""Components of a group, in order of their variance; the last group has what is left. Shard has groups of 64;
-finer ones follow the variances closer, and take no more bytes."""
+"""Components per group, in order of their variance; the last group has the rest. Shard has groups of 64. Smaller groups
+follow the variances more closely and take no more bytes."""
 
 DROP_PENALTY = 4.0
 """Cost of a group without bits, in units of its variance."""
 
 
 def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: float = DROP_PENALTY) -> Tensor:
-    """Widths uint8 [M, r] of components with variances [M, r], strongest first, which sum to at most ``budget`` bits
-    and cost least.
+    """Widths uint8 [M, r] of components with variances [M, r], strongest first. The widths sum to at most ``budget``
+    bits and have the least cost.
 
     Args:
-        group: components that have one width.
+        group: number of neighbouring components that share a width.
         drop_penalty: cost of a group without bits, in units of its variance.
     """
     groups = variance.float().split(group, dim=1)
     sizes = [part.shape[1] for part in groups]
-    unit = 2 * math.gcd(*sizes)  # in bits: every sum of widths is a multiple of it
+    unit = 2 * math.gcd(*sizes)  # in bits; every sum of widths is a multiple of this
     units = budget // unit
-    least = variance.new_zeros(len(variance), units + 1, dtype=torch.float32)  # cost so far within 0, 1, ... units
+    # Least cost of the groups so far, within a budget of 0, 1, ... units.
+    least = variance.new_zeros(len(variance), units + 1, dtype=torch.float32)
     choices = []
     for part, size in zip(groups, sizes, strict=True):
         total, taken = part.sum(1, keepdim=True), []
@@ -64,20 +65,20 @@ def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: fl
 
 
 LARGEST = 127
-"""The largest entry of a row of the basis, in its steps."""
+"""The largest entry of a basis row, in steps of the row."""
 
 COMPRESSED_AT_ONCE = 64
-"""Pages of one layer that are projected at a time, each possibly on a basis of its own."""
+"""Pages of one layer that are projected at a time. Each can have its own basis."""
 
 BYTES_OF_A_LATENT = 40
-"""Bytes that packing a latent takes in PyTorch: the latent and its code, shifted and cut in two, several times, each in
-4 bytes."""
+"""Temporary bytes for packing a latent in PyTorch: several 4-byte copies of the latent and of its shifted and split
+code."""
 
 
 class MixedLowRankKeys(LowRankKeys):
-    """Latents of centred keys, whose widths are chosen by their variances over the prompt (``allocate``).
+    """Latents of centred keys. Their widths follow from their variances over the prompt (``allocate``).
 
-    A row of the basis is whole numbers times one step, with the step of its latents folded in.
+    A basis row is stored as integers and one step, into which the step of its latents is folded.
     """
 
     def state_fields(self) -> tuple[Field, ...]:
@@ -91,14 +92,15 @@ class MixedLowRankKeys(LowRankKeys):
         )
 
     def compression_bytes(self) -> int:
-        """Bases decoded in float32 and in the dtype of the product, keys in float32, and latents being packed."""
-        size, least = self.dtype.itemsize, max(COMPRESSED_AT_ONCE, self.shape.num_layers)  # all layers of one page
+        """Bases decoded in float32 and in the dtype of the product, keys in float32, and temporaries of packing."""
+        # At least all layers of one page are projected together.
+        size, least = self.dtype.itemsize, max(COMPRESSED_AT_ONCE, self.shape.num_layers)
         basis = self.rank * self.shape.kv_dim * (4 + 2 * size)
         return least * (basis + PAGE * (4 * self.shape.kv_dim + BYTES_OF_A_LATENT * self.rank))
 
     def reading_bytes(self) -> int:
-        """A basis as it is stored, decoded in float32, and in the dtype of the product, for backends that do not read
-        it as it is stored: 1/40 of the latents of 8,192 tokens at rank 192 of 1,024."""
+        """A basis as stored, decoded in float32, and in the dtype of the product, for backends that cannot read the
+        stored form. That is 1/40 of the latents of 8,192 tokens at rank 192 of 1,024."""
         return self.rank * self.shape.kv_dim * (1 + 4 + self.dtype.itemsize)
 
     def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
@@ -142,6 +144,6 @@ class MixedLowRankKeys(LowRankKeys):
         return LatentKeys(store.page["latents"][layer], self.codec, basis, mean, *of_batch, widths, step)
 
     def _decoded(self, store: CompressedStore, layers: slice, states: Tensor) -> Tensor:
-        """Bases float32 [L, n, r, H, d]."""
+        """Decoded bases, float32 [L, n, r, H, d]."""
         basis, step = (store.state[name][layers][:, states] for name in ("basis", "basis_step"))
         return basis * step[..., None, None]

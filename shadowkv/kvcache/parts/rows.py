@@ -1,6 +1,6 @@
-"""Keys after RoPE, or values, row by row: as they are, or in the bytes of a codec (``shadowkv.kvcache.codecs``).
+"""Parts that store keys after RoPE, or values, row by row: exactly, or in a codec (``shadowkv.kvcache.codecs``).
 
-A row is one token of one head. Values are on the device or the host.
+A row is one token of one head. Values are on the device or on the host.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from shadowkv.ops.quantise_rows.reference import CODED_AT_ONCE
 from shadowkv.settings import setting
 
 KEY_MEAN = "key_mean"
-"""State field with the mean key that centred keys are stored without."""
+"""State field with the mean key, which is subtracted from centred keys."""
 
 CROSSING_AT_ONCE = 512
-"""Pages of codes on the way to the host that are on the device at a time: written to the host as they are made, they
-would cross the bus a byte at a time (27 ms per layer of 60K tokens on an H200, where dense values of five times the
-size take 2.8)."""
+"""Pages of codes for the host that are coded in device memory at a time. Coded directly into host memory, they would
+cross the bus byte by byte: 27 ms per layer of 60K tokens on an H200, where dense values of five times the size take
+2.8 ms."""
 
 
 CENTRED_AT_ONCE = 64
-"""Pages of one layer whose keys are centred at a time, in several float32 copies: 16 MiB each at 8 heads of 128
-dimensions."""
+"""Pages of one layer whose keys are centred at a time, which makes several float32 copies. Each copy is 16 MiB at 8
+heads of 128 dimensions."""
 
 
 class CodedPart(Part):
-    """What both axes share: a field of codes named after the axis, one of scales if any, and what the codec learns.
+    """Base class of coded keys and coded values. It stores a field of codes named after the axis, a field of scales if
+    the codec has some, and the state that the codec learns.
 
     Attributes:
-        axis: ``keys`` or ``values``; the fixed rotation has its name.
+        axis: ``keys`` or ``values``, which is also the name of the fixed rotation.
     """
 
     axis: ClassVar[str]
@@ -50,7 +51,7 @@ class CodedPart(Part):
 
     @classmethod
     def named(cls, spec: KVSpec) -> RowCodec:
-        """The codec that ``spec`` names, as the axis uses it."""
+        """The codec of ``spec`` on this axis."""
         return ROW_CODECS[getattr(spec, cls.axis)].for_axis(cls.axis)
 
     @classmethod
@@ -58,11 +59,11 @@ class CodedPart(Part):
         codec, dim, reasons = cls.named(spec), shape.head_dim, super().unsupported(spec, shape)
         if cls.axis not in codec.axes:
             meant = " and ".join(codec.axes)
-            return [*reasons, f"{cls.axis}={codec.name!r} has no meaning: it is a format of {meant} alone"]
+            return [*reasons, f"{cls.axis}={codec.name!r} has no meaning: the format is only for {meant}"]
         if codec.tile > 1 and (spec.selects or spec.keys in LATENT_CODECS):
             return [
                 *reasons,
-                f"{cls.axis}={codec.name!r} is decoded by pages: it needs index='none' and keys that are not low-rank, "
+                f"{cls.axis}={codec.name!r} is decoded page by page: it needs index='none' and no low-rank keys, "
                 f"not index={spec.index!r} and keys={spec.keys!r}",
             ]
         needed = codec.wanted(dim)
@@ -82,7 +83,7 @@ class CodedPart(Part):
         return self.codec.fitting_bytes(tokens * self.shape.kv_dim)
 
     def compression_bytes(self) -> int:
-        """Rows in float32, rotated, scaled, and their codes in 8 bytes each, where no kernel makes them."""
+        """Rows in float32, rotated, and scaled, and their codes in 8 bytes each; 0 if one kernel does all this."""
         copies = 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
         return 0 if in_one_pass(self.codec_id, self.shape.head_dim) else copies
 
@@ -93,7 +94,7 @@ class CodedPart(Part):
         return (codes, scale) if codec.scales(dim) else (codes,)
 
     def learned_fields(self) -> tuple[Field, ...]:
-        """What the codec learns, in its order."""
+        """State fields that the codec learns, in the codec's order."""
         heads, shapes = self.shape.num_kv_heads, self.codec.state_shapes(self.shape.head_dim)
         return tuple(
             Field(f"{self.axis[:-1]}_{name}", (1 if name in self.codec.shared else heads, *shape), torch.float32)
@@ -104,7 +105,7 @@ class CodedPart(Part):
         return self.learned_fields()
 
     def fit_rows(self, store: CompressedStore, layers: slice, states: Tensor, rows: Tensor) -> None:
-        """Learns from rows [L, n, S, H, d]."""
+        """Fits the codec's states int64 [n] on rows [L, n, S, H, d]."""
         fitted = [self.codec.fit(one) for one in rows.flatten(0, 1)]
         for field, learned in zip(self.learned_fields(), zip(*fitted, strict=True), strict=True):
             store.state[field.name][layers][:, states] = torch.stack(learned).unflatten(0, rows.shape[:2])
@@ -112,7 +113,8 @@ class CodedPart(Part):
     def compress_rows(
         self, store: CompressedStore, tokens: CompressedTokens, rows: Tensor, pages: Tensor, across_bus: bool
     ) -> None:
-        """Stores rows [L, n, 64, H, d], their codes in ``pages``."""
+        """Codes rows [L, n, 64, H, d]. Codes go to ``pages`` int64 [n], which are on the host if ``across_bus``; scales
+        go to ``tokens.pages``."""
         codes, scale = self._stored(store, tokens.layers)
         state = tuple(store.state[field.name][tokens.layers][:, tokens.states] for field in self.learned_fields())
         coded = rows, self.codec, self._rotation(store), state
@@ -125,14 +127,14 @@ class CodedPart(Part):
         store.write_heads(self.axis, tokens.layers, pages, near.flatten(3, 4).transpose(2, 3))
 
     def coded_rows(self, store: CompressedStore, layer: int, batch: CompressedBatch, pages: Tensor) -> CodedRows:
-        """Where the rows of the batch's compressed tokens are, their codes in ``pages``."""
+        """The source of the rows of the batch's compressed tokens. ``pages`` are the page ids of their codes."""
         codes, scale = self._stored(store, layer)
         state = tuple(store.state[field.name][layer] for field in self.learned_fields())
         dim, rotation = self.shape.head_dim, self._rotation(store)
         return CodedRows(codes, scale, self.codec, dim, rotation, pages, batch.pages, state, batch.states)
 
     def _stored(self, store: CompressedStore, layers: slice | int) -> tuple[Tensor, Tensor]:
-        """Codes and scales of all pages; the latter are empty where there are none."""
+        """Codes and scales of all pages. Scales are empty if the codec has none."""
         codes, *scale = (store.page[field.name][layers] for field in self.page_fields())
         return codes, scale[0] if scale else codes[..., :0].flatten(-3, -2)
 
@@ -145,8 +147,8 @@ class CodedKeys(CodedPart, KeyPart):
 
     @dataclass(frozen=True)
     class Settings:
-        """The mean key is subtracted before RoPE: for the same error keys then need about one bit less. Its share of
-        the logits is added when they are attended to."""
+        """With ``centred`` the mean key before RoPE is subtracted. Keys then need about one bit less for the same
+        error. Attention adds the mean key's share of the logits."""
 
         centred: bool | None = setting(
             None, "keys", "store keys without the mean key of their prompt (default: where keys have a bias)"
@@ -154,8 +156,8 @@ class CodedKeys(CodedPart, KeyPart):
 
     @classmethod
     def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> Settings:
-        """Centred where keys have a bias: those of Qwen2.5-1.5B are up to 354, half of them below 1, and with them in
-        its keys ``fp8`` finds no needle at all."""
+        """Centred if keys have a bias. The biases of Qwen2.5-1.5B are up to 354, half of them below 1. With the bias in
+        the stored keys, ``fp8`` finds no needle at all."""
         settings: CodedKeys.Settings = cls.settings_of(spec)
         return cls.Settings(shape.key_bias) if settings.centred is None else settings
 
@@ -169,7 +171,7 @@ class CodedKeys(CodedPart, KeyPart):
 
     @property
     def fits_on_earlier(self) -> bool:
-        """For the mean key, which is then that of all tokens."""
+        """True for centred keys: their mean is then that of all tokens."""
         return self.centred
 
     def state_fields(self) -> tuple[Field, ...]:
@@ -177,7 +179,7 @@ class CodedKeys(CodedPart, KeyPart):
         return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.centred else ()))
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Keys in float32, twice, while they are centred for the codec to learn from, and what learning takes."""
+        """Two float32 copies of the keys if a codec that learns gets centred keys, and the codec's own memory."""
         centred = 2 * 4 * tokens * self.shape.kv_dim if self.centred and self.learned_fields() else 0
         return centred + super().fitting_bytes(tokens)
 
@@ -185,7 +187,7 @@ class CodedKeys(CodedPart, KeyPart):
         rope_keys = tokens.rope_keys
         if self.centred:
             store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
-            if self.learned_fields():  # else a float32 copy of all tokens would be made for nothing
+            if self.learned_fields():  # avoids a useless float32 copy of all tokens
                 rope_keys = self._centred(store, layers, states, rope_keys, tokens.first)
         self.fit_rows(store, layers, states, rope_keys)
 
@@ -202,13 +204,14 @@ class CodedKeys(CodedPart, KeyPart):
         if not self.centred:
             return rows
         mean = store.state[KEY_MEAN][layer]
-        # The states of the rows are those of the mean, too.
+        # The mean is in the same states as the rows.
         return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
 
     def _centred(
         self, store: CompressedStore, layers: slice, states: Tensor, rope_keys: Tensor, first: Tensor
     ) -> Tensor:
-        """RoPE-rotated keys [L, n, S, H, d], first tokens at positions ``first`` [n], without their mean: float32."""
+        """RoPE-rotated keys [L, n, S, H, d] minus the rotated mean key, float32. ``first`` [n] are the positions of the
+        first tokens."""
         mean = store.state[KEY_MEAN][layers][:, states].unsqueeze(2)
         positions = first[:, None] + torch.arange(rope_keys.shape[2], device=first.device)
         cos, sin = (table[positions].unsqueeze(2) for table in (store.rotary.cos, store.rotary.sin))
@@ -244,7 +247,7 @@ class DenseKeys(KeyPart):
 
 class DenseValues(ValuePart):
     def page_fields(self) -> tuple[Field, ...]:
-        # Chunk rows (c * d elements of one head) are the unit of transfer, so they are contiguous.
+        # A chunk's rows (c * d elements of one head) are contiguous, because they are the unit of transfer.
         shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
         return (Field("values", shape, self.dtype),)
 

@@ -1,1 +1,1 @@
-"""What a policy is: its fields, the sizes of the model it is for, and when tokens get a fitted state of their own."""
+"""Policies: their fields, the model's shape, and the rules by which tokens get a state of their own"""

@@ -1,4 +1,4 @@
-"""What a KV cache has to know about a model: the sizes of its attention."""
+"""``ModelShape``: the sizes of a model's attention, which are all that a KV cache knows of a model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:  # a command's help shows presets, without PyTorch
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer's attention sees.
+    """The kind of a layer's attention.
 
     Attributes:
-        window: newest tokens that a query attends to, its own included; None for all.
-        rope: RoPE of its queries and keys where it is not the model's; only layers with a window have their own.
+        window: number of newest tokens that a query attends to, its own included; None for all tokens.
+        rope: the layer's own RoPE; None for the model's. Only layers with a window can have their own.
     """
 
     window: int | None = None
@@ -30,17 +30,17 @@ FULL = LayerKind()
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the attention of a decoder, or of some of its layers; all have the same.
+    """Sizes of the attention of a decoder, or of some of its layers. All layers have the same sizes.
 
     Attributes:
         num_layers: decoder layers.
         num_query_heads: query heads per layer.
         num_kv_heads: key-value heads per layer; divides ``num_query_heads``.
         head_dim: dimensions of one head.
-        kinds: the kind of every layer; empty where all of them see everything.
-        key_bias: whether a bias is added to keys before RoPE, as in Qwen2: it may be far larger than what differs
-            between them.
-        sinks: whether every softmax has one more position, of learned scores, whose value is 0.
+        kinds: the kind of every layer; empty if all have full attention.
+        key_bias: whether keys have a bias before RoPE, as in Qwen2. The bias can be far larger than the differences
+            between keys.
+        sinks: whether every softmax has one more position with a learned score, whose value is 0.
     """
 
     num_layers: int
@@ -53,7 +53,7 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         if self.kinds and len(self.kinds) != self.num_layers:
-            raise ValueError(f"{len(self.kinds)} layers have a kind, of {self.num_layers}")
+            raise ValueError(f"kinds has {len(self.kinds)} layers, and must have num_layers={self.num_layers}")
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
@@ -71,8 +71,8 @@ class ModelShape:
 
 
 def share(count: int, rank: int, size: int, multiple: int = 1) -> tuple[int, int]:
-    """A rank's share of ``count`` items, first and last + 1, in whole multiples except at the very end: sizes differ
-    by one multiple at most."""
+    """A rank's share of ``count`` items: first and last + 1. Shares are multiples of ``multiple``, except at the end,
+    and their sizes differ by at most one multiple."""
     each, more = divmod(-(-count // multiple), size)
     start = rank * each + min(rank, more)
     return min(count, start * multiple), min(count, (start + each + (rank < more)) * multiple)

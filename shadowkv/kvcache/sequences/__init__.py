@@ -1,1 +1,1 @@
-"""Sequences and what they hold: layout, memory, page tables, and who holds which blocks."""
+"""Sequences: layouts of pages, the memory of a group of layers, page tables, and the lifetimes of sequences"""

@@ -1,5 +1,5 @@
-"""What a policy stores where in a group of layers: the bytes of pages and sequences, from which pools, planner and
-admission all count.
+"""``GroupLayout``: the fields and tiers of a policy in a group of layers, and the pages and bytes of a sequence. Pools,
+planner and admission count by it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
 @dataclass(frozen=True)
 class TierLayout:
-    """A tier as a policy uses it.
+    """A tier of a policy.
 
     Attributes:
         block_bytes: bytes of a block in one layer.
-        pinned: whether it is the host's memory, which the device reads and writes across the bus.
+        pinned: whether it is host memory, which the device reads and writes across the bus.
         paged: whether its blocks are divided into pages.
     """
 
@@ -37,7 +37,16 @@ class TierLayout:
 
 @dataclass(frozen=True)
 class PageCount:
-    """What a sequence needs to reach its full length: pages of each kind, and slots and states of segments to come."""
+    """Numbers of a sequence's pages and segments.
+
+    Attributes:
+        dense: exact pages of a dense sequence, or of a window's ring.
+        static: exact pages for the sink and outliers of future segments.
+        ring: exact pages of the ring of a compressed sequence's tail.
+        compressed: compressed pages on the device.
+        host: compressed pages on the host.
+        segments: future segments, each with a slot and a state.
+    """
 
     dense: int = 0
     static: int = 0
@@ -47,7 +56,7 @@ class PageCount:
     segments: int = 0
 
     def lacking(self, owned: PageCount) -> PageCount:
-        """What is missing of each kind beyond what is ``owned``."""
+        """The numbers that are missing beyond ``owned``."""
         return PageCount(*(max(0, needed - held) for needed, held in zip(self.counts, owned.counts, strict=True)))
 
     def __add__(self, other: PageCount) -> PageCount:
@@ -60,23 +69,26 @@ class PageCount:
 
 
 MAX_ENTRIES = 32767
-"""Most chunks that the buffer can number."""
+"""Most chunks that a fetch buffer can number."""
 
 MIN_WASTE = 0.02
-"""Share of a block that may be lost where compressed pages do not fill it, and half the share for exact pages: long
-sequences are what fills a device."""
+"""Accepted waste of a block: the share that compressed pages leave unused, or half of the share that exact pages leave
+unused. Exact pages count half, because mostly long sequences fill a device."""
 
 SPARE_SEGMENTS = 16
-"""At full occupancy, one sequence in this many may have a second segment."""
+"""At full occupancy, one sequence in this many can have a second segment."""
 
 
 WINDOW_SLACK = 2
-"""Pages of a window's ring besides those of the window: the one that is being filled, and one so that a page of the
-newest tokens can be taken back, or left out by a fork."""
+"""Pages of a window's ring in addition to the window's: one that is being filled, and one so that up to a page of the
+newest tokens can be removed, or left out by a fork."""
 
 
 def pack(exact: int, compressed: int) -> tuple[int, int, int]:
-    """Pages of either kind in a block, and its bytes: the smallest block that loses little, whichever kind it holds."""
+    """Chooses the size of a block: the number of exact pages in it, of compressed pages, and its bytes.
+
+    ``exact`` and ``compressed`` are bytes of a page. It takes the smallest block with little waste for both kinds.
+    """
     best, least = (1, 1, max(exact, compressed)), 1.0
     for count in range(1, 9):
         other = max(1, round(count * exact / compressed))
@@ -90,40 +102,40 @@ def pack(exact: int, compressed: int) -> tuple[int, int, int]:
 
 
 def neighbours(layers: Sequence[int], bounds: Collection[int] = ()) -> tuple[range, ...]:
-    """Where in ``layers``, numbers of layers in order, those are that follow one another in the model, and of which
-    only the first may be among ``bounds``."""
+    """Splits ``layers``, ascending layer numbers of the model, into ranges of indices with consecutive layers. A layer
+    in ``bounds`` starts a new range."""
     starts = [at for at, layer in enumerate(layers) if not at or layers[at - 1] + 1 != layer or layer in bounds]
     return tuple(map(range, starts, (*starts[1:], len(layers))))
 
 
 class GroupLayout:
-    """A policy on layers of a model that are alike: its parts, and page and state sizes per layer.
+    """A policy on a group of layers: its parts, and the sizes of pages and states per layer.
 
-    Layers are counted within the group, except in ``layers``.
+    Layers are numbered within the group, except in ``layers``.
 
     Args:
-        spec: the policy, resolved.
-        shape: attention sizes of the model; those of the group have only its layers.
-        kind: what their attention sees.
-        dtype: dtype of exact keys and values and of what the parts store at full precision.
+        spec: the resolved policy.
+        shape: attention sizes of the model. The attribute ``shape`` has only the group's layers.
+        kind: kind of the layers' attention.
+        dtype: dtype of exact keys and values, and of full-precision fields of the parts.
         max_model_len: longest sequence, in tokens.
-        fetch_buffer: chunks of a segment's buffer of fetched values, as a multiple of those that a step selects from
-            the longest context: at least 1, or 0 for no buffer.
-        layers: the group's layers, as the model counts them, in order.
-        name: by which numbers of blocks tell it from other groups; empty for the first.
+        fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
+            context: at least 1, or 0 for no buffer.
+        layers: the group's layers in order, as numbered in the model.
+        name: the group's name in numbers of blocks; empty for the first group.
 
     Attributes:
         model_layers: number of all layers of the model.
-        window: newest tokens that a step attends to, where it is not all: exact ones in a ring of pages.
-        rope: the group's RoPE where it is not the model's.
+        window: number of newest tokens that a step attends to, which are exact in a ring of pages; None for all tokens.
+        rope: the group's own RoPE; None for the model's.
         parts: the policy's parts.
         exact_fields, compressed_fields: fields of pages in the device tier.
-        excluded_fields: among the compressed ones, ``EXCLUDED`` where the policy has it.
+        excluded_fields: the field ``EXCLUDED`` of compressed pages, if the policy has it.
         host_fields: fields of pages in the host tier.
         state_fields: fields of a fitted state.
-        buffer_fields: fields of a segment's buffer of fetched values.
-        tiers: the tiers that pages and states are stored in.
-        growth: when tokens get a state of their own.
+        buffer_fields: fields of a segment's fetch buffer.
+        tiers: the tiers of pages and states.
+        growth: the policy's rules for segments.
     """
 
     def __init__(
@@ -173,47 +185,49 @@ class GroupLayout:
         )
 
     def portions(self, most: int) -> Iterator[slice]:
-        """All layers in order, at most ``most`` at a time."""
+        """Slices of all layers in order, of at most ``most`` layers each."""
         count = self.shape.num_layers
         for first in range(0, count, most):
             yield slice(first, min(first + most, count))
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes of the values of one chunk and kv head that are fetched from the host; 0 where none are."""
+        """Bytes of one chunk's values of one kv head that are fetched from the host; 0 without fetching."""
         if not self.buffer_fields:
             return 0
         (values,) = self.host_fields
         return math.prod(values.shape[2:]) * values.dtype.itemsize
 
     def bytes_per_block(self) -> Blocks:
-        """Bytes of one block of each tier over all layers, and of a segment's slot: its buffer of fetched values."""
+        """Bytes of one block of each tier, and of a segment's fetch buffer (``segment_slots``), over all layers."""
         layers = self.shape.num_layers
         sizes = {tier.name: layers * tier.block_bytes for tier in self.tiers}
         return Blocks(sizes, segment_slots=layers * sum(field.nbytes for field in self.buffer_fields))
 
     def fixed_blocks(self, sequences: int) -> Blocks:
-        """What that many sequences of any length have: their numbers, and slots and states of segments."""
+        """Blocks of ``sequences`` sequences that do not depend on their length: sequences, and slots and states of
+        segments."""
         if not self.spec.compresses:
             return Blocks(sequences=sequences)
         segments = sequences
         if self.growth.learns:
-            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one may have as many as are allowed
+            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # at least one sequence can have all of them
         return Blocks(sequences=sequences, segment_slots=segments, states=segments if self.growth.learns else 0)
 
     def fixed_bytes(self, sequences: int) -> int:
-        """Device bytes of that; one more of each pads captured batches."""
+        """Device bytes of ``fixed_blocks``, with one more of each for padding rows."""
         count, unit = self.fixed_blocks(sequences), self.bytes_per_block()
         return sum((count[kind] + 1) * unit[kind] for kind in ("segment_slots", "states"))
 
     def pages(self, start: int, capacity: int, at: SegmentState | None = None) -> PageCount:
-        """What a sequence needs whose prompt reaches ``start`` tokens and that may grow to ``capacity`` tokens.
+        """Pages of a sequence with a prompt up to ``start`` tokens and a maximum length of ``capacity`` tokens.
 
-        A sequence that starts dense and may outgrow ``late_limit`` holds both kinds: it is compressed on the way.
+        A sequence that starts dense and can outgrow ``late_limit`` holds exact and compressed pages, because it is
+        compressed while it grows.
 
         Args:
-            at: how far it is compressed already; its segments and their static pages are not counted. None is a new
-                one.
+            at: how far the sequence is compressed already. Its segments and their static pages are not counted. None
+                for a new sequence.
         """
         spec, at = self.spec, at or SegmentState()
         if self.window is not None:
@@ -236,13 +250,13 @@ class GroupLayout:
         return PageCount(dense, static, ring, compressed, compressed if self.host_fields else 0, to_come.segments)
 
     def most_pages(self, capacity: int) -> PageCount:
-        """The most of each kind that a sequence of up to ``capacity`` tokens may have, whether its prompt is compressed
-        or not."""
+        """The most pages of each kind that a sequence of up to ``capacity`` tokens can have, with a short or a long
+        prompt."""
         both = self.pages(0, capacity), self.pages(capacity, capacity)
         return PageCount(*map(max, *(pages.counts for pages in both)))
 
     def blocks(self, pages: PageCount) -> Blocks:
-        """Blocks that hold ``pages``, kind by kind: a block holds pages of one kind."""
+        """Blocks for ``pages``. A block holds pages of one kind."""
         exact = math.ceil(pages.dense / self.exact_per_block) + math.ceil(
             (pages.static + pages.ring) / self.exact_per_block
         )
@@ -255,30 +269,32 @@ class GroupLayout:
         )
 
     def demand(self, start: int, capacity: int) -> Blocks:
-        """What a new sequence takes: blocks of each tier, slots and states of segments, and its own slot."""
+        """Blocks of a new sequence: of each tier, slots and states of segments, and the sequence itself. Arguments are
+        as in ``pages``."""
         return self.blocks(self.pages(start, capacity)) + Blocks(sequences=1)
 
     def most_demand(self, capacity: int) -> Blocks:
-        """The most of each that a new sequence of up to ``capacity`` tokens takes, however long its prompt is."""
+        """The most blocks of each kind that a new sequence of up to ``capacity`` tokens takes, with any prompt."""
         short, long = self.demand(1, capacity), self.demand(capacity, capacity)
         return Blocks({kind: max(short[kind], long[kind]) for kind in {**short, **long}})
 
     def snapshot_layer_bytes(self, capacity: int) -> int:
-        """Bytes of a layer of a snapshot of ``capacity`` tokens, at most."""
+        """Most bytes of one layer of a snapshot of ``capacity`` tokens."""
         pages = self.most_pages(capacity)
         compressed = pages.compressed * self.compressed_bytes + pages.host * page_bytes(self.host_fields)
         most = max(pages.dense * self.exact_bytes, compressed + (pages.static + pages.ring) * self.exact_bytes)
         return most + max(1, pages.segments) * page_bytes(self.state_fields)
 
     def _buffer_fields(self) -> tuple[Field, ...]:
-        """The fields of a segment's ``ChunkBuffer``; none where nothing is chosen or it cannot hold a step."""
+        """The fields of a segment's ``ChunkBuffer``; none if the policy selects nothing from the host, or if the buffer
+        cannot hold one step's chunks."""
         spec, heads = self.spec, self.shape.num_kv_heads
         if not self.host_fields or not spec.selects or not self.fetch_buffer:
             return ()
         (values,) = self.host_fields
         row = values.shape[2:]
         chunks = spec.compressed_pages(self.max_model_len) * values.shape[1]
-        # Captured steps select for up to a page more than the longest sequence has.
+        # Captured steps are rounded up to a page more than the longest sequence.
         selected = min(chunks, int(spec.budget_chunks(np.asarray(self.max_model_len + PAGE))))
         entries = min(chunks, math.ceil(self.fetch_buffer * selected), MAX_ENTRIES)
         if not entries or entries < selected:

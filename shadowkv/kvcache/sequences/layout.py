@@ -1,4 +1,5 @@
-"""What a cache stores of a model: its groups of layers, and the numbers that they have together."""
+"""``Layout``: a policy on a model: the layouts of all groups of layers, and their sums. ``KVCache`` and the planner use
+it."""
 
 from __future__ import annotations
 
@@ -15,27 +16,28 @@ from shadowkv.kvcache.policy.spec import FETCH_BUFFER, KVSpec
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 
 EXACT = "exact"
-"""Name of the group of layers that a policy leaves exact (``KVSpec.skip_layers``)."""
+"""Name of the group of layers that stay exact (``KVSpec.skip_layers``)."""
 
 
 class Layout:
-    """A policy on a model: groups of layers that are alike, each with pages of its own. All that is counted, planned
-    and stored.
+    """A policy on a model: groups of layers, each with its own pages.
 
-    Numbers of blocks are named by what they are of: ``device``, ``host``, ``states``, ``segment_slots`` and
-    ``sequences``; those of other groups also by the group: ``exact device``.
+    ``Blocks`` have the names ``device``, ``host``, ``states``, ``segment_slots`` and ``sequences``. Those of groups
+    after the first begin with the group's name, as ``exact device``.
 
     Args:
-        spec: the policy; resolved here for ``shape``, which raises ValueError where it cannot be used.
+        spec: the policy. It is resolved for ``shape``.
         shape: the model's attention sizes.
-        dtype: dtype of exact keys and values and of what the parts store at full precision.
+        dtype: dtype of exact keys and values, and of full-precision fields of the parts.
         max_model_len: longest sequence, in tokens.
-        fetch_buffer: chunks of a segment's buffer of fetched values, as a multiple of those that a step selects from
-            the longest context: at least 1, or 0 for no buffer.
+        fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
+            context: at least 1, or 0 for no buffer.
 
     Attributes:
-        groups: the groups; the first one is what the policy is about, unless there are no layers for it.
-        places: for each layer of the model, the number of its group and which of the group's layers it is.
+        groups: the groups. The first one has the layers that the policy compresses, if there are any.
+        places: for each layer of the model, the number of its group, and its number within the group.
+
+    Raises ValueError if the policy cannot be used.
     """
 
     def __init__(
@@ -62,11 +64,11 @@ class Layout:
         return self.groups[0]
 
     def resized(self, max_model_len: int) -> Layout:
-        """The same layout for another ``max_model_len``."""
+        """The layout for another ``max_model_len``."""
         return Layout(self.spec, self.shape, self.dtype, max_model_len, self.fetch_buffer)
 
     def with_fields(self, **fields: Any) -> Layout:
-        """The same layout for another policy: with these fields of a KVSpec, all others as they are."""
+        """The layout for a policy with some fields of the KVSpec changed."""
         return Layout(replace(self.spec, **fields), self.shape, self.dtype, self.max_model_len, self.fetch_buffer)
 
     @property
@@ -81,7 +83,7 @@ class Layout:
 
     @property
     def selecting(self) -> list[int]:
-        """The layers in which a step attends to a part of what is compressed."""
+        """The model's layers in which steps select from compressed tokens."""
         return sorted(layer for group in self.groups if group.spec.selects for layer in group.layers)
 
     @property
@@ -91,22 +93,23 @@ class Layout:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes of the values of one chunk and kv head that are fetched from the host, at most; 0 where none are."""
+        """Most bytes of one chunk's values of one kv head that are fetched from the host; 0 without fetching."""
         return max(group.fetched_bytes for group in self.groups)
 
     @property
     def paged(self) -> tuple[str, ...]:
-        """The tiers of pages, of every group: what a cache is given memory for."""
+        """Names of the tiers of pages of all groups: those that a cache gets memory for."""
         return tuple(_named(group, tier.name) for group in self.groups for tier in group.tiers if tier.paged)
 
     @property
     def bounded(self) -> tuple[str, ...]:
-        """Those of ``paged`` of which a sequence takes no more however long it is: windows."""
+        """The names in ``paged`` whose demand does not grow with the sequence: those of windows."""
         windows = [group for group in self.groups if group.window is not None]
         return tuple(_named(group, tier.name) for group in windows for tier in group.tiers if tier.paged)
 
     def joined(self, of_groups: Iterable[Blocks]) -> Blocks:
-        """Numbers of blocks of all groups, in order, under their names here. A sequence is one in all of them."""
+        """Joins the numbers of all groups, in order, under the names with the group. A sequence in all groups counts
+        once."""
         first, *others = of_groups
         if not others:
             return first
@@ -116,13 +119,13 @@ class Layout:
         return joined
 
     def of_group(self, number: int, blocks: Blocks) -> Blocks:
-        """The numbers of a group among ``blocks``, under their own names."""
+        """The numbers of a group in ``blocks``, under the names without the group."""
         group = self.groups[number]
         names = [*(tier.name for tier in group.tiers), "segment_slots", "sequences"]
         return Blocks({name: blocks[_named(group, name)] for name in names})
 
     def bytes_per_block(self) -> Blocks:
-        """Bytes of one block of each tier over all layers, and of a segment's slot: its buffer of fetched values."""
+        """Bytes of one block of each tier, and of a segment's fetch buffer (``segment_slots``), over all layers."""
         return self.joined(group.bytes_per_block() for group in self.groups)
 
     def tier_bytes(self, blocks: Blocks) -> Blocks:
@@ -133,28 +136,29 @@ class Layout:
         return total
 
     def fixed_blocks(self, sequences: int) -> Blocks:
-        """What that many sequences of any length have: their numbers, and slots and states of segments."""
+        """Blocks of ``sequences`` sequences that do not depend on their length: sequences, and slots and states of
+        segments."""
         return self.joined(group.fixed_blocks(sequences) for group in self.groups)
 
     def fixed_bytes(self, sequences: int) -> int:
-        """Device bytes of that; one more of each pads captured batches."""
+        """Device bytes of ``fixed_blocks``, with one more of each for padding rows."""
         return sum(group.fixed_bytes(sequences) for group in self.groups)
 
     def demand(self, start: int, capacity: int) -> Blocks:
-        """What a new sequence takes whose prompt reaches ``start`` tokens and that may grow to ``capacity`` tokens:
-        blocks of each tier, slots and states of segments, and its own slot."""
+        """Blocks of a new sequence with a prompt up to ``start`` tokens and a maximum length of ``capacity`` tokens: of
+        each tier, slots and states of segments, and the sequence itself."""
         return self.joined(group.demand(start, capacity) for group in self.groups)
 
     def most_demand(self, capacity: int) -> Blocks:
-        """The most of each that a new sequence of up to ``capacity`` tokens takes, however long its prompt is."""
+        """The most blocks of each kind that a new sequence of up to ``capacity`` tokens takes, with any prompt."""
         return self.joined(group.most_demand(capacity) for group in self.groups)
 
     def snapshot_bytes(self, capacity: int) -> int:
-        """Bytes of a snapshot of ``capacity`` tokens, at most."""
+        """Most bytes of a snapshot of ``capacity`` tokens."""
         return sum(group.shape.num_layers * group.snapshot_layer_bytes(capacity) for group in self.groups)
 
     def snapshot_layer_bytes(self, capacity: int) -> int:
-        """The same for any of its layers."""
+        """Most bytes of one layer of a snapshot of ``capacity`` tokens."""
         return max(group.snapshot_layer_bytes(capacity) for group in self.groups)
 
 
@@ -163,7 +167,7 @@ def _named(group: GroupLayout, kind: str) -> str:
 
 
 def _groups(spec: KVSpec, shape: ModelShape) -> Iterator[tuple[str, KVSpec, LayerKind, list[int]]]:
-    """Name, policy, kind and layers of each group; some may have no layers."""
+    """Name, policy, kind and layers of each possible group. Groups without layers are dropped later."""
     kinds = shape.kinds or (FULL,) * shape.num_layers
     full, ends = [layer for layer, kind in enumerate(kinds) if kind == FULL], spec.skip_layers
     inner = full[ends : len(full) - ends]

@@ -1,7 +1,8 @@
-"""Sequence lifetimes in a group of layers: who holds which blocks, slots and states, from admission to release.
+"""``SequencePool``: lifetimes of sequences in a group of layers. It takes and frees blocks, slots and states, from
+admission to release.
 
-A sequence holds everything it may need up to its capacity from the start, so decoding never allocates and never
-runs out of memory halfway. It may share what is compressed with other sequences.
+From the start, a sequence holds all that it can need up to its capacity. So decoding never allocates and never runs out
+of memory. Sequences can share compressed pages.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from shadowkv.kvcache.sequences.store import GroupStore, exact_rows
 
 
 class SequencePool:
-    """Numbers, slots, states and pages of all sequences.
+    """The slots, states and pages of all sequences in a group of layers.
 
     Args:
-        store: the memory.
-        slots: sequences held at once.
+        store: memory of the group.
+        slots: number of sequences that it can hold.
         max_model_len: longest sequence, in tokens.
 
     Attributes:
-        tables: what kernels read about them.
-        pools: pools of blocks, by name: the tiers, ``segment_slots`` and ``sequences``.
+        tables: page tables and numbers that kernels read.
+        pools: pools of blocks by name: the tiers, ``segment_slots`` and ``sequences``.
     """
 
     def __init__(self, store: GroupStore, slots: int, max_model_len: int) -> None:
@@ -62,38 +63,40 @@ class SequencePool:
         return Blocks({name: pool.free_blocks for name, pool in self.pools.items()})
 
     def growth(self, sequence: CachedSequence, start: int, capacity: int) -> Blocks:
-        """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
+        """Additional blocks that ``sequence`` needs to grow to ``start`` tokens by a prompt, then to ``capacity`` by
+        decoding."""
         return self.layout.blocks(self._lacking(sequence, start, capacity))
 
     def demand(self, outline: Outline, start: int, capacity: int) -> Blocks:
-        """Blocks that ``restore`` takes."""
+        """Blocks that ``restore`` takes for these arguments."""
         shared = sum(span.first < outline.shared for span in outline.spans)
         return self.layout.blocks(self._pages_of(outline, start, capacity)) + Blocks(sequences=1, segment_slots=shared)
 
     def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """A new, empty sequence; raises OutOfBlocks, with nothing taken, if anything is lacking."""
+        """A new, empty sequence. Raises OutOfBlocks and then takes nothing."""
         return self.restore(Outline(), start, capacity)
 
     def fork(self, parent: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
-        """A new sequence that begins with the first ``length`` tokens of ``parent``, which it shares with it.
+        """A new sequence that shares its first ``length`` tokens with ``parent``.
 
-        Nothing is copied but page numbers. Raises OutOfBlocks, with nothing taken, if anything is lacking, and
-        ValueError where the parent cannot be forked there (see ``fork_point``).
+        Only page ids are copied. Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is no fork
+        point (``fork_point``).
         """
         return self.restore(self.forked(parent, length), start, capacity, parent)
 
     def forked(self, parent: CachedSequence, length: int) -> Outline:
-        """What a fork of ``parent`` begins with; raises ValueError where it cannot be forked there."""
+        """The outline of a fork of ``parent``. Raises ValueError if ``length`` is no fork point."""
         if not length or self.fork_point(parent, length) != length:
             raise ValueError(f"a sequence of {parent.length} tokens cannot be forked after {length}")
-        if self.layout.window is not None:  # what it has of its parent is copied
+        if self.layout.window is not None:  # a window is copied and not shared
             return Outline(length=length, copied=length)
         return Outline.fork(parent, length)
 
     def fork_point(self, sequence: CachedSequence, length: int) -> int:
-        """The largest number of tokens up to ``length`` after which ``sequence`` can be forked: a page boundary.
+        """The largest number of tokens up to ``length`` after which ``sequence`` can be forked. It is a page boundary.
 
-        Exact copies of outliers belong to all pages that a segment was fitted with, so those pages stay together.
+        With outliers, pages that were compressed when their segment was fitted stay together, because the segment's
+        exact outliers belong to all of them.
         """
         if not sequence.path:
             point = min(length, sequence.length) // PAGE * PAGE
@@ -107,10 +110,10 @@ class SequencePool:
     def restore(
         self, outline: Outline, start: int, capacity: int, parent: CachedSequence | None = None
     ) -> CachedSequence:
-        """A sequence that begins as ``outline`` says, extended to ``start`` and ``capacity`` tokens; the caller writes
-        the contents of its pages, except for those that it shares with ``parent``.
+        """A new sequence that begins with ``outline`` and has room for ``start`` prompt tokens and ``capacity`` tokens.
+        The caller writes the contents of its pages, except for those that it shares with ``parent``.
 
-        Raises OutOfBlocks, with nothing taken, if anything is lacking, and ValueError where it would be too long.
+        Raises OutOfBlocks and then takes nothing; raises ValueError if the sequence would be too long.
         """
         if not outline.length <= start <= capacity <= self.max_model_len:
             length, limit = outline.length, self.max_model_len
@@ -120,11 +123,11 @@ class SequencePool:
         widths = self.tables.exact.shape[1], self.tables.pages.shape[1]
         if exact > widths[0] or outline.compressed > PAGE * widths[1]:
             raise ValueError(
-                f"{outline.compressed} compressed tokens and {exact} pages of exact ones are more than the "
-                f"{PAGE * widths[1]} and {widths[0]} that a sequence can have here"
+                f"{outline.compressed} compressed tokens and {exact} exact pages are more than the "
+                f"{PAGE * widths[1]} and {widths[0]} that a sequence of this cache can have"
             )
         if not need.within(self.free):
-            raise OutOfBlocks(f"the sequence needs {need}, free are {self.free}")
+            raise OutOfBlocks(f"the sequence needs {need}; {self.free} are free")
         (slot,) = self.pools["sequences"].allocate(1)
         sequence = CachedSequence(self.tables, slot, capacity, window=self.layout.window)
         if parent is not None and outline.shared:
@@ -143,7 +146,7 @@ class SequencePool:
         return sequence
 
     def copy_window(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
-        """Copies what a fork of ``parent`` after ``length`` tokens attends to, which both will write over."""
+        """Copies the window of ``parent`` before position ``length`` to its fork ``child``. Both will overwrite it."""
         numbers, first = Numbers(), parent.window_start(length)
         rows = [exact_rows(numbers, sequence.dense, first, length) for sequence in (parent, child)]
         on_device, layers = numbers.on(self.store.compute), slice(0, self.layout.shape.num_layers)
@@ -151,7 +154,7 @@ class SequencePool:
         self.store.write_tokens(layers, target, *self.store.read_exact(layers, source))
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
-        """Gives ``sequence`` what ``growth`` says; raises OutOfBlocks, with nothing taken, if anything is lacking."""
+        """Gives ``sequence`` the blocks of ``growth``. Raises OutOfBlocks and then takes nothing."""
         if not start <= capacity <= self.max_model_len:
             raise ValueError(f"{start=} <= {capacity=} <= max_model_len={self.max_model_len} does not hold")
         if sequence.path and max(sequence.readings, default=0) > sequence.compressed:
@@ -161,15 +164,16 @@ class SequencePool:
         self._write(sequence)
 
     def await_layers(self, sequence: CachedSequence) -> None:
-        """Makes subsequent work on the current stream wait for everything on its way to a restored sequence."""
+        """Makes later work on the current stream wait until all layers of a restored sequence have arrived."""
         if sequence.pending_layers is not None:
             sequence.pending_layers.wait(self.layout.model_layers - 1)
             sequence.pending_layers = None
 
     def begin_segment(self, sequence: CachedSequence, end: int) -> None:
-        """Appends a segment after what is compressed, with a state to be fitted on tokens up to ``end``.
+        """Appends a segment after the compressed tokens. Its state is to be fitted on tokens up to ``end``.
 
-        All that it takes is held from the start, whatever else is held: a sequence's answer depends on itself alone.
+        It only uses reserves, which the sequence has held from the start. So an answer does not depend on other
+        sequences.
         """
         spec, first, number = self.layout.spec, sequence.compressed, len(sequence.path) + 1
         tokens = spec.static_tokens if number == 1 else spec.outliers * spec.chunk
@@ -189,11 +193,11 @@ class SequencePool:
         del sequence.static_reserve[:static]
         sequence.path.append(segment)
         if self.store.buffer is not None:
-            self.store.buffer.reset(segment.slot)  # once: its compressed chunks never change
+            self.store.buffer.reset(segment.slot)  # only once, because the segment's compressed chunks never change
 
     def compress(self, sequence: CachedSequence, compressed: int) -> None:
-        """Records that tokens up to position ``compressed`` are in the last segment's pages, the first of the
-        reserve."""
+        """Records that tokens up to position ``compressed`` are compressed, in the last segment and in the first pages
+        of the reserve."""
         last = sequence.path[-1]
         new = not last.pages
         self._use_reserve(sequence, (compressed - last.compressed) // PAGE)
@@ -206,17 +210,17 @@ class SequencePool:
         self._write(sequence)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forgets the newest tokens; those that are ``fixed`` cannot be forgotten (ValueError)."""
+        """Removes the tokens after ``length``. Raises ValueError if one of them is ``fixed``."""
         if not sequence.fixed <= length <= sequence.length:
             raise ValueError(
                 f"cannot cut the sequence to {length} tokens: it has {sequence.length}, of which {sequence.fixed} are "
-                "compressed or shared, or let its windows be whole"
+                "compressed or shared, or needed by its windows"
             )
         sequence.begin = 0 if sequence.window is None else sequence.oldest
         self.tables.length[sequence.slot] = length
 
     def trim(self, sequence: CachedSequence) -> None:
-        """Gives back what a finished sequence holds for future tokens; it can be extended again."""
+        """Frees the blocks that a finished sequence holds for future tokens. It can be extended again."""
         self.await_layers(sequence)
         sequence.capacity, sequence.observed = (length := sequence.length), False
         unused = slice(-(-length // PAGE), None)
@@ -238,7 +242,7 @@ class SequencePool:
         self._write(sequence)
 
     def release(self, sequence: CachedSequence) -> None:
-        """Gives back everything; the sequence must not be used again."""
+        """Frees all blocks of a sequence. The sequence must not be used again."""
         if sequence.pending_layers is not None:
             sequence.pending_layers.end()
         self.pools["device"].release(self.pools["device"].blocks_of(sequence.device_pages()))
@@ -248,7 +252,7 @@ class SequencePool:
         self.pools["sequences"].release([sequence.slot])
 
     def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
-        """Blocks that would be free if ``sequences`` were released: those that only they hold."""
+        """Blocks that would be free if ``sequences`` were released, because only they hold them."""
         blocks: dict[str, Counter[int]] = {kind: Counter() for kind in self.pools}
         for sequence in sequences:
             blocks["sequences"].update([sequence.slot])
@@ -263,7 +267,7 @@ class SequencePool:
         )
 
     def _counted(self, sequence: CachedSequence) -> list[tuple[str, list[int]]]:
-        """Everything a sequence holds that is not divided into pages."""
+        """The blocks of a sequence that are counted one by one: segment slots, states and host pages."""
         path, host = sequence.path, self.layout.host_fields
         return [
             ("segment_slots", sequence.slot_reserve + [segment.slot for segment in path]),
@@ -272,7 +276,7 @@ class SequencePool:
         ]
 
     def _drop(self, sequence: CachedSequence, *reserves: list[int]) -> list[list[int]]:
-        """Gives back the blocks that hold only pages of ``reserves``; returns what is left of the reserves."""
+        """Frees the blocks that hold only pages of ``reserves``. Returns the remaining pages of each reserve."""
         device = self.pools["device"]
         kept = set(device.blocks_of(sequence.device_pages(reserves=False)))
         dropped = [block for block in device.blocks_of(chain.from_iterable(reserves)) if block not in kept]
@@ -280,7 +284,8 @@ class SequencePool:
         return [[page_id for page_id in part if device.block_of(page_id) in kept] for part in reserves]
 
     def _share(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
-        """Makes ``child`` begin as ``parent`` does, up to ``length``; any of it still on its way arrives for both."""
+        """Makes ``child`` share the first ``length`` tokens of ``parent``. Layers that are still being restored arrive
+        for both."""
         child.pending_layers = parent.pending_layers
         segments = [segment for segment in parent.path if segment.first < length]
         slots = self.pools["segment_slots"].allocate(len(segments))
@@ -297,17 +302,17 @@ class SequencePool:
                 self.store.buffer.reset(slot)
 
     def _use_reserve(self, sequence: CachedSequence, count: int) -> None:
-        """Moves the first pages of the reserve to the last segment."""
+        """Moves the first ``count`` pages of the reserve to the last segment."""
         last = sequence.path[-1]
         last.pages += sequence.compressed_reserve[:count]
         last.value_pages += (sequence.host_reserve if self.layout.host_fields else sequence.compressed_reserve)[:count]
         del sequence.compressed_reserve[:count], sequence.host_reserve[:count]
 
     def _take(self, sequence: CachedSequence, new: PageCount) -> None:
-        """Adds what ``new`` counts to the reserves; raises OutOfBlocks, with nothing taken, if anything is lacking."""
+        """Adds the pages of ``new`` to the reserves. Raises OutOfBlocks and then takes nothing."""
         count = self.layout.blocks(new)
         if not count.within(self.free):
-            raise OutOfBlocks(f"the sequence needs {count}, free are {self.free}")
+            raise OutOfBlocks(f"the sequence needs {count}; {self.free} are free")
         device, per_block = self.pools["device"], self.layout.exact_per_block
         sequence.dense += self.store.exact_page_ids(device.allocate(-(-new.dense // per_block)))
         exact = self.store.exact_page_ids(device.allocate(-(-(new.static + new.ring) // per_block)))
@@ -324,14 +329,14 @@ class SequencePool:
         return self.layout.pages(self._prompted(at, sequence.length, start), capacity, at).lacking(sequence.owned)
 
     def _pages_of(self, outline: Outline, start: int, capacity: int) -> PageCount:
-        """Pages of a sequence that begins as ``outline`` says, without those that it shares."""
+        """Pages of a sequence that begins with ``outline``, without the shared ones."""
         if self.layout.window is not None:
             return self.layout.pages(start, capacity)
         compressed, shared, spans = outline.compressed // PAGE, outline.shared // PAGE, outline.spans
         own = [span for span in spans if span.first >= outline.shared]
         has = PageCount(
             dense=0 if spans else -(-outline.length // PAGE),
-            ring=-(-(outline.length - outline.compressed + 1) // PAGE) if spans else 0,  # and the next token
+            ring=-(-(outline.length - outline.compressed + 1) // PAGE) if spans else 0,  # with the next token
             compressed=compressed,
             host=compressed if self.layout.host_fields else 0,
         )
@@ -347,12 +352,12 @@ class SequencePool:
         )
 
     def _prompted(self, at: SegmentState, length: int, start: int) -> int:
-        """How far prompts reach in a sequence of ``length`` tokens that is extended to ``start``: where no prompt
-        follows, a dense sequence stays dense for as long as answers do."""
+        """The end of the prompts in a sequence of ``length`` tokens that is extended to ``start``. If no prompt
+        follows, a dense sequence stays dense up to the limit for answers."""
         return start if at.segments or start > length else min(start, self.layout.spec.dense_limit)
 
     def _widen_ring(self, sequence: CachedSequence, more: list[int]) -> None:
-        """Adds pages to the ring; the tail's pages move to their places in the wider ring."""
+        """Adds pages to the ring. The pages of the tail move to their places in the wider ring."""
         old = sequence.ring
         ring: list[int | None] = [None] * (len(old) + len(more))
         for number in range(sequence.compressed // PAGE, -(-sequence.length // PAGE)) if old and sequence.path else ():

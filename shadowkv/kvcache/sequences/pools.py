@@ -1,4 +1,4 @@
-"""Lifetimes of a cache's sequences: each is one in every group of layers, taken and given back together."""
+"""``SequencePools``: lifetimes of a cache's sequences, over all groups of layers. ``KVCache`` and snapshots use it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline
 
 
 class SequencePools:
-    """The pools of all groups.
+    """The pools of all groups of layers. A sequence is taken and released in all groups together.
 
     Args:
-        pools: those of the layout's groups, in order.
+        pools: the pools of the layout's groups, in order.
     """
 
     def __init__(self, layout: Layout, pools: Sequence[SequencePool]) -> None:
@@ -33,30 +33,31 @@ class SequencePools:
 
     @property
     def changes(self) -> int:
-        """Grows whenever a sequence takes something, shares it or gives it back."""
+        """A counter that grows whenever a sequence takes, shares or frees blocks."""
         return sum(blocks.changes for pool in self.pools for blocks in pool.pools.values())
 
     def growth(self, sequence: CachedSequence, start: int, capacity: int) -> Blocks:
-        """Blocks that ``sequence`` lacks to be extended to ``start`` tokens by a prompt, then to ``capacity``."""
+        """Additional blocks that ``sequence`` needs to grow to ``start`` tokens by a prompt, then to ``capacity`` by
+        decoding."""
         return self.layout.joined(
             pool.growth(sequence.of_group(number), start, capacity) for number, pool in enumerate(self.pools)
         )
 
     def demand(self, outlines: Sequence[Outline], start: int, capacity: int) -> Blocks:
-        """Blocks that ``restore`` takes."""
+        """Blocks that ``restore`` takes for these arguments."""
         return self.layout.joined(
             pool.demand(outline, start, capacity) for pool, outline in zip(self.pools, outlines, strict=True)
         )
 
     def held(self, sequences: Iterable[CachedSequence]) -> Blocks:
-        """Blocks that would be free if ``sequences`` were released: those that only they hold."""
+        """Blocks that would be free if ``sequences`` were released, because only they hold them."""
         held = list(sequences)
         return self.layout.joined(
             pool.held(sequence.of_group(number) for sequence in held) for number, pool in enumerate(self.pools)
         )
 
     def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """A new, empty sequence; raises OutOfBlocks, with nothing taken, if anything is lacking."""
+        """A new, empty sequence. Raises OutOfBlocks and then takes nothing."""
         return self.restore([Outline()] * len(self.pools), start, capacity)
 
     def fork_point(self, sequence: CachedSequence, length: int) -> int:
@@ -70,11 +71,12 @@ class SequencePools:
             length = point
 
     def can_fork(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether ``sequence`` can be forked after that many tokens."""
+        """Whether ``length`` is a fork point of ``sequence``."""
         return self.fork_point(sequence, length) == length
 
     def can_follow(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether what comes after that many tokens can follow a fork there: windows may have left them behind."""
+        """Whether the pages after ``length`` tokens can be restored behind a fork at ``length``. Unlike in
+        ``can_fork``, windows can have dropped the tokens before ``length``."""
         return (
             length <= sequence.length
             and length % PAGE == 0
@@ -85,21 +87,21 @@ class SequencePools:
         )
 
     def forked(self, parent: CachedSequence, length: int) -> list[Outline]:
-        """What a fork of ``parent`` begins with, in each group; raises ValueError where it cannot be forked there."""
+        """The outline of a fork of ``parent``, in each group. Raises ValueError if ``length`` is no fork point."""
         return [pool.forked(parent.of_group(number), length) for number, pool in enumerate(self.pools)]
 
     def fork(self, parent: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
-        """A new sequence that begins with the first ``length`` tokens of ``parent``, which it shares with it.
+        """A new sequence that shares its first ``length`` tokens with ``parent``.
 
-        Nothing is copied but page numbers. Raises OutOfBlocks, with nothing taken, if anything is lacking, and
-        ValueError where the parent cannot be forked there (see ``fork_point``).
+        Only page ids and windows are copied. Raises OutOfBlocks and then takes nothing; raises ValueError if ``length``
+        is no fork point (``fork_point``).
         """
         return self.restore(self.forked(parent, length), start, capacity, parent)
 
     def restore(
         self, outlines: Sequence[Outline], start: int, capacity: int, parent: CachedSequence | None = None
     ) -> CachedSequence:
-        """A sequence that begins as ``outlines`` say, one for each group; otherwise as ``SequencePool.restore``."""
+        """A new sequence that begins with ``outlines``, one for each group. Otherwise as ``SequencePool.restore``."""
         if len(self.pools) > 1:
             self._require(self.demand(outlines, start, capacity))
         in_groups: list[CachedSequence] = []
@@ -121,31 +123,31 @@ class SequencePools:
         return first
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
-        """Gives ``sequence`` what ``growth`` says; raises OutOfBlocks, with nothing taken, if anything is lacking."""
+        """Gives ``sequence`` the blocks of ``growth``. Raises OutOfBlocks and then takes nothing."""
         if len(self.pools) > 1:
             self._require(self.growth(sequence, start, capacity))
         for number, pool in enumerate(self.pools):
             pool.extend(sequence.of_group(number), start, capacity)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forgets the newest tokens; those that are ``fixed`` cannot be forgotten (ValueError)."""
+        """Removes the tokens after ``length``. Raises ValueError if one of them is ``fixed``."""
         for number, pool in enumerate(self.pools):
             pool.truncate(sequence.of_group(number), length)
 
     def trim(self, sequence: CachedSequence) -> None:
-        """Gives back what a finished sequence holds for future tokens; it can be extended again."""
+        """Frees the blocks that a finished sequence holds for future tokens. It can be extended again."""
         for number, pool in enumerate(self.pools):
             pool.trim(sequence.of_group(number))
 
     def release(self, sequence: CachedSequence) -> None:
-        """Gives back everything; the sequence must not be used again."""
+        """Frees all blocks of a sequence. The sequence must not be used again."""
         for number, pool in enumerate(self.pools):
             pool.release(sequence.of_group(number))
 
     def await_layers(self, sequence: CachedSequence) -> None:
-        """Makes subsequent work on the current stream wait for everything on its way to a restored sequence."""
+        """Makes later work on the current stream wait until all layers of a restored sequence have arrived."""
         self.pools[0].await_layers(sequence)
 
     def _require(self, need: Blocks) -> None:
         if not need.within(self.free):
-            raise OutOfBlocks(f"the sequence needs {need}, free are {self.free}")
+            raise OutOfBlocks(f"the sequence needs {need}; {self.free} are free")

@@ -1,11 +1,10 @@
-"""A cached sequence in a group of layers: a path of segments and an exact tail; what a new one begins with; the tables
-that kernels read.
+"""``CachedSequence``: a sequence in a group of layers, with its segments and exact pages. ``Outline``: the start of a
+new sequence. ``Tables``: the page tables that kernels read.
 
-Tokens of a dense sequence are all exact. A compressed one has compressed pages [0, compressed), the exact copies of its
-sink and outliers (per kv head) and an exact tail [compressed, length) in a ring of pages. Its compressed pages are cut
-into segments, each with one fitted state. Pages of a segment never change once they are compressed, and neither
-does its state, so that any number of sequences can refer to them; each holds a reference to their blocks
-(``memory.arenas.BlockPool``).
+All tokens of a dense sequence are exact. A compressed sequence has compressed pages [0, compressed), exact copies of
+its sink and outliers (per kv head), and an exact tail [compressed, length) in a ring of pages. Its compressed pages are
+divided into segments, each with one fitted state. Compressed pages and states never change, so any number of sequences
+can share them. Each of these holds a reference to their blocks (``memory.arenas.BlockPool``).
 """
 
 from __future__ import annotations
@@ -24,36 +23,37 @@ from shadowkv.kvcache.sequences.group_layout import PageCount
 
 
 class PendingLayers(Protocol):
-    """What a restored sequence and those forked from it in the meantime wait for; layers arrive in order.
+    """The layers of a restored sequence that are still arriving, in order. Forks of the sequence share them.
 
-    A prefill waits for each layer before it reads it. A caller that decodes, trims or reads the sequence, or restores
-    another one after it, waits for the last layer first. One that releases it ends the arrival. One that forks,
-    extends or truncates it need not wait: the cache does so.
+    A prefill waits for each layer before it reads the layer. Decoding, trimming and reading the sequence, and restoring
+    another one after it, wait for the last layer first. Releasing the sequence ends the arrival. Forking, extending and
+    truncating need no wait by the caller.
     """
 
     def wait(self, layer: int) -> None:
-        """Returns once subsequent work on the current stream is ordered after the arrival of ``layer`` and all before
-        it; may be called again for a layer. Raises if it will not arrive: the sequence can then only be released."""
+        """Orders later work on the current stream after the arrival of ``layer`` and all layers before it. It can be
+        called again for a layer. Raises if the layer will not arrive; the sequence can then only be released."""
 
     def end(self) -> None:
-        """Orders subsequent work on the current stream after all writes still under way; nothing is written after
-        those. Never raises; others may still wait."""
+        """Orders later work on the current stream after all writes in progress, and stops further writes. Never raises.
+        Other sequences can still wait."""
 
 
 @dataclass(eq=False)
 class Segment:
-    """Compressed pages that follow one another, and the state that they are stored with.
+    """Consecutive compressed pages and their state.
 
     Attributes:
-        slot: its slot in the page tables, which no other sequence uses.
-        state: id of the fitted state, which other sequences may use too; None where nothing is fitted.
-        first: position of its first token, a multiple of 64.
-        end: position up to which its tokens took part in the fit.
-        valid_until: position up to which pages of prompts may be compressed on the state.
-        fitted: position after the pages that were compressed when it was fitted: all its outliers are among them.
-        pages, value_pages: ids of its compressed pages and of those that hold their values.
-        static: ids of exact pages with its sink and outliers.
-        static_tokens: tokens in those, per kv head.
+        slot: slot in the page tables, which no other sequence uses.
+        state: id of the fitted state, which other sequences can share; None if no part learns.
+        first: position of the first token, a multiple of 64.
+        end: position after the last token that the state is fitted on.
+        valid_until: position up to which the state serves prompt tokens.
+        fitted: position after the pages that were compressed when the state was fitted. All outliers are in these
+            pages.
+        pages, value_pages: ids of the compressed pages, and of the pages with their values.
+        static: ids of the exact pages with the sink and outliers.
+        static_tokens: number of tokens in ``static``, per kv head.
     """
 
     slot: int
@@ -69,11 +69,11 @@ class Segment:
 
     @property
     def compressed(self) -> int:
-        """Position after its last compressed token."""
+        """Position after the last compressed token."""
         return self.first + PAGE * len(self.pages)
 
     def prefix(self, slot: int, stop: int) -> Segment:
-        """Its pages up to position ``stop``, for a sequence that continues differently there."""
+        """The segment with its pages up to position ``stop``, for a fork that continues differently there."""
         count = min(len(self.pages), (stop - self.first) // PAGE)
         end, valid_until, fitted = cut_short(self.end, self.valid_until, self.fitted, stop)
         return replace(
@@ -90,28 +90,30 @@ class Segment:
 
 @dataclass(eq=False)
 class CachedSequence:
-    """Pages of one sequence in a group of layers, all owned from admission on: nothing is allocated while it decodes.
+    """The pages of one sequence in a group of layers. It owns all of them from admission on, so decoding allocates
+    nothing.
 
-    A sequence of a cache is that in its first group, which has those in the others with it: they have the same tokens.
+    The sequence of a cache is the one in its first group. ``other_groups`` has those in the other groups, with the same
+    tokens.
 
     Attributes:
-        other_groups: the same sequence in the other groups of the cache, where this is the first.
-        window: newest tokens that are attended to, where it is not all.
-        begin: with a window, the position before which it has never had a token, or has lost it since.
+        other_groups: in the first group, the sequence's parts in the other groups; empty in other groups.
+        window: number of newest tokens that a query attends to; None for all tokens.
+        begin: with a window, the position before which the sequence has no tokens.
         tables: the tables of all sequences.
-        slot: its slot there.
-        capacity: tokens it may grow to.
-        observed: whether the first state that it holds in reserve has learned from a prompt's last queries.
-        shared: tokens that it has, or had, in common with sequences forked from it or that it was forked from.
-        readings: for each open reading, the token up to which it reads (``snapshots.layers.Reading``).
-        pending_layers: for a restored one, what is still on its way, of all groups; None where everything is there, and
-            in other groups.
-        path: its segments, in order.
-        dense: ids of the exact pages of a dense sequence's tokens; with a window, as a ring.
-        ring: ids of the exact pages that hold a compressed sequence's tail, as a ring.
-        compressed_reserve, host_reserve: ids of pages to be compressed.
-        static_reserve: ids of exact pages for sinks and outliers of segments to come.
-        slot_reserve, state_reserve: slots and states of segments to come.
+        slot: the sequence's row in ``tables``.
+        capacity: maximum number of tokens.
+        observed: whether the first state in ``state_reserve`` has learned from a prompt's last queries.
+        shared: number of tokens that it shares, or has shared, with its forks or with its parent.
+        readings: for each open reading, the position up to which it reads (``snapshots.layers.Reading``).
+        pending_layers: in the first group of a restored sequence, the layers of all groups that are still arriving;
+            else None.
+        path: the segments, in order.
+        dense: ids of the exact pages of a dense sequence; with a window, as a ring.
+        ring: ids of the exact pages of a compressed sequence's tail, as a ring.
+        compressed_reserve, host_reserve: ids of the pages for future compressed tokens.
+        static_reserve: ids of the exact pages for sinks and outliers of future segments.
+        slot_reserve, state_reserve: slots and states of future segments.
     """
 
     tables: Tables
@@ -134,18 +136,18 @@ class CachedSequence:
     begin: int = 0
 
     def of_group(self, number: int) -> CachedSequence:
-        """The same sequence in a group of the cache."""
+        """The sequence's part in a group of the cache."""
         return self.other_groups[number - 1] if number else self
 
     @property
     def length(self) -> int:
-        """Tokens cached."""
+        """Number of cached tokens."""
         return int(self.tables.length[self.slot])
 
     @property
     def seed(self) -> int:
-        """The seed by which attended tokens are sampled, with the position of each new token: 0 until it is set, so
-        that sequences without a request are reproducible. Only the low 64 bits of a number that is set count."""
+        """The seed that samples the tokens to attend to, together with the position of each new token. It is 0 until it
+        is set, so that sequences without a request are reproducible. Only the low 64 bits count."""
         return int(self.tables.seed[self.slot])
 
     @seed.setter
@@ -156,13 +158,13 @@ class CachedSequence:
 
     @property
     def compressed(self) -> int:
-        """Tokens that are compressed."""
+        """Number of compressed tokens."""
         return self.path[-1].compressed if self.path else 0
 
     @property
     def fixed(self) -> int:
-        """Tokens that may not change: the compressed ones, those that others may read in the same pages, and those
-        without which a window would not be whole."""
+        """Number of first tokens that must not be removed: the compressed ones, those that other sequences or open
+        readings read in the same pages, and those that a window needs."""
         whole = self.oldest + self.window if self.window is not None and self.oldest else 0
         return max(self.compressed, self.shared, *self.readings, whole, *(one.fixed for one in self.other_groups))
 
@@ -172,27 +174,27 @@ class CachedSequence:
         return max(self.begin, PAGE * (-(-self.length // PAGE) - len(self.dense)))
 
     def window_start(self, length: int) -> int:
-        """Position of the first token that those after the first ``length`` ones may attend to."""
+        """Position of the first token that tokens from position ``length`` on can attend to."""
         return 0 if self.window is None else max(0, length - self.window)
 
     @property
     def segment_state(self) -> SegmentState:
-        """How far it is compressed, as the rules of growth see it."""
+        """How far the sequence is compressed, for the rules in ``growth.py``."""
         return SegmentState.behind(self.path)
 
     @property
     def pages(self) -> list[int]:
-        """Ids of its compressed pages, in order."""
+        """Ids of the compressed pages, in order."""
         return [page_id for segment in self.path for page_id in segment.pages]
 
     @property
     def static(self) -> list[int]:
-        """Names of the exact pages with sinks and outliers, in order."""
+        """Ids of the exact pages with sinks and outliers, in order."""
         return [page_id for segment in self.path for page_id in segment.static]
 
     @property
     def owned(self) -> PageCount:
-        """What it has of each kind; for static pages and segments, those to come."""
+        """Numbers of pages that the sequence owns. For static pages and segments, only the future ones count."""
         compressed = sum(len(segment.pages) for segment in self.path)
         return PageCount(
             dense=len(self.dense),
@@ -204,7 +206,7 @@ class CachedSequence:
         )
 
     def device_pages(self, reserves: bool = True) -> Iterator[int]:
-        """Names of all its pages of the device tier."""
+        """Ids of all its pages in the device tier, with or without the reserves."""
         yield from self.dense
         yield from self.ring
         yield from self.static
@@ -215,7 +217,7 @@ class CachedSequence:
 
 
 class Span(NamedTuple):
-    """A segment's place in its sequence; fields are those of ``Segment``."""
+    """The numbers of a segment, without its pages. Fields are as in ``Segment``."""
 
     first: int
     end: int
@@ -226,19 +228,20 @@ class Span(NamedTuple):
 
     @property
     def compressed(self) -> int:
-        """Position after its last compressed token."""
+        """Position after the last compressed token."""
         return self.first + PAGE * self.num_pages
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What a new sequence begins with.
+    """The start of a new sequence: its segments and tokens before it grows.
 
     Attributes:
-        spans: its segments.
-        length: its tokens.
-        shared: tokens that it shares with its parent, a multiple of 64.
-        copied: tokens after which it was forked of a parent of which it has a copy.
+        spans: the segments.
+        length: number of tokens.
+        shared: number of tokens that it shares with its parent, a multiple of 64.
+        copied: for a fork with a window, the number of tokens at the fork. The parent's window before it is copied. 0
+            if nothing is copied.
     """
 
     spans: tuple[Span, ...] = ()
@@ -248,41 +251,44 @@ class Outline:
 
     @classmethod
     def fork(cls, parent: CachedSequence, length: int) -> Outline:
-        """The first ``length`` tokens of ``parent``, a fork point."""
+        """The outline of a fork of ``parent`` at the fork point ``length``."""
         path = (segment.prefix(segment.slot, length) for segment in parent.path if segment.first < length)
         spans = (Span(x.first, x.end, x.valid_until, x.fitted, x.static_tokens, len(x.pages)) for x in path)
         return cls(tuple(spans), length, length)
 
     @property
     def compressed(self) -> int:
-        """Tokens that are compressed."""
+        """Number of compressed tokens."""
         return self.spans[-1].compressed if self.spans else 0
 
     @property
     def segment_state(self) -> SegmentState:
-        """How far it is compressed, as the rules of growth see it."""
+        """How far the sequence is compressed, for the rules in ``growth.py``."""
         return SegmentState.behind(self.spans)
 
 
 class Tables:
-    """Numbers and page tables of all sequences and of their segments; numbers on the host, tables on the device.
+    """Numbers and page tables of all sequences and segments. Numbers are on the host, page tables on the device.
 
-    The slot after the last, of sequences and of segments, belongs to no sequence: rows that pad a captured batch name
-    it.
+    There is one extra slot of sequences and one of segments, after the last. They belong to no sequence: padding rows
+    of captured batches use them.
 
     Attributes:
-        padding_slot, padding_segment_slot: those after the last.
-        length, compressed, valid_until: int64 [slots], tokens cached, tokens compressed, and the position up to which
-            pages of generated tokens may be compressed on the last segment's state.
-        static_pages, ring_pages: int64 [slots], the shape of the exact pages; a dense sequence is a ring as long as
-            itself.
-        segments: int64 [slots], how many segments a sequence has.
-        seed: uint64 [slots], the seed that a sequence samples by.
-        segment_slots: int64 [slots, MAX_SEGMENTS], the slots of those.
-        state, first, end, static_tokens: int64 [segment slots], for a segment: its state, the positions of its first
-            token and after its last, and how many of its tokens are exact elsewhere, per kv head.
-        exact: int32 [slots, E], page ids; static_counts: int32 [slots, E], tokens in the static ones.
-        pages, value_pages: int32 [segment slots, P], page ids.
+        padding_slot, padding_segment_slot: the extra slots.
+        length: int64 [slots], cached tokens.
+        compressed: int64 [slots], compressed tokens.
+        valid_until: int64 [slots], position up to which the last segment's state serves generated tokens.
+        static_pages: int64 [slots], number of exact pages with sinks and outliers.
+        ring_pages: int64 [slots], number of exact pages in the ring. The ring of a dense sequence has all its pages.
+        segments: int64 [slots], number of segments.
+        seed: uint64 [slots], seed of the sequence's sampling.
+        segment_slots: int64 [slots, MAX_SEGMENTS], slots of the segments.
+        state: int64 [segment slots], state of each segment.
+        first, end: int64 [segment slots], positions of each segment's first token and after its last.
+        static_tokens: int64 [segment slots], tokens of each segment that are exact (sink, outliers), per kv head.
+        exact: int32 [slots, E], ids of exact pages: the static ones, then the ring.
+        static_counts: int32 [slots, E], tokens in the static pages.
+        pages, value_pages: int32 [segment slots, P], ids of compressed pages, and of the pages with their values.
     """
 
     def __init__(
@@ -333,7 +339,7 @@ class Tables:
         _write(self.static_counts, sequence.slot, counts)
 
     def write_pages(self, sequence: CachedSequence, values_elsewhere: bool) -> None:
-        """Writes the ids of a sequence's compressed pages, and of those that the last segment is still to get."""
+        """Writes the ids of a sequence's compressed pages, and of the reserved pages behind its last segment."""
         for segment in sequence.path:
             last = segment is sequence.path[-1]
             width = self.pages.shape[1]
@@ -343,7 +349,7 @@ class Tables:
             _write(self.value_pages, segment.slot, values[:width])
 
     def ring_widths(self, slots: np.ndarray) -> np.ndarray:
-        """Exact pages, after the static ones, that a step of these slots reads, int64 [slots]."""
+        """Number of ring pages that a step reads, int64 [n], for each of ``slots``."""
         return np.where(
             self.segments[slots] > 0,
             self.ring_pages[slots],
@@ -351,7 +357,7 @@ class Tables:
         )
 
     def clear(self, slot: int) -> None:
-        """Forgets what a slot held."""
+        """Resets the numbers of a slot."""
         for array in (self.length, self.compressed, self.valid_until, self.static_pages, self.segments, self.seed):
             array[slot] = 0
 

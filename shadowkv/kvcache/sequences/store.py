@@ -1,4 +1,4 @@
-"""The memory of a group of layers: all tiers, the named views of their pages, and the fitted states."""
+"""``GroupStore``: the memory of a group of layers, with its tiers, the fields of its pages, and the fitted states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shadowkv.ops.registry import Ops
 
 @dataclass(frozen=True)
 class ExactRows:
-    """Tokens in exact pages: granules of the pages and rows there, int64 [n] each."""
+    """Places of n tokens in exact pages: page ids and rows within the pages, int64 [n] each."""
 
     pages: Tensor
     offsets: Tensor
@@ -30,12 +30,13 @@ class ExactRows:
 
 @dataclass(frozen=True)
 class CachedSegment:
-    """A segment of a cached sequence, as later tokens attend to it.
+    """An earlier segment of a sequence, to which a prompt's new tokens attend.
 
     Attributes:
-        row: a batch of one row.
-        static: its sink and outliers.
-        ids: of its state, its pages and those of its values: the same for sequences that share it.
+        row: the segment's compressed pages, as a batch of one row.
+        static: exact rows of its sink and outliers.
+        ids: its state, its first position, its page ids and those of its values. They are equal for sequences that
+            share it.
     """
 
     row: CompressedBatch
@@ -44,8 +45,8 @@ class CachedSegment:
 
 
 def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
-    """Where the tokens of positions ``start`` to ``stop`` are in a ring of exact ``pages``, once ``numbers`` are on
-    the device."""
+    """A function that returns the places of the tokens ``start`` to ``stop`` in a ring of exact ``pages``, when
+    ``numbers`` are on the device."""
     position = np.arange(start, stop)
     page_ids = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
     rows = numbers.add(np.stack((page_ids, position % PAGE)))
@@ -53,12 +54,12 @@ def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Cal
 
 
 class GroupStore(CompressedStore):
-    """Tensors by name and layer of the group, those that parts see and all others.
+    """All memory of a group of layers: compressed pages and states, exact pages, and the fetch buffer.
 
     Attributes:
-        tiers: the tiers by name; those where the policy keeps nothing have no bytes.
-        k, v: [num_layers, page ids, H, 64, d], exact pages.
-        buffer: fetched chunks, [num_layers, segment slots, *field.shape] except for the counters; None without one.
+        tiers: the tiers by name. Unused tiers have no bytes.
+        k, v: exact pages, [num_layers, page ids, H, 64, d].
+        buffer: the fetch buffer, [num_layers, segment slots, *field.shape] except for the counters; None without one.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class GroupStore(CompressedStore):
         self.buffer: ChunkBuffer | None = None
         if layout.buffer_fields:
 
-            def of_segments(field: Field) -> Tensor:  # one more, for the rows that pad a captured batch
+            def of_segments(field: Field) -> Tensor:  # one extra slot, for padding rows
                 return torch.zeros(layers, fixed["segment_slots"] + 1, *field.shape, dtype=field.dtype, device=device)
 
             counters = torch.zeros(2, dtype=torch.int64, device=device)
@@ -105,26 +106,26 @@ class GroupStore(CompressedStore):
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
 
     def read_exact(self, layers: slice, rows: ExactRows) -> tuple[Tensor, Tensor]:
-        """RoPE-rotated keys and values [L, n, H, d] of exact pages."""
+        """RoPE-rotated keys and values [L, n, H, d] of n tokens in exact pages."""
         keys, values = (x[layers][:, rows.pages, :, rows.offsets].transpose(0, 1) for x in (self.k, self.v))
         return keys, values
 
     def excluded(self, layer: int, pages: Tensor, first: Tensor) -> Tensor:
-        """Which chunks bool [R, H, P * C] of the compressed pages [R, P] of segments are exact elsewhere.
+        """Which chunks of compressed pages [R, P] are exact (sink, outliers), bool [R, H, P * C].
 
         Args:
-            first: int64 [R], positions of their first tokens.
+            first: int64 [R], positions of the segments' first tokens.
         """
         if self.layout.excluded_fields:
             return self.page[EXCLUDED][layer][pages].transpose(1, 2).flatten(2)
-        spec = self.layout.spec  # has no outliers
+        spec = self.layout.spec  # without the field, the policy has no outliers
         chunk = torch.arange(pages.shape[1] * PAGE // spec.chunk, device=pages.device)
         sink = (chunk < spec.sink_chunks) & (first == 0)[:, None]
         return sink[:, None].expand(-1, self.layout.shape.num_kv_heads, -1)
 
     def write_tokens(self, layers: slice, rows: ExactRows, rope_keys: Tensor, values: Tensor) -> None:
-        """Writes tokens [L, n, H, d] to exact pages."""
+        """Writes RoPE-rotated keys and values [L, n, H, d] of n tokens to exact pages."""
         for exact, tokens in ((self.k[layers], rope_keys), (self.v[layers], values)):
-            # A GPU scatters elements one by one: with 8 bytes each, there are fewer.
+            # A GPU scatters elements one by one, so elements of 8 bytes are faster.
             wide = exact.dtype if exact.shape[-1] * exact.itemsize % 8 else torch.int64
             exact.view(wide)[:, rows.pages, :, rows.offsets] = tokens.to(exact.dtype).transpose(0, 1).view(wide)
