@@ -73,7 +73,7 @@ class Workers:
     """The HTTP processes that serve one engine's clients on one socket, besides this one. A context, which ends them.
 
     They end with this process, however it ends. A process that ends by itself is not restarted: its requests are
-    aborted, and the other processes go on.
+    aborted, and the other processes continue.
 
     Args:
         count: number of all HTTP processes, including this one.

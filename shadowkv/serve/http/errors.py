@@ -41,7 +41,7 @@ CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client disconnected before it was complete; only the log shows it."""
 
 LINGER_SECONDS = 5.0
-"""How long, in seconds, the server goes on reading a refused body."""
+"""How long, in seconds, the server continues to read a refused body."""
 
 
 class DeadlineExceeded(Exception):

@@ -88,7 +88,7 @@ class Chat(Endpoint):
         kind = None if known is None else known.reasoning
         if self.settings.reasoning_parser is not None:
             kind = kind or ReasoningParser
-        if kind is None or request.output_schema is not None:  # JSON has no room for thoughts
+        if kind is None or request.output_schema is not None:  # JSON has no room for reasoning
             return None
         return kind(self._end(prompt))
 

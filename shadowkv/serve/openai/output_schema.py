@@ -76,7 +76,7 @@ Choices = Annotated[list[Rules], Field(min_length=1, max_length=MAX_CHOICES, fai
 
 class StructuredOutputs(Body):
     """vLLM's ``structured_outputs``: exactly one of the first six fields. A schema or tag is an object or its JSON
-    text. A grammar is in GBNF, of which vLLM's EBNF is a form."""
+    text. A grammar is in GBNF, which includes vLLM's EBNF."""
 
     json_: Annotated[Rules | dict[str, Any] | None, Field(alias="json")] = None
     regex: Rules | None = None

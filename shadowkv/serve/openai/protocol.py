@@ -428,7 +428,7 @@ class CompletionRequest(GenerationRequest):
     def prompt_alternatives(self) -> int | None:
         if self.prompt_logprobs is not None or not self.echo:
             return self.prompt_logprobs
-        # If no token is to be generated, the engine treats 0 as a request to score the prompt.
+        # With max_tokens=0, the engine treats 0 as a request to score the prompt.
         return 0 if self.logprobs is None and self.max_tokens == 0 else self.logprobs
 
 

@@ -26,7 +26,7 @@ class TaggedCalls(ToolParser):
     Attributes:
         outer: tags around calls.
         begins: marks that can begin a call.
-        value_ends: maps each tag that can end a value to the tags one of which must follow, after optional white space.
+        value_ends: tags that can end a value -> tags of which one must follow, after optional white space.
         untyped: types of arguments whose schema names no type.
     """
 

@@ -23,7 +23,7 @@ class TextReader(ABC):
         self._steps = self._read()
 
     def _go_on(self, text: str, last: bool) -> None:
-        """Reads on with more text, as far as possible; ``last`` marks the end of the answer."""
+        """Continues with more text, as far as possible; ``last`` marks the end of the answer."""
         self._text, self._at = self._text[self._begin :] + text, self._at - self._begin
         self._begin, self._ended = 0, last
         next(self._steps, None)
