@@ -71,7 +71,7 @@ def test_mistakes_are_one_line(arguments, line, capsys):
         ),
         (
             "plan --context 8193",
-            "--context 8193 is more than the 8192 positions this llama model is made for; what ",
+            "--context 8193 is more than the 8192 positions that this llama model supports; to ",
         ),
         (
             'plan --context 64 --hf-overrides {"rope_thet":1e6}',
@@ -93,7 +93,7 @@ def test_mistakes_are_one_line(arguments, line, capsys):
         ("eval stress --out o --load-format dummy --device tpu", "--device tpu is not auto, cpu, cuda or cuda:N"),
         (
             "eval fidelity --out o --load-format dummy --kv full quest --budget 2048 --prompt-tokens 8192",
-            "--prompt-tokens + --new-tokens 8448 is more than the 8192 positions this llama model is made for",
+            "--prompt-tokens + --new-tokens 8448 is more than the 8192 positions that this llama model supports",
         ),
         ("bench serve --num-prompts 0", "--num-prompts 0 must be positive"),
     ],

@@ -1,1 +1,1 @@
-"""Measures servers from the outside, ours or another's: what a client sees."""
+"""Benchmarks of servers, this one or others, as a client sees them: ``shadowkv bench``."""

@@ -1,7 +1,8 @@
-"""When requests arrive and how long they are: drawn at a rate, or read from a trace that an earlier run wrote.
+"""Arrival times and lengths of requests: drawn at a rate, or read from a trace of an earlier run.
 
-A trace is a file of one JSON object a line, with the names that guidellm's ``trace_synthetic`` reads: ``timestamp`` in
-seconds after the start, ``input_length`` and ``output_length`` in tokens; and ``seed``, which the prompt is drawn from.
+A trace is a file of one JSON object per line, with the names that guidellm's ``trace_synthetic`` reads: ``timestamp``
+in seconds after the start, ``input_length`` and ``output_length`` in tokens; and ``seed``, from which the prompt is
+drawn.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request before it is sent: its time in seconds after the start, its lengths in tokens, its prompt's seed."""
+    """A request before it is sent: its time in seconds after the start, its lengths in tokens, and its prompt's
+    seed."""
 
     timestamp: float
     input_length: int
@@ -25,17 +27,18 @@ class Arrival:
     seed: int
 
     def prompt(self, vocab_size: int) -> list[int]:
-        """Its token ids [input_length], each below ``vocab_size``: the same wherever the trace is replayed."""
+        """The prompt's token ids [input_length], each below ``vocab_size``; the same wherever the trace is replayed."""
         return random.Random(self.seed).choices(range(vocab_size), k=self.input_length)
 
 
 def draw_arrivals(
     count: int, rate: float, input_length: int, output_length: int, seed: int, burstiness: float = 1.0
 ) -> list[Arrival]:
-    """``count`` requests at ``rate`` a second, in order of arrival; all at once for an infinite rate.
+    """``count`` requests at ``rate`` per second, in order of arrival; all at once for an infinite rate.
 
-    As vLLM draws them: gaps are of a gamma distribution with shape ``burstiness``, a Poisson process for 1, evenly
-    spaced for infinity; they are stretched so that the last request comes after ``count / rate`` seconds exactly.
+    They are drawn as in vLLM: gaps have a gamma distribution with shape ``burstiness``, which is a Poisson process for
+    1 and evenly spaced for infinity. Gaps are scaled so that the last request arrives after exactly ``count / rate``
+    seconds.
     """
     draw = random.Random(seed)
     seeds = [draw.getrandbits(32) for _ in range(count)]
@@ -54,9 +57,9 @@ def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """A trace in order of arrival; a line without a seed has its number for one.
+    """Reads a trace, in order of arrival; a line without a seed gets its line number as seed.
 
-    Raises ValueError for a file that is none, or has no request; OSError if it cannot be read.
+    Raises ValueError for a file that is not a trace, or has no request; OSError if it cannot be read.
     """
     arrivals = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -69,9 +72,9 @@ def read_trace(path: Path) -> list[Arrival]:
                 int(fields.get("seed", number)),
             )
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: no request with timestamp and lengths") from error
+            raise ValueError(f"{path}, line {number}: not a request with timestamp and lengths") from error
         if not (arrival.timestamp >= 0 and arrival.input_length > 0 and arrival.output_length > 0):
-            raise ValueError(f"{path}, line {number}: timestamp must not be negative, and lengths positive")
+            raise ValueError(f"{path}, line {number}: timestamp must not be negative, and lengths must be positive")
         arrivals.append(arrival)
     if not arrivals:
         raise ValueError(f"{path} has no requests")

@@ -1,6 +1,6 @@
-"""A client for streamed completions that costs little: HTTP/1.1 on asyncio's transports, one JSON parse an event.
+"""A cheap client for streamed completions: HTTP/1.1 on asyncio's transports, with one JSON parse per event.
 
-General HTTP clients spend more on an event than servers do, and would measure themselves. Proxies of the environment
+General HTTP clients spend more time per event than servers do, and would measure themselves. Proxies of the environment
 are not used.
 """
 
@@ -18,28 +18,28 @@ from urllib.parse import urlsplit
 from shadowkv.bench.serving_stats import Record
 
 IDLE_SECONDS = 1.0
-"""How long a connection may have idled when it is used again; servers close theirs after a few seconds."""
+"""Maximum idle time of a connection that is used again; servers close theirs after a few seconds."""
 
 EventTaker = Callable[[bytes, float], None]
 
 
 class Refused(Exception):
-    """The server cannot be asked, says no, or breaks off."""
+    """The server cannot be reached, returns an error, or breaks off."""
 
 
 class CompletionClient:
-    """Sends completions to one server, each on a connection that is kept for the next one; any number in parallel.
+    """Sends completions to one server, any number in parallel. Connections are reused.
 
     Args:
-        base_url: of the API, with its ``/v1``; http or https.
+        base_url: URL of the API, with its ``/v1``; http or https.
         api_key: sent as bearer token.
-        path: below ``base_url``.
+        path: path below ``base_url``.
     """
 
     def __init__(self, base_url: str, api_key: str = "none", path: str = "completions") -> None:
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or url.hostname is None:
-            raise ValueError(f"{base_url!r} is no http or https URL")
+            raise ValueError(f"{base_url!r} is not an http or https URL")
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._name, self._host = url.hostname, url.hostname
         self._port = url.port or (443 if self._tls else 80)
@@ -53,11 +53,11 @@ class CompletionClient:
     async def stream(
         self, body: bytes, record: Record, see: Callable[[dict[str, Any], float], None] = lambda event, when: None
     ) -> None:
-        """Sends a streaming completion's JSON, and fills ``record`` until the answer has ended; ``see`` is called with
-        each event and when it came.
+        """Sends the JSON of a streaming completion, and fills ``record`` until the answer has ended. ``see`` is called
+        with each event and its time.
 
-        Sets ``record.sent`` first; connecting counts, as in vLLM's benchmark. Raises Refused for anything but a whole
-        answer; ``record`` then has what came before.
+        Sets ``record.sent`` first, so that connecting counts, as in vLLM's benchmark. Raises Refused for anything but a
+        complete answer; ``record`` then has what arrived before.
         """
         record.sent = time.perf_counter()
 
@@ -92,7 +92,7 @@ class CompletionClient:
             connection.close()
 
     def close(self) -> None:
-        """Closes connections that idle."""
+        """Closes idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -107,12 +107,12 @@ class CompletionClient:
         transport, connection = await loop.create_connection(
             _Connection, self._host, self._port, ssl=self._tls, server_hostname=name
         )
-        self._host = transport.get_extra_info("peername")[0]  # the next one need not resolve the name
+        self._host = transport.get_extra_info("peername")[0]  # the next connection need not resolve the name
         return connection
 
 
 class _Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection, on which one request at a time is answered with an event stream."""
+    """One HTTP/1.1 connection, which answers one request at a time with an event stream."""
 
     def __init__(self) -> None:
         self.reusable, self.last_used = True, 0.0
@@ -124,9 +124,9 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
 
     async def post(self, request: bytes, take: EventTaker) -> None:
-        """Sends ``request``; ``take`` is called with each event's data and the time at which its last byte came.
+        """Sends ``request``; ``take`` is called with each event's data and the arrival time of its last byte.
 
-        Raises Refused for another status than 200, an answer that is no HTTP, or what ``take`` raises.
+        Raises Refused for any status but 200 and for an answer that is not HTTP, and whatever ``take`` raises.
         """
         self._take, self._status = take, 0
         self._answered = asyncio.get_running_loop().create_future()
@@ -134,14 +134,14 @@ class _Connection(asyncio.Protocol):
         await self._answered
 
     def close(self) -> None:
-        """Closes it at once."""
+        """Closes the connection at once."""
         self.reusable = False
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         when = time.perf_counter()
         if self._answered is None or self._answered.done():
-            self.close()  # nothing was asked
+            self.close()  # no request is pending
             return
         self._buffer += data
         try:
@@ -162,7 +162,7 @@ class _Connection(asyncio.Protocol):
             self._fail(Refused(f"no answer: {error or 'the connection was closed'}"))
             return
         try:
-            self._end()  # a body without a length ends so; whether its events are complete is for others to say
+            self._end()  # ends a body without a length; the caller checks that its events are complete
         except Refused as refusal:
             self._fail(refusal)
 
@@ -181,7 +181,7 @@ class _Connection(asyncio.Protocol):
         return True
 
     def _read_body(self, when: float) -> bool:
-        """Takes what there is; whether the body has ended."""
+        """Reads what has arrived; returns whether the body has ended."""
         if self._chunked:
             ended = self._read_chunks()
         else:
@@ -193,7 +193,7 @@ class _Connection(asyncio.Protocol):
         if self._status == 200:
             *lines, rest = self._body.split(b"\n")
             for line in lines:
-                if line.startswith(b"data:"):  # others are empty, or comments that keep the connection alive
+                if line.startswith(b"data:"):  # other lines are empty or keep-alive comments
                     self._take(bytes(line[5:].strip()), when)
             self._body = rest
         return ended
@@ -204,7 +204,7 @@ class _Connection(asyncio.Protocol):
             size = int(buffer[position:end].partition(b";")[0], 16)
             if size == 0:
                 if buffer.find(b"\r\n\r\n", end) < 0:
-                    break  # trailers, and the empty line after them, are still to come
+                    break  # trailers and the empty line after them are missing
                 buffer.clear()
                 return True
             begin = end + 2
@@ -230,7 +230,7 @@ class _Connection(asyncio.Protocol):
 
 
 def error_text(body: bytes) -> str:
-    """An error's text, whether it came as the OpenAI API's or not."""
+    """An error's message, in the OpenAI API's format or any other."""
     with suppress(ValueError, LookupError, TypeError):
         message: Any = json.loads(body)["error"]["message"]
         return str(message)

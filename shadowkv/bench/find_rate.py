@@ -1,6 +1,6 @@
-"""The highest rate of requests that a server answers within limits: where its curve of latency has its knee.
+"""Finds the highest request rate that a server sustains within latency limits.
 
-Every rate that was measured stays in a file, so that a search that was interrupted goes on where it was.
+Measured rates are stored in a file, so that an interrupted search continues.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 GOOD_SHARE = 0.99
-"""Of the requests, which must meet all limits."""
+"""Share of requests that must meet all limits."""
 
 TOLERANCE = 1.05
-"""A rate is the highest where one that is higher by this factor at the most was too high."""
+"""The search ends when the lowest rate that is too high exceeds the highest good rate by at most this factor."""
 
 SHORTEST_SECONDS = 10.0
-"""Arrivals of a run: all requests in less than this are a burst, which says nothing about a rate."""
+"""Minimum duration of a run's arrivals: all requests within less time are a burst, which does not test a rate."""
 
 SLOWEST = 1 / 16
-"""Of the first rate: nothing is tried below, where runs take ever longer."""
+"""Lowest rate to try, relative to the first: runs at lower rates take ever longer."""
 
 
 def next_rate(shares: Mapping[float, float], first: float, most: float) -> float | None:
-    """What to measure after rates whose shares of good requests are known; None when the search is over.
+    """The next rate to measure, given the measured rates and their shares of good requests; None if the search is over.
 
-    Doubles or halves from ``first`` until one rate was good and a higher one was not, then bisects between them; rates
-    are ``most`` at the most. It depends on ``shares`` alone.
+    It doubles or halves from ``first`` until one rate is good and a higher one is not, then bisects between them; rates
+    do not exceed ``most``. The result depends on ``shares`` alone.
     """
     if not shares:
         return first
@@ -42,7 +42,7 @@ def next_rate(shares: Mapping[float, float], first: float, most: float) -> float
 
 
 def highest_rate(shares: Mapping[float, float]) -> float | None:
-    """The highest good rate below all that were not; None if there is none."""
+    """The highest good rate below all bad ones; None if there is none."""
     lowest_bad = min((rate for rate, share in shares.items() if share < GOOD_SHARE), default=float("inf"))
     return max((rate for rate in shares if rate < lowest_bad), default=None)
 
@@ -54,17 +54,17 @@ def find_rate(
     requests: int,
     measure: Callable[[float, int], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Searches, and returns what ``path`` has in the end: ``settings``, ``runs`` and ``highest_rate``.
+    """Searches for the rate and returns the final content of ``path``: ``settings``, ``runs`` and ``highest_rate``.
 
     Args:
-        path: the file of measured rates, which is made if it does not exist.
-        settings: what must be the same in every run of the file.
-        first: where the search begins, in requests a second.
-        requests: of a run; with more, higher rates can be tried.
-        measure: figures at a rate, with ``good_share``; also gets how many runs came before, so that no two have the
-            same prompts, which a server may have cached.
+        path: the file of measured rates, which is created if it does not exist.
+        settings: settings that must be the same in every run of the file.
+        first: the first rate, in requests per second.
+        requests: requests per run; more requests allow higher rates.
+        measure: measures a rate and returns figures with ``good_share``. It also gets the number of earlier runs, so
+            that no two runs have the same prompts, which a server may have cached.
 
-    Raises ValueError if the file has runs with other settings, or none.
+    Raises ValueError if the file has runs with other settings, or is not a file of runs.
     """
     state: dict[str, Any] = {"settings": dict(settings), "runs": [], "highest_rate": None}
     if path.exists():
@@ -88,5 +88,5 @@ def find_rate(
         path.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         print(f"{rate:g} requests/s: {100 * shares[rate]:.1f} % within the limits", flush=True)
     if state["highest_rate"] == most:
-        print(f"{requests} requests at more than {most:g} a second would be a burst: more are needed", flush=True)
+        print(f"{requests} requests at more than {most:g} per second would be a burst: use more requests", flush=True)
     return state

@@ -1,9 +1,9 @@
 """Measures the HTTP process alone, between a client and a mock engine.
 
 The HTTP process is the real one, with its connection to the engine's process. The mock engine makes tokens at a set
-rate, one per stream and step. On two or more cores, client and engine share one, and the HTTP process has another.
-Without ``--rate`` two rates are measured: the highest at which nearly every token has an event of its own, and the one
-at which tokens are delivered when far more are offered, so that waiting tokens share an event.
+rate, one per stream and step. On two or more cores, client and engine share one core, and the HTTP process has another.
+Without ``--rate`` two rates are measured. The first is the highest at which nearly every token has its own event. The
+second is the rate of delivered tokens under overload, when waiting tokens share an event.
 
     shadowkv bench frontend --out frontend.json
     shadowkv bench frontend --streams 256 --rate 5000 --api chat
@@ -46,10 +46,10 @@ from shadowkv.settings import add_flag
 PATHS = {"completions": "completions", "chat": "chat/completions"}
 
 ONE_EACH = 1.05
-"""Tokens per event up to which nearly every one has an event of its own."""
+"""Maximum tokens per event at which nearly every token counts as having its own event."""
 
 FIRST_RATE, HIGHEST_RATE, OVERLOAD_RATE = 10_000.0, 80_000.0, 200_000.0
-"""Tokens a second of the search's first run and of its last, and of the run with more than events can be made for."""
+"""Tokens per second of the search's first run, its maximum, and the rate of the overload run."""
 
 TRIES = 2
 
@@ -74,11 +74,11 @@ SHOWN = (
 
 @dataclass
 class Window:
-    """What came while every stream had begun and none had ended.
+    """The measurement window: from the start of the last stream to the end of the first.
 
     Args:
-        streams: how many there are.
-        server: whose processor time is read at both ends.
+        streams: number of streams.
+        server: the HTTP process, whose processor time is read at both ends.
     """
 
     streams: int
@@ -92,18 +92,18 @@ class Window:
     _begun: int = 0
 
     def begin_stream(self) -> None:
-        """A stream has its first token."""
+        """Counts a stream that has received its first token."""
         self._begun += 1
         if self._begun == self.streams:
             self.begin, self.cpu = time.perf_counter(), _cpu(self.server)
 
     def end_stream(self) -> None:
-        """A stream has its last token."""
+        """Ends the window when a stream has received its last token."""
         if not self.end:
             self.end, self.cpu = time.perf_counter(), _cpu(self.server) - self.cpu
 
     def take(self, tokens: int, delays: list[float]) -> None:
-        """An event has come."""
+        """Counts an event."""
         if self.begin and not self.end:
             self.tokens += tokens
             self.events += 1
@@ -111,14 +111,15 @@ class Window:
 
 
 class Stream:
-    """Reads the events of one answer: each character is a token, ``DIGITS`` of them say when the first was made."""
+    """Reads the events of a stream's answer. Each character is a token; ``DIGITS`` characters tell when the first of
+    them was made."""
 
     def __init__(self, window: Window, first: bool, last: bool) -> None:
         self._window, self._first, self._last = window, first, last
         self._partial, self._came = "", 0.0
 
     def take(self, event: dict[str, Any], when: float) -> None:
-        """Reads an event that came at ``when``."""
+        """Reads an event that arrived at ``when``."""
         for choice in event["choices"]:
             text: str = choice["text"] if "text" in choice else choice["delta"].get("content", "")
             if choice["finish_reason"] is not None and self._last:
@@ -148,7 +149,7 @@ def _cpu(process: psutil.Process) -> float:
 
 
 def body(args: argparse.Namespace, tokens: int, steps: int) -> bytes:
-    """JSON of a request whose answer has ``tokens`` tokens, at ``steps`` a second."""
+    """The JSON of a request for ``tokens`` tokens, made at ``steps`` per second."""
     text = {"messages": [{"role": "user", "content": "x" * args.input_len}]}
     ids = {"prompt": [97] * args.input_len}
     about = {"max_tokens": tokens, "ignore_eos": True, "seed": steps, "stream": True, "temperature": 0.0}
@@ -157,7 +158,7 @@ def body(args: argparse.Namespace, tokens: int, steps: int) -> bytes:
 
 
 async def run_once(client: CompletionClient, args: argparse.Namespace, rate: float, server: int) -> dict[str, Any]:
-    """Figures of ``--streams`` streams at ``rate`` tokens a second in all; ``server`` is the HTTP process's id."""
+    """Measures ``--streams`` streams at ``rate`` tokens per second in all; ``server`` is the HTTP process's id."""
     steps = max(1, round(rate / args.streams))
     each = max(DIGITS, round(steps * args.seconds))
     tokens = min(each, args.tokens or each)
@@ -172,7 +173,7 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
             await client.stream(request, record, reader.take)
 
     lengths = [[tokens] * answers for _ in range(args.streams)]
-    if answers > 1:  # the first ones are shorter, so that streams do not ask all at once from then on
+    if answers > 1:  # shorter first answers, so that later requests do not coincide
         for stream, of_it in enumerate(lengths):
             of_it[0] = max(1, tokens * (stream + 1) // args.streams)
     requests = [[body(args, length, steps) for length in of_it] for of_it in lengths]
@@ -209,7 +210,8 @@ def _spread(name: str, seconds: np.ndarray) -> dict[str, float]:
 
 @contextmanager
 def server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """The HTTP process with a mock engine: its API's URL and its process id. Raises Refused where it does not start."""
+    """A context with the HTTP process and a mock engine: its API's URL and its process id. Raises Refused if it does
+    not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = ["--model", args.model, "--load-format", args.load_format, "--port", str(port)]
@@ -225,8 +227,8 @@ def server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def pinned(http: int) -> Iterator[list[int]]:
-    """A block in which the HTTP process has one core, and its engine and this process have another, where there are
-    two; these."""
+    """A context in which the HTTP process has one core, and its engine and this process have another, if there are two.
+    Yields the two cores, or an empty list."""
     if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
         yield []
         return
@@ -242,7 +244,7 @@ def pinned(http: int) -> Iterator[list[int]]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """What goes into the file; raises Refused where nothing could be measured, ValueError for flags that are wrong."""
+    """The content of the result file; raises Refused if nothing could be measured, ValueError for wrong flags."""
     for name in ("streams", "rate", "tokens", "seconds", "input_len"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0")
@@ -279,9 +281,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def search(once: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
-    """The run at the highest rate at which nearly every token has an event of its own; raises Refused if none has.
+    """The run at the highest rate at which nearly every token has its own event; raises Refused if there is none.
 
-    A rate is tried twice before it is too high: something else may have had the core for a moment.
+    A rate counts as too high only after two tries, since something else may have used the core for a moment.
     """
     runs: dict[float, dict[str, Any]] = {}
     shares: dict[float, float] = {}
@@ -298,7 +300,7 @@ def search(once: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The table that people read."""
+    """The result as a table."""
     runs = {name: result[name] for name in ("at_rate", "paced", "overload") if name in result}
     lines = [f"{'':36}" + "".join(f"{name:>12}" for name in runs)]
     lines += [f"{text:36}" + "".join(f"{run[name]:>12{form}}" for run in runs.values()) for name, text, form in SHOWN]
@@ -321,7 +323,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures; returns the exit status."""
+    """Runs the benchmark; returns the exit status."""
     try:
         result = measure(args)
     except (OSError, ValueError, Refused, KeyboardInterrupt) as error:

@@ -1,9 +1,9 @@
-"""The process of an engine without a model: its tokens come from nowhere, at a set pace, over an engine's real wire.
+"""A mock engine's process: it has no model and makes tokens at a set rate, over a real engine's connection.
 
-A step adds a token to every request in flight. How many steps there are a second the newest request's ``seed`` says,
-so that a server that has started can be measured at several rates. An answer's text is a clock: ``DIGITS`` characters
-at a time say when the first of them was made, in ticks of ``time.monotonic`` modulo ``WRAP``, so that a client on the
-same machine can tell how long a token has been on its way.
+A step adds a token to every request in flight. The newest request's ``seed`` sets the number of steps per second, so
+that one server can be measured at several rates. An answer's text is a clock: every ``DIGITS`` characters tell when the
+first of them was made, in ticks of ``time.monotonic`` modulo ``WRAP``. A client on the same machine can thus tell how
+long a token was on its way.
 
 ``python -m shadowkv.bench.mock_engine FD``, as ``shadowkv.engine.process.main``.
 """
@@ -31,17 +31,17 @@ from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.kvcache.decode.fetching import FetchCounts
 
 STEPS = 50
-"""A second, where a request does not say."""
+"""Steps per second, if no request sets it."""
 
 MAX_MODEL_LEN = 2**17
 
 POLL_MS = 50
-"""How long it may take until an idle engine notices that it is to stop."""
+"""Maximum time, in milliseconds, until an idle engine notices that it should stop."""
 
 
 @dataclass
 class _Stream:
-    """A request in flight: its output so far, which is changed in place, and the step that its first token is of."""
+    """A request in flight: its output so far, which is changed in place, its limit, and the step of its first token."""
 
     output: TokenOutput
     max_tokens: int
@@ -49,10 +49,10 @@ class _Stream:
 
 
 class MockEngine:
-    """Serves whoever connects to its socket, on a thread of its own.
+    """Serves all clients of its socket, on a separate thread.
 
     Attributes:
-        facts: about it, as of a real one.
+        facts: a real engine's description of itself.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -81,15 +81,15 @@ class MockEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it steps."""
+        """Whether the engine runs."""
         return self._thread.is_alive()
 
     def has_left(self, client: str) -> None:
-        """Aborts everything that a client has asked for, whose process is gone."""
+        """Aborts all requests of a client whose process is gone."""
         self._left.put(client)
 
     def shutdown(self) -> None:
-        """Ends it after the current step."""
+        """Stops the engine after the current step."""
         self._stopping.set()
         self._thread.join()
 
@@ -114,7 +114,7 @@ class MockEngine:
         now = time.monotonic()
         self._number += 1
         self._made[self._number % DIGITS] = now
-        # By how many of a stream's tokens came since the one that says when it was made.
+        # Indexed by the number of tokens of a stream since the one that tells when it was made.
         tokens = [
             self._tokens[clock_digits(self._made[(self._number - place) % DIGITS])[place]] for place in range(DIGITS)
         ]

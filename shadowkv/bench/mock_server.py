@@ -1,4 +1,4 @@
-"""``shadowkv serve`` with a mock engine: all that is between clients and an engine, and no model.
+"""``shadowkv serve`` with a mock engine instead of a model.
 
 python -m shadowkv.bench.mock_server --model llama-3.1-8b --load-format dummy --port 8000
 """

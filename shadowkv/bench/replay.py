@@ -1,4 +1,4 @@
-"""Sends the requests of a trace to a server, each when it arrives."""
+"""Replays a trace: sends each request to a server at its arrival time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shadowkv.bench.client import CompletionClient, Refused
 from shadowkv.bench.serving_stats import Record
 
 PROGRESS_SECONDS = 0.5
-"""Between updates of the progress bar; events do not pay for it."""
+"""Seconds between updates of the progress bar, so that events do not pay for it."""
 
 
 def completion_body(model: str, arrival: Arrival, vocab_size: int, ignore_eos: bool = True) -> bytes:
-    """The JSON of a greedy, streamed completion of an arrival's prompt and length."""
+    """The JSON of a greedy, streamed completion with an arrival's prompt and length."""
     body = {
         "model": model,
         "prompt": arrival.prompt(vocab_size),
@@ -36,13 +36,12 @@ class Replay:
     """One run of requests against one server.
 
     Attributes:
-        records: of the requests that were sent so far, in order of sending.
-        start: when the run began, on the clock of the records.
-        lags: seconds by which each request was sent late, because the client had not come to it; waiting for
-            ``max_concurrency`` is not counted.
+        records: records of the requests sent so far, in order of sending.
+        start: start of the run, on the clock of the records.
+        lags: seconds by which the client sent each request late; waiting for ``max_concurrency`` is not counted.
 
     Args:
-        max_concurrency: requests in flight at the most; later ones wait, which no time of theirs includes.
+        max_concurrency: maximum number of requests in flight; later ones wait, and their times exclude the wait.
     """
 
     def __init__(self, client: CompletionClient, arrivals: Sequence[Arrival], max_concurrency: int | None = None):
@@ -52,11 +51,12 @@ class Replay:
         self._free = asyncio.Semaphore(self.clients)
 
     async def run(self, model: str, vocab_size: int, ignore_eos: bool = True) -> None:
-        """Until every answer has ended, well or not. A run that is cancelled breaks off what is in flight."""
-        # Made beforehand: a long one takes the client as long as several tokens.
+        """Sends all requests and waits until every answer has ended, successfully or not. Cancelling it aborts the
+        requests in flight."""
+        # Bodies are made beforehand: a long one takes the client as much time as several tokens.
         bodies = [completion_body(model, arrival, vocab_size, ignore_eos) for arrival in self.arrivals]
         gc.collect()
-        gc.freeze()  # a collection would walk all of them between two tokens
+        gc.freeze()  # a garbage collection would walk all of them between two tokens
         self.start = time.perf_counter()
         tasks, progress = [], asyncio.create_task(self._show_progress())
         try:

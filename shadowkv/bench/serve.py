@@ -1,7 +1,7 @@
-"""Measures a running server with OpenAI's completions API, as ``vllm bench serve`` does.
+"""Measures a running server through OpenAI's completions API, as ``vllm bench serve`` does.
 
-Prompts are random token ids. Answers are streamed and have a set length. Ctrl-C ends a run and prints what was measured
-until then.
+Prompts are random token ids. Answers are streamed and have a set length. Ctrl-C ends a run and prints the results so
+far.
 
     shadowkv bench serve --base-url http://localhost:8000/v1 --num-prompts 48 \\
         --random-input-len 61184 --random-output-len 256 --out result.json
@@ -41,7 +41,7 @@ from shadowkv.eval.records.predictions import write_json
 from shadowkv.wording import counted
 
 SMALLEST_VOCABULARY = 32000
-"""Of the usual models."""
+"""The smallest vocabulary of the usual models."""
 
 SHOWN = (
     ("completed", "Successful requests"),
@@ -63,9 +63,10 @@ TIME = re.compile(r"(mean|median|std|p[\d.]+)_(\w+)_ms")
 
 
 def describe_server(base_url: str, api_key: str = "none") -> dict[str, Any]:
-    """What a server says of itself: ``model_id``, ``max_model_len``, ``version``, and the policy ``kv`` of ours.
+    """A server's description of itself: ``model_id``, ``max_model_len``, ``version``, and for this server the policy
+    ``kv``.
 
-    Raises Refused if it is away or has no list of models.
+    Raises Refused if the server cannot be reached or has no list of models.
     """
     headers = {"Authorization": f"Bearer {api_key}"}
     with httpx.Client(base_url=base_url, headers=headers, timeout=60) as client:
@@ -92,7 +93,7 @@ def describe_server(base_url: str, api_key: str = "none") -> dict[str, Any]:
 async def measure(
     client: CompletionClient, model: str, arrivals: Sequence[Arrival], args: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Figures of these requests, and their records; SIGINT ends the run early. Raises Refused if a warm-up fails."""
+    """Results and records of these requests; SIGINT ends the run early. Raises Refused if a warm-up fails."""
     loop, run = asyncio.get_running_loop(), Replay(client, arrivals, args.max_concurrency)
     for number in range(args.num_warmups):
         warm_up = replace(arrivals[0], seed=arrivals[0].seed + 1 + number)
@@ -112,7 +113,7 @@ async def measure(
 
 
 def report(result: dict[str, Any]) -> str:
-    """The table that people read."""
+    """The result as a table."""
     shown = [(name, text) for name, text in SHOWN if name in result]
     for name in result:
         if match := TIME.fullmatch(name):
@@ -126,7 +127,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def parse_goodput(text: str) -> tuple[str, float]:
-    """A limit as ``ttft:200``; raises ArgumentTypeError for anything else."""
+    """Parses a limit such as ``ttft:200``; raises ArgumentTypeError for anything else."""
     name, _, limit = text.partition(":")
     with suppress(ValueError):
         if name in LIMITED and float(limit) > 0:
@@ -135,7 +136,7 @@ def parse_goodput(text: str) -> tuple[str, float]:
 
 
 def parse_metrics(text: str) -> list[str]:
-    """Names of ``METRICS`` between commas; raises ArgumentTypeError for others."""
+    """Parses names of ``METRICS`` separated by commas; raises ArgumentTypeError for other names."""
     names = text.split(",")
     if unknown := [name for name in names if name not in METRICS]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(METRICS)}")
@@ -143,16 +144,16 @@ def parse_metrics(text: str) -> list[str]:
 
 
 def parse_percentiles(text: str) -> list[float]:
-    """Numbers between commas; raises ArgumentTypeError for what is no percentile."""
+    """Parses percentiles separated by commas; raises ArgumentTypeError for anything else."""
     with suppress(ValueError):
         numbers = [float(part) for part in text.split(",")]
         if all(0 <= number <= 100 for number in numbers):
             return numbers
-    raise argparse.ArgumentTypeError(f"{text!r} is not percentiles between commas, as 50,90,99")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a list of percentiles such as 50,90,99")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag; where vLLM has it, with its name and meaning."""
+    """Adds every flag; flags that vLLM also has have its names and meanings."""
     add = parser.add_argument
     add("--base-url", default="http://localhost:8000/v1", help="server, with or without /v1 (default: %(default)s)")
     add("--model", help="name of the model (default: the first that the server lists)")
@@ -189,7 +190,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError for numbers that cannot be, and flags that contradict one another; completes the rest."""
+    """Raises ValueError for impossible numbers and flags that contradict one another; completes the other flags."""
     for name in ("num_prompts", "random_input_len", "random_output_len", "vocab_size", "request_rate", "burstiness"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be positive")
@@ -206,13 +207,13 @@ def check(args: argparse.Namespace) -> None:
 
 
 def load_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the requests are, for result files."""
+    """The settings of the requests, for result files."""
     names = ("num_prompts", "random_input_len", "random_output_len", "burstiness", "max_concurrency", "seed")
     return {name: getattr(args, name) for name in (*names, "vocab_size", "ignore_eos")}
 
 
 def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """What goes into the file, and what went wrong; raises Refused where nothing could be measured."""
+    """The content of the result file, and the errors; raises Refused if nothing could be measured."""
     client = CompletionClient(args.base_url, args.api_key)
     if args.trace_in:
         arrivals = read_trace(args.trace_in)
@@ -254,7 +255,7 @@ def _search(client: CompletionClient, model: str, args: argparse.Namespace, orig
         arrivals = _draw(args, rate, args.seed + earlier)
         measured, records = asyncio.run(measure(client, model, arrivals, args))
         if len(records) < len(arrivals) or measured["interrupted"]:
-            raise Refused("interrupted: the same command goes on with the next rate")
+            raise Refused("interrupted: the same command continues with the next rate")
         if measured["failed"]:
             raise Refused(next(record.error for record in records if record.error is not None))
         return {**origin, **measured}
@@ -265,7 +266,7 @@ def _search(client: CompletionClient, model: str, args: argparse.Namespace, orig
 
 
 def result_file(args: argparse.Namespace, model: str) -> Path | None:
-    """Where the result goes."""
+    """Path of the result file, if any."""
     if args.out or not args.save_result:
         return Path(args.out) if args.out else None
     when = datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -274,7 +275,7 @@ def result_file(args: argparse.Namespace, model: str) -> Path | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures; returns the exit status: 1 where some requests came to no good end, 2 where none could be sent."""
+    """Runs the benchmark; returns the exit status: 1 if some requests failed, 2 if none could be sent."""
     try:
         check(args)
         result, errors = bench(args)

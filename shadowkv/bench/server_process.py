@@ -1,4 +1,4 @@
-"""A server's process: started, waited for until it answers, and stopped with everything it has started."""
+"""Runs a server as a process: starts it, waits until it answers, and stops it with all its child processes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import httpx
 
 STOP_SECONDS = 30
 LAST_LINES = 15
-"""Of a log that are shown where a server does not start."""
+"""Number of lines of the log to show if a server does not start."""
 
 
 @contextmanager
 def running(
     command: Sequence[str], base_url: str, log: Path, environment: Mapping[str, str], timeout: float = 600.0
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that answers ``base_url``/models, for as long as the block lasts; what it prints goes to ``log``.
+    """A context with a running server, which answers ``base_url``/models; its output goes to ``log``.
 
     Args:
-        command: of its process, which the block is given.
-        environment: what is added to this process's own.
-        timeout: seconds that it may take to answer.
+        command: the command of its process, which the context yields.
+        environment: variables to add to this process's environment.
+        timeout: maximum seconds until it answers.
 
-    Raises RuntimeError with the end of its log if it ends before, or takes longer than ``timeout`` seconds; and if
-    something else answers there already.
+    Raises RuntimeError with the end of its log if it ends early or does not answer within ``timeout``; also if another
+    server already answers there.
     """
     if _answers(base_url):
         raise RuntimeError(f"another server answers {base_url} already")
@@ -52,7 +52,7 @@ def running(
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
-            with suppress(ProcessLookupError):  # its own processes, which may outlive it and keep the GPU's memory
+            with suppress(ProcessLookupError):  # its child processes could outlive it and keep the GPU's memory
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 

@@ -1,10 +1,11 @@
-"""What a serving benchmark measures: times of each request's tokens, and figures as of ``vllm bench serve``.
+"""Statistics of a serving benchmark: times of each request's tokens, and figures with the names and definitions of
+``vllm bench serve``.
 
-Figures have vLLM's names and definitions. Of a request: ``ttft``, from sending it (connecting included) to its first
-piece; ``e2el``, to its last; ``tpot``, the time between those two over the tokens after the first, as many as the
-server's ``usage`` counts; ``itl``, the gaps between its pieces. A piece that holds several tokens ends one gap, so gaps
-are of pieces, and ``tpot`` alone is of tokens. Decode-only figures are ours: of the time in which every client's
-request had its first token and none had its last, so that nothing was prefilled.
+Per request, ``ttft`` is the time from sending (including connecting) to the first piece, and ``e2el`` to the last one.
+``tpot`` is the time between these two pieces divided by the number of tokens after the first, as counted by the
+server's ``usage``. ``itl`` are the gaps between pieces; a piece with several tokens ends one gap. Decode-only figures
+are this project's own: they cover the time in which every client's request had its first token and none had its last,
+so that nothing was prefilled.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import numpy as np
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 LIMITED = ("ttft", "tpot", "e2el")
-"""Those that a request has one of, which goodput can limit."""
+"""Metrics with one value per request, which goodput can limit."""
 
 
 @dataclass
 class Record:
-    """One request; times in seconds on one clock.
+    """One request; times are in seconds on one clock.
 
     Attributes:
-        chunks: when each piece of the answer came.
-        output_tokens: as the server counts them; a piece is taken for a token until it has.
-        done: whether the answer came to its end.
+        chunks: arrival times of the answer's pieces.
+        output_tokens: the server's count; until it is known, each piece counts as a token.
+        done: whether the answer is complete.
     """
 
     sent: float
@@ -43,7 +44,7 @@ class Record:
         return self.output_tokens or len(self.chunks)
 
     def seconds(self, name: str) -> float | None:
-        """One of ``LIMITED``; None before it is over, and for ``tpot`` where the answer is one token."""
+        """The value of a metric in ``LIMITED``; None before it is known, and for the ``tpot`` of a single token."""
         if not self.chunks or (name != "ttft" and not self.done) or (name == "tpot" and self.tokens < 2):
             return None
         if name == "tpot":
@@ -51,11 +52,12 @@ class Record:
         return self.chunks[0 if name == "ttft" else -1] - self.sent
 
     def gaps(self) -> list[float]:
-        """Seconds between its pieces."""
+        """Seconds between the answer's pieces."""
         return [later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)]
 
     def meets(self, limits: Mapping[str, float]) -> bool:
-        """Whether it came to its end within ``limits`` in ms, by names of ``LIMITED``; one token has no ``tpot``."""
+        """Whether the answer was completed within ``limits`` in ms, by names of ``LIMITED``; a single token has no
+        ``tpot``."""
         if not self.done or not self.chunks:
             return False
         return all(1e3 * (self.seconds(name) or 0.0) <= limit for name, limit in limits.items())
@@ -70,10 +72,10 @@ def figures(
     metrics: Sequence[str] = METRICS[:3],
     percentiles: Sequence[float] = (99,),
 ) -> dict[str, Any]:
-    """Rates in tokens per second and times in ms, of requests at work between ``start`` and ``end``.
+    """Rates in tokens per second and times in ms, of requests that ran between ``start`` and ``end``.
 
-    ``clients`` is the number of requests that are in flight together, ``metrics`` are those of ``METRICS`` whose mean,
-    median, standard deviation and ``percentiles`` are told; figures that nothing was measured for are None.
+    ``clients`` is the number of requests in flight together. ``metrics`` are the names in ``METRICS`` to report with
+    mean, median, standard deviation and ``percentiles``. Figures without measurements are None.
     """
     done = [record for record in records if record.done]
     seconds = max(end - start, 1e-9)
@@ -105,14 +107,15 @@ def figures(
 
 
 def goodput(records: Sequence[Record], asked: int, seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Requests a second that met all ``limits`` (ms), as vLLM counts them, and the share that they are of ``asked``:
-    requests that failed or were never sent met none."""
+    """Requests per second that met all ``limits`` (ms), as vLLM counts them, and their share of the ``asked`` requests;
+    requests that failed or were never sent count as not met."""
     good = sum(record.meets(limits) for record in records)
     return {"goodput": dict(limits), "request_goodput": good / max(seconds, 1e-9), "good_share": good / asked}
 
 
 def details(record: Record, start: float) -> dict[str, Any]:
-    """One request as result files have it: when it was sent, in seconds after ``start``, its lengths and its times."""
+    """One request in the form of result files: when it was sent, in seconds after ``start``, its lengths and its
+    times."""
     gaps = record.gaps()
     return {
         "sent_s": record.sent - start,
@@ -130,7 +133,8 @@ def _in_ms(seconds: float | None) -> float | None:
 
 
 def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, float]]:
-    """Spans of time in which ``clients`` requests had their first token and not their last, and none waited for one."""
+    """Time spans in which ``clients`` requests had their first token but not their last, and no request waited for its
+    first."""
     changes: list[tuple[float, int, int]] = []  # when, change of those that wait, of those that decode
     for record in records:
         if record.chunks:
@@ -147,7 +151,7 @@ def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, fl
 
 
 def _tokens_within(records: Sequence[Record], start: float, end: float) -> float:
-    """Tokens that came after ``start``, until ``end``; those of an answer are spread evenly over its pieces."""
+    """Tokens that arrived between ``start`` and ``end``; an answer's tokens are spread evenly over its pieces."""
     count = 0.0
     for record in records:
         if record.chunks:

@@ -1,1 +1,1 @@
-"""What an engine would run on here: the backend of every op, why no faster one, and what would change that."""
+"""``shadowkv doctor``: the backend of every op on this machine, why no faster one is used, and how to change that."""

@@ -1,5 +1,5 @@
-"""``shadowkv doctor``: lists what this machine has, the backend that each op uses here, why it uses no faster one, and
-what to do about it. No model is loaded."""
+"""``shadowkv doctor``: lists this machine's hardware and software, the backend that each op uses, why it uses no faster
+one, and what to do about it. No model is loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shadowkv.settings import add_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what was found; returns the exit code, 0 whatever that is."""
+    """Prints the report; returns the exit code, which is 0 whatever the report says, and 2 for wrong flags."""
     args = _parse(argv)
-    # Imported here: --help needs no PyTorch.
+    # Imported here: --help does not need PyTorch.
     from shadowkv.doctor.machine import Machine
     from shadowkv.doctor.ops import choices_for
     from shadowkv.doctor.report import as_json, as_text

@@ -1,4 +1,4 @@
-"""What this machine and this environment have that an engine's speed depends on."""
+"""The hardware and software of this machine that an engine's speed depends on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shadowkv.ops.extension import CUDA_FOLDER, built_with, cpu_library, cpu_mis
 
 DRIVER = Path("/proc/driver/nvidia/version")
 EXTRAS = ("json", "page", "gpu", "hf", "eval", "otel", "ray")
-"""Those that users ask for."""
+"""Extras of the package for users."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,21 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found; texts are for people.
+    """The machine's hardware and software; texts are for people.
 
     Attributes:
-        shadowkv, python, torch, triton: versions; None for what is not installed.
-        source: folder of the clone that the package runs from, None where it was installed without sources.
-        cuda_runtime: version of CUDA that torch was built with, None for a CPU build.
-        driver: version of NVIDIA's driver, None if there is none.
+        shadowkv, python, torch, triton: versions; None for packages that are not installed.
+        source: folder of the clone that the package runs from; None if it was installed without sources.
+        cuda_runtime: version of CUDA that torch was built with; None for a CPU build.
+        driver: version of NVIDIA's driver; None if there is none.
         gpus: devices that torch can use.
-        gpu_problem: why there are none although there is a driver, None otherwise.
-        cuda_compiler, cpp_compiler: what would build the ops, or what is missing.
+        gpu_problem: why torch finds no device although there is a driver; None otherwise.
+        cuda_compiler, cpp_compiler: the compilers that would build the ops, or what is missing.
         cpp_ops, cuda_ops: the libraries that were built, or why they cannot be used.
-        cores, simd: logical cores that this process may use, and the instruction set of the C++ ops, or else torch's.
-        total_bytes, free_bytes: host memory, of which control groups leave the latter.
-        extras: extras that are installed; for the others the command that adds them.
+        cores: logical cores that this process can use.
+        simd: the instruction set of the C++ ops, or without them torch's.
+        total_bytes, free_bytes: host memory; control groups limit the free part.
+        extras: None for installed extras; for others the command that adds them.
     """
 
     shadowkv: str
@@ -75,7 +76,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Looks; takes a second or two."""
+        """Inspects this machine; takes a second or two."""
         gpus, folder, driver = _gpus(), clone(), _driver()
         return cls(
             shadowkv=__version__,
@@ -162,7 +163,7 @@ def _version(package: str) -> str | None:
 
 
 def _first_line(program: str, *arguments: str) -> str | None:
-    """Of what a program says; None where it is not there, or fails."""
+    """The first line of a program's output; None if it is missing or fails."""
     path = shutil.which(program)
     if path is None:
         return None

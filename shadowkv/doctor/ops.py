@@ -22,14 +22,14 @@ from shadowkv.ops.registry import CALLS
 
 @dataclass(frozen=True)
 class OpChoice:
-    """What runs an op.
+    """The backend of an op.
 
     Attributes:
-        op: its name.
-        backend: of ``ops.registry``.
-        called: whether the model and the policy call it; the backend of another op is what the machine has.
-        reason: why the fastest backend that is not used is not; None if there is no faster one.
-        remedy: a command, or what else makes a faster one run; None if nothing does.
+        op: the op's name.
+        backend: the backend's name in ``ops.registry``.
+        called: whether the model and the policy call the op; otherwise the backend is what the machine could use.
+        reason: why the fastest unused backend is not used; None if there is no faster one.
+        remedy: a command or other remedy that makes a faster one run; None if there is none.
     """
 
     op: str
@@ -41,7 +41,7 @@ class OpChoice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The ops, in order of their names, and what they were chosen for."""
+    """The backends of all ops, by name, and the model, policy and device that they were chosen for."""
 
     model: str
     kv: str
@@ -51,8 +51,9 @@ class Choices:
 
 
 def choices_for(model: str, kv: str, device: str, attention_backend: str = "auto") -> Choices:
-    """The choices of an engine of ``model`` with the policy ``kv``; raises ValueError or OSError where there is no such
-    model, policy or device, or where no attention can run in the library that ``attention_backend`` names."""
+    """The backends that an engine of ``model`` with the policy ``kv`` would choose. Raises ValueError or OSError if
+    there is no such model, policy or device, or if the library that ``attention_backend`` names has no attention that
+    can run."""
     where = device_of(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     config, forms = plan_on(where, dtype, *load_plan(model))

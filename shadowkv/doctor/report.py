@@ -1,4 +1,4 @@
-"""What was found, as text with one table of the ops, and as JSON."""
+"""The report of ``shadowkv doctor``: as text with one table of the ops, and as JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shadowkv.wording import GIB, counted
 
 HEADINGS = ("op", "runs in", "why no faster backend", "what to do")
 LANGUAGES = {"cpu": "C++", "cuda": "CUDA", "triton": "Triton", "reference": "PyTorch"}
-"""By the beginning of a backend's name; others are named after the package that they call."""
+"""Languages by the beginning of a backend's name; other backends are named after the package that they call."""
 
 
 def as_json(machine: Machine, choices: Choices) -> dict[str, Any]:
-    """Everything, by its name."""
+    """The whole report as a JSON object."""
     chosen = {
         "model": choices.model,
         "kv": choices.kv,
@@ -27,8 +27,8 @@ def as_json(machine: Machine, choices: Choices) -> dict[str, Any]:
 
 
 def as_text(machine: Machine, choices: Choices) -> str:
-    """The machine, the ops that are called and after them the others, and a last line that says whether anything is
-    wrong."""
+    """The report as text: the machine, the ops that are called, the other ops, and a last line that says whether
+    anything could be faster."""
     ops = sorted(choices.ops, key=lambda choice: not choice.called)
     remedies = list(dict.fromkeys(choice.remedy for choice in ops if choice.remedy))
     rows = [HEADINGS, *(_row(choice, remedies) for choice in ops)]
@@ -40,8 +40,8 @@ def as_text(machine: Machine, choices: Choices) -> str:
         [
             *(f"{name:14}{text}" for name, text in _findings(machine)),
             "",
-            f"Ops of {choices.model} with {choices.kv} on {choices.device}, in brackets those that it does not call.",
-            "Where no reason is given no backend is faster here.",
+            f"Ops of {choices.model} with {choices.kv} on {choices.device}, with uncalled ops in brackets.",
+            "Ops without a reason use the fastest backend.",
             "",
             *table,
             "",

@@ -1,1 +1,1 @@
-"""Quality evaluations."""
+"""Quality evaluations of cache policies: ``shadowkv eval``."""

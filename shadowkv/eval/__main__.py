@@ -11,7 +11,7 @@ from shadowkv.eval.arguments import check, parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     args = parser(__doc__).parse_args(arguments)
     try:
         check(args)

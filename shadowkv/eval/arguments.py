@@ -1,4 +1,4 @@
-"""The flags of every suite, and what can be checked of them without the model."""
+"""Flags of every suite of ``shadowkv eval``, with the checks that need no model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SUITE_DATA = {
     "longbench": "directory of the <task>.jsonl files",
     "infinitebench": "directory of the <task>.jsonl files",
 }
-"""Help of a suite's ``--data``."""
+"""Help of ``--data``, by suite."""
 
 COUNTS = (
     *("samples", "batch", "needles", "turns", "num_concurrent"),
     *("prompts", "prompt_tokens", "new_tokens", "measure_every"),
 )
-"""Flags that must be at least 1."""
+"""Flags whose values must be at least 1."""
 
 
 def parser(description: str | None) -> Parser:
-    """The command's parser."""
+    """The parser of ``shadowkv eval``."""
     command = Parser(prog="shadowkv eval", description=description)
     suites = command.add_subparsers(dest="suite", required=True, metavar="suite", parser_class=Parser)
     for name, text, samples in (
@@ -132,7 +132,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--unquantized-reference",
         action="store_true",
-        default=None,  # as in folders from before the flag
+        default=None,  # folders from before the flag have None
         help="generate the reference with full attention and weights in --dtype, so that what quantised weights lose "
         "counts, too",
     )
@@ -151,7 +151,7 @@ def _add_out(what: argparse._ArgumentGroup) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError listing everything that is not valid."""
+    """Raises ValueError that lists everything that is not valid."""
     bad = [f"--length {length} must be at least 1" for length in getattr(args, "length", ()) if length < 1]
     bad += [
         f"--{name.replace('_', '-')} {value} must be at least 1"
@@ -175,7 +175,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def variation(text: str) -> Variation:
-    """A field and its values."""
+    """Parses ``--vary``: a field and its values."""
     try:
         return Variation.parse(text)
     except ValueError as error:
@@ -183,8 +183,8 @@ def variation(text: str) -> Variation:
 
 
 def parse_budget(text: str) -> float | int:
-    """A budget as given on a command line: with a point it is a fraction, without one a number of tokens. Raises
-    ArgumentTypeError for what cannot be either, for any model."""
+    """Parses a budget: with a point it is a fraction, without one a number of tokens. Raises ArgumentTypeError if it
+    can be neither, for any model."""
     try:
         value = int(text) if text.lstrip("+-").isdecimal() else float(text)
     except ValueError as error:

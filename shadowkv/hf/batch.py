@@ -1,7 +1,8 @@
 """A batch of sequences in a ``KVCache``, driven by forward passes of transformers' models, layer by layer.
 
-transformers applies RoPE before it asks the cache, and ours wants queries and keys before RoPE. It is undone by the
-very cos and sin of the model: those are of angles in float32, rounded to the model's dtype, and the cache's are exact.
+transformers applies RoPE before it calls the cache, while KVCache takes queries and keys before RoPE. RoPE is therefore
+undone, with the model's own cos and sin: these come from angles in float32 and are rounded to the model's dtype, while
+KVCache's are exact.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from shadowkv.ops.apply_rope.reference import rope_by
 
 @dataclass(frozen=True)
 class Step:
-    """A forward pass: what it tells the cache.
+    """A forward pass: its batch and its calls of the cache.
 
     Attributes:
-        blocks: what attention layers see, and which of the new tokens it is of.
+        blocks: what attention layers see, each with its part of the new tokens.
         shape: B and T.
-        rows: int64 [n], which of the rows of [B * T] its tokens are; None for all, where nothing is padded.
+        rows: int64 [n], rows of [B * T] with new tokens; None if no row is padding.
         cos, sin: float32 [n, 1, dim / 2], of the inverse of the model's RoPE of the new tokens.
         finish_layer: ends a layer.
         end: ends the pass.
@@ -49,10 +50,10 @@ class Step:
 
 
 class Batch:
-    """The sequences of a ``ShadowKVCache``, and the forward pass that is under way.
+    """The sequences of a ``ShadowKVCache``, and the current forward pass.
 
     Attributes:
-        columns: tokens of each row so far, with padding, as transformers counts them.
+        columns: tokens of each row so far, including padding, as transformers counts them.
     """
 
     def __init__(self, spec: KVSpec, config: ModelConfig, max_model_len: int, rotary: torch.nn.Module) -> None:
@@ -61,8 +62,8 @@ class Batch:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything; its memory is free again."""
-        if self.cache is not None:  # a forward pass may have ended half way
+        """Forgets all sequences and frees their memory."""
+        if self.cache is not None:  # a forward pass may have been interrupted
             self.cache.leave_prefill()
         self.cache = None
         self.sequences: list[CachedSequence] = []
@@ -79,17 +80,17 @@ class Batch:
         position_ids: Tensor,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Takes RoPE-rotated keys and values [B, H, T, d] of a layer's new tokens; returns attention [B, T, H_q, d] of
-        RoPE-rotated queries [B, H_q, T, d], 0 where tokens are padding.
+        """Appends RoPE-rotated keys and values [B, H, T, d] of a layer's new tokens; returns attention [B, T, H_q, d]
+        of RoPE-rotated queries [B, H_q, T, d], 0 for padding tokens.
 
         Args:
-            mask: bool [B, columns], False for padding; None where there is none.
-            position_ids: int64 [B or 1, T], of the model's RoPE.
+            mask: bool [B, columns], False for padding; None without padding.
+            position_ids: int64 [B or 1, T], positions of the model's RoPE.
             sinks: as in ``KVCache.start``.
         """
         if layer == 0:
             if self.step is not None:
-                raise RuntimeError("an earlier forward pass ended half way: reset() the cache and begin anew")
+                raise RuntimeError("an earlier forward pass was interrupted: call reset() on the cache and start again")
             self.step = self._begin(k, mask, position_ids)
         cache, step = self.cache, self.step
         assert cache is not None and step is not None, "layers are called in order"
@@ -120,7 +121,8 @@ class Batch:
         if k.device != cache.device:
             raise ValueError(f"keys are on {k.device}, the cache is on {cache.device}: put the model on one device")
         if self.sequences and len(self.sequences) != rows:
-            raise ValueError(f"the cache holds {len(self.sequences)} sequences, and {rows} go on; reset() forgets them")
+            held = len(self.sequences)
+            raise ValueError(f"the cache holds {held} sequences, but the batch has {rows}; reset() empties the cache")
         blocks: list[tuple[Parts, slice]]
         if self.sequences and columns == 1:
             self._check_lengths([1] * rows)
@@ -140,9 +142,9 @@ class Batch:
         return Step(blocks, (rows, columns), new, *self._inverse_rope(k, position_ids, rows, new), *ends)
 
     def _admit(self, cache: KVCache, counts: list[int]) -> list[tuple[CachedSequence, int]]:
-        """Sequences with room for ``counts`` more tokens each."""
+        """The sequences with room for ``counts`` more tokens each."""
         if 0 in counts:
-            raise ValueError(f"row {counts.index(0)} of the batch has only padding: each needs a token at least")
+            raise ValueError(f"row {counts.index(0)} of the batch has only padding: each row needs at least one token")
         self._check_lengths(counts)
         if not self.sequences:
             self.sequences = [cache.allocate(count, self.max_model_len) for count in counts]
@@ -152,8 +154,8 @@ class Batch:
         return list(zip(self.sequences, counts, strict=True))
 
     def _inverse_rope(self, k: Tensor, position_ids: Tensor, rows: int, new: Tensor | None) -> tuple[Tensor, Tensor]:
-        """cos and sin of what undoes the model's RoPE of the new tokens, divided by its magnitude and by what
-        rounding made of it."""
+        """cos and sin that undo the model's RoPE of the new tokens. They are divided by cos² + sin², which is the
+        squared magnitude of the model's RoPE, rounding included."""
         half = self.config.rope.dim // 2
         cos, sin = (x[..., :half].float() for x in self.rotary(k, position_ids))
         square = cos * cos + sin * sin
@@ -164,11 +166,11 @@ class Batch:
         lengths = [sequence.length for sequence in self.sequences] or [0] * len(new)
         longest = max(length + count for length, count in zip(lengths, new, strict=True))
         if longest > self.max_model_len:
-            raise ValueError(f"a sequence comes to {longest} tokens, more than max_model_len={self.max_model_len}")
+            raise ValueError(f"a sequence reaches {longest} tokens, more than max_model_len={self.max_model_len}")
 
     def _open(self, rows: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """A cache with room for ``rows`` sequences of any number of turns."""
-        # A CPU reads both tiers alike: copies would only take time.
+        # A CPU reads both tiers equally fast: copies would only take time.
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
         layout = Layout(self.spec, self.config.shape, dtype, self.max_model_len, fetch_buffer)
         need = layout.most_demand(self.max_model_len)
@@ -176,7 +178,7 @@ class Batch:
         return KVCache(
             layout,
             self.config.rope,
-            # The first one's spare states are those of all segments that it may have; the others need as many.
+            # The first sequence's spare states cover all segments that it can have; the other sequences need as many.
             slots=rows + (rows - 1) * (MAX_SEGMENTS - 1) if layout.learns else rows,
             memory=Blocks({kind: rows * need[kind] for kind in layout.paged}) + Blocks(device=rows * outliers),
             ops=choose_ops(layout, self.config.rope, device),
@@ -185,18 +187,18 @@ class Batch:
 
 
 def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Those rows [n, ...] of [B, T, ...]; None is all."""
+    """The ``rows`` [n, ...] of ``x`` [B, T, ...]; None means all."""
     packed = x.flatten(0, 1)
     return packed if rows is None else packed[rows]
 
 
 def _new_tokens(mask: Tensor | None, rows: int, columns: int, before: int) -> Tensor | None:
-    """Which of the new tokens are no padding, bool [B, T]; None where all are."""
+    """Which of the new tokens are not padding, bool [B, T]; None if all are."""
     if mask is None:
         return None
     if mask.shape != (rows, before + columns):
         raise ValueError(
-            f"attention_mask has the shape {tuple(mask.shape)}: a ShadowKVCache takes one of (batch, tokens), here "
+            f"attention_mask has the shape {tuple(mask.shape)}: a ShadowKVCache needs (batch, tokens), here "
             f"({rows}, {before + columns})"
         )
     there = mask[:, before:].bool()

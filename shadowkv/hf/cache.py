@@ -1,7 +1,7 @@
-"""``ShadowKVCache``, and the attention function that a model calls with what it returns.
+"""``ShadowKVCache``, and the attention function that a model with it calls.
 
-A forward pass hands each layer's keys and values to ``Cache.update``, then calls the attention function, which appends
-and attends as the engine's attention layers do.
+A forward pass passes each layer's keys and values to ``Cache.update`` and then calls the attention function with the
+result. That appends to the cache and attends, as the engine's attention layers do.
 """
 
 from __future__ import annotations
@@ -22,39 +22,42 @@ from shadowkv.kvcache.presets import preset
 from shadowkv.models.families.registry import config_from_hf
 
 ATTENTION = "shadowkv"
-"""What ``attn_implementation`` is to be, so that a model attends by its ``ShadowKVCache``."""
+"""The ``attn_implementation`` of a model that attends with a ``ShadowKVCache``."""
 
 
 class ShadowKVCache(Cache):
     """A batch of sequences in a ``KVCache``, for ``model.generate(..., past_key_values=ShadowKVCache(model, ...))``.
 
-    The prompts of a batch go through the model in one forward pass, padded on either side or not, or in a few; then
-    every pass decodes one token for each. Passed again with more tokens behind those that it has, it goes on from
-    there. Tokens are those of an engine with the same policy; an engine picks ``dense_below`` and ``prefill`` by itself
-    where the policy leaves them open, a cache stays dense no longer than it must and prefills densely. What it cannot
-    do it refuses with NotImplementedError: to forget tokens (assisted generation), to copy or reorder sequences (beam
-    search).
+    The prompts of a batch go through the model in one forward pass or a few, with or without padding on either side.
+    Every further pass decodes one token per sequence. A cache that is passed again with more tokens continues its
+    sequences.
+
+    Tokens are those of an engine with the same policy. If the policy leaves ``dense_below`` and ``prefill`` open, an
+    engine chooses them, while this cache compresses as early as it can and prefills densely.
+
+    Unsupported operations raise NotImplementedError: forgetting tokens (assisted generation), copying or reordering
+    sequences (beam search).
 
     Args:
-        model: of a family that ``shadowkv.models`` knows, on one device, with ``attn_implementation="shadowkv"``.
-        kv: the policy: a preset's name, after which fields may follow (``turbo:dense_below=4096``), or a ``KVSpec``.
-        max_model_len: tokens of the longest sequence, prompt and answer. Memory for a batch of those is taken in the
-            first forward pass, which says how large the batch is.
+        model: of a supported family, on one device, with ``attn_implementation="shadowkv"``.
+        kv: the policy: a preset's name, optionally with fields (``turbo:dense_below=4096``), or a ``KVSpec``.
+        max_model_len: maximum tokens of a sequence, prompt and answer. The first forward pass, which determines the
+            batch size, allocates memory for sequences of this length.
 
-    Raises ValueError for another ``attn_implementation``, a model or a policy that cannot be, and a ``max_model_len``
-    that is more than the model is made for.
+    Raises ValueError for another ``attn_implementation``, an unsupported model or policy, and a ``max_model_len`` that
+    exceeds what the model supports.
     """
 
     def __init__(self, model: PreTrainedModel, kv: str | KVSpec = "turbo", *, max_model_len: int) -> None:
         config = model.config.get_text_config(decoder=True)
         if config._attn_implementation != ATTENTION:
             raise ValueError(
-                f"the model attends by {config._attn_implementation!r}, which does not read a ShadowKVCache: call "
+                f"the model attends by {config._attn_implementation!r}, which does not use a ShadowKVCache: call "
                 f"model.set_attn_implementation({ATTENTION!r}) first"
             )
         ours = config_from_hf(config.to_dict(), max_model_len).with_limits(max_model_len)
         if any(kind.rope is not None for kind in ours.layer_kinds):
-            raise ValueError(f"{ours.architecture} models have layers with a RoPE of their own: use an engine for them")
+            raise ValueError(f"{ours.architecture} models have layers with a separate RoPE: use an engine for them")
         spec, rotary = resolve(preset(kv), ours.shape), model.get_decoder().rotary_emb
         self.batch = Batch(spec, ours, max_model_len, rotary)
         super().__init__(layers=[_Layer(self.batch, number) for number in range(ours.num_layers)])
@@ -67,7 +70,8 @@ class ShadowKVCache(Cache):
 
 @dataclass(frozen=True)
 class _NewKeys:
-    """What ``Cache.update`` returns for keys: no tensor, so that no other attention function takes it for all keys."""
+    """The result of ``Cache.update`` for keys. It is not a tensor, so that no other attention function mistakes it for
+    keys."""
 
     batch: Batch
     layer: int
@@ -75,7 +79,7 @@ class _NewKeys:
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks each layer of a cache; all of them are one batch."""
+    """A layer of the cache for transformers; all layers share one batch."""
 
     is_sliding = False
     supports_early_init = False
@@ -85,7 +89,7 @@ class _Layer(CacheLayerMixin):
         self.batch, self.number = batch, number
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Memory is taken when the attention function is called."""
+        """Does nothing: the attention function allocates memory."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         return _NewKeys(self.batch, self.number, key_states), value_states
@@ -112,7 +116,7 @@ class _Layer(CacheLayerMixin):
         _refuse("repeat sequences", "repeat the prompts (num_return_sequences does)")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        _refuse("drop sequences", "go on with all of them, or begin with a new cache")
+        _refuse("drop sequences", "continue all of them, or start with a new cache")
 
 
 def _refuse(what: str, instead: str) -> NoReturn:
@@ -144,7 +148,7 @@ def _attention(
 
 
 def _mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask as it was given, [B, tokens]: it is causal anyway, and padding is left out."""
+    """The attention mask as given, [B, tokens]: attention is causal anyway, and padding is left out."""
     return attention_mask
 
 

@@ -1,4 +1,5 @@
-"""Models: configs, weights and tokenisers of the supported families, from catalogue, directory, GGUF file or hub."""
+"""Models: configs, weights and tokenizers of the supported families, from the catalogue, a directory, a GGUF file or
+the hub."""
 
 from __future__ import annotations
 

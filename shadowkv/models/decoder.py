@@ -1,4 +1,4 @@
-"""Decoder: embedding, decoder layers, final norm and head of every supported family."""
+"""Decoder: embedding, decoder layers, final norm and head, for every supported family."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from shadowkv.ops.registry import Ops
 
 
 class Decoder(nn.Module):
-    """A decoder-only model over packed tokens; its layers are run by the engine, one after the other.
+    """A decoder-only model over packed tokens; the engine runs its layers, one after the other.
 
-    The weights are uninitialised until a loader fills them, and there are no ops to compute with until an engine gives
-    it its own (``use``). On the ``meta`` device nothing is allocated, which is enough for ``num_parameters`` and
+    The weights are uninitialised until a loader fills them. There are no ops to compute with until an engine provides
+    its own (``use``). On the ``meta`` device nothing is allocated, which is enough for ``num_parameters`` and
     ``num_bytes``.
 
     Args:
         config: the model.
-        dtype: of activations, and of weights that are not quantised but those of ``wide_norms``.
-        device: where the weights are.
-        row_blocks: of parameters that stay quantised as files store them, by name.
-        group: the ranks that hold the model together; ``config`` is then that of this one's part (``Shard``).
+        dtype: dtype of activations and of unquantised weights, except norms under ``wide_norms``.
+        device: device of the weights.
+        row_blocks: row blocks of parameters that stay quantised as files store them, by name.
+        group: the ranks that hold the model together; ``config`` then describes this rank's part (``Shard``).
     """
 
     embedding: nn.Parameter | QuantisedMatrix
@@ -99,12 +99,12 @@ class Decoder(nn.Module):
         return frozenset(name for module in self._computing() for name in module.calls)
 
     def use(self, ops: Ops) -> None:
-        """Makes the layers compute with ``ops``, those of the engine that runs them from now on."""
+        """Makes the layers compute with ``ops``, the ops of the engine that runs them from now on."""
         for module in self._computing():
             module.ops = ops
 
     def pack(self) -> None:
-        """Packs filled weights that stay quantised for the products of a GPU, and compiles these."""
+        """Packs loaded weights that stay quantised for the GPU's matrix products, and compiles their kernels."""
         packed = list[Packed]()
         for module in self.modules():
             if isinstance(module, QuantisedLinear):
@@ -116,14 +116,14 @@ class Decoder(nn.Module):
             packed += head.pack(looked_up=self.head is None)
         compile_kernels(packed)
         if packed:
-            torch.cuda.empty_cache()  # of what is packed now: the cache's size depends on what is free
+            torch.cuda.empty_cache()  # frees the unpacked weights: the KV cache is sized by free memory
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids, int64 [T] -> the residual stream [T, D]."""
         x = self._look_up(token_ids)
         if self.config.embedding_scale == 1.0:
             return x
-        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()  # rounded, as its families do it
+        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()  # rounded, as in the families' code
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if isinstance(self.embedding, QuantisedMatrix):
@@ -136,12 +136,12 @@ class Decoder(nn.Module):
         return self.group.sum(embedded * here.unsqueeze(-1))
 
     def logits(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
-        """Residual stream [n, D] after the last layer, or before it with what that layer adds -> float32 [n, V], on
-        every rank."""
+        """Residual stream [n, D] after the last layer -> float32 logits [n, V], on every rank. With ``added`` [n, D],
+        ``hidden`` is the stream before the last layer's output, which is ``added``."""
         return self.scores(hidden, added).float()
 
     def scores(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
-        """``logits`` in the dtype of activations, as the head gives them."""
+        """As ``logits``, in the dtype of activations."""
         head = self.embedding if self.head is None else self.head
         normed = self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
         if isinstance(head, QuantisedMatrix):
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
 
     @property
     def weights_description(self) -> str:
-        """How weights are stored."""
+        """How the weights are stored, in words."""
         dtype, forms = str(self.dtype).removeprefix("torch."), " and ".join(self.forms)
         if self.config.quantization is None:
             return f"{dtype}, {forms} weights" if forms else dtype
@@ -160,13 +160,13 @@ class Decoder(nn.Module):
 
     @property
     def forms(self) -> list[str]:
-        """Names of the forms of the weights that stay quantised as files store them."""
+        """Names of the forms of weights that stay quantised as files store them."""
         matrices = self._quantised_matrices()
         return sorted({block.form.name for matrix in matrices for block in matrix.row_blocks if block.form is not None})
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights of the model, with tied ones counted once and scales of quantised ones not at all."""
+        """Number of the model's weights. Tied weights count once, and scales of quantised ones do not count."""
         matrices = self._quantised_matrices()
         kept = {id(part) for matrix in matrices for part in matrix.parameters()}
         return sum(matrix.num_values for matrix in matrices) + sum(
@@ -182,15 +182,18 @@ class Decoder(nn.Module):
 
     @property
     def num_packed_bytes(self) -> int:
-        """``num_bytes`` of weights that were not packed yet, once a GPU has packed them."""
+        """``num_bytes`` after a GPU has packed the weights, computed before that."""
         return self.num_bytes + sum(
             module.packed_twice for module in self.modules() if isinstance(module, QuantisedLinear)
         )
 
     def bytes_read(self, batch: int) -> float:
-        """Bytes of the weights that a decode step of ``batch`` sequences reads: of an embedding table that is not also
-        the head, only rows; of experts those that are expected where all are chosen equally often. Rows that are packed
-        twice count twice: models that plans ask are not packed."""
+        """Bytes of the weights that a decode step of ``batch`` sequences reads.
+
+        An embedding table that is not also the head counts nothing, since only rows of it are read. Of experts it is
+        the expected number, if all are chosen equally often. Rows that are packed twice count twice; plans ask models
+        that are not packed.
+        """
         read = self.num_bytes - self._looked_up_bytes
         if self.config.experts is None:
             return read
@@ -198,8 +201,8 @@ class Decoder(nn.Module):
 
     @property
     def _looked_up_bytes(self) -> int:
-        """Bytes of the embedding that products do not read: all where the head is another matrix, and what is kept for
-        looking up beside a packed head."""
+        """Bytes of the embedding that matrix products do not read: all of it if the head is another matrix, else the
+        copy for look-ups beside a packed head."""
         if self.head is not None:
             return self.embedding.nbytes
         if not isinstance(self.embedding, QuantisedMatrix) or self.embedding.packed is None:
@@ -208,7 +211,7 @@ class Decoder(nn.Module):
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of the weights of experts among which tokens choose."""
+        """Bytes of the experts' weights, without shared experts."""
         return sum(weight.nbytes for name, weight in self.named_parameters() if ".mlp.experts." in name)
 
     def _computing(self) -> Iterator[Computing]:

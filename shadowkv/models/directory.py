@@ -1,4 +1,4 @@
-"""What the JSON files of a Hugging Face directory say: the config, how the weights are stored, and how to sample."""
+"""Reads the JSON files of a Hugging Face directory: the config, the format of the weights, and sampling defaults."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from shadowkv.models.quantization import read_quantization
 GENERATION_CONFIG = "generation_config.json"
 
 NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
-"""The parameters that are used from it, as in vLLM, and their types."""
+"""Parameters of generation_config.json that are used, as in vLLM, and their types."""
 
 OVERRIDES = (*NUMBERS, "seed")
-"""Those that a server may have defaults of its own for."""
+"""Sampling parameters that a server can have its own defaults for."""
 
 
 def read_sampling(directory: Path) -> dict[str, float]:
-    """Sampling parameters that a model's authors recommend, in its generation_config.json: none without that file.
+    """Sampling parameters that the model's authors recommend in generation_config.json; empty without that file.
 
     Raises ModelFileError.
     """
     file = directory / GENERATION_CONFIG
     if not is_there(file):
         return {}
-    given = {name: value for name, value in read_json(file).items() if name in NUMBERS and value is not None}
-    for name, value in given.items():
+    recommended = {name: value for name, value in read_json(file).items() if name in NUMBERS and value is not None}
+    for name, value in recommended.items():
         if type(value) not in (int, NUMBERS[name]) or not abs(value) < 2**31:
-            raise ModelFileError(file, f"{name}={str(value)[:60]} is no number of its kind", "correct or remove it")
-    return given
+            raise ModelFileError(file, f"{name}={str(value)[:60]} is not a valid number", "correct or remove it")
+    return recommended
 
 
 def config_from_directory(
     path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None
 ) -> tuple[ModelConfig, Format | None]:
-    """From config.json, and the format that it says the weights are in, None if they are not quantised;
+    """The config from config.json, and the format of the weights; None if they are not quantised.
     generation_config.json adds its eos tokens.
 
     Args:
         path: the directory, or a config.json alone.
 
-    Raises FileNotFoundError without a config.json, ModelFileError where a file is wrong or the model cannot be run, and
+    Raises FileNotFoundError without a config.json, ModelFileError if a file is wrong or the model cannot be run, and
     SettingsError for overrides.
     """
     file = path / "config.json" if path.is_dir() else path

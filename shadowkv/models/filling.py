@@ -1,4 +1,4 @@
-"""Fills a decoder with the weights of a checkpoint, as its files store them, or with random numbers."""
+"""Fills a decoder with the weights of a checkpoint, in the form of its files, or with random numbers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shadowkv.ops.quantised.rows import Form, QuantisedRows
 SEED = 0
 
 _SPREAD = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93, "e4m3": 64.0}
-"""Standard deviation of random codes: of all bytes alike, of e4m3 as they are drawn."""
+"""Standard deviation of random codes: of uniform bytes, and for e4m3 of the normal numbers that are drawn."""
 
 
 def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Checks what files say about their tensors against the model, which may be on the ``meta`` device.
+    """Checks the shapes of the files' tensors against the model, which can be on the ``meta`` device.
 
-    Raises ValueError naming tensors that are missing, unexpected or of the wrong shape.
+    Raises ValueError that names tensors that are missing, unexpected or of the wrong shape.
     """
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     problems = []
@@ -46,11 +46,11 @@ def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[
 
 @torch.no_grad()
 def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored]], shard: Shard) -> None:
-    """Copies its shard of a stream of named tensors, whose shapes were checked, one at a time, casting to the
-    parameters' dtype.
+    """Copies this rank's shard from a stream of named tensors, one at a time, and casts them to the parameters' dtype.
+    The shapes must have been checked.
 
-    Tensors of projections in fp8 are quantised on the way: the model never exists in both forms. What stays quantised
-    as the files store it is copied unchanged.
+    Weights of fp8 projections are quantised on the way, so that the model never exists in both forms. Weights that stay
+    quantised are copied unchanged.
     """
     parameters = dict(model.named_parameters())
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedMatrix)}
@@ -81,11 +81,11 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
 def stored_row_blocks(
     outline: nn.Module, targets: Targets, forms: Mapping[str, Form], shard: Shard
 ) -> dict[str, tuple[RowBlock, ...]]:
-    """How a shard's rows of parameters are stored that have any in a form that stays as it is.
+    """Row blocks of a shard's parameters that have any rows in a quantised form.
 
     Args:
-        outline: the whole model, which may be on the ``meta`` device.
-        forms: those that stay, by tensor.
+        outline: the whole model, which can be on the ``meta`` device.
+        forms: forms that weights stay in, by tensor.
     """
     columns = {name: parameter.shape[-1] for name, parameter in outline.named_parameters()}
     row_blocks: dict[str, dict[int, RowBlock]] = {}
@@ -103,21 +103,23 @@ def stored_row_blocks(
 
 
 def quantised(model: nn.Module, targets: Targets) -> dict[str, Target]:
-    """Tensors that become weights of quantised projections: those of ``targets``, by name."""
+    """The ``targets`` whose parameters are weights of fp8 projections, by tensor."""
     parameters = {name for name, _ in model.named_parameters()}
     return {name: target for name, target in targets.items() if target.parameter + SCALE in parameters}
 
 
 def _is_derived(name: str) -> bool:
-    """Whether old files contain the tensor though the config implies it: rotation tables, a copy of a tied head."""
+    """Whether the tensor follows from the config and only old files contain it: rotation tables, a copy of a tied
+    head."""
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
 
 
 @torch.no_grad()
 def fill_dummy(model: Decoder) -> None:
-    """Random weights, for measuring speed without a checkpoint (``load_format="dummy"``): fills the model where it is.
+    """Fills the model, on its device, with random weights, to measure speed without a checkpoint
+    (``load_format="dummy"``).
 
-    Matrices are such that activations keep their scale, norms are one, biases zero. Each rank of a model gets
+    Matrices are scaled so that activations keep their magnitude; norms are one, biases zero. Each rank of a model gets
     different numbers.
     """
     generator = torch.Generator(model.device).manual_seed(SEED + model.group.rank)
@@ -145,7 +147,7 @@ def fill_dummy(model: Decoder) -> None:
 
 @torch.no_grad()
 def fill_random(matrix: QuantisedMatrix, generator: torch.Generator) -> None:
-    """Random numbers such that products are about as large as what is multiplied."""
+    """Random numbers, scaled so that products have about the magnitude of their inputs."""
     for rows in matrix.stored(0, matrix.num_rows):
         if isinstance(rows, QuantisedRows):
             _draw(rows, matrix.columns**-0.5, generator)
@@ -154,7 +156,7 @@ def fill_random(matrix: QuantisedMatrix, generator: torch.Generator) -> None:
 
 
 def _draw(rows: QuantisedRows, deviation: float, generator: torch.Generator) -> None:
-    """Numbers of that deviation: codes are any, scales all alike."""
+    """Draws numbers of the standard deviation ``deviation``: random codes with equal scales."""
     form = rows.form
     assert isinstance(form, GroupForm), f"no random numbers in {form.name}"
     (codes, scales, *rest), spread = rows.tensors, _SPREAD[form.element]

@@ -1,4 +1,4 @@
-"""Models that are known by a name of their own: where their weights are, or whose shape it is."""
+"""The catalogue of models with short names: where their weights are, or only their config."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shadowkv.models.downloads import HubFile, WheelFile, WheelParts
 
 @dataclass(frozen=True)
 class Adapted:
-    """Another catalogue model's weights with an adapter that comes with the package, in adapters/<name>."""
+    """Weights of another catalogue model, with an adapter from the package's adapters/<name>."""
 
     base: str
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A config alone, of the model with this id on the hub."""
+    """Only a config, of the model with this id on the hub."""
 
     hub_id: str
 
@@ -74,15 +74,14 @@ CATALOGUE: dict[str, WheelFile | HubFile | Adapted | Shape] = {
     "phi-3-mini-128k": Shape("microsoft/Phi-3-mini-128k-instruct"),
     "qwen2-7b": Shape("Qwen/Qwen2-7B-Instruct"),
 }
-"""Name -> where its weights are, or whose shape it is; catalogue/<name>.json has its config."""
+"""Name -> the model's weights, or only its shape; catalogue/<name>.json has its config."""
 
 BETTER = "qwen2.5-coder-1.5b-instruct"
-"""What answers well enough for documents, and is small enough for a CPU."""
+"""A model that answers well enough for documents, and is small enough for a CPU."""
 
 
 def advice(name: str) -> str | None:
-    """What is to be expected of the model that comes first, which is tiny, and how to get a better one; None for
-    others."""
+    """A warning about the quality of the tiny default models, with a better one to use; None for other models."""
     if not isinstance(CATALOGUE.get(name), (WheelFile, Adapted)):
         return None
     return (

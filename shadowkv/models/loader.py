@@ -1,4 +1,4 @@
-"""Loading: a source and the user's overrides -> a decoder with its weights, its config and its tokeniser."""
+"""Loads a model: from a source and the user's overrides to a decoder with its weights, config and tokenizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ from shadowkv.ops.scaled_matmul.cuda import MIN_CAPABILITY
 from shadowkv.wording import GIB, OutOfMemory, SettingsError, counted
 
 Runnable = Callable[[ModelConfig, Mapping[str, Form]], ModelConfig]
-"""The config as it will be run, of the files' own and the forms of their quantised weights; refuses what cannot run."""
+"""Returns the config to run, given the files' config and the forms of their quantised weights; raises if it cannot
+run."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,13 @@ class LoadedModel:
 
     Attributes:
         config: the config with the user's overrides applied.
-        shard: the part of it that this rank has; all of it if the model is on one device.
-        model: that part, on its device.
-        tokenizer: the model's, or bytes if the weights are dummies.
-        name: the catalogue name or hub id it was requested by, or the last part of its path.
-        notes: what was done to weights that the user may not expect, one line each.
+        shard: this rank's part of it; all of it if the model is on one device.
+        model: that part's decoder, on its device.
+        tokenizer: the model's tokenizer, or a byte tokenizer for dummy weights.
+        name: the catalogue name or hub id that was requested, or the last part of its path.
+        notes: unexpected conversions of weights, one line each.
         sampling: parameters in its generation_config.json.
-        path: its file or folder; None if the weights are dummies.
+        path: its file or folder; None for dummy weights.
     """
 
     config: ModelConfig
@@ -87,9 +88,9 @@ def load_plan(
     quantization: str | None = None,
     hub: Hub = HUB,
 ) -> tuple[ModelConfig, dict[str, Form]]:
-    """As ``load_config``, and the forms of the weights that are quantised, by name, as far as configs say.
+    """As ``load_config``, with the forms of quantised weights, by name, as far as configs show them.
 
-    Files in 8-bit floats are planned with 8-bit arithmetic, for GPUs that have it, but for experts.
+    Checkpoints in 8-bit floats are planned with 8-bit arithmetic, for GPUs that support it, except experts.
     """
     path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
     if quantization == DEQUANTISED:
@@ -110,7 +111,7 @@ def load_plan(
 def _stated_by(
     source: str | Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, hub: Hub
 ) -> tuple[Path, ModelConfig, Format | None]:
-    """Where a source's config is, what it says, and the format that its weights are in."""
+    """The path of a source's config, the config, and the format of its weights."""
     path = resolve(source, weights=False, hub=hub)
     if path.suffix == ".gguf":
         return path, config_from_gguf(GGUFFile(path), max_model_len, hf_overrides), None
@@ -120,8 +121,8 @@ def _stated_by(
 def plan_on(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, forms: Mapping[str, Form]
 ) -> tuple[ModelConfig, dict[str, Form]]:
-    """What ``load_plan`` gives, as it is run on a device: without 8-bit arithmetic where there is none, and with those
-    forms alone that weights stay in."""
+    """``load_plan``'s result adapted to a device: without 8-bit arithmetic if it has none, and with only the forms that
+    weights stay in."""
     if config.quantization is not None and unfit(device, dtype) is not None:
         config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
     return config, storage.kept(forms, config, dtype, device)
@@ -146,38 +147,38 @@ def load_model(
 
     Args:
         source: catalogue name, Hugging Face directory (safetensors), .gguf file, or hub id ``org/name``.
-        dtype: of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
-        device: where the weights go.
+        dtype: dtype of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+        device: device of the weights.
         load_format: ``auto``, ``safetensors`` (no .gguf file), or ``dummy`` for random weights of the right shapes.
         adapter: directory of a PEFT LoRA adapter to merge.
-        hf_overrides: entries that replace those of the model's config, by the names of a config.json. With a
-            ``rope_theta`` the longest sequence is ``max_model_len``, as the user says.
+        hf_overrides: entries that replace those of the model's config, named as in config.json. With a ``rope_theta``,
+            the user decides the longest sequence with ``max_model_len``.
         max_model_len: longest sequence that will be run; decides LongRoPE's factors.
-        quantization: ``fp8`` stores the weights of projections in 8-bit floats, which fp8 checkpoints have anyway where
-            the GPU has arithmetic for them; ``none`` dequantises weights whatever files have them in. A name of
-            ``SHAPES`` is the form of random weights; with files it has to be the method that these are quantised with.
+        quantization: ``fp8`` stores the weights of projections in 8-bit floats; fp8 checkpoints do so anyway if the GPU
+            supports the arithmetic. ``none`` dequantises weights of any checkpoint. A name of ``SHAPES`` is the form of
+            random weights; for files it must be the method that they are quantised with.
         group: the ranks that the model is split across.
-        expert_parallel: each rank has some of the experts whole, instead of a part of every one.
-        hub: what of the hub is used, where ``source`` is an id there.
-        tokenizer: a source whose tokenizer is used instead of the model's own.
+        expert_parallel: each rank has some experts whole, instead of a part of every expert.
+        hub: settings of the hub, if ``source`` is a hub id.
+        tokenizer: a source whose tokenizer replaces the model's own.
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
-        ValueError: the config cannot be run, ``max_model_len`` is too long, tensors are missing or left over, or a
-            file is corrupt or says that the checkpoint is quantised in a way that is not known: ModelFileError, one
-            line naming it. Or ``quantization`` is fp8 and the device does not support its arithmetic.
+        ValueError: the config cannot be run, ``max_model_len`` is too long, tensors are missing or left over, or
+            ``quantization`` is fp8 and the device does not support it. A file that is corrupt, or quantised in an
+            unsupported way, raises ModelFileError, whose message is one line with the file's name.
         OSError: a file cannot be read, or a download failed.
-        MemoryError: the weights need more memory than is free on ``device``; none has been read or created then.
+        MemoryError: the weights need more memory than is free on ``device``; raised before any are read or created.
     """
     if load_format not in LOAD_FORMATS:
         raise SettingsError(f"load_format={load_format!r} is not one of {', '.join(LOAD_FORMATS)}", ["load_format"])
     name, device = _name(source), torch.device(device)
     weights_dtype, adapter = _dtype(dtype, device), _adapter(source, adapter, load_format)
-    check_quantization(quantization, device, weights_dtype)  # before anything is fetched or read
+    check_quantization(quantization, device, weights_dtype)  # before any download
 
     def runnable(config: ModelConfig, forms: Mapping[str, Form]) -> ModelConfig:
-        own = quantization != DEQUANTISED and storage.is_fp8(forms) and unfit(device, weights_dtype) is None
-        return replace(config, quantization="fp8") if own or quantization == "fp8" else config
+        in_fp8 = quantization != DEQUANTISED and storage.is_fp8(forms) and unfit(device, weights_dtype) is None
+        return replace(config, quantization="fp8") if in_fp8 or quantization == "fp8" else config
 
     if load_format == "dummy":
         config, forms = plan_on(
@@ -187,7 +188,7 @@ def load_model(
         shard = Shard(config, group.rank, group.size, expert_parallel)
         return _dummy(shard, forms, weights_dtype, device, group, name, read_tokenizer)
     if is_hub_id(source):
-        # What cannot be run is refused before gigabytes of its weights are fetched.
+        # Models that cannot be run are refused before gigabytes of weights are downloaded.
         _, _, format = _stated_by(source, max_model_len, hf_overrides, hub)
         storage.check_stated(quantization, None if format is None else format.method, str(source))
     path = _of_format(resolve(source, weights=True, hub=hub), load_format)
@@ -213,7 +214,7 @@ def _load(
     group: Group,
     dequantised: bool,
 ) -> tuple[Decoder, tuple[str, ...]]:
-    """A rank's part of a model, and what was done to weights that the user may not expect, one line each; all are in
+    """A rank's part of a model, with notes on unexpected conversions of weights, one line each; all weights are in
     ``dtype`` if ``dequantised``."""
     config, shapes, tensors = files.config, files.shapes, files.tensors
     forms = {} if dequantised else storage.kept(files.forms, config, dtype, device)
@@ -229,7 +230,7 @@ def _load(
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
             notes.append(f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...")
-            forms = storage.kept(forms, config, dtype, device)  # without what those leave alone in their experts
+            forms = storage.kept(forms, config, dtype, device)  # again: all experts of a projection must have one form
     row_blocks = stored_row_blocks(outline, targets, forms, shard)
     check_memory(Decoder(shard.config, dtype, "meta", row_blocks, group), device)
     model = Decoder(shard.config, dtype, device, row_blocks, group)
@@ -260,14 +261,15 @@ def load_tokenizer(
     hub: Hub = HUB,
     tokenizer: str | Path | None = None,
 ) -> Tokenizer:
-    """The tokeniser that ``load_model`` gives, without reading the weights beside it; raises as that does."""
+    """The tokenizer that ``load_model`` returns, without reading the weights; raises as ``load_model`` does."""
     _, config, _ = _stated_by(source, max_model_len, hf_overrides, hub)
     own = None if load_format == "dummy" else source
     return _tokenizer(own if tokenizer is None else tokenizer, config, hub)
 
 
 def _tokenizer(source: str | Path | None, config: ModelConfig, hub: Hub) -> Tokenizer:
-    """The tokenizer of a source, for a model of ``config``; without one a token is a byte, as random weights need."""
+    """The tokenizer of a source, for a model of ``config``; without a source a byte tokenizer, which random weights
+    need."""
     if source is None:
         return byte_tokenizer(config.vocab_size, config.eos_token_ids)
     path = resolve_tokenizer(source, hub)
@@ -283,7 +285,7 @@ def _of_format(path: Path, load_format: str) -> Path:
 
 
 def _adapter(source: str | Path, adapter: str | Path | None, load_format: str) -> str | Path | None:
-    """The adapter to merge: the user's, or that of a catalogue model."""
+    """The adapter to merge: the user's, or a catalogue model's."""
     own = adapter_of(source)
     if adapter is None:
         return own
@@ -295,7 +297,7 @@ def _adapter(source: str | Path, adapter: str | Path | None, load_format: str) -
 
 
 def _stated(source: str | Path) -> Path | None:
-    """The config of a catalogue model with an adapter: its base's file does not say what that was trained for."""
+    """The config of a catalogue model with an adapter: the base model's file does not have the adapter's settings."""
     return None if adapter_of(source) is None else config_file(str(source))
 
 
@@ -320,15 +322,15 @@ def _dummy(
 
 @dataclass(frozen=True)
 class _Files:
-    """What a model's files say, before any weight is read.
+    """The content of a model's files, before any weight is read.
 
     Attributes:
-        tokenizer: reads it.
-        shapes: of all weights, by their names in the files.
+        tokenizer: reads the tokenizer.
+        shapes: shapes of all weights, by their names in the files.
         tensors: the weights, read ahead.
-        forms: of weights that are quantised, by their names.
-        method: that they are quantised with, where they are in a directory.
-        notes: what is read in another way than the user may expect, one line each.
+        forms: forms of quantised weights, by their names.
+        method: quantisation method of a directory's weights, if any.
+        notes: unexpected conversions of weights, one line each.
     """
 
     config: ModelConfig
@@ -348,7 +350,7 @@ def _gguf(
     pinned: bool,
     stated: Path | None,
 ) -> _Files:
-    """``stated`` is a config.json that is read instead of the file's own config."""
+    """The files of a GGUF model; ``stated`` is a config.json that replaces the file's own config."""
     file = GGUFFile(path)
     if stated is None:
         config = runnable(config_from_gguf(file, max_model_len, hf_overrides), {})
@@ -381,7 +383,7 @@ def _directory(
 
 
 def _with_separate_experts(files: _Files, *, in_gguf: bool) -> _Files:
-    """``files`` with a weight for each expert, and without those of layers that draft tokens."""
+    """``files`` with one weight per expert, and without the layers that draft tokens."""
     if files.config.experts is None:
         return files
     separate, notes = _separate(files.config, files.shapes, files.forms, in_gguf=in_gguf), files.notes
@@ -425,7 +427,7 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
 
 
 def check_quantization(quantization: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises SettingsError for unknown names, and for fp8 where it cannot run."""
+    """Raises SettingsError for unknown names, and for fp8 if it cannot run."""
     if quantization not in (None, *QUANTIZATIONS):
         reason = f"quantization={quantization!r} is not one of {', '.join(QUANTIZATIONS)}"
         raise SettingsError(reason, ["quantization"])
@@ -434,9 +436,9 @@ def check_quantization(quantization: str | None, device: torch.device, dtype: to
 
 
 def check_memory(outline: Decoder, device: torch.device) -> None:
-    """Raises MemoryError if the weights, wherever they come from, need more than is free.
+    """Raises MemoryError if the weights need more memory than is free.
 
-    Missing host memory would be granted, and the process killed while it is filled.
+    On the host, the allocation would succeed, and the process would be killed while it fills the memory.
     """
     need = outline.num_packed_bytes if device.type == "cuda" else outline.num_bytes
     free = free_bytes(device)
@@ -452,7 +454,7 @@ def check_memory(outline: Decoder, device: torch.device) -> None:
 
 
 def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a model cannot run there with fp8 weights and everything else in ``dtype``; None if it can."""
+    """Why a model with fp8 weights and other weights in ``dtype`` cannot run on a device; None if it can."""
     least = "fp8 needs a GPU of compute capability {}.{} or more (Ada, Hopper or newer)".format(*MIN_CAPABILITY)
     if device.type != "cuda":
         return f"{least}, and the device is {device}"

@@ -1,4 +1,5 @@
-"""Quantised checkpoints in a Hugging Face directory: what its JSON files say, and the format that reads it."""
+"""Finds the quantisation config of a Hugging Face directory in its JSON files, and the format that reads the
+weights."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from shadowkv.models.families.registry import FAMILIES
 
 _PLACE = "quantization_config"
 _KEYS = {_PLACE: None, "compression_config": "compressed-tensors", "quantization": "mlx"}
-"""Its names in config.json -> the method that uses the name without stating the method."""
+"""Names of the quantisation config in config.json -> the method, for a name that one method uses without stating it."""
 
 SEPARATE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where GPTQ, AWQ and ModelOpt put it before it had a place in config.json; without one there, they are read."""
+"""Separate files of GPTQ's, AWQ's and ModelOpt's quantisation configs; read only if config.json has none."""
 
 _NESTED = ("text_config", "llm_config", "language_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -35,15 +36,15 @@ _TELLING = {
     "modelopt": ("quant_algo", "producer"),
     "compressed-tensors": ("config_groups", "sparsity_config"),
 }
-"""Method -> fields that only its configs have, for old ones that do not name it."""
+"""Method -> fields that only its configs have, for old configs that do not state the method."""
 
 REMEDY = "use the unquantised checkpoint, or a GGUF file of the model where there is one"
 
 
 def read_quantization(file: Path, hf: Mapping[str, Any]) -> Format | None:
-    """The format of a checkpoint, None if it is not quantised.
+    """The format of a checkpoint; None if it is not quantised.
 
-    Raises ModelFileError, naming the method and the file that states it, for what cannot be loaded.
+    Raises ModelFileError, naming the method and the file that states it, for unsupported formats.
 
     Args:
         file: its config.json; older repositories have a separate file beside it.
@@ -67,7 +68,7 @@ def _read(file: Path, name: str, stated: Any, model_type: Any, writer: str | Non
         return None
     if not isinstance(stated, Mapping):
         raise ModelFileError(file, f"{name}={str(stated)[:60]} is not an object", REMEDY)
-    # ModelOpt's own file has all of it one level deeper, and compressed-tensors' once had.
+    # ModelOpt's separate file has the config one level deeper, and so do old configs of compressed-tensors.
     for key in ("quantization", _PLACE):
         deeper = stated.get(key)
         stated = {**stated, **(deeper if isinstance(deeper, Mapping) else {})}
@@ -91,7 +92,7 @@ def _read(file: Path, name: str, stated: Any, model_type: Any, writer: str | Non
 
 def _asks_for_something(stated: Mapping[str, Any]) -> bool:
     set_fields = {key for key, value in stated.items() if value is not None} - set(_DTYPE_KEYS)
-    # bitsandbytes' defaults, which some tools write into every config.
+    # bitsandbytes' defaults, which some tools write into every config, do not count.
     switched = [stated[key] for key in _LOAD_IN if key in stated]
     return bool(set_fields) and not (switched and not any(switched))
 

@@ -1,8 +1,8 @@
-"""Which part of a model a tensor-parallel rank holds: attention heads, the MLP's inner width, the vocabulary, and of
-experts a part of every one's inner width, or some of them whole.
+"""The part of a model that a tensor-parallel rank holds: attention heads, the MLP's inner width, the vocabulary; and of
+experts either a part of every expert's inner width, or some experts whole.
 
-Megatron-LM (arXiv:1909.08053), section 3: rows of what produces heads and the MLP's inner values, columns of what
-consumes them; the ranks' outputs are then summed.
+Megatron-LM (arXiv:1909.08053), section 3: a rank has rows of the projections that produce heads and the MLP's inner
+values, and columns of those that consume them. The ranks' outputs are then summed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shadowkv.ops.quantised.rows import Form, QuantisedRows
 from shadowkv.wording import SettingsError, counted
 
 Span = tuple[int, int]
-"""First number, and the one after the last."""
+"""A range [first, stop)."""
 
 INNER_MULTIPLE = 16
-"""The MLP's inner width is split at its multiples, as tensor cores need."""
+"""The MLP's inner width is split at multiples of this number, as tensor cores need."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank holds of a parameter.
+    """The part of a parameter that a rank holds.
 
     Attributes:
-        rows: spans of its rows, in order, and held in this order.
+        rows: spans of its rows, in order, which is also the order in which the rank holds them.
         columns: a span of its columns; None for all.
     """
 
@@ -49,15 +49,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a model; raises ValueError if it cannot be split.
+    """A rank's part of a model; raises ValueError if the model cannot be split.
 
-    Heads go in whole groups to at most as many ranks as there are kv heads, as evenly as possible. If there are more
-    ranks, several hold the same kv head, each for some of its query heads.
+    Whole groups of heads go to at most as many ranks as there are kv heads, as evenly as possible. If there are more
+    ranks, several hold the same kv head, each with some of its query heads.
 
     Attributes:
         whole: the whole model.
         rank, size: this rank's number, and the number of ranks.
-        expert_parallel: experts are whole, and each is on one rank.
+        expert_parallel: whether each expert is whole and on one rank.
     """
 
     whole: ModelConfig
@@ -67,7 +67,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank {self.rank} is none of {self.size}")
+            raise ValueError(f"rank {self.rank} is not among {self.size} ranks")
         if self.size > self.whole.num_query_heads:
             raise SettingsError(
                 f"tensor_parallel_size={self.size} is more than the model's "
@@ -87,7 +87,7 @@ class Shard:
 
     @property
     def kv_heads(self) -> Span:
-        """The kv heads whose keys and values are here."""
+        """The kv heads of this rank."""
         heads, size, rank = self.whole.num_kv_heads, self.size, self.rank
         if size <= heads:
             return share(heads, rank, size)
@@ -96,7 +96,7 @@ class Shard:
 
     @property
     def query_heads(self) -> Span:
-        """The query heads that attend to them."""
+        """The query heads of this rank, which attend to its kv heads."""
         group = self.whole.shape.group
         first, last = self.kv_heads
         if self.size <= self.whole.num_kv_heads:
@@ -107,17 +107,17 @@ class Shard:
 
     @property
     def _ranks_of_head(self) -> list[int]:
-        """Ranks that share each kv head, where there are more ranks than heads."""
+        """Number of ranks that share each kv head, if there are more ranks than heads."""
         heads = self.whole.num_kv_heads
         return [stop - start for start, stop in (share(self.size, head, heads) for head in range(heads))]
 
     @property
     def inner(self) -> Span:
-        """The MLP's inner values that are computed here."""
+        """This rank's inner values of the MLP."""
         return self._inner("intermediate_size", self.whole.intermediate_size)
 
     def _inner(self, name: str, width: int) -> Span:
-        """This rank's share of an inner width; raises SettingsError if it has none."""
+        """This rank's share of an inner width; raises SettingsError if it is empty."""
         first, last = share(width, self.rank, self.size, INNER_MULTIPLE)
         if first == last:
             reason = f"tensor_parallel_size={self.size} is too much for {name}={width}"
@@ -126,7 +126,7 @@ class Shard:
 
     @property
     def experts(self) -> Span:
-        """The experts that are here, whole or in part."""
+        """The experts of this rank, whole or in part."""
         assert self.whole.experts is not None, "there are no experts"
         count = self.whole.experts.routing.experts
         if not self.expert_parallel:
@@ -138,27 +138,27 @@ class Shard:
 
     @property
     def experts_inner(self) -> Span:
-        """The inner values that are computed here of each of those experts."""
+        """This rank's inner values of each of its experts."""
         assert self.whole.experts is not None, "there are no experts"
         width = self.whole.experts.intermediate_size
         return (0, width) if self.expert_parallel else self._inner("the experts' intermediate_size", width)
 
     @property
     def shared_inner(self) -> Span:
-        """The inner values that are computed here of the expert that every token is given to."""
+        """This rank's inner values of the shared expert."""
         assert self.whole.experts is not None, "there are no experts"
         width = self.whole.experts.shared_size
         return self._inner("the shared expert's intermediate_size", width) if width else (0, 0)
 
     @property
     def vocabulary(self) -> Span:
-        """Tokens whose embedding and logits are here: the same number as on every other rank, except the last ones."""
+        """Tokens whose embeddings and logits this rank has: equally many on every rank, except the last ones."""
         each, count = vocabulary_rows(self.whole, self.size), self.whole.vocab_size
         return min(count, self.rank * each), min(count, (self.rank + 1) * each)
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The model as the rank's layers and its cache see it: heads and inner width are its own."""
+        """The model as this rank's layers and cache see it, with its own heads and inner width."""
         whole = self.whole
         config = replace(
             whole,
@@ -198,7 +198,7 @@ class Shard:
         return keys.of_heads(spec, whole, last - first)
 
     def cut(self, parameter: str) -> Cut | None:
-        """What it holds of a parameter; None if that is all of it."""
+        """The part of a parameter that this rank holds; None if that is all of it."""
         name = parameter.rpartition("layers.")[2].partition(".")[2] or parameter
         if name not in self._cuts:
             self._cuts[name] = self._cut(name)
@@ -206,11 +206,11 @@ class Shard:
 
     @cached_property
     def _cuts(self) -> dict[str, Cut | None]:
-        """Those that were asked for, which are the same in all layers: experts have thousands of tensors."""
+        """Results of ``cut``, by name within a layer: all layers are alike, and experts have thousands of tensors."""
         return {}
 
     def _cut(self, name: str) -> Cut | None:
-        """``cut`` by the name within a layer, or of what is in none."""
+        """``cut`` by the parameter's name within its layer, or its full name outside of layers."""
         module, _, kind = name.rpartition(".")
         whole, dim = self.whole, self.whole.head_dim
         q, kv = whole.num_query_heads * dim, whole.shape.kv_dim
@@ -230,13 +230,13 @@ class Shard:
         if module == "mlp.gate_up":
             return Cut((self.inner, _moved(self.inner, whole.intermediate_size)))
         if module in ("attention.out", "mlp.down"):
-            if kind == "bias":  # once in the sum
+            if kind == "bias":  # only one rank adds it to the sum
                 return Cut(((0, whole.hidden_size),) if self.rank == 0 else ())
             return Cut(((0, whole.hidden_size),), queries if module == "attention.out" else self.inner)
         return None
 
     def _cut_experts(self, module: str, kind: str) -> Cut:
-        """``cut`` for experts, whose rows are one after the other, or for the one that they share."""
+        """``cut`` for the rows of all experts, which follow one another, or for the shared expert."""
         experts, hidden = self.whole.experts, self.whole.hidden_size
         assert experts is not None, "there are no experts"
         if module.startswith("mlp.shared."):
@@ -245,7 +245,7 @@ class Shard:
             numbers, size, inner = range(*self.experts), experts.intermediate_size, self.experts_inner
         if module.endswith(".down"):
             rows = numbers.start * hidden, numbers.stop * hidden
-            if kind == "bias":  # once in the sum
+            if kind == "bias":  # only one rank adds it to the sum
                 return Cut((rows,) if inner == (0, size) or self.rank == 0 else ())
             return Cut((rows,), None if inner == (0, size) else inner)
         if inner == (0, size):
@@ -254,8 +254,8 @@ class Shard:
         return Cut(tuple(_moved(inner, half * size) for half in halves))
 
     def pieces(self, parameter: str, start: int, stop: int, stored: Stored) -> Iterator[tuple[slice, Stored]]:
-        """Which parts of a tensor, which is rows ``start`` to ``stop`` of a whole parameter, go to which of its rows
-        here. Quantised numbers whose columns cannot be cut are dequantised."""
+        """This rank's parts of a tensor that is rows ``start`` to ``stop`` of a whole parameter, each with its rows in
+        the rank's parameter. Quantised rows whose columns cannot be cut are dequantised."""
         cut = self.cut(parameter)
         for here, rows in self.spans(parameter, start, stop):
             part = stored[rows]
@@ -267,8 +267,8 @@ class Shard:
             yield here, part
 
     def spans(self, parameter: str, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-        """Of rows ``start`` to ``stop`` of a whole parameter: which ranges of them are here, and where in these
-        rows."""
+        """This rank's ranges of rows ``start`` to ``stop`` of a whole parameter: each in the rank's parameter, and
+        relative to ``start``."""
         cut = self.cut(parameter)
         if cut is None:
             yield slice(start, stop), slice(0, stop - start)
@@ -281,15 +281,16 @@ class Shard:
             yield slice(here + low - first, here + high - first), slice(low - start, high - start)
 
     def form(self, parameter: str, form: Form, columns: int) -> Form | None:
-        """The form that rows of a whole parameter, of so many columns, have here; None if they are dequantised."""
+        """The form that rows of a whole parameter, with ``columns`` columns, have on this rank; None if they are
+        dequantised."""
         cut = self.cut(parameter)
         if cut is not None and parameter in ("embedding", "head"):
-            return None  # whose last rows may be padding
+            return None  # their last rows may be padding
         return form if cut is None or cut.columns is None else form.cut_form(columns, *cut.columns)
 
 
 def vocabulary_rows(config: ModelConfig, size: int) -> int:
-    """Rows of every rank's part of the embedding and the head; the last ones may be padding."""
+    """Rows of the embedding and the head on every rank; the last ones may be padding."""
     return -(-config.vocab_size // size)
 
 

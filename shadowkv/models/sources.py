@@ -1,4 +1,4 @@
-"""Where a model comes from: catalogue name, directory, GGUF file or hub id -> a path on this machine."""
+"""Resolves a model's source to a path on this machine: catalogue name, directory, GGUF file or hub id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _CONFIG_FILES = ["config.json", "generation_config.json", *SEPARATE_FILES]
 _TOKENIZER_FILES = ["*.json", "*.jinja"]
 _ALL_FILES = ["*.safetensors", *_TOKENIZER_FILES]
-"""Never pickled files: they can run code."""
+"""Patterns of downloaded files; never pickled ones, which can run code."""
 
 
 def config_file(name: str) -> Path:
@@ -27,7 +27,7 @@ def config_file(name: str) -> Path:
 
 
 def adapter_of(source: str | Path) -> Path | None:
-    """The adapter that belongs to a catalogue model; None where ``source`` is anything else."""
+    """The adapter of a catalogue model; None for other sources."""
     name = str(source)
     return _ADAPTERS / name if isinstance(CATALOGUE.get(name), Adapted) else None
 
@@ -35,7 +35,7 @@ def adapter_of(source: str | Path) -> Path | None:
 def fetch(name: str, hub: Hub = HUB) -> Path:
     """The weights of a catalogue model, or of its base, downloaded once.
 
-    Raises ValueError where the catalogue has no weights for it and OSError where the download fails.
+    Raises ValueError if the catalogue has no weights for it and OSError if the download fails.
     """
     known = CATALOGUE[name]
     if isinstance(known, Adapted):
@@ -48,13 +48,13 @@ def fetch(name: str, hub: Hub = HUB) -> Path:
 
 
 def resolve(source: str | Path, *, weights: bool, hub: Hub = HUB) -> Path:
-    """A .gguf file, a directory, or the .json config of a catalogue model that has only that.
+    """The path of a source: a .gguf file, a directory, or, without ``weights``, the .json config of a catalogue model.
 
     Args:
-        source: what the user named.
+        source: the user's name for the model.
         weights: whether weights are needed; without them nothing large is downloaded.
 
-    Raises FileNotFoundError if it is none of those, ValueError if a catalogue model has no weights or a .gguf is a
+    Raises FileNotFoundError if there is no such model, ValueError if a catalogue model has no weights or a .gguf is a
     folder, OSError if a download fails.
     """
     name = str(source)
@@ -76,7 +76,7 @@ def resolve(source: str | Path, *, weights: bool, hub: Hub = HUB) -> Path:
 
 
 def resolve_tokenizer(source: str | Path, hub: Hub) -> Path:
-    """The .gguf file or the directory that holds a tokenizer; of the hub no weights are fetched. Raises as
+    """The .gguf file or directory with a source's tokenizer; no weights are downloaded from the hub. Raises as
     ``resolve``."""
     if is_hub_id(source):
         return _from_hub(str(source), _TOKENIZER_FILES, hub)
@@ -84,7 +84,8 @@ def resolve_tokenizer(source: str | Path, hub: Hub) -> Path:
 
 
 def is_hub_id(source: str | Path) -> bool:
-    """Whether it is fetched from the hub: it has that form, and is neither a known name nor a path on this machine."""
+    """Whether ``source`` is fetched from the hub: it has the form of a hub id, and is neither in the catalogue nor a
+    local path."""
     name, path = str(source), Path(source).expanduser()
     return bool(_HUB_ID.match(name)) and name not in CATALOGUE and path.suffix != ".gguf" and not path.exists()
 
@@ -96,8 +97,8 @@ def _from_hub(name: str, patterns: list[str], hub: Hub) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=folder, allow_patterns=patterns))
     except Exception as error:
-        reason = f"{name!r} is no local path, and the hub did not deliver it: {hub_reason(error)}"
-        # Its end is a version's or a purpose's: Llama-3.2-3B-Instruct is llama-3.2-3b in the catalogue.
+        reason = f"{name!r} is not a local path, and the hub did not deliver it: {hub_reason(error)}"
+        # A suffix of the id is its version or purpose: Llama-3.2-3B-Instruct is llama-3.2-3b in the catalogue.
         near = get_close_matches(name.rpartition("/")[2].lower(), CATALOGUE, 1, ALIKE)
         hint = f"; for a plan, the config of {near[0]!r} is known here" if near else ""
         raise OSError(f"{reason}{hint}") from error

@@ -1,4 +1,4 @@
-"""How a model's weights are stored: as files have them and plans say, what of it stays so, and what users are told."""
+"""Decides how weights are stored on a device: which of the files' forms stay, and what is reported about the others."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from shadowkv.ops.registry import choose
 from shadowkv.wording import GIB, SettingsError, counted
 
 Forms = Mapping[str, Form]
-"""Of quantised weights, by name."""
+"""Forms of quantised weights, by name."""
 
 
 def kept(forms: Forms, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Form]:
-    """Those of the weights that stay in their form where activations are in ``dtype``: where there are products for it,
-    with 8-bit arithmetic of experts alone. Others are dequantised as they load."""
+    """The forms that weights stay in on ``device``, with activations in ``dtype``: those with a matrix product for
+    them. With 8-bit arithmetic only experts stay quantised. All other weights are dequantised as they load."""
     backend = choose("quantised_matmul", device).backend
     if config.quantization is not None:
         forms = of_experts(forms)
@@ -41,8 +41,8 @@ def kept(forms: Forms, config: ModelConfig, dtype: torch.dtype, device: torch.de
 
 
 def on_gpus(forms: Forms, config: ModelConfig, dtype: torch.dtype) -> dict[str, Form]:
-    """Those of the weights that GPUs multiply in their form: of experts where all weights of a layer's projection have
-    the same, as they are one tensor then."""
+    """The forms that GPUs have matrix products for. Experts stay quantised only if all weights of a layer's projection
+    have one form, since they are stored as one tensor."""
     small = {name: form for name, form in forms.items() if humming.takes(form, dtype)}
     targets, forms_in = family(config.architecture).targets(config), dict[str, set[Form | None]]()
     for name, target in targets.items():
@@ -56,7 +56,7 @@ def on_gpus(forms: Forms, config: ModelConfig, dtype: torch.dtype) -> dict[str, 
 
 
 def of_experts(forms: Forms) -> dict[str, Form]:
-    """Those of the weights that are of experts among which tokens choose."""
+    """The forms of experts' weights, without shared experts."""
     return {name: form for name, form in forms.items() if _of_experts(name)}
 
 
@@ -65,7 +65,7 @@ def _of_experts(name: str) -> bool:
 
 
 def is_fp8(forms: Forms) -> bool:
-    """Whether all quantised weights are 8-bit floats."""
+    """Whether there are quantised weights and all are 8-bit floats."""
     return bool(forms) and all(isinstance(form, GroupForm) and form.element == "e4m3" for form in forms.values())
 
 
@@ -75,19 +75,20 @@ def projections(config: ModelConfig) -> list[str]:
 
 
 def check_stated(quantization: str | None, method: str | None, source: str) -> None:
-    """Raises SettingsError where files are not quantised with the method that the user names.
+    """Raises SettingsError if the files are not quantised with the method that the user names.
 
     Args:
-        method: theirs; None if they have none.
+        method: the files' method; None if they are not quantised.
     """
     if quantization not in (None, "fp8", DEQUANTISED, method):
         what = "are not quantised" if method is None else f"are in {method}"
-        reason = f"quantization={quantization!r}: the files of {source} {what}, and stay so; leave it out"
+        reason = f"quantization={quantization!r}: the files of {source} {what} and are loaded as they are; leave it out"
         raise SettingsError(reason, ["quantization"])
 
 
 def planned_forms(config: ModelConfig, format: Format | None, quantization: str | None) -> dict[str, Form]:
-    """Forms of weights, by name, as far as a config says, or as ``quantization`` names them for plain ones."""
+    """Forms of weights, by name, as far as the config shows them; for plain weights the forms that ``quantization``
+    names."""
     if format is None:
         return dict.fromkeys(projections(config), SHAPES[quantization]) if quantization in SHAPES else {}
     check_stated(quantization, format.method, "the model")
@@ -97,7 +98,7 @@ def planned_forms(config: ModelConfig, format: Format | None, quantization: str 
 
 
 def planned_row_blocks(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[str, tuple[RowBlock, ...]]:
-    """How a shard's parameters are stored where files, or random weights, have them in ``forms``."""
+    """Row blocks of a shard's parameters whose weights, in files or random, have the forms ``forms``."""
     outline, targets = Decoder(shard.whole, dtype, "meta"), family(shard.whole.architecture).targets(shard.whole)
     return stored_row_blocks(outline, targets, forms, shard)
 
@@ -109,8 +110,8 @@ def dequantised(
     device: torch.device,
     quantization: str | None,
 ) -> list[str]:
-    """What of the weights is dequantised as they load and what that takes, a line for each reason; ``quantization`` is
-    that of the products, or ``none`` if it was asked for."""
+    """Notes on weights that are dequantised as they load, with their memory, one line per reason. ``quantization`` is
+    that of the matrix products, or ``none`` if the user asked for it."""
     names_of: dict[str, list[str]] = {}
     for name in forms:
         names_of.setdefault(_why(name, forms[name], dtype, device, quantization), []).append(name)
@@ -127,12 +128,12 @@ def dequantised(
 
 
 def _why(name: str, form: Form, dtype: torch.dtype, device: torch.device, quantization: str | None) -> str:
-    """Why a weight does not stay as it is."""
+    """Why a weight is dequantised."""
     if quantization == DEQUANTISED:
         return f"quantization={quantization!r}"
     if device.type == "cuda":
         if quantization is not None and not _of_experts(name):
-            return f"quantization={quantization!r} keeps projections alone in few bits"
+            return f"quantization={quantization!r} stores only projections in few bits"
         if missing := humming.missing():
             return "; ".join(missing)
         if dtype != torch.bfloat16:
@@ -141,15 +142,15 @@ def _why(name: str, form: Form, dtype: torch.dtype, device: torch.device, quanti
             )
         if _of_experts(name) and humming.takes(form, dtype):
             return "experts stay as they are where all weights of a projection have one form"
-    return f"on {device} nothing multiplies them as they are"
+    return f"on {device} there is no matrix product for this form"
 
 
 def in_fp8(forms: Forms, names: Collection[str]) -> list[str]:
-    """What of the weights ``names``, which are in 8-bit floats here, is not as quantised files have it, a line each."""
+    """Notes on the weights ``names``, which this model has in 8-bit floats and the files do not, one line each."""
     lines, plain = [], [name for name in names if name not in forms]
     if plain:
         lines.append(f"{len(plain)} weights that the files have unquantised are quantised too: {plain[0]}, ...")
     others = sorted({forms[name].name for name in names if forms.get(name, FP8_ROWS) != FP8_ROWS})
     if others:
-        lines.append(f"weights in {' and '.join(others)} became 8-bit floats with one scale a row")
+        lines.append(f"weights in {' and '.join(others)} became 8-bit floats with one scale per row")
     return lines

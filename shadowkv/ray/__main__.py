@@ -1,4 +1,4 @@
-"""``shadowkv ray``: each of its subcommands is the ``main`` of a module of this package."""
+"""``shadowkv ray``: each of its subcommands is the ``main`` of a module in this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMANDS = {
     "serve": "one server whose requests are answered by several replicas of an engine, on Ray Serve",
     "batch": "a file of requests in the OpenAI batch format, answered by several replicas, on Ray Data",
 }
-"""Names of modules, which import Ray only when it is needed: ``--help`` works without it."""
+"""Names of modules, which import Ray only when they run, so that ``--help`` works without it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = import_module(f"shadowkv.ray.{command}").main(arguments[1:])
     except ModuleNotFoundError as error:
-        if error.name not in (None, "ray"):  # Ray without Ray Serve names no module
+        if error.name not in (None, "ray"):  # Ray without Ray Serve raises it without a name
             raise
         print(f"error: shadowkv ray {command} needs Ray: {adding('ray')}", file=sys.stderr)
         return 2

@@ -1,8 +1,8 @@
-"""Batch files on a Ray cluster: Ray Data assigns the lines to replicas, and those of a dead one to others.
+"""Batch files on a Ray cluster: Ray Data assigns the lines to replicas, and reassigns those of a dead replica.
 
-The driver reads and checks the file, and alone writes the output, each answer as it arrives: exactly one per line, even
-if some are answered twice. The replicas get the positions of their lines; every node must be able to read the input
-by its path.
+The driver reads and checks the file, and it alone writes the output, each answer as it arrives. Every line gets exactly
+one answer, even if some are answered twice. The replicas get the positions of their lines, so every node must be able
+to read the input by its path.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from shadowkv.settings import add_flag
 from shadowkv.wording import counted
 
 CONCURRENCY = 2
-"""Requests in flight per running sequence of a replica: the next ones wait in its engine, tokenised."""
+"""Requests in flight per running sequence of a replica: the further ones wait in its engine, already tokenized."""
 
 MAX_BLOCKS = 10_000
-"""Most pieces of a file, each answered, and retried, as a whole: one line each if the file has no more lines."""
+"""Maximum number of pieces of a file; each is answered, and retried, as a whole. A piece is one line if the file has no
+more lines than this."""
 
 RETRIES = 3
-"""Replicas that a piece may see die before the run ends: its lines may be the cause."""
+"""Number of replicas that can die with a piece before the run ends: its lines may be the cause."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answers the file; returns the exit code."""
+    """Runs the command; returns the exit code."""
     args = parse(argv)
     set_up_log()
     exit_on_signals()
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of a command line; ends the process with a one-line error where they are not valid."""
+    """The flags of a command line; ends the process with a one-line error if they are not valid."""
     parser = Parser(prog="shadowkv ray batch", description=__doc__)
     batch = parser.add_argument_group("batch")
     batch.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests in OpenAI's batch format")
@@ -72,31 +73,31 @@ class Replica:
     """An engine that answers lines, in a Ray actor.
 
     Args:
-        config: the engine's.
-        settings: has the model's names to clients.
+        config: the engine's config.
+        settings: settings with the model's names to clients.
         path: the batch file.
     """
 
     def __init__(self, config: EngineConfig, settings: ServerSettings, path: str) -> None:
-        # Imported here: the driver needs no PyTorch.
+        # Imported here: the driver does not need PyTorch.
         from shadowkv.engine.process.launch import EngineProcess
         from shadowkv.serve.batch.answers import LineAnswers
 
         try:
-            self._process = EngineProcess(config)  # ends with this one
+            self._process = EngineProcess(config)  # ends with this process
             engine = self._process.clients[0]
-        except (ValueError, MemoryError, OSError) as error:  # not all of these can be sent to the driver
+        except (ValueError, MemoryError, OSError) as error:  # not all of these can be pickled for the driver
             raise RuntimeError(one_line(error)) from None
         self._answers = LineAnswers(engine, settings.served_name(engine.model_name), settings)
         self._path = path
 
     async def __call__(self, lines: dict[str, Any]) -> dict[str, list[str]]:
-        """Records, as JSON, of the lines at ``offset`` with ``size`` bytes, which have an ``id``."""
+        """Records, as JSON, of the lines at ``offset`` with ``size`` bytes; ``id`` is that of the record."""
         places = zip(lines["id"], lines["offset"], lines["size"], strict=True)
         requests = await asyncio.to_thread(lambda: [self._read(str(id), int(at), int(size)) for id, at, size in places])
         try:
             records = await asyncio.gather(*(self._answers.record(request) for request in requests))
-        except ApiError:  # a request's own errors are in its record: without its engine this process is useless
+        except ApiError:  # the engine is gone, since a request's own errors are in its record
             os._exit(ENGINE_DIED)
         return {"record": [json.dumps(record, ensure_ascii=False) for record in records]}
 
@@ -112,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.replicas < 1:
         raise ValueError(f"--replicas {args.replicas} must be at least 1")
     if ":" in config.device:
-        raise ValueError(f"--device {config.device}: Ray says which GPU a replica has; pass auto, cpu or cuda")
+        raise ValueError(f"--device {config.device}: Ray assigns GPUs to replicas; pass auto, cpu or cuda")
     with files.held(), _cluster():
         resources = share(config.device, args.replicas, config.tensor_parallel_size)
         settings = ServerSettings(served_model_name=args.served_model_name)
@@ -121,7 +122,8 @@ def _run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    """Within, this process is connected to a cluster: the one in RAY_ADDRESS, or a local one on this machine."""
+    """A context in which this process is connected to a cluster: the one in RAY_ADDRESS, or a local one on this
+    machine."""
     import ray
 
     if ray.is_initialized():
@@ -135,12 +137,12 @@ def _cluster() -> Iterator[None]:
 
 
 def share(device: str, replicas: int, ranks: int) -> dict[str, Any]:
-    """The cluster resources of each replica: a GPU for each of its ranks, or on a CPU its part of the cores. Raises
-    ValueError where there are fewer."""
+    """The cluster resources of each replica: a GPU per rank, or on CPUs its share of the cores. Raises ValueError if
+    there are too few."""
     import ray
 
-    there = ray.cluster_resources()
-    gpus, cores = int(there.get("GPU", 0)), int(there.get("CPU", 0))
+    available = ray.cluster_resources()
+    gpus, cores = int(available.get("GPU", 0)), int(available.get("CPU", 0))
     if device == "cpu" or (device == "auto" and not gpus):
         if cores < replicas:
             raise ValueError(f"--replicas {replicas} take more than the cluster's {counted(cores, 'CPU core')}")
@@ -154,7 +156,7 @@ def share(device: str, replicas: int, ranks: int) -> dict[str, Any]:
 def answer(
     batch: BatchRun, config: EngineConfig, settings: ServerSettings, replicas: int, resources: dict[str, Any]
 ) -> None:
-    """Answers every line of a run that has no answer; raises BatchFailed where the replicas cannot."""
+    """Answers every line of a run that has no answer; raises BatchFailed if the replicas cannot."""
     import ray
 
     context = ray.data.DataContext.get_current()
@@ -182,9 +184,9 @@ def answer(
             for block in records.iter_batches(batch_size=None, prefetch_batches=0):
                 for text in block["record"]:
                     record = json.loads(text)
-                    if places.pop(record["custom_id"], None) is not None:  # otherwise it was answered twice
+                    if places.pop(record["custom_id"], None) is not None:  # else it was answered twice
                         batch.write(record)
         except ray.exceptions.RayError as error:
-            raise BatchFailed(str(error).strip().splitlines()[-1]) from error  # traces come before it
+            raise BatchFailed(str(error).strip().splitlines()[-1]) from error  # the lines before are tracebacks
         if places:
             raise BatchFailed(f"no answer to {counted(len(places), 'line')}, such as {next(iter(places))!r}")

@@ -1,4 +1,5 @@
-"""The front: accepts requests as a plain server does, has replicas answer them, and merges their metrics."""
+"""The front of the replicas: it accepts requests like a plain server, forwards them to replicas, and merges their
+metrics."""
 
 from __future__ import annotations
 
@@ -39,21 +40,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ACCEPT_SECONDS = 60.0
-"""How long a request waits for a replica that accepts it: one may just be starting."""
+"""How long, in seconds, a request waits for a replica that accepts it, since one may just be starting."""
 
 METRICS_SECONDS = 5.0
 RESPONSES_URL = "/v1/responses"
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)')
 
 LABEL = "replica"
-"""Label that each sample of the replicas' metrics gets."""
+"""Label of each sample of the replicas' metrics, with the replica's id."""
 
 
 def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settings: ServerSettings) -> Front:
     """The front of a deployment of replicas, with its application.
 
     Args:
-        handle: the deployment's.
+        handle: the deployment's handle.
         app_name: name of the Ray Serve application.
         model: the model's name to clients.
     """
@@ -64,7 +65,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
         yield
         front.bodies.close()
 
-    # The API's documentation comes from the replicas, too.
+    # The replicas also serve the API's documentation.
     app = FastAPI(openapi_url=None, lifespan=lifespan)
     app.state.settings, app.state.metrics = settings, ConnectionMetrics(model, prefix=settings.metrics_prefix)
     add_middleware(app, settings)
@@ -86,7 +87,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
 
 
 def _any_running(app_name: str) -> bool:
-    """Whether Ray Serve considers any replica healthy: it checks them every few seconds."""
+    """Whether Ray Serve considers any replica healthy; it checks them every few seconds."""
     application = serve.status().applications.get(app_name)
     deployments = [] if application is None else application.deployments.values()
     states = [deployment.replica_states for deployment in deployments]
@@ -94,10 +95,10 @@ def _any_running(app_name: str) -> bool:
 
 
 class Front:
-    """Sends requests to the replicas of a deployment, and their answers to clients.
+    """Forwards requests to the replicas of a deployment, and their answers to clients.
 
-    What a replica leaves unanswered as it dies is sent to another, once, unless the client has already received part of
-    the answer. Otherwise the answer ends with the error of a server whose engine has died.
+    If a replica dies, an unanswered request is sent once to another replica, unless the client has already received
+    part of the answer. Otherwise the answer ends with the error of a server whose engine has died.
     """
 
     app: FastAPI
@@ -110,7 +111,7 @@ class Front:
         self._stopped = False
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application, for any request that the front does not answer itself."""
+        """An ASGI application for all requests that the front does not answer itself."""
         body, more = bytearray(), True
         while more:
             message = await receive()
@@ -119,7 +120,7 @@ class Front:
             body += message.get("body", b"")
             more = message.get("more_body", False)
         record = current_record()
-        assert record is not None  # every request has one from the log on
+        assert record is not None  # the request log has set it
         request = ForwardedRequest(
             sendable(scope, record.id, prompt_owner(), current_tenant()),
             bytes(body),
@@ -143,7 +144,7 @@ class Front:
         except DeploymentUnavailableError:  # there are none
             return {}
         except TimeoutError as error:
-            text = f"a replica has not told its metrics within {METRICS_SECONDS:g} s"
+            text = f"a replica has not returned its metrics within {METRICS_SECONDS:g} s"
             raise ApiError(text, status=503, code="timeout") from error
         return dict(reply for reply in replies if not isinstance(reply, BaseException))
 
@@ -170,7 +171,7 @@ class Front:
                             await answer.send(message)
                 return
             except asyncio.TimeoutError:
-                reason = f"no replica has taken the request within {ACCEPT_SECONDS:g} s"
+                reason = f"no replica has accepted the request within {ACCEPT_SECONDS:g} s"
                 return await answer.fail(ApiError(reason, status=503, code="no_replica"), "no_replica")
             except (RayError, RayServeException) as error:
                 if answer.is_whole:
@@ -181,7 +182,7 @@ class Front:
                     )
                     cut = SERVER_STOPPING if self._stopped else "engine_dead"
                     return await answer.fail(ApiError(reason, status=503, code="engine_dead"), cut)
-                logger.warning("a request goes to another replica than %s: %s", replica, type(error).__name__)
+                logger.warning("a request is sent to another replica than %s: %s", replica, type(error).__name__)
                 request = replace(request, avoid=replica)
 
     async def _messages(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
@@ -201,8 +202,8 @@ class Front:
 
 
 class _Answer:
-    """An answer on its way to a client. Its beginning is held back until there is some of the body, since an answer of
-    which the client has received nothing can still be restarted."""
+    """An answer on its way to a client. Its header is held back until some of the body exists: until the client has
+    received something, the request can be sent to another replica."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -214,7 +215,7 @@ class _Answer:
     async def send(self, message: Message) -> None:
         """Forwards one of the application's messages."""
         if message["type"] == "http.response.start":
-            # The id is added here, as in any answer.
+            # The id is removed here, since the front's middleware adds it to any answer.
             headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
             self._is_stream = dict(headers).get(b"content-type", b"").startswith(b"text/event-stream")
             self._start = {**message, "headers": headers}
@@ -228,7 +229,7 @@ class _Answer:
         await self._send(message)
 
     async def fail(self, error: ApiError, cut: str) -> None:
-        """Ends it with an error, which is the last event of a stream; ``cut`` is the log's word for the reason."""
+        """Ends the answer with an error, in a stream as its last event; ``cut`` is the log's word for the reason."""
         path = self._scope["path"]
         if not self.has_begun:
             response = error_response(error, path)
@@ -255,12 +256,12 @@ class _Answer:
 
 
 def merged(pages: Mapping[str, bytes], own: bytes, prefix: str) -> bytes:
-    """The pages of replicas as one, with the number of replicas.
+    """Merges the metrics pages of replicas into one, with the number of replicas.
 
     Args:
-        pages: by replica.
+        pages: pages by replica.
         own: the front's page; its samples get no label, and replace the replicas' samples of the same metrics.
-        prefix: of the name of that number.
+        prefix: prefix of the metric with the number of replicas.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Pages(pages, own, prefix))

@@ -1,8 +1,7 @@
-"""Which replica gets a request: the one that was given the longest prefix of its prompt, then the one with the least
-load.
+"""Chooses a request's replica: the one with the longest prefix of its prompt, then the one with the least load.
 
-Prompts are compared as text, in blocks: tokens would need the model's tokeniser and its chat template. A block's name
-is a hash of its text and of the name of the block before it, so that equal names imply equal text before them.
+Prompts are compared as text, in blocks; tokens would need the model's tokenizer and chat template. A block's hash
+covers its text and the hash of the block before it, so that equal hashes imply equal text up to there.
 """
 
 from __future__ import annotations
@@ -17,25 +16,26 @@ BLOCK_CHARS = 256
 """Characters of JSON in a block, about the 64 tokens of a page of the prefix cache."""
 
 MAX_BLOCKS = 4096
-"""Limit per prompt: a million characters. Prompts that share that many are the same to the router."""
+"""Maximum number of blocks of a prompt: a million characters. The router does not distinguish prompts that share
+these."""
 
 REMEMBERED_BLOCKS = 2**17
-"""Limit for all prompts together: 32 million characters."""
+"""Maximum number of remembered blocks of all prompts together: 32 million characters."""
 
 BEFORE = ("model", "cache_salt", "tools", "system", "instructions")
 PROMPT = ("messages", "prompt", "input")
-"""Fields of the APIs' requests whose values make up the prompt; no request has two of ``PROMPT``."""
+"""Fields of requests that make up the prompt, in every API; no request has two of ``PROMPT``."""
 
 
 def prefix_of(body: bytes | bytearray) -> tuple[int, ...]:
-    """Names of the whole blocks of a request's prompt, from its beginning on; empty for a body without one."""
+    """Hashes of the whole blocks of a request's prompt, from its beginning on; empty for a body without a prompt."""
     try:
         fields = json.loads(body)
         if not isinstance(fields, dict) or not any(name in fields for name in PROMPT):
             return ()
         values = [fields.get(name) for name in (*BEFORE, *PROMPT)]
         text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-    except (ValueError, RecursionError):  # left for the replica to refuse
+    except (ValueError, RecursionError):  # the replica refuses it
         return ()
     names, name = [], 0
     for end in range(BLOCK_CHARS, min(len(text), MAX_BLOCKS * BLOCK_CHARS) + 1, BLOCK_CHARS):
@@ -45,12 +45,12 @@ def prefix_of(body: bytes | bytearray) -> tuple[int, ...]:
 
 
 class PrefixTable:
-    """Remembers which replicas were given which prefixes, the most recently requested ones.
+    """Remembers which replicas have received which prefixes, for the most recently requested ones.
 
     Args:
-        margin: how many more requests than the least loaded replica another may have in progress and still be chosen
-            for what it was given before.
-        most: limit on remembered blocks.
+        margin: how many more running requests than the least loaded replica a replica can have and still be chosen for
+            its prefix.
+        most: maximum number of remembered blocks.
     """
 
     def __init__(self, margin: int, most: int = REMEMBERED_BLOCKS) -> None:
@@ -60,11 +60,11 @@ class PrefixTable:
         self._choices = 0
 
     def choose(self, prefix: Sequence[int], loads: Mapping[str, int]) -> str:
-        """The replica to give a prompt to; the prompt is remembered as given to it.
+        """The replica for a prompt, which is remembered as sent to it.
 
         Args:
-            prefix: the prompt's blocks, from ``prefix_of``.
-            loads: number of requests in progress in each of the replicas; there is at least one.
+            prefix: hashes of the prompt's blocks, from ``prefix_of``.
+            loads: number of running requests of each replica; there is at least one replica.
         """
         longest = set(loads)
         for name in prefix:
@@ -82,12 +82,12 @@ class PrefixTable:
         return chosen
 
     def _least(self, replicas: set[str], loads: Mapping[str, int]) -> str:
-        """The replica with the least load; among equals the least recently chosen, so that simultaneous requests are
+        """The replica with the least load; among equals the least recently chosen one, so that simultaneous requests
         spread out."""
         return min(replicas, key=lambda replica: (loads[replica], self._last.get(replica, 0), replica))
 
     def _remember(self, prefix: Sequence[int], replica: str) -> None:
-        for name in reversed(prefix):  # the first block last: without it, those after it are never found
+        for name in reversed(prefix):  # the first block is the most recent: without it, later ones are never found
             self._given.setdefault(name, set()).add(replica)
             self._given.move_to_end(name)
         while len(self._given) > self._most:

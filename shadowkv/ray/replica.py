@@ -21,16 +21,16 @@ from shadowkv.serve.start import start_engine
 logger = logging.getLogger(__name__)
 
 ENGINE_SECONDS = 5.0
-"""How long a shutdown waits for the current step."""
+"""How long a shutdown waits for the engine's current step, in seconds."""
 
 
 class Replica:
-    """An engine that answers what the front sends it; Ray Serve makes one in each replica's process.
+    """An engine that answers the front's requests; Ray Serve creates one in each replica's process.
 
     Args:
-        config: the engine's.
-        compare: a policy that it is compared with, as in ``shadowkv serve --compare``.
-        settings: the server's, without what the front handles.
+        config: the engine's config.
+        compare: a second policy, as in ``shadowkv serve --compare``.
+        settings: the server's settings, without those that the front handles.
     """
 
     def __init__(self, config: EngineConfig, compare: str | None, settings: ServerSettings) -> None:
@@ -43,10 +43,10 @@ class Replica:
         self._id: str = serve.get_replica_context().replica_id.unique_id
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
-        """The replica's id, as soon as the request has arrived, and then the ASGI messages of the answer as they come.
-        To the application, closing this is a client that has disconnected.
+        """The replica's id, as soon as the request has arrived, and then the answer's ASGI messages as they come.
+        Closing this looks to the application like a client that disconnects.
 
-        Raises EngineDead where the engine has died and nothing of the answer has been sent.
+        Raises EngineDead if the engine has died before any message was sent.
         """
         self.check_health()
         yield self._id
@@ -71,13 +71,13 @@ class Replica:
             while messages or not task.done():
                 await more.wait()
                 if not begun:
-                    self.check_health()  # another replica may do better than the application's answer for a dead engine
+                    self.check_health()  # another replica can answer, if this engine is dead
                 sent, messages[:] = messages[:], []
                 begun = begun or bool(sent)
                 if not task.done():
                     more.clear()
                 yield sent
-            if (error := task.exception()) is not None:  # its answer has been sent: a 500, or the part of it there was
+            if (error := task.exception()) is not None:  # its answer has been sent: a 500, or a part of the answer
                 logger.error("a request failed", exc_info=error)
         finally:
             gone.set()
@@ -93,7 +93,7 @@ class Replica:
         return self._id, await self._app.state.metrics.text()
 
     def check_health(self) -> None:
-        """Called by Ray Serve, which starts another replica where this one raises."""
+        """Called by Ray Serve, which starts another replica if this raises."""
         if not self._process.clients[0].is_alive:
             raise EngineDead("the engine has died")
 

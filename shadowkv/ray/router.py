@@ -1,5 +1,5 @@
-"""A request on its way from the front to a replica, and the router that chooses the replica: by prefix, then by load
-(``prefixes.py`` says how)."""
+"""Requests between the front and the replicas, and Ray Serve's router that chooses the replica by prefix, then by load
+(``prefixes.py``)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from shadowkv.serve.http.owners import PROMPT_OWNER, TENANT
 FIELDS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path") + (
     ("headers", "client", "server")
 )
-"""The fields of an ASGI scope that are plain values."""
+"""Fields of an ASGI scope that are plain values."""
 
 
 @dataclass(frozen=True)
 class ForwardedRequest:
-    """An HTTP request.
+    """An HTTP request that the front forwards to a replica.
 
     Attributes:
         scope: its ASGI scope, as far as it can be sent.
-        body: all of it.
-        prefix: names of its prompt's blocks, for the router.
-        avoid: a replica that has failed it; None if none has.
+        body: the whole body.
+        prefix: hashes of its prompt's blocks, for the router.
+        avoid: a replica that has failed to answer it; None if none has.
     """
 
     scope: dict[str, Any]
@@ -38,7 +38,7 @@ class ForwardedRequest:
 
 
 def sendable(scope: Scope, request_id: str, owner: str | None, tenant: str) -> dict[str, Any]:
-    """The part of a scope that a replica gets, where the request keeps its id, its owner and its tenant."""
+    """The part of a scope that a replica gets, with the request's id, owner and tenant."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
     fields = {name: scope[name] for name in FIELDS if name in scope}
     headers.append((b"x-request-id", request_id.encode()))
@@ -46,11 +46,12 @@ def sendable(scope: Scope, request_id: str, owner: str | None, tenant: str) -> d
 
 
 class PrefixRouter(RequestRouter):
-    """Chooses replicas for the front, the only sender of requests: what it has sent is their load."""
+    """Chooses replicas for the front. The front sends all requests, so the requests it has sent are the replicas'
+    load."""
 
     @classmethod
     def config(cls, margin: int) -> RequestRouterConfig:
-        """Config that makes it a deployment's router; ``margin`` is that of ``PrefixTable``."""
+        """The config that makes this a deployment's router; ``margin`` as for ``PrefixTable``."""
         path = f"{cls.__module__}.{cls.__qualname__}"
         return RequestRouterConfig(request_router_class=path, request_router_kwargs={"margin": margin})
 
@@ -62,7 +63,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, and the others in case it cannot be reached."""
+        """The chosen replica, then the others in case it cannot be reached."""
         args = [] if pending_request is None else pending_request.args
         request = args[0] if args else ForwardedRequest({}, b"", ())
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
@@ -81,5 +82,5 @@ class PrefixRouter(RequestRouter):
         super().on_request_completed(replica_id, internal_request_id)
         name = replica_id.unique_id
         self._in_flight[name] -= 1
-        if self._in_flight[name] <= 0:  # below: it could not even be sent
+        if self._in_flight[name] <= 0:  # negative if it could not be sent
             del self._in_flight[name]

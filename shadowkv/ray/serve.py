@@ -30,22 +30,22 @@ APP_NAME = "shadowkv"
 SEEN_TO = ("api_key", "cache_salt_by_key", "max_concurrent_requests_per_key", "allowed_hosts") + (
     ("allowed_origins", "allow_credentials", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 )
-"""Settings that a replica does not have: the front handles them, and the log."""
+"""Settings that the front handles, and replicas do not have."""
 
 MARGIN = 4
-"""Requests that a replica may have more than another, as a fraction of a batch: 1 in this many."""
+"""Divisor of the batch size that gives the router's ``margin``."""
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
-"""Ray Serve's logging: requests are logged by the front."""
+"""Ray Serve's logging: the front logs the requests."""
 
 HEALTH_SECONDS = 2.0
-"""How often Ray Serve asks a replica whether its engine is alive."""
+"""Seconds between Ray Serve's checks that a replica's engine is alive."""
 
 IDLE_SECONDS = 0.5
-"""How often a replica that is to end checks whether it has answered everything."""
+"""Seconds between a stopping replica's checks that it has answered everything."""
 
 DRAIN_SECONDS = 3600.0
-"""How long a surplus replica may take to answer what it has begun; Ray Serve has no "any time"."""
+"""Maximum seconds for a surplus replica to finish its requests; Ray Serve needs a limit."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of a command line; ends the process with a one-line error where they are not valid."""
+    """The flags of a command line; ends the process with a one-line error if they are not valid."""
     parser = Parser(prog="shadowkv ray serve", description=__doc__)
     add_arguments(parser)
     group = parser.add_argument_group("replicas")
@@ -109,18 +109,18 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def check_room(args: argparse.Namespace, gpus: float) -> None:
-    """Raises ValueError where this machine has less than the replicas need: Ray would wait for it forever. A cluster
-    may get more nodes."""
+    """Raises ValueError if this machine has less than the replicas need, because Ray would wait forever. A cluster is
+    not checked, since it can get more nodes."""
     import ray
 
     if os.environ.get("RAY_ADDRESS", "local") != "local":
         return
-    there = ray.cluster_resources()
+    available = ray.cluster_resources()
     for flag, each, name in (("--cpus-per-replica", args.cpus_per_replica, "CPU"), ("--gpus-per-replica", gpus, "GPU")):
-        if args.replicas * each > there.get(name, 0):
+        if args.replicas * each > available.get(name, 0):
             raise ValueError(
                 f"--replicas {args.replicas} with {flag} {each:g} need {args.replicas * each:g} {name}s, and this "
-                f"machine has {there.get(name, 0):g}"
+                f"machine has {available.get(name, 0):g}"
             )
 
 
@@ -147,7 +147,8 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
         Replica,
         name="Replica",
         **({"autoscaling_config": scaling} if max_replicas > args.replicas else {"num_replicas": args.replicas}),
-        # The engine's own queue refuses the excess, as in a plain server; the front accepts no more than this.
+        # The engine's own queue refuses the excess, as in a plain server; the front accepts no more connections than
+        # this.
         max_ongoing_requests=settings.max_connections,
         ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": gpus},
         logging_config=LOGGING,
@@ -158,6 +159,6 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
         request_router_config=PrefixRouter.config(max(1, config.max_num_seqs // MARGIN)),
     )
     own: dict[str, Any] = {name: getattr(ServerSettings, name) for name in SEEN_TO}
-    own["storage_mib"] = 0.0  # the next request may be another replica's
+    own["storage_mib"] = 0.0  # nothing is stored: the next request may go to another replica
     settings = replace(settings, **own, disable_uvicorn_access_log=True)
     return deployment.bind(config, args.compare, settings)

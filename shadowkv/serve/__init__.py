@@ -1,1 +1,1 @@
-"""The HTTP server."""
+"""The HTTP server and the batch mode: ``shadowkv serve``."""

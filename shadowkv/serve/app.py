@@ -1,4 +1,4 @@
-"""The application: what is between clients and the routes, and the routes of all APIs; and its serving on a socket."""
+"""The web application: its middleware, the routes of all APIs, and serving it on a socket."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess
 
 LOCALHOST = "localhost"
-"""Among the allowed origins: pages of this machine, as in llama.cpp."""
+"""A value of ``allowed_origins`` that allows pages of this machine, as in llama.cpp."""
 
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 
 ENGINE_SECONDS = 5.0
-"""How long a stop waits for the current step."""
+"""How long a stop waits for the engine's current step, in seconds."""
 
 
 def build_app(
@@ -65,9 +65,9 @@ def build_app(
     """The application.
 
     Args:
-        served_name: the model's name in answers; ``settings`` has others by which it may be asked for.
+        served_name: the model's name in answers; ``settings`` has further names that requests can use.
         compared: another engine of the same model; its model name has ``@`` and its policy appended.
-        counts: of what is open, in this process and others; None for this one alone.
+        counts: counts of open connections and requests, in this process and others; None if this is the only one.
     """
     settings = settings or ServerSettings()
     bodies = BodyReader(settings.max_body_bytes)
@@ -77,7 +77,7 @@ def build_app(
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
 
     async def drop() -> None:
-        """Refuses what is being read or tokenised, or waits for it."""
+        """Refuses bodies and texts that are being read or tokenized, or wait for that."""
         bodies.close()
         documents.close()
         drop_long()
@@ -101,7 +101,7 @@ def build_app(
     shared = app.state.counts.processes > 1
     metrics = Metrics(engine, served_name, shared, settings.metrics_prefix)
     batches = BatchRunner(store, engine, served_name, settings, metrics)
-    app.state.settings, app.state.metrics = settings, metrics  # for the connections underneath
+    app.state.settings, app.state.metrics = settings, metrics  # the connections need them
     app.include_router(cache_routes(engine, served_name, settings, metrics))
     respond = Responder(engines, served_name, settings, metrics)
     for routes in (choice_routes, messages_routes, native_routes):
@@ -123,8 +123,7 @@ def build_app(
 def add_middleware(
     app: FastAPI, settings: ServerSettings, tracing: Tracing | None = None, counts: Counts | None = None
 ) -> None:
-    """Adds everything between clients and the routes, including the log and the guard; ``counts`` as for
-    ``build_app``."""
+    """Adds all middleware, including the log and the guard; ``counts`` as for ``build_app``."""
     app.state.counts = counts or Counts(len(settings.api_key))
     app.add_middleware(
         Guard, settings=settings, counts=app.state.counts, keyless_paths=PAGE_PATHS if settings.ui else frozenset()
@@ -147,18 +146,18 @@ def add_middleware(
 
 
 def ready_app(engines: Sequence[EngineClient], served_name: str, settings: ServerSettings, counts: Counts) -> FastAPI:
-    """The application of the first engine, with a second one, if any, that its answers are compared with, in a process
-    that does nothing else."""
+    """The application for ``engines[0]``, in a process that does nothing else. The answers of a second engine, if any,
+    are compared with the first one's."""
     app = build_app(engines[0], served_name, settings, *engines[1:], counts=counts)
     give_back_large_blocks()
     gc.collect()
-    gc.freeze()  # a collection that walks what all libraries have made stops every stream for 0.15 s
+    gc.freeze()  # a garbage collection of all objects of the libraries stops every stream for 0.15 s
     return app
 
 
 def serve(process: EngineProcess, served_name: str, listener: socket.socket, workers: Workers) -> bool:
-    """Serves the engines of a process on a bound socket, as ``workers`` do, until the process ends: returns whether it
-    has. After a signal, raises what that does, with everything shut down."""
+    """Serves the engines of a process on a bound socket, together with ``workers``. Returns whether the engine process
+    has ended by itself. After a signal, shuts everything down and raises the signal's exception."""
 
     async def stop() -> None:
         await asyncio.to_thread(workers.join)

@@ -1,4 +1,4 @@
-"""What every process that serves clients sets up for itself: how signals end it, and how many files it may open."""
+"""Setup of every process that serves clients: how signals end it, and how many files it can open."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from shadowkv.wording import SettingsError
 logger = logging.getLogger("shadowkv.serve.open_files")  # the name that the log shows
 
 ENGINE_DIED = 70
-"""Exit status where the engine has ended by itself; a supervisor is to start the command again."""
+"""Exit status if the engine has ended by itself; a supervisor should start the command again."""
 
 AGAIN_SECONDS = 0.5
-"""How long after a signal it is seen whether what it has raised was dropped."""
+"""Seconds after a signal until ``_Stop`` checks whether its exception was dropped."""
 
 FILES_BESIDE = 512
-"""Reserved for everything else: the model's files, and accepted connections that are about to be closed."""
+"""Open files reserved for everything but connections: the model's files, and accepted connections that are about to
+close."""
 
 
 def run_until_stopped(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The exit code of a command that runs until it is done or a signal ends it, with the server's log."""
+    """The exit code of a command that runs until it is done or a signal ends it. The log is set up as in the server."""
     set_up_log()
     exit_on_signals()
     try:
@@ -39,8 +40,8 @@ def run_until_stopped(run: Callable[[argparse.Namespace], int], args: argparse.N
 
 
 def exit_on_signals() -> None:
-    """Makes SIGINT, SIGTERM and SIGHUP end the process by an exception, until a server handles them. One that is
-    ignored stays so: the command was started to outlive its terminal (nohup), or in the background."""
+    """Makes SIGINT, SIGTERM and SIGHUP raise an exception that ends the process, until a server handles them. An
+    ignored signal stays ignored: the command was started in the background or to outlive its terminal (nohup)."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop.handle)
@@ -48,10 +49,14 @@ def exit_on_signals() -> None:
 
 @contextmanager
 def stops_repeated() -> Iterator[None]:
-    """Within, no signal that ends the process is lost. What it raises is dropped where it comes up in a finalizer, a
-    callback or C code, as imports have them; so half a second later the signal is raised again, for whatever handles it
-    by then, unless the exception is still on its way; where an import has made another error of it, it is raised here.
-    To be the first context that an exception leaves: what frees resources is not interrupted."""
+    """A context in which no signal that ends the process is lost.
+
+    Python drops a signal's exception if it is raised in a finalizer, a callback or C code, as in imports. Half a second
+    later the signal is therefore raised again, for whatever handles it by then, unless the exception is still
+    propagating. If an import has turned it into another error, this context raises the original one.
+
+    This must be the first context that an exception leaves, so that no signal interrupts the release of resources.
+    """
     _stop.repeats = True
     try:
         yield
@@ -64,20 +69,20 @@ def stops_repeated() -> Iterator[None]:
 
 
 class _Interrupted(KeyboardInterrupt):
-    """Of a class of its own, as those of Python's have no weak references. Once a plain KeyboardInterrupt has left an
-    ``exec``, the interpreter ends by SIGINT, whatever exit status the command has."""
+    """The exception of SIGINT: a subclass, since Python's own exceptions have no weak references. Once a plain
+    KeyboardInterrupt has left an ``exec``, the interpreter ends by SIGINT, whatever exit status the command has."""
 
 
 class _Terminated(SystemExit):
-    """The same for the other signals."""
+    """The exception of the other signals, a subclass for the same reason."""
 
 
 class _Stop:
-    """The last signal that ended something.
+    """The last signal that was handled.
 
     Attributes:
-        repeats: whether it is raised again where it was dropped.
-        raised: what it has raised, while that is on its way.
+        repeats: whether the signal is raised again if its exception was dropped.
+        raised: a weak reference to the exception, which is alive while it propagates.
     """
 
     def __init__(self) -> None:
@@ -85,7 +90,7 @@ class _Stop:
         self.raised: Callable[[], BaseException | None] = lambda: None
 
     def handle(self, number: int, frame: FrameType | None) -> NoReturn:
-        """The handler of these signals."""
+        """The handler of the signals."""
         stop = _Interrupted() if number == signal.SIGINT else _Terminated(128 + number)
         self._number, self.raised = number, weakref.ref(stop)
         if self.repeats:
@@ -94,10 +99,10 @@ class _Stop:
         try:
             raise stop
         finally:
-            del stop  # its traceback has this frame, which must not keep it alive
+            del stop  # the traceback refers to this frame, which must not keep the exception alive
 
     def look(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the timer."""
+        """The handler of the timer: raises the signal again if its exception was dropped."""
         if not self.repeats:
             signal.setitimer(signal.ITIMER_REAL, 0)
         elif self.raised() is None:
@@ -109,9 +114,11 @@ _stop = _Stop()
 
 
 def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
-    """Raises the limit of open files to what ``connections`` connections need; returns how many there may be.
+    """Raises the limit of open files to what ``connections`` connections need; returns how many connections are
+    possible.
 
-    Where the system allows fewer, raises ValueError; with ``or_fewer``, warns and returns what it allows.
+    If the system allows fewer, raises SettingsError, or with ``or_fewer`` logs a warning and returns how many it
+    allows.
     """
     try:
         import resource
@@ -128,7 +135,7 @@ def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
             if not or_fewer:
                 text = f"limit_concurrency={connections} {reason}; raise that, or pass at most {allowed}"
                 raise SettingsError(text, ["limit_concurrency"])
-            logger.warning("--limit-concurrency %d %s: it is %d", connections, reason, allowed)
+            logger.warning("--limit-concurrency %d %s: %d is used", connections, reason, allowed)
         connections, needed = allowed, hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     return connections

@@ -1,4 +1,4 @@
-"""What the commands that serve start with: their flags, a bound socket, and engines."""
+"""What the serving commands start with: their flags, a bound socket, and engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the model, and the flags of engines and servers, in groups."""
+    """Adds the model and the flags of engines and servers, in groups."""
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
     add_config_file(parser)
     EngineConfig.add_arguments(parser)
@@ -41,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of a command line and of the file that it names; says so in a line where one has no effect. Ends the
-    process with a one-line error where one is not valid; configs and settings check their own."""
+    """The flags of a command line and of its config file; prints a note for each flag that has no effect. Ends the
+    process with a one-line error if a flag is not valid, except those that ``EngineConfig`` and ``ServerSettings``
+    check."""
     args = parser.parse_with_file(arguments)
     try:
         for note in vllm_notes(args):
@@ -57,8 +58,8 @@ def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse
 
 
 def with_surroundings(settings: ServerSettings, args: argparse.Namespace) -> ServerSettings:
-    """The settings, with as many connections as the system allows where no flag sets a number, and for the host that is
-    listened on; raises ValueError where the environment does not meet a flag's needs."""
+    """The settings for the host to listen on. Without ``limit_concurrency``, they allow as many connections as the
+    system does. Raises ValueError if the environment lacks what a flag needs."""
     settings.check_surroundings()
     if args.uds is None:
         settings = settings.listening_on(args.host)
@@ -68,22 +69,22 @@ def with_surroundings(settings: ServerSettings, args: argparse.Namespace) -> Ser
 
 @contextmanager
 def bound_socket(args: argparse.Namespace) -> Iterator[socket.socket]:
-    """The socket that the flags name, while the model loads and until the server ends. It does not listen yet, so
-    clients are refused until then. Raises ValueError where it cannot be had."""
+    """The socket that the flags name, bound while the model loads and until the server ends. It does not listen yet, so
+    that clients are refused until the server is ready. Raises ValueError if it cannot be bound."""
     with bind(args.host, args.port) if args.uds is None else bind_file(args.uds) as listener:
         yield listener
 
 
 @contextmanager
 def bind_file(file: str | Path) -> Iterator[socket.socket]:
-    """A Unix domain socket with this file, in place of one that a killed server has left. A server keeps ``FILE.lock``
-    locked from here to its end: also while it loads or drains, when nobody could connect."""
+    """A Unix domain socket at ``file``; it replaces the file of a killed server. A server holds a lock on ``FILE.lock``
+    from here until it ends, also while it loads or drains and nobody can connect."""
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(open(f"{file}.lock", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            if Path(file).is_socket() and not _is_answered(file):  # no other program listens there
+            if Path(file).is_socket() and not _is_answered(file):  # no other program listens on it
                 Path(file).unlink()
             listener.bind(str(file))
         except BlockingIOError as error:
@@ -96,7 +97,7 @@ def bind_file(file: str | Path) -> Iterator[socket.socket]:
 
 def _is_answered(file: str | Path) -> bool:
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(1)  # one whose queue is full does not answer
+        client.settimeout(1)  # a server with a full queue does not answer
         try:
             client.connect(str(file))
         except ConnectionRefusedError:
@@ -107,7 +108,7 @@ def _is_answered(file: str | Path) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the port."""
+    """A socket bound to the port; raises ValueError if that fails."""
     with ExitStack() as stack:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -121,10 +122,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def start_engine(config: EngineConfig, compare: str | None, **module: str) -> EngineProcess:
-    """The process of an engine and, if there is a policy to compare it with, of one with that policy on the same
-    weights, for two sequences: a running one and a kept one. ``module`` as for ``EngineProcess``."""
+    """The process of an engine and, with ``compare``, of a second engine with that policy. Both share the weights. The
+    second one has room for two sequences: a running one and a cached one. ``module`` as for ``EngineProcess``."""
     print(f"loading {config.model}", file=sys.stderr, flush=True)
-    # Imported here: --help needs no PyTorch, which takes seconds.
+    # Imported here: --help does not need PyTorch, whose import takes seconds.
     from shadowkv.engine.process.launch import EngineProcess
 
     return EngineProcess(config, compare, **module)

@@ -1,5 +1,5 @@
-"""A process for HTTP beyond a server's first, which started it: serves clients on the same socket, until that one says
-so or is gone.
+"""A further HTTP process of a server. The first process starts it, and it serves clients on the same socket until the
+first process stops it or is gone.
 
 ``python -m shadowkv.serve.worker FD LISTENER``, where FD is the socket to the first process (``workers.py``).
 """
@@ -26,7 +26,7 @@ from shadowkv.serve.workers import DRAIN, WorkerLaunch, counts_file
 
 
 class _WorkerServer(Server):
-    """Is stopped by the first process, not by signals."""
+    """A server that the first process stops, instead of signals."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -34,9 +34,9 @@ class _WorkerServer(Server):
 
 
 def main(descriptor: int, listening: int) -> int:
-    """Runs until the first process says that it is to end; returns the exit code."""
+    """Serves until the first process stops it; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # sent to a whole service: the first process sees to it
+        signal.signal(number, signal.SIG_IGN)  # signals to a whole service: the first process handles them
     set_up_log()
     control, listener = Connection(descriptor), socket.socket(fileno=listening)
     try:

@@ -1,4 +1,4 @@
-"""A server's processes for HTTP beyond the first: starts them, and notices when one ends."""
+"""The HTTP processes of ``--api-server-count`` besides the first: starts them, and notices when one ends."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
-"""How long a process may take to end beyond the time for its requests: clients read what they are still sent."""
+"""How long a process may take to end beyond its requests' time, in seconds: clients read the rest of their answers."""
 
 DRAIN = "drain"
-"""Asks a process to take no more connections, and to end once its requests have. Anything else that it is told is why
-there is no engine any more: it ends then, too."""
+"""Message that makes a process accept no more connections and end once its requests have. Any other message says why
+the engine has ended, and ends the process, too."""
 
 
 @dataclass(frozen=True)
 class WorkerLaunch:
-    """What a process is to serve.
+    """What a further process serves.
 
     Attributes:
         sockets: folder of the engines' sockets.
-        shared: folder of what processes for HTTP count together; removed by the first, or after it by the others.
-        row: its own in their ``Counts``.
+        shared: folder of the counts that all HTTP processes share; the first process removes it, or else the others do.
+        row: the process's row in ``Counts``.
     """
 
     facts: list[EngineFacts]
@@ -53,7 +53,7 @@ class WorkerLaunch:
 
 
 def counts_file(shared: str) -> Path:
-    """The file of ``Counts`` in a folder."""
+    """The file of ``Counts`` in the shared folder."""
     return Path(shared) / "counts"
 
 
@@ -70,19 +70,20 @@ class _Worker:
 
 
 class Workers:
-    """The processes that serve one engine's clients on one socket, besides this one; a context, at whose end they are
-    gone. They end with this process, however that ends. One that ends by itself is not started again: its requests are
-    aborted, and the others go on.
+    """The HTTP processes that serve one engine's clients on one socket, besides this one. A context, which ends them.
+
+    They end with this process, however it ends. A process that ends by itself is not restarted: its requests are
+    aborted, and the other processes continue.
 
     Args:
-        count: of all, this one included.
+        count: number of all HTTP processes, including this one.
 
     Attributes:
-        counts: of what is open in all of them.
-        settings: with a folder that all of them share for what clients have them keep.
+        counts: the counts of open connections and requests of all processes.
+        settings: the settings, with a storage folder that all processes share.
 
-    With more than one, metrics are shared from here on: ``prometheus_client`` must not have been imported before.
-    Raises ChildProcessError where one does not start.
+    With more than one process, metrics are shared from here on: ``prometheus_client`` must not have been imported
+    before. Raises ChildProcessError if a process does not start.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Workers:
         if count == 1:
             self.counts = Counts(keys)
             return
-        # Beside the engine's, which goes with the engine.
+        # This folder is separate from the engine's, which is removed with the engine.
         self._shared = self._exit.enter_context(HeldFolder())
         folder = self._shared.path
         Counts.create(counts_file(folder), keys, count)
@@ -143,10 +144,10 @@ class Workers:
             self._process.has_left(client)
         self.counts.clear(worker.row)
         mark_process_dead(worker.process.pid)
-        logger.error("a process for HTTP has ended (%s); it is not started again", ending(worker.process))
+        logger.error("an HTTP process has ended (%s); it is not restarted", ending(worker.process))
 
     def _give_up(self, reason: str) -> None:
-        """Has them end, as there is no engine any more."""
+        """Ends the processes, because the engine has ended."""
         self._draining_since = self._draining_since or monotonic()
         self._tell_all(reason)
 
@@ -155,12 +156,12 @@ class Workers:
             worker.send(text)
 
     def drain(self) -> None:
-        """Has them take no more connections, and end once their requests have."""
+        """Makes the processes accept no more connections, and end once their requests have."""
         self._draining_since = self._draining_since or monotonic()
         self._tell_all(DRAIN)
 
     def join(self) -> None:
-        """Waits until they have ended after ``drain``."""
+        """Waits until the processes have ended after ``drain``."""
         assert self._draining_since is not None, "they would go on"
         for worker in self._workers:
             try:
@@ -187,4 +188,4 @@ class Workers:
 
 
 def _not_started(worker: _Worker) -> ChildProcessError:
-    return ChildProcessError(f"a process for HTTP has not started: {ending(worker.process)}")
+    return ChildProcessError(f"an HTTP process has not started: {ending(worker.process)}")

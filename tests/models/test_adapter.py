@@ -95,7 +95,7 @@ def test_every_reason_at_once(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", pairs, use_dora=True, target_modules=["q_proj"])
     with pytest.raises(ValueError) as raised:
         load_model(base, adapter=adapter)
-    for reason in ("use_dora=True", "only one of", "lora_magnitude_vector is no LoRA", "not among target_modules"):
+    for reason in ("use_dora=True", "only one of", "lora_magnitude_vector is not a LoRA", "not among target_modules"):
         assert reason in str(raised.value)
 
 

@@ -124,7 +124,7 @@ JOINED = {
 }
 
 
-BECAME = ("weights in fp8-g32 became 8-bit floats with one scale a row",)
+BECAME = ("weights in fp8-g32 became 8-bit floats with one scale per row",)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -307,5 +307,7 @@ def test_an_unknown_quantization(tmp_path: Path) -> None:
     known = "fp8, fp8-block, awq, gptq, int4, int8, nvfp4, mxfp4"
     with pytest.raises(ValueError, match=f"quantization='int3' is not one of {known}"):
         load_model(tmp_path, quantization="int3")
-    with pytest.raises(ValueError, match=r"quantization='awq': the files of .* are not quantised, and stay so; leave"):
+    with pytest.raises(
+        ValueError, match=r"quantization='awq': the files of .* are not quantised and are loaded as they are"
+    ):
         load_model(tmp_path, quantization="awq")

@@ -38,7 +38,7 @@ def test_an_engine_takes_the_models_own_unless_told_otherwise(model: Path, tmp_p
 @pytest.mark.parametrize("value", ["1", True, [1], float("nan"), 10**400])
 def test_what_is_no_number_is_refused(value: Any, model: Path) -> None:
     edit_json(model / GENERATION_CONFIG, top_k=value)
-    with pytest.raises(ValueError, match=r"generation_config.json: top_k=.* is no number of its kind"):
+    with pytest.raises(ValueError, match=r"generation_config.json: top_k=.* is not a valid number"):
         read_sampling(model)
 
 

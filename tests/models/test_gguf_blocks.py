@@ -171,5 +171,5 @@ def test_what_an_adapter_changes_is_dequantised_and_said(tmp_path: Path) -> None
 
 def test_a_flag_that_names_another_form_is_refused(tmp_path: Path) -> None:
     blocks, _ = write(tmp_path, "llama", ALL_ALIKE["Q4_0"])
-    with pytest.raises(ValueError, match=r"quantization='awq': the files of .* are in GGUF, and stay so; leave it out"):
+    with pytest.raises(ValueError, match=r"quantization='awq': the files of .* are in GGUF and are loaded as they are"):
         load_model(blocks, quantization="awq")

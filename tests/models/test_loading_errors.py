@@ -225,7 +225,7 @@ def test_hub_failure_is_clear(failure: Exception, words: str, monkeypatch: pytes
         raise failure
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(OSError, match=f"no local path, and the hub did not deliver it: {words}$"):
+    with pytest.raises(OSError, match=f"not a local path, and the hub did not deliver it: {words}$"):
         load_model("some-org/some-model")
 
 

@@ -223,7 +223,7 @@ def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path
         ({"rope_scaling": {**YARN, "factor": 0.5}}, r"factor=0\.5 is not a number from 1 on"),
         ({"rope_scaling": {**YARN, "factor": "4"}}, "factor='4' is not a number from 1 on"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' lacks factor"),
-        ({"rope_scaling": LONGROPE, "head_dim": 16}, "6 numbers as short_factor, not one per frequency"),
+        ({"rope_scaling": LONGROPE, "head_dim": 16}, "6 numbers in short_factor, not one per frequency"),
         (
             {"rope_scaling": YARN, "rope_parameters": YARN},
             "rope_scaling and rope_parameters are two names of one object",

@@ -116,6 +116,6 @@ def test_experts_stay_as_they_are_where_all_of_a_projection_have_one_form(
         "all weights of a projection have one form"
     ]
     assert storage.dequantised({f"{experts[3]}.up_proj.weight": SMALL}, shapes, BF16, CUDA, None) == [
-        "1 weight in int4-g8 are dequantised to bfloat16, 0.00 GiB instead of 0.00: on cuda nothing multiplies them as "
-        "they are"
+        "1 weight in int4-g8 are dequantised to bfloat16, 0.00 GiB instead of 0.00: on cuda there is no matrix product "
+        "for this form"
     ]

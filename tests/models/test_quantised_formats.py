@@ -175,7 +175,7 @@ def test_where_nothing_multiplies_them_they_are_dequantised_and_said(
     for name, parameter in theirs.model.named_parameters():
         torch.testing.assert_close(ours.model.get_parameter(name), parameter, rtol=2**-10, atol=2**-24)
     if kind == "gptq":
-        why = "on cpu nothing multiplies them as they are"
+        why = "on cpu there is no matrix product for this form"
         if device == "cuda":
             why = "; ".join(humming.missing()) or "on cuda weights stay as they are with dtype='bfloat16', not float16"
         line = f"13 weights in int4-g64 are dequantised to float16, 0.00 GiB instead of 0.00: {why}"
@@ -199,7 +199,7 @@ def test_each_reason_why_weights_are_dequantised_has_a_line(monkeypatch: pytest.
         return [line.partition(": ")[2] for line in lines]
 
     assert reasons(None) == ["it is not here"]
-    assert reasons("fp8") == ["quantization='fp8' keeps projections alone in few bits", "it is not here"]
+    assert reasons("fp8") == ["quantization='fp8' stores only projections in few bits", "it is not here"]
 
 
 def test_scales_of_caches_are_not_used_and_said(tmp_path: Path) -> None:
@@ -363,5 +363,5 @@ def test_a_flag_says_what_the_files_say(tmp_path: Path) -> None:
     files, _ = write_quantised(tmp_path, "gptq")
     assert load_model(files, quantization="gptq").model.forms == ["int4-g64"]
     assert load_config(files, quantization="gptq") == load_config(files)
-    with pytest.raises(ValueError, match=r"quantization='awq': the files of .* are in gptq, and stay so; leave it out"):
+    with pytest.raises(ValueError, match=r"quantization='awq': the files of .* are in gptq and are loaded as they are"):
         load_model(files, quantization="awq")

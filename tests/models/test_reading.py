@@ -76,5 +76,5 @@ def test_bytes_of_a_file(tmp_path: Path) -> None:
     file.write_bytes(bytes(range(100)))
     assert read_bytes(file, 10, 14).tolist() == [10, 11, 12, 13]
     assert read_bytes(file, 50, 50).shape == (0,)
-    with pytest.raises(ModelFileError, match="it ends after 100 bytes, and tensors in it after 120"):
+    with pytest.raises(ModelFileError, match="it ends after 100 bytes, but its tensors end at 120"):
         read_bytes(file, 90, 120)

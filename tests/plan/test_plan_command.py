@@ -387,7 +387,7 @@ def test_a_folder_says_how_its_weights_are_quantised(
     assert least < plain["weight_bytes"] - found["weight_bytes"] < 1.5 * PROJECTIONS
     command = ["--model", str(tmp_path), "--context", "1024", "--quantization", "gptq"]
     assert main(command) == 2
-    assert f"are in {stated['quant_method']}, and stay so; leave it out" in capsys.readouterr().err
+    assert f"are in {stated['quant_method']} and are loaded as they are; leave it out" in capsys.readouterr().err
 
 
 def test_ranks_of_minimax_m2_share_no_kv_head(capsys: pytest.CaptureFixture[str]) -> None:

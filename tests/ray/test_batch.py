@@ -106,7 +106,7 @@ def test_every_line_has_one_answer_though_a_replica_is_killed(cluster: None, fla
     ("more", "wrong"),
     [
         (["--replicas", "0"], "--replicas 0 must be at least 1"),
-        (["--device", "cuda:1"], "--device cuda:1: Ray says which GPU a replica has"),
+        (["--device", "cuda:1"], "--device cuda:1: Ray assigns GPUs to replicas"),
         (["--role", "decode"], "--role decode needs --kv-disk-dir"),
     ],
 )

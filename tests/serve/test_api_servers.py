@@ -250,7 +250,7 @@ def test_a_worker_is_killed(tiny_model: Path) -> None:
         for _ in range(STREAMS):
             assert one.ask(max_tokens=2)[0].status_code == one.health() == 200
         assert (
-            "a process for HTTP has ended (SIGKILL: the system may have run out of memory); it is not started again"
+            "an HTTP process has ended (SIGKILL: the system may have run out of memory); it is not started again"
             in one.log.read_text()
         )
         family = one.family()
@@ -310,6 +310,6 @@ def test_a_worker_that_does_not_start_ends_the_server(tiny_model: Path) -> None:
         assert process.returncode == 2
         assert (
             errors.splitlines()[-1]
-            == "error: a process for HTTP has not started: SIGKILL: the system may have run out of memory"
+            == "error: an HTTP process has not started: SIGKILL: the system may have run out of memory"
         )
         assert is_gone(engine) and not os.listdir(folder)

@@ -139,5 +139,5 @@ def test_what_is_no_whole_answer_is_refused_and_the_next_one_is_not(answer: Answ
 def test_no_server_is_refused() -> None:
     with pytest.raises(Refused, match="ConnectionRefusedError"):
         asyncio.run(CompletionClient("http://127.0.0.1:9/v1").stream(b"{}", Record(0.0, 0)))
-    with pytest.raises(ValueError, match="no http or https URL"):
+    with pytest.raises(ValueError, match="not an http or https URL"):
         CompletionClient("localhost:8000")

@@ -86,7 +86,7 @@ def test_the_result_of_a_tool_may_be_a_document(send, engine):
         (*chat(file_data=base64.b64encode(b"\0\1").decode()), "neither a PDF nor text"),
         (*chat(file_data=base64.b64encode(b"%PDF-1.4 broken").decode()), "PDF"),
         (*response(file_url="http://127.0.0.1/x"), "file_data"),
-        (*message({"type": "url", "url": "http://127.0.0.1/x"}), "addresses"),
+        (*message({"type": "url", "url": "http://127.0.0.1/x"}), "URLs"),
         (*message({"type": "base64", "media_type": "image/png", "data": PDF}), "media_type"),
     ],
 )

@@ -221,7 +221,7 @@ def test_a_folder_of_its_own_goes_with_the_server(engine):
 
 def test_a_folder_that_cannot_be_used_is_told_before_a_model_is_loaded(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is no usable folder"):
+    with pytest.raises(ValueError, match="cannot be used"):
         ServerSettings(storage_dir=str(tmp_path / "file")).check_surroundings()
     with pytest.raises(ValueError, match="storage_dir has no meaning"):
         ServerSettings(storage_dir=str(tmp_path), storage_mib=0)

@@ -150,7 +150,7 @@ WRONG = [
     ({"messages": []}, "messages"),
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "text alone"),
+    ({"messages": [*HI, {"role": "assistant", "content": [USE]}]}, "only text blocks"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "images, search"),
     ({"messages": [{"role": "user", "content": [USE]}]}, "'tool_use'"),
     ({"messages": [{"role": "assistant", "content": [TURNS[2]["content"][0]]}, *HI]}, "'tool_result'"),

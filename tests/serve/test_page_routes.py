@@ -242,7 +242,7 @@ def test_words_that_lines_divide_are_put_together():
 
 def test_a_pdf_without_what_reads_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pypdfium2", None)
-    with pytest.raises(ApiError, match="PDFs need pypdfium2, which the server lacks"):
+    with pytest.raises(ApiError, match="PDFs need pypdfium2, which the server lacks; install it"):
         read_document(pdf("Hello"))
 
 

@@ -159,7 +159,7 @@ def test_resume_answers_the_rest_only(run, engine, capsys):
 def test_resume_of_what_is_no_output(run, capsys, text):
     run.files.output.write_text(f"{text}\n")
     assert run([line("a", prompt="Hi")], resume=True) == 1
-    assert "line 1 is no record" in capsys.readouterr().err
+    assert "line 1 is not a record" in capsys.readouterr().err
     assert run.files.output.read_text() == f"{text}\n"
 
 
@@ -193,7 +193,7 @@ def test_a_full_queue_is_waited_for(run, engine, monkeypatch):
         **dict.fromkeys("012", 200),
         "never": 400,
     }
-    assert "queues 2 at the most" in found["never"]["body"]["error"]["message"]
+    assert "queues 2 at most" in found["never"]["body"]["error"]["message"]
 
 
 def test_the_batch_of_the_examples(run):

@@ -102,7 +102,7 @@ def test_a_key_has_its_share(engine):
         first, second = (openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) for key in "ab")
         stream = first.completions.create(model="fake", prompt="HANG", stream=True)
         next(iter(stream))
-        with pytest.raises(openai.RateLimitError, match="1 request with this API key may be at work") as caught:
+        with pytest.raises(openai.RateLimitError, match="1 request with this API key can run at once") as caught:
             first.models.list()
         assert caught.value.code == "rate_limit_exceeded" and int(caught.value.response.headers["retry-after"]) > 0
         assert second.completions.create(model="fake", prompt="Hi").choices[0].text == REPLY

@@ -1,1 +1,1 @@
-"""How close policies come to full attention along its own text: distributions, attention per layer, selection."""
+"""Fidelity: how close policies are to full attention along its own text, in distributions, attention and selection."""

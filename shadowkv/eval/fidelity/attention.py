@@ -1,8 +1,9 @@
-"""What attention of one layer loses under a policy, and how often a step selects what earlier steps selected.
+"""Measures the attention that a policy loses in each layer, and how often a step selects chunks that earlier steps
+selected.
 
-The exact attention mass that a policy misses, and the error of its output, both use the policy's own queries, compared
-with all the keys and values that full attention has cached. Those of generated tokens also differ because of the
-policy's earlier errors.
+The exact attention mass that a policy misses, and the error of its output, use the policy's own queries against all
+keys and values in full attention's cache. For generated tokens they therefore include the effect of the policy's
+earlier errors.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from shadowkv.kvcache.inspection import exact_elsewhere, exact_keys, rotated_que
 from shadowkv.kvcache.policy.spec import PAGE
 
 SIZES = (1, 2, 4)
-"""Sizes of the buffers, in multiples of the chunks that a step may select."""
+"""Sizes of buffers, in multiples of the number of chunks that a step can select."""
 
 
 def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
-    """Softmax over all positions of a cache of dense sequences, float32 [B, H, G, S], 0 past a sequence's end.
+    """Softmax over all positions in a cache of dense sequences, float32 [B, H, G, S]; 0 past a sequence's end.
 
     Args:
-        q: [B, H_q, d], before RoPE.
+        q: queries [B, H_q, d], before RoPE.
     """
     q = rotated_queries(cache, q, batch).float() * q.shape[-1] ** -0.5
     within, rows = torch.arange(PAGE, device=q.device), []
@@ -37,13 +38,14 @@ def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatc
 
 
 def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Tensor:
-    """Which of the first ``length`` positions a step read, bool [B, H, length]; those past a sequence's end count."""
+    """Which of the first ``length`` positions a step attended to, bool [B, H, length]; positions past a sequence's end
+    count as attended."""
     shape, compressed = cache.shape, seen.batch.compressed
     attended = torch.ones(len(seen.q), shape.num_kv_heads, length, dtype=torch.bool, device=seen.q.device)
     if compressed is None or seen.selected is None:
         return attended
     selected = seen.batch.of_compressed(seen.selected)
-    elsewhere = exact_elsewhere(cache, seen.layer, compressed)  # exact, so read
+    elsewhere = exact_elsewhere(cache, seen.layer, compressed)  # exact chunks are always read
     chunks = elsewhere.shape[-1]
     chosen = torch.zeros(*elsewhere.shape[:2], chunks + 1, dtype=torch.bool, device=elsewhere.device)
     chosen.scatter_(2, selected.where(selected >= 0, chunks), True)
@@ -55,11 +57,11 @@ def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Ten
 
 
 class AttentionLoss:
-    """Means over steps, for each layer and row.
+    """Means of attention losses over steps, for each layer and row.
 
     Args:
         exact: the cache of full attention, which decodes each step first.
-        cache: the policy's, with the same sequences.
+        cache: the policy's cache, with the same sequences.
         rows: number of sequences.
     """
 
@@ -85,22 +87,23 @@ class AttentionLoss:
         return (self._recall / self._steps[0]).cpu()
 
     def output_error(self) -> Tensor:
-        """Norm of the difference to the exact output over the norm of that, all heads joined, [num_layers, rows]."""
+        """Norm of the difference to the exact output, divided by the exact output's norm, all heads joined,
+        [num_layers, rows]."""
         return (self._error / self._steps[0]).cpu()
 
 
 class Reuse:
-    """How often a step selects what earlier steps selected: hits in buffers that evict the least recently used, one per
-    size, layer, row and kv head.
+    """How often a step selects chunks that earlier steps selected: hits in buffers that evict the least recently used
+    chunk. There is one buffer per size, layer, row and kv head.
 
-    Counted from the selections alone, so that it is available for policies whose values are on the device as well.
+    It is computed from the selections alone, so that it is also available for policies with values on the device.
 
     Args:
         chunks: chunks of the longest sequence.
     """
 
     def __init__(self, layers: int, rows: int, heads: int, chunks: int, device: torch.device) -> None:
-        # Step of last use, from 1; 0 is never. The entry after the last chunk takes what is not selected.
+        # Step of last use, from 1 on; 0 is never. The entry after the last chunk collects unselected places.
         self._used = torch.zeros(layers, rows, heads, chunks + 1, dtype=torch.int32, device=device)
         self._steps = [0] * layers
         self._hits = torch.zeros(len(SIZES), layers, rows, dtype=torch.int64, device=device)
@@ -123,5 +126,5 @@ class Reuse:
         used[..., nobody] = 0
 
     def hit_rates(self) -> Tensor | None:
-        """[sizes, num_layers, rows] after the first step; None where no later step selected anything."""
+        """Hit rates after the first step, [sizes, num_layers, rows]; None if later steps selected nothing."""
         return (self._hits / self._selected).cpu() if self._selected.all() else None

@@ -1,4 +1,5 @@
-"""The suite ``fidelity``: prompts from texts, every policy along full attention's own continuation of them."""
+"""The suite ``fidelity``: it cuts prompts from texts and follows full attention's own continuation with every
+policy."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from shadowkv.models.loader import LoadedModel
 
 
 def cut(args: argparse.Namespace, loaded: LoadedModel) -> list[Prompt]:
-    """The prompts that the command asks for; raises ValueError where they are too long or too many."""
+    """The prompts that the command asks for; raises ValueError if they are too long or too many."""
     need, max_position = args.prompt_tokens + args.new_tokens, loaded.config.max_position
     if need > max_position:
         raise ValueError(f"--prompt-tokens and --new-tokens make {need} tokens, {loaded.name} takes {max_position}")
@@ -35,10 +36,11 @@ def measure(
     model: str,
     leading: LoadedModel | None = None,
 ) -> list[Measured]:
-    """Measures what is missing from fidelity.json in ``--out``, a few prompts at a time, and rewrites all files.
+    """Measures the policies and prompts that are missing in fidelity.json of ``--out``, a few prompts at a time, and
+    rewrites all files.
 
     Args:
-        leading: model whose full attention is followed, if it is not the policies' own model.
+        leading: the model whose full attention is followed, if it is not the policies' own model.
     """
     path = args.out / "fidelity.json"
     measured = read_measured(path)

@@ -1,5 +1,5 @@
-"""Policies that follow the tokens that full attention generates, from one prefill and in step with it, what they lose,
-and their twins that keep all generated tokens exact."""
+"""Runs policies along the tokens that full attention generates, from one prefill and step by step, and measures their
+losses. A twin of a policy keeps all generated tokens exact."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from shadowkv.models.loader import LoadedModel
 
 @dataclass(frozen=True)
 class ExactTails(Policy):
-    """The twin of a policy that keeps all generated tokens exact, beside the same compressed prompt, which it takes
-    over as the policy has stored it.
+    """The twin of a policy: it has the same compressed prompt, copied from the policy, and keeps all generated tokens
+    exact.
 
-    It shows what compression costs: projecting generated tokens onto the basis of their prompt (ShadowKV+), coding
-    them, and leaving it to the index to find them. A longer window does not show that: ``local=1024`` keeps the last
-    1,024 tokens of the prompt exact too.
+    It shows the cost of compressing generated tokens: projecting them onto the basis of their prompt (ShadowKV+),
+    coding them, and relying on the index to find them. A longer window does not show that cost: ``local=1024`` also
+    keeps the last 1,024 tokens of the prompt exact.
 
     Attributes:
         tokens: number of generated tokens that stay exact; ``spec.local`` includes them.
@@ -41,9 +41,9 @@ class ExactTails(Policy):
 
 
 def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
-    """All ``policies``, and after each that ever compresses, its twin for ``tokens`` generated tokens.
+    """All ``policies``, each followed by its twin for ``tokens`` generated tokens if the policy compresses.
 
-    Raises ValueError where none does.
+    Raises ValueError if none of them compresses.
     """
     with_twins: list[Policy] = []
     for policy in policies:
@@ -52,21 +52,21 @@ def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
             label, kv = (re.sub("^[^:@]*", r"\g<0>+exact-tails", text) for text in (policy.label, policy.kv))
             with_twins.append(ExactTails(label, kv, replace(policy.spec, local=policy.spec.local + tokens), tokens))
     if len(with_twins) == len(policies):
-        raise ValueError(f"--exact-tails means nothing to {', '.join(policy.label for policy in policies)}")
+        raise ValueError(f"--exact-tails has no effect on {', '.join(policy.label for policy in policies)}")
     return with_twins
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """KL(reference || logits) in nats, [n], of the distributions of logits [n, V]."""
-    log_p, log_q = (x.double().log_softmax(-1) for x in (reference, logits))  # in float32 small ones become negative
+    """KL(reference || logits) of the distributions of logits [n, V], in nats, [n]."""
+    log_p, log_q = (x.double().log_softmax(-1) for x in (reference, logits))  # float32 makes small ones negative
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 class Follower:
-    """A policy that follows tokens that it does not choose.
+    """A policy that follows given tokens.
 
     Args:
-        prompts: number of sequences, all of the same length.
+        prompts: the prompts, all of the same length, one sequence each.
         capacity: tokens of a sequence at the end.
         exact: full attention's cache, which decodes every token first; None for full attention itself.
     """
@@ -77,7 +77,7 @@ class Follower:
         assert policy.spec is not None, "the policy is local"
         self.policy, rows = policy, len(prompts)
         if isinstance(policy, ExactTails):
-            capacity += policy.tokens  # for the same number of compressed pages as its twin has
+            capacity += policy.tokens  # its policy then has as many compressed pages
         self.cache = open_cache_as(ObservedCache, loaded, policy.spec, capacity, rows)
         self.runner = Runner(loaded.model, self.cache)
         self.sequences: list[CachedSequence] = []
@@ -93,14 +93,14 @@ class Follower:
             self.cache.observe = self._observe
 
     def decode(self, tokens: list[int]) -> Tensor:
-        """Takes every sequence's next token; logits [B, V] of the one after it."""
+        """Appends each sequence's next token; logits [B, V] of the token after it."""
         return self.runner.decode(self.sequences, tokens)
 
     def follow(self, tokens: list[int], reference: Tensor, measuring: bool) -> None:
-        """Takes the next tokens and compares with full attention's logits [B, V] of those after them.
+        """Appends the next tokens and compares the logits after them with full attention's, [B, V].
 
         Args:
-            measuring: whether its attention is compared too.
+            measuring: whether attention is compared, too.
         """
         self.measuring = measuring
         logits = self.decode(tokens)
@@ -116,7 +116,7 @@ class Follower:
             self.reuse.take(seen.layer, seen.selected)
 
     def measured(self, prompts: Sequence[Prompt], surprise: Tensor) -> Iterator[Measured]:
-        """Its figures on every prompt.
+        """The policy's results on every prompt.
 
         Args:
             surprise: full attention's own surprise at the same tokens, [steps, B].
@@ -155,16 +155,16 @@ def follow(
     progress: Callable[[], object] = lambda: None,
     leading: LoadedModel | None = None,
 ) -> list[Measured]:
-    """Figures of all ``policies`` on ``prompts``, which decode together.
+    """Results of all ``policies`` on ``prompts``, which are decoded together.
 
     Args:
         loaded: the model of the policies.
-        leading: the model whose full attention they follow, with the same tokens and heads; None for their own.
-        steps: tokens that full attention generates.
-        every: attention is compared at one of ``every`` steps.
+        leading: the model whose full attention they follow, with the same tokens and heads; None for ``loaded``.
+        steps: number of tokens that full attention generates.
+        every: attention is compared at every ``every``-th step.
         progress: called once per step.
     """
-    gc.collect()  # caches of an earlier call and their followers refer to each other
+    gc.collect()  # frees an earlier call's caches and followers, which form cycles
     capacity = len(prompts[0].tokens) + steps
     full = Follower(leading or loaded, Policy("full", "full", KVSpec()), prompts, capacity, None)
     followers = [Follower(loaded, policy, prompts, capacity, full.cache) for policy in policies]
@@ -182,8 +182,8 @@ def follow(
 
 
 def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity: int) -> Tensor:
-    """A prompt in a new sequence of every follower, computed once for those of one model; the first one's logits [V] of
-    its last token."""
+    """Prefills a prompt into a new sequence of every follower, once per model; the first follower's logits [V] of its
+    last token."""
     logits_by_model = []
     for model in dict.fromkeys(follower.runner.model for follower in followers):
         storing = [
@@ -196,7 +196,7 @@ def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity
         for follower, sequence in zip(storing, sequences, strict=True):
             follower.sequences.append(sequence)
     for twin, follower in pairwise(followers):
-        if isinstance(follower.policy, ExactTails):  # the one before it is the policy itself
+        if isinstance(follower.policy, ExactTails):  # its policy comes right before it
             follower.sequences.append(
                 follower.cache.snapshots.load(twin.cache.snapshots.export(twin.sequences[-1]), capacity)
             )

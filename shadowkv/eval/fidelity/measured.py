@@ -1,4 +1,4 @@
-"""What was measured of one policy on one prompt: an entry of fidelity.json."""
+"""The results of one policy on one prompt: an entry of fidelity.json."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shadowkv.eval.records.predictions import write_json
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures along the tokens that full attention generates after a prompt.
+    """Results along the tokens that full attention generates after a prompt.
 
     Attributes:
-        prompt: file and place that it was cut from.
+        prompt: file and position that the prompt was cut from.
         policy: label of the policy: ``kv``, and the requested budget.
         kv: the preset, with its changed fields.
-        budget: share of the prompt that a step may select.
-        steps: tokens, for each of which the next one's distributions are compared.
+        budget: share of the prompt that a step can select.
+        steps: number of tokens at which next-token distributions are compared.
         mean_kl, max_kl: KL(full || policy) in nats per token.
         top1_agreement: share of steps at which both rank the same token first.
-        perplexity, full_perplexity: the policy's and full attention's own, for those tokens.
+        perplexity, full_perplexity: the policy's and full attention's perplexity on those tokens.
         attended_tokens: per kv head, in the last step.
-        least_kept_energy: smallest share of the keys' energy that a layer kept, where keys are low-rank.
-        mass_recall: per layer, share of the exact softmax on what was read.
+        least_kept_energy: smallest share of the keys' energy that a layer kept, if keys are low-rank.
+        mass_recall: per layer, share of the exact softmax on the tokens that were read.
         output_error: per layer, relative error of attention's output.
-        hit_rates: per size of the buffer, then per layer; None where nothing, or everything, is selected.
+        hit_rates: per buffer size, then per layer; None if nothing, or everything, is selected.
     """
 
     prompt: str
@@ -49,12 +49,12 @@ class Measured:
 
     @property
     def perplexity_difference(self) -> float:
-        """What the policy adds to full attention's perplexity."""
+        """The policy's perplexity minus full attention's."""
         return self.perplexity - self.full_perplexity
 
 
 def read_measured(path: Path) -> list[Measured]:
-    """What an earlier run has measured; raises ValueError for any other file."""
+    """The results of earlier runs; raises ValueError for any other file."""
     if not path.exists():
         return []
     try:
@@ -69,12 +69,12 @@ def write_measured(path: Path, measured: Iterable[Measured]) -> None:
 
 
 def of_policy(measured: Iterable[Measured], label: str) -> list[Measured]:
-    """Those of one policy."""
+    """The results of one policy."""
     return [result for result in measured if result.policy == label]
 
 
 def by_kind(measured: Iterable[Measured]) -> dict[str, list[Measured]]:
-    """Those of each kind of texts, in order of appearance."""
+    """The results by kind of text, in order of appearance."""
     kinds: dict[str, list[Measured]] = {}
     for result in measured:
         kinds.setdefault(kind_of(result.prompt), []).append(result)

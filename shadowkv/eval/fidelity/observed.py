@@ -1,4 +1,4 @@
-"""A cache that exposes the queries, selections and outputs of its attention, and computes as usual."""
+"""A cache that exposes the queries, selections and outputs of its attention, for fidelity measurements."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 @dataclass(frozen=True)
 class Attended:
-    """One layer of a decode step.
+    """The attention of one layer in a decode step.
 
     Attributes:
-        layer: its number.
-        q: [B, H_q, d], before RoPE.
-        batch: whose queries they are.
-        selected: chunks int64 [B, H, k], -1 for none, as in dense rows; None if all rows are dense.
-        out: [B, H_q, d].
+        layer: the layer's number.
+        q: queries [B, H_q, d], before RoPE.
+        batch: the batch of the queries.
+        selected: chunks int64 [B, H, k], -1 for none and in dense rows; None if all rows are dense.
+        out: outputs [B, H_q, d].
     """
 
     layer: int
@@ -36,15 +36,17 @@ class Attended:
 
 
 def spread(batch: DecodeBatch, x: Tensor, compressed: Tensor) -> Tensor:
-    """[B, ...] with the rows of compressed sequences replaced by ``found`` [R, ...]; each has one segment."""
+    """``x`` [B, ...] with the rows of compressed sequences replaced by ``compressed`` [R, ...]; each sequence has one
+    segment."""
     return compressed if batch.sequence is None else x.index_copy(0, batch.sequence, compressed)
 
 
 class ObservedCache(KVCache):
-    """Its decode steps must not be captured in a graph: replays would not call the observer.
+    """A KVCache that calls an observer. Its decode steps must not be captured in a graph: replays would not call the
+    observer.
 
     Attributes:
-        batch: that of the last decode step.
+        batch: the batch of the last decode step.
         observe: called after each layer's attention in decode.
     """
 
@@ -53,26 +55,26 @@ class ObservedCache(KVCache):
     _selected: list[Tensor]
 
     def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
-        """As usual, but in one batch: an observer has seen all rows when it is called."""
+        """As usual, but in one micro-batch, so that an observer sees all rows when it is called."""
         plan = super().plan_decode(sequences)
         return DecodePlan(tuple(replace(group, micro_batches=1) for group in plan.groups))
 
     def exact_layers(self) -> None:
-        """None: an op that runs whole layers calls nobody between them."""
+        """None: an op that runs whole layers cannot call an observer between them."""
         return None
 
     def _keep(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
-        """For some of the rows at a time."""
+        """The selection hook, called for some of the rows at a time."""
         self._selected.append(selected.chunks)
         return selected
 
     def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """As usual."""
+        """As usual, with a call of the observer at the end."""
         step = batch.groups[self.place(layer)[0].number][0]
         if not isinstance(step, DecodeBatch):
             return super().start(layer, q, batch, sinks)
         if step.of_sequence is not None:
-            raise ValueError("what a sequence of several segments selects cannot be shown; take longer prompts")
+            raise ValueError("selections of a sequence with several segments cannot be observed; use longer prompts")
         self.batch, self._selected, self.selection_hook = batch, [], self._keep
         finish = super().start(layer, q, batch, sinks)
         selected = None

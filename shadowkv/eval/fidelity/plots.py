@@ -1,4 +1,4 @@
-"""Plots of fidelity: KL by policy, attention's losses by layer, hit rates by buffer size."""
+"""Plots of fidelity: KL by policy, attention losses by layer, hit rates by buffer size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shadowkv.eval.reports.plots import bar_length, new_figure, save_figure, set
 
 
 def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> None:
-    """Writes all of them."""
+    """Writes all plots."""
     plot_kl(measured, title, folder / "kl.png")
     words = {
         "mass_recall": "share of the exact softmax that is read",
@@ -26,10 +26,10 @@ def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> Non
 
 
 def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
-    """A point per policy with its standard error, on a logarithmic scale; zero KL has no point."""
+    """Plots a point per policy with its standard error, on a logarithmic scale; zero KL has no point."""
     policies = labels(measured)
     style_of = styles(policies)
-    width = 4.5 + 0.08 * max(map(len, policies), default=0)  # of the labels
+    width = 4.5 + 0.08 * max(map(len, policies), default=0)  # room for the labels
     figure, (axis,) = new_figure(1, 1, (width, 1.2 + 0.35 * len(policies)))
     for number, label in enumerate(policies):
         estimate = over_prompts(of_policy(measured, label), FIGURES["mean_kl"])
@@ -45,7 +45,7 @@ def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
 
 
 def plot_layers(measured: Sequence[Measured], name: str, words: str, title: str, path: Path) -> None:
-    """One of ``LAYER_FIGURES`` by layer, a line per policy with a band of its standard error."""
+    """Plots one of ``LAYER_FIGURES`` by layer: a line per policy with a band of its standard error."""
     figure, (axis,) = new_figure(1, 1, (7.5, 4.5))
     for label, style in styles(labels(measured)).items():
         estimates = layer_means(of_policy(measured, label), LAYER_FIGURES[name])
@@ -63,7 +63,7 @@ def plot_layers(measured: Sequence[Measured], name: str, words: str, title: str,
 
 
 def plot_hit_rates(measured: Sequence[Measured], title: str, path: Path) -> None:
-    """Mean over layers by buffer size, a line per policy that selects."""
+    """Plots the mean over layers by buffer size, a line per policy that selects."""
     figure, (axis,) = new_figure(1, 1, (6, 4.2))
     for label, style in styles(labels(measured)).items():
         of_label = of_policy(measured, label)
@@ -75,8 +75,8 @@ def plot_hit_rates(measured: Sequence[Measured], title: str, path: Path) -> None
     axis.set_xscale("log", base=2)
     axis.set_xticks(SIZES, [f"{size}x" for size in SIZES])
     axis.set_ylim(0, 1.02)
-    axis.set_xlabel("chunks that the buffer keeps, in those that a step selects")
-    axis.set_ylabel("selected chunks found there")
+    axis.set_xlabel("buffer size, in multiples of the chunks that a step selects")
+    axis.set_ylabel("share of selected chunks in the buffer")
     axis.set_title(title, fontsize=9)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""Prompts cut from texts at places far apart, none of which overlap: their figures are independent samples."""
+"""Cuts prompts from texts, far apart and without overlap, so that their results are independent samples."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
 
 ESSAYS, CODE, FILES = "essays", "code", "files"
-"""Kinds of texts: the first two are known by name, the third is what the user gives."""
+"""Kinds of texts: ``ESSAYS`` and ``CODE`` are known by name; ``FILES`` are the user's."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens, and where they come from: the text's name and the index of their first token there."""
+    """A prompt's tokens, and their origin: the text's name and the index of the first token in it."""
 
     name: str
     tokens: list[int]
@@ -26,9 +26,9 @@ def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: in
     """``count`` prompts of ``tokens`` tokens each from every kind of texts.
 
     Args:
-        sources: files, ``ESSAYS`` (which is what None means) or ``CODE``.
+        sources: files, ``ESSAYS`` (also if None) or ``CODE``.
 
-    Raises ValueError where texts are missing or too short, OSError for a file that cannot be read.
+    Raises ValueError if texts are missing or too short, OSError for a file that cannot be read.
     """
     kinds: dict[str, dict[str, str]] = {}
     for source in sources or [Path(ESSAYS)]:
@@ -44,15 +44,15 @@ def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: in
 
 
 def kind_of(prompt: str) -> str:
-    """The kind of the text that a prompt of this name was cut from."""
+    """The kind of text of a prompt's name."""
     text = prompt.rpartition(":")[0]
     return text if text in (ESSAYS, CODE) else FILES
 
 
 def cut_prompts(texts: Mapping[str, str], tokenizer: Tokenizer, count: int, tokens: int) -> list[Prompt]:
-    """``count`` prompts of ``tokens`` tokens each, including those at the beginning of a text.
+    """``count`` prompts of ``tokens`` tokens each, evenly spread over all non-overlapping ones.
 
-    Raises ValueError where the texts hold fewer.
+    Raises ValueError if the texts are too short.
     """
     start = [token for token in tokenizer.encode("") if token == tokenizer.bos_token_id]
     length = tokens - len(start)

@@ -1,6 +1,6 @@
 """InfiniteBench's metrics (arXiv:2402.13718), after its published scoring.
 
-Two names differ from their task's: ``first_integer`` scores Passkey and Number, ``rouge_l_sum`` scores En.Sum.
+Two names differ from their tasks': ``first_integer`` scores Passkey and Number, ``rouge_l_sum`` scores En.Sum.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def code_run(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def code_debug(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the answer begins with the letter, or names letter or function after "is:"; ``references``: both, letter
-    last."""
+    """1 if the answer begins with the letter, or names the letter or the function after "is:"; ``references`` are both,
+    letter last."""
     letter = references[-1]
     if prediction[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0
@@ -63,7 +63,7 @@ def longdialogue_qa(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def longbook_qa_chn(prediction: str, references: tuple[str, ...]) -> float:
-    """F1 of Chinese characters; the best of the references."""
+    """F1 of Chinese characters, for the best reference."""
     answer = without_chinese_punctuation(prediction)
     return max(f1(answer, without_chinese_punctuation(reference)) for reference in references)
 
@@ -85,7 +85,7 @@ def math_calc(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def rouge_l_sum(prediction: str, references: tuple[str, ...]) -> float:
-    """ROUGE-Lsum F1 as in the ``rouge_score`` package, unstemmed: sentences are lines, each word counts once."""
+    """ROUGE-Lsum F1 as in the ``rouge_score`` package, unstemmed: sentences are lines, and each word counts once."""
     return max(_rouge_l_sum(_lines(prediction), _lines(reference)) for reference in references)
 
 
@@ -115,7 +115,8 @@ def _spaced(text: str, separators: list[str]) -> str:
 
 
 def _after(text: str, prefixes: tuple[str, ...], references: tuple[str, ...]) -> bool | None:
-    """Whether a reference follows the first of ``prefixes`` in the text and a space; None if it has none of them."""
+    """Whether a reference follows the first of ``prefixes`` in the text, after a space; None if the text has none of
+    them."""
     for prefix in prefixes:
         if prefix in text:
             return text.split(prefix, 1)[1][1:].startswith(references)

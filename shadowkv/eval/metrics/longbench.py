@@ -1,6 +1,7 @@
-"""LongBench's metrics (arXiv:2308.14508, table 1), after its published scoring; the best of several references counts.
+"""LongBench's metrics (arXiv:2308.14508, table 1), after its published scoring; of several references the best one
+counts.
 
-Chinese text is split into words by ``jieba``, as there.
+As there, Chinese text is split into words by ``jieba``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def best(metric: Callable[[str, str], float]) -> Callable[[str, tuple[str, ...]]
 
 
 def first_line(metric: Callable[[str, str], float]) -> Callable[[str, str], float]:
-    """The metric on the answer's first line: for few-shot tasks, whose answers continue with another example."""
+    """The metric on the answer's first line, for few-shot tasks, whose answers continue with another example."""
     return lambda prediction, reference: metric(prediction.lstrip("\n").split("\n")[0], reference)
 
 
@@ -46,7 +47,7 @@ def rouge_l_zh(prediction: str, reference: str) -> float:
 
 
 def classification(prediction: str, references: tuple[str, ...]) -> float:
-    """1 over the number of classes that the first line names, if the right one is among them.
+    """1 divided by the number of classes in the first line, if the right one is among them.
 
     ``references`` are the right class, then all classes; names that are part of the right one's do not count.
     """

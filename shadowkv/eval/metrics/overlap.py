@@ -26,13 +26,13 @@ def without_chinese_punctuation(text: str) -> str:
 
 
 def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of words, each as often as it occurs."""
+    """F1 (harmonic mean of precision and recall) of words, each counted as often as it occurs."""
     same = sum((Counter(prediction) & Counter(reference)).values())
     return 2 * same / (len(prediction) + len(reference)) if same else 0.0
 
 
 def common_subsequence(left: Sequence[str], right: Sequence[str]) -> list[int]:
-    """Positions in ``left`` of a longest common subsequence; if there are several, of the first words."""
+    """Positions in ``left`` of a longest common subsequence; if there are several, that of the first words."""
     lengths = [[0] * (len(right) + 1) for _ in range(len(left) + 1)]
     for i, word in enumerate(left):
         for j, other in enumerate(right):
@@ -51,7 +51,7 @@ def common_subsequence(left: Sequence[str], right: Sequence[str]) -> list[int]:
 
 
 def harmonic(hits: int, predicted: int, reference: int) -> float:
-    """F1 of ``hits`` among ``predicted`` and ``wanted`` words."""
+    """F1 of ``hits`` among ``predicted`` and ``reference`` words."""
     return 2 * hits / (predicted + reference) if hits else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Scores of an answer against its references, by name; every one in [0, 1]."""
+"""Scores of an answer against its references, by the metric's name; all are in [0, 1]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from shadowkv.eval.records.predictions import Sample
 
 Metric = Callable[[str, tuple[str, ...]], float]
 LOOP = 256
-"""Characters of the shortest loop, about 64 tokens: shorter repetitions, such as rulers and tables, are no failure."""
+"""Minimum length of a loop in characters, about 64 tokens: shorter repetitions, such as rulers and tables, are
+legitimate."""
 
 
 def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
@@ -32,7 +33,8 @@ def exact_match(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def ends_in_loop(text: str) -> bool:
-    """Whether the text ends in a loop: a cycle of any length, three times or more, over ``LOOP`` characters or more."""
+    """Whether the text ends in a loop: a cycle of any length that occurs at least three times, over at least ``LOOP``
+    characters."""
     for cycle in range(1, len(text) // 3 + 1):
         loop = text[-max(LOOP, 3 * cycle) :]
         if len(loop) >= LOOP and loop[cycle:] == loop[:-cycle]:

@@ -1,1 +1,1 @@
-"""Prompts of a given length: the texts that they are made of, and how they are made to fit."""
+"""Prompts of a given length: their texts, and how they are fitted to the length."""

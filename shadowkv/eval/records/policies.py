@@ -1,5 +1,5 @@
-"""The policies of an evaluation: presets x budgets, each under its label in files and tables; and those that ``--vary``
-makes of them."""
+"""The policies of an evaluation: presets x budgets, with labels for files and tables; and the variations of
+``--vary``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BASELINE = "full"
 
 @dataclass(frozen=True)
 class Policy:
-    """What answers a sample.
+    """A policy that answers samples.
 
     Attributes:
         label: ``kv``, and after an ``@`` the requested budget.
         kv: the preset, and after a colon its changed fields, except the budget.
-        spec: resolved for the model; None where a server has the cache.
+        spec: resolved for the model; None if a server has the cache.
     """
 
     label: str
@@ -31,16 +31,16 @@ class Policy:
     spec: KVSpec | None
 
     def budget(self, length: int) -> float | None:
-        """Share of a context of ``length`` tokens that a step may select."""
+        """Share of a context of ``length`` tokens that a step can select."""
         if self.spec is None:
             return None
         return round(float(self.spec.budget_tokens(np.asarray(length))) / length, 6)
 
 
 def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: ModelShape) -> list[Policy]:
-    """Policies as ``preset`` reads them, once each: with their own budget, or else with each of ``budgets``.
+    """Policies of ``names``, each once: with the budget in its name, or else with each of ``budgets``.
 
-    Full attention has no budget. Raises SettingsError for invalid ones.
+    Full attention has no budget. Raises SettingsError for invalid policies.
     """
     from shadowkv.kvcache.parts import resolve  # which imports PyTorch: --help works without
 
@@ -59,7 +59,7 @@ def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: 
 
 
 def without_field(name: str, field: str) -> tuple[str, str | None]:
-    """A policy's name or label without one of its fields, and the value that it had there."""
+    """A policy's name or label without one of its fields, and the field's value in it."""
     kv, at, budget = name.partition("@")
     preset_name, _, changes = kv.partition(":")
     fields = dict(change.split("=", 1) for change in changes.split(",") if change)
@@ -70,22 +70,22 @@ def without_field(name: str, field: str) -> tuple[str, str | None]:
 
 
 def served_policy(name: str) -> Policy:
-    """A server's policy, whatever it is, under the user's name for it."""
+    """A server's policy, under the user's name for it."""
     return Policy(name, name, None)
 
 
 @dataclass(frozen=True)
 class Variation:
-    """``--vary FIELD=V1,V2``, an ablation: a field of KVSpec and its values, as the user wrote them."""
+    """An ablation, ``--vary FIELD=V1,V2``: a field of KVSpec and its values, as the user wrote them."""
 
     field: str
     values: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> Variation:
-        """Reads ``FIELD=V1,V2``; raises ValueError for a field that does not exist and for invalid values of it.
+        """Parses ``FIELD=V1,V2``; raises ValueError for unknown fields and invalid values.
 
-        Whether a value fits a policy and a model is checked separately.
+        ``expand`` checks whether a value fits a policy and a model.
         """
         field, equals, values = text.partition("=")
         if not equals or not all(values.split(",")):
@@ -96,9 +96,9 @@ class Variation:
         return variation
 
     def expand(self, names: Sequence[str], shape: ModelShape) -> tuple[list[str], list[str]]:
-        """Policies in place of ``names``, and messages about values that were left out.
+        """The policies with the values in place of ``names``, and messages about values that were left out.
 
-        ``full``, policies that set the field themselves, and those to which no value applies stay as they are.
+        ``full``, policies that set the field themselves, and policies to which no value applies stay as they are.
         Raises ValueError if that is all of them.
         """
         from shadowkv.kvcache.parts import resolve  # which imports PyTorch: --help works without
@@ -123,5 +123,5 @@ class Variation:
             else:
                 notes.append(f"{name} stays as it is: {refused[variants[0]]}")
         if not any(without_field(name, self.field)[1] is not None for name in expanded):
-            raise ValueError("; ".join([f"--vary {self.field} means nothing to {', '.join(names)}", *notes]))
+            raise ValueError("; ".join([f"--vary {self.field} does not apply to {', '.join(names)}", *notes]))
         return expanded, notes

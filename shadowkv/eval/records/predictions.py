@@ -1,5 +1,5 @@
-"""Samples, the predictions to them, and result files that are never seen half-written: predictions grow line by line,
-everything else is replaced at once."""
+"""Samples, predictions, and result files that are never half-written: predictions grow line by line, and all other
+files are replaced as a whole."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Sample:
     Attributes:
         task: name of its task, e.g. ``niah_single_1``.
         id: the same for every policy and every run with the same seed.
-        turns: prompts, one per turn; the first holds the context. Plain text, tokenised unchanged.
+        turns: prompts, one per turn; the first holds the context. Plain text, tokenized unchanged.
         references: per turn, the texts that the metric compares the answer with.
         max_new_tokens: limit for every turn.
         metric: name in ``metrics.scoring.METRICS``.
-        length: tokens of the longest sequence that the sample was made for, answers included.
+        length: maximum tokens of the sample's sequence, answers included.
     """
 
     task: str
@@ -38,22 +38,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one policy answered to one sample: a line of predictions.jsonl.
+    """One policy's answers to one sample: a line of predictions.jsonl.
 
     Attributes:
         task, id, length: the sample's.
         policy: label of the policy: ``kv``, and the requested budget.
         kv: the preset, with its changed fields.
-        budget: share of ``length`` that a step may select; None where a server has the cache.
+        budget: share of ``length`` that a step can select; None if a server has the cache.
         predictions: answers, one per turn.
         score: mean of the turns' scores, in [0, 1].
-        attended_tokens: per kv head, in the last step; None where a server has the cache.
-        least_kept_energy: smallest share of the keys' energy that a layer kept, where keys are low-rank.
-        output_tokens: of the answers, all turns together, without the tokens that end them; as a server counts them
-            where it does, otherwise None, as in folders from before the field.
-        seconds: the policy's own time: decoding, and prefill of later turns, of a batch divided by its samples; the
-            whole request where a server answers.
-        prefill_seconds: the first prompt's prefill with everything that the requested policies store.
+        attended_tokens: per kv head, in the last step; None if a server has the cache.
+        least_kept_energy: smallest share of the keys' energy that a layer kept, if keys are low-rank.
+        output_tokens: tokens of the answers, all turns together, without end tokens. A server's own count, if it has
+            one; otherwise None, as in folders from before the field.
+        seconds: the policy's own time: decoding and prefill of later turns, divided by the number of samples in the
+            batch; for a server the whole request.
+        prefill_seconds: the first prompt's prefill, which includes storing it for all requested policies.
     """
 
     task: str
@@ -72,14 +72,14 @@ class Prediction:
 
     @property
     def sample(self) -> tuple[str, int, str]:
-        """What identifies the sample: task, length, id."""
+        """The sample's identity: task, length, id."""
         return self.task, self.length, self.id
 
 
 class PredictionFile:
-    """predictions.jsonl: what it holds already, and new lines, each on disk before the next sample begins.
+    """predictions.jsonl: its content, and new lines, each written to disk before the next sample begins.
 
-    A last line that was truncated by a crash is dropped; any other invalid line raises ValueError.
+    A last line that a crash truncated is dropped; any other invalid line raises ValueError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,7 +90,7 @@ class PredictionFile:
             os.truncate(path, len(complete_lines))
 
     def answered(self) -> set[tuple[tuple[str, int, str], str]]:
-        """Samples and labels of the policies that answered them."""
+        """Pairs of a sample and the label of a policy that answered it."""
         return {(prediction.sample, prediction.policy) for prediction in self.predictions}
 
     def append(self, prediction: Prediction) -> None:
@@ -101,8 +101,8 @@ class PredictionFile:
 
 
 def read_predictions(folder: Path) -> list[Prediction]:
-    """Those of a run, from predictions.jsonl or, where that is not there, the same compressed. Raises OSError where
-    neither can be read, ValueError for a line that is no prediction."""
+    """The predictions of a run, from predictions.jsonl or, without it, its compressed form. Raises OSError if neither
+    can be read, ValueError for an invalid line."""
     plain, compressed = folder / "predictions.jsonl", folder / "predictions.jsonl.gz"
     if plain.exists():
         return _parsed(plain.read_bytes(), plain)
@@ -116,13 +116,13 @@ def _parsed(lines: bytes, path: Path) -> list[Prediction]:
         try:
             predictions.append(Prediction(**json.loads(line)))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is no prediction: {error}") from error
+            raise ValueError(f"{path}, line {number} is not a prediction: {error}") from error
     return predictions
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, which replaces ``path`` once everything is written."""
+    """A context with a temporary path, which replaces ``path`` once everything is written."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield temporary

@@ -1,1 +1,1 @@
-"""What is made of answers: statistics, tables and plots."""
+"""Reports on predictions: statistics, tables and plots."""

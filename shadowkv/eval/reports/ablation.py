@@ -25,7 +25,7 @@ class Point:
 
     Attributes:
         kv: the policy without the field.
-        value: value of the field, as text; None if the policy does not set it.
+        value: the field's value, as text; None if the policy does not set it.
     """
 
     length: int
@@ -37,7 +37,7 @@ class Point:
 
 
 def write_score_ablation(field: str, predictions: Sequence[Prediction], model: str, folder: Path) -> None:
-    """Mean score over all tasks against the values of ``field``."""
+    """Writes the mean score over all tasks against the values of ``field``."""
     answers: dict[tuple[int, str], list[Prediction]] = {}
     for p in predictions:
         answers.setdefault((p.length, p.policy), []).append(p)
@@ -51,9 +51,9 @@ def write_ablation(
     """Writes the table, and the plot if matplotlib is installed.
 
     Args:
-        field: the varied one.
+        field: the varied field.
         measure: the figure's name in the table.
-        words: its name in the plot.
+        words: the figure's name in the plot.
         samples: figures by length and label of the policy, in a list per task.
     """
     measured = points(field, samples)
@@ -63,7 +63,7 @@ def write_ablation(
 
 
 def points(field: str, samples: dict[tuple[int, str], list[list[float]]]) -> list[Point]:
-    """One for each length and label of a policy, from the figures of its samples in a list per task."""
+    """One point for each length and label of a policy, from the figures of its samples in a list per task."""
     return [
         Point(length, *without_field(label, field), *mean_and_error(*tasks), sum(map(len, tasks)))
         for (length, label), tasks in samples.items()
@@ -87,11 +87,11 @@ def write_variation(field: str, measure: str, points: Sequence[Point], model: st
 
 
 def plot_variation(field: str, words: str, all_points: Sequence[Point], share: bool, title: str, path: Path) -> None:
-    """A panel per length, a line per policy; those that do not set the field are dotted lines across.
+    """Plots a panel per length and a line per policy; policies that do not set the field are horizontal dotted lines.
 
     Args:
         words: the figure's name.
-        share: whether it is a share, to be shown in per cent; otherwise the scale is logarithmic, without zeros.
+        share: whether the figure is a share, shown in per cent; otherwise the scale is logarithmic, without zeros.
     """
     values = sorted({point.value for point in all_points if point.value is not None}, key=_order(all_points))
     lengths = sorted({point.length for point in all_points})
@@ -130,7 +130,7 @@ def plot_variation(field: str, words: str, all_points: Sequence[Point], share: b
 
 
 def _order(points: Sequence[Point]) -> Callable[[str], float]:
-    """Numbers by size, names in order of appearance."""
+    """A sort key: numbers by size, names in order of appearance."""
     came = list(dict.fromkeys(point.value for point in points if point.value is not None))
     try:
         return {value: float(value) for value in came}.__getitem__

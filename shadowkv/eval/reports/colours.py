@@ -25,24 +25,24 @@ PRESETS = {
     "kvarn": "#ff1493",
     "shard": "#000080",
 }
-"""Of presets, in the order in which they are shown."""
+"""Colours of presets, in the order in which they are shown."""
 
 OTHERS = "#9467bd"
-"""Of policies from outside the package, and of other engines."""
+"""Colour of policies from outside the package, and of other engines."""
 
 MARKERS = "os^DvP*X<>"
 STEP, LIGHTEST = 0.25, 0.6
-"""By how much white the variations of a preset differ, and how white the lightest one is at most."""
+"""How much white each further variation of a preset gets, and the maximum."""
 
 
 def colour(policy: str) -> str:
-    """The colour of a policy's preset, as ``#rrggbb``; the policy may have fields that were changed, and a budget."""
+    """The colour of a policy's preset, as ``#rrggbb``; the policy can have changed fields and a budget."""
     return PRESETS.get(re.split(r"[:@ ]", policy)[0], OTHERS)
 
 
 def styles(policies: Iterable[str]) -> dict[str, dict[str, str]]:
-    """``color`` and ``marker`` of each policy of a plot. Policies of one colour, variations of a preset, have other
-    markers, and are lighter one after the other."""
+    """``color`` and ``marker`` of each policy in a plot. Variations of a preset share its colour, get lighter one after
+    another, and have different markers."""
     families: dict[str, list[str]] = {}
     for policy in policies:
         families.setdefault(colour(policy), []).append(policy)

@@ -20,7 +20,7 @@ FIGURES: dict[str, Callable[[Prediction], float | None]] = {
     "ended": lambda p: None if p.output_tokens is None else float(p.output_tokens < open_ended.NEW_TOKENS),
     "looping": lambda p: float(ends_in_loop(p.predictions[0])),
 }
-"""What is known of an answer alone: its tokens, whether it ended before the limit, and whether it ends in a loop."""
+"""Figures of a single answer: its tokens, whether it ended before the limit, and whether it ends in a loop."""
 SHARES = ("ended", "looping", "agreement")
 
 
@@ -30,7 +30,7 @@ class Row:
 
     Attributes:
         figures: means by name, of ``FIGURES`` and of ``agreement``.
-        differences: paired ones to full attention, by name.
+        differences: paired differences to full attention, by name.
     """
 
     length: int
@@ -42,7 +42,7 @@ class Row:
 
 
 def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
-    """A row per length, task and policy; what predictions do not have is left out."""
+    """A row per length, task and policy; figures that predictions lack are left out."""
     for (length, task), cell in by_cell(predictions).items():
         for label in filter(cell.__contains__, labels(predictions)):
             means = {name: values(cell, label, figure) for name, figure in FIGURES.items()}
@@ -54,7 +54,7 @@ def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
 
 
 def write_csv(rows: Sequence[Row], model: str, path: Path) -> None:
-    """Writes it; what there is not is empty."""
+    """Writes open_ended.csv; missing figures are empty."""
     names = (*FIGURES, "agreement")
     head = [column for name in names for column in (name, f"{name}_stderr")]
     head += [column for name in FIGURES for column in (f"{name}_difference", f"{name}_difference_stderr")]
@@ -68,7 +68,7 @@ def write_csv(rows: Sequence[Row], model: str, path: Path) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table to read."""
+    """The section of summary.md."""
     head = ["length", "task", "policy", "samples", "output tokens", *(f"{name}, %" for name in SHARES)]
     table = [head, ["---:", "---", "---", *(["---:"] * (len(head) - 3))]]
     for row in rows:
@@ -76,7 +76,7 @@ def markdown(rows: Sequence[Row]) -> str:
         table.append([str(row.length), row.task, row.policy, str(row.samples), *cells])
     note = (
         f"Open-ended answers: tokens, share that ended before {open_ended.NEW_TOKENS} of them, share that ends in a"
-        f" loop (the score above is that of the others), agreement with the answer of `{BASELINE}` (F1 of words);"
+        f" loop (the score above is the share of the others), agreement with `{BASELINE}`'s answer (F1 of words);"
         f" ± standard error, in brackets the paired difference to `{BASELINE}`."
     )
     return "\n".join([note, "", *("| " + " | ".join(line) + " |" for line in table)]) + "\n"

@@ -1,4 +1,4 @@
-"""Everything that is regenerated from all predictions: tables, plots, and the cells of needle tests."""
+"""Writes everything that is regenerated from all predictions: tables, plots, and the cells of needle tests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from shadowkv.eval.reports.summary import labels, write_summary
 from shadowkv.eval.suites import niah, open_ended
 
 DARK = 35
-"""Points from the middle of a heatmap's colours, from which on black numbers are hard to read."""
+"""Distance from the middle of a heatmap's colours, in points, from which black numbers are hard to read."""
 
 
 def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -> None:
-    """Writes them; plots only if matplotlib is installed."""
+    """Writes all outputs; plots only if matplotlib is installed."""
     open_answers = [p for p in predictions if p.task in open_ended.TASKS]
     section = ""
     if open_answers:
@@ -61,7 +61,8 @@ def needle_cells(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
 def plot_needles(
     predictions: Sequence[Prediction], depth: Callable[[Prediction], float], title: str, path: Path
 ) -> None:
-    """Mean score of one task under one policy by depth (rows, per cent) and length (columns), red to green."""
+    """Plots the mean score of one task under one policy by depth (rows, per cent) and length (columns), red to
+    green."""
     lengths, depths = sorted({p.length for p in predictions}), sorted({depth(p) for p in predictions})
     cells: dict[tuple[float, int], list[float]] = {}
     for p in predictions:

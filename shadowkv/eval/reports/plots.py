@@ -1,4 +1,4 @@
-"""Plots of an evaluation: score by task, score by attended tokens, and the depth x length heatmap of needles."""
+"""Plots of an evaluation: score by task, score by attended tokens, and helpers for figures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shadowkv.eval.reports.summary import by_cell, labels, score, scores_by_task
 
 
 def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> None:
-    """A panel per length, a row per task, a dot per policy with its standard error: the paired difference to full
-    attention, or the score if full attention was not requested or nothing else was."""
+    """Plots a panel per length, a row per task, and a dot per policy with its standard error. The dot is the paired
+    difference to full attention, or the score if there is no full attention or nothing else."""
     cells = by_cell(predictions)
     tasks = list(dict.fromkeys(task for _, task in cells))
     lengths = sorted({length for length, _ in cells})
@@ -50,7 +50,8 @@ def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> No
 
 
 def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> None:
-    """Mean score over all tasks by attended tokens, a panel per length: a line per policy through all its budgets."""
+    """Plots the mean score over all tasks by attended tokens: a panel per length, and a line per policy through all its
+    budgets."""
     lengths = sorted({p.length for p in predictions})
     presets = list(dict.fromkeys(p.kv for p in sorted(predictions, key=lambda p: p.kv != BASELINE)))
     style_of = styles(presets)
@@ -75,7 +76,7 @@ def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> N
 
 
 def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float]]:
-    """Mean tokens attended, mean score and its error in per cent, for each policy; fewest tokens first."""
+    """Mean attended tokens, mean score and its error in per cent, for each policy; fewest tokens first."""
     points = []
     for label in labels(predictions):
         chosen = [p for p in predictions if p.policy == label and p.attended_tokens is not None]
@@ -92,7 +93,7 @@ def bar_length(error: float) -> float:
 
 
 def add_legend(figure: Any) -> None:
-    """Lists what is drawn, once each, below the panels."""
+    """Adds a legend below the panels, with each label once."""
     named = {name: line for axis in figure.axes for line, name in zip(*axis.get_legend_handles_labels())}
     width = max(map(len, named), default=1) / 15 + 0.6  # width of an entry in inches
     columns = max(1, min(len(named), int(figure.get_figwidth() / width)))
@@ -100,7 +101,7 @@ def add_legend(figure: Any) -> None:
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
-    """A figure, and its panels row by row, each ``size`` inches."""
+    """A figure and its panels, row by row, each ``size`` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -111,8 +112,9 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any,
 
 
 def set_logarithmic(axis: Any, which: str, base: int = 10) -> None:
-    """Makes an axis, ``x`` or ``y``, whose data is drawn, logarithmic. It has labels at powers of ``base``, of 10 at 2
-    and 5 times these too unless the data spans three decades; at even steps where these would be fewer than two."""
+    """Makes an axis, ``x`` or ``y``, logarithmic; its data must be drawn. Labels are at powers of ``base``; for base
+    10, also at 2 and 5 times these, unless the data spans three decades. If that gives fewer than two labels, they are
+    at even steps."""
     from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
 
     getattr(axis, f"set_{which}scale")("log", base=base)
@@ -127,7 +129,7 @@ def set_logarithmic(axis: Any, which: str, base: int = 10) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes it as PNG; panels without data are left blank."""
+    """Writes a figure as PNG; panels without data are left blank."""
     for axis in figure.axes:
         if not axis.has_data():
             axis.set_axis_off()

@@ -1,8 +1,8 @@
 """Means with their standard errors, and paired differences with their 95 % intervals.
 
-Values come in strata: those of one task each. Tasks are chosen, not drawn, so that what their means differ by is no
-error of the mean over all of them: with equally many values a task its error is ``sqrt(sum(error of a task ** 2)) /
-number of tasks`` (stratified sampling; Cochran, Sampling Techniques, section 5.3).
+Values come in strata, one per task. Tasks are chosen, not drawn, so differences between their means are not part of the
+error of the overall mean. With equally many values per task its error is ``sqrt(sum(error of a task ** 2)) / number of
+tasks`` (stratified sampling; Cochran, Sampling Techniques, section 5.3).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def mean_and_error(*strata: Sequence[float]) -> tuple[float, float]:
     mean = sum(map(sum, groups)) / count
     if count < 2:
         return mean, math.nan
-    variance = 0.0  # of the sum of all values
+    variance = 0.0  # variance of the sum of all values
     for values in groups:
         centre = sum(values) / len(values)
         variance += len(values) * sum((value - centre) ** 2 for value in values) / (len(values) - 1)
@@ -35,7 +35,7 @@ def mean_and_error(*strata: Sequence[float]) -> tuple[float, float]:
 def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
     """95 % interval of the mean of paired differences: percentiles of the means of resamples (Efron's bootstrap).
 
-    Each stratum is resampled for itself. Deterministic. A single pair has no interval: (NaN, NaN).
+    Each stratum is resampled separately. Deterministic. A single pair has no interval: (NaN, NaN).
     """
     arrays = [np.asarray(differences, np.float64) for differences in _with_spread(strata)]
     count = sum(map(len, arrays))
@@ -52,16 +52,17 @@ def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
 
 
 def _with_spread(strata: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-    """All values in one stratum if one has a single value, which shows no deviation; errors are then rather larger."""
+    """The strata; if one has a single value, which shows no deviation, one stratum of all values. Errors are then
+    larger."""
     return strata if all(len(values) > 1 for values in strata) else [[value for values in strata for value in values]]
 
 
 def rounded(numbers: tuple[float, float] | None) -> list[float | str]:
-    """Cells of a CSV; empty where there is no number."""
+    """Cells of a CSV; empty if there is no number."""
     return ["" if math.isnan(number) else round(number, 6) for number in numbers or (math.nan, math.nan)]
 
 
 def with_error(estimate: Estimate, scale: float, sign: str = "") -> str:
-    """An estimate times ``scale`` in words; with ``sign="+"`` also positive ones have a sign."""
+    """An estimate times ``scale`` as text; with ``sign="+"`` positive numbers have a sign, too."""
     mean, error = estimate
     return f"{scale * mean:{sign}.1f}" + ("" if math.isnan(error) else f" ± {scale * error:.1f}")

@@ -19,10 +19,10 @@ COLUMNS = (
     *("output_tokens", "output_tokens_stderr", "output_tokens_difference", "output_tokens_difference_stderr"),
 )
 ALL = "all"
-"""The row over all tasks of a length."""
+"""Task name of the row over all tasks of a length."""
 
 Answers = dict[tuple[str, int, str], Prediction]
-"""By sample."""
+"""Predictions by sample."""
 Cells = dict[tuple[int, str], dict[str, Answers]]
 Figure = Callable[[Prediction], float | None]
 
@@ -32,13 +32,13 @@ class Row:
     """A policy's answers to the samples of a length and task.
 
     Attributes:
-        length, task: of the samples; ``ALL`` is over the tasks of a length.
+        length, task: the samples'; ``ALL`` means all tasks of a length.
         policy, kv, budget: as in a prediction.
-        samples, pairs: answers, and those among them to samples that full attention has answered, too.
+        samples, pairs: number of answers, and of those to samples that full attention has answered, too.
         score: in [0, 1].
         difference: to full attention's score, over the pairs; None for full attention itself and without pairs.
-        interval: 95 % interval of that; NaN for a single pair.
-        output_tokens: of an answer, all turns together; None where predictions do not have them.
+        interval: 95 % interval of the difference; NaN for a single pair.
+        output_tokens: tokens of an answer, all turns together; None if predictions do not have them.
         output_tokens_difference: to full attention's, over the pairs.
     """
 
@@ -57,7 +57,7 @@ class Row:
 
 
 def write_summary(predictions: Sequence[Prediction], model: str, folder: Path, section: str = "") -> None:
-    """Writes both tables; ``section`` is a suite's own, for the end of summary.md."""
+    """Writes both tables; ``section`` is a suite's own section at the end of summary.md."""
     summary = summarise(predictions)
     with replacing(folder / "summary.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -67,7 +67,7 @@ def write_summary(predictions: Sequence[Prediction], model: str, folder: Path, s
 
 
 def summarise(predictions: Sequence[Prediction]) -> list[Row]:
-    """A row per length, task and policy, ``ALL`` after the other tasks of a length and full attention first."""
+    """A row per length, task and policy; ``ALL`` comes after a length's other tasks, and full attention comes first."""
     summary = []
     for (length, task), cell in by_cell(predictions).items():
         for label in labels(predictions):
@@ -97,7 +97,7 @@ def summarise(predictions: Sequence[Prediction]) -> list[Row]:
 
 
 def by_cell(predictions: Sequence[Prediction]) -> Cells:
-    """Answers by length and task, then by policy, then by sample; ``ALL`` is over the tasks of a length."""
+    """Answers by length and task, then by policy, then by sample; ``ALL`` has all tasks of a length."""
     cells: Cells = defaultdict(lambda: defaultdict(dict))
     for p in predictions:
         cells[p.length, p.task][p.policy][p.sample] = p
@@ -116,12 +116,10 @@ def labels(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def score(prediction: Prediction) -> float:
-    """The answer's score."""
     return prediction.score
 
 
 def output_tokens(prediction: Prediction) -> int | None:
-    """The answer's tokens, all turns together."""
     return prediction.output_tokens
 
 
@@ -130,7 +128,7 @@ def values(cell: dict[str, Answers], label: str, figure: Figure, paired: bool = 
 
     Args:
         cell: answers by policy.
-        paired: whether the figure of full attention's answer to the same sample is subtracted.
+        paired: whether to subtract the figure of full attention's answer to the same sample.
     """
     tasks: dict[str, list[float]] = defaultdict(list)
     baseline = cell.get(BASELINE, {})
@@ -151,7 +149,7 @@ def scores_by_task(predictions: Sequence[Prediction]) -> list[list[float]]:
 
 
 def rows(summary: Sequence[Row], model: str) -> list[tuple[str | int | float, ...]]:
-    """Lines of summary.csv: scores in [0, 1]; what there is not is empty, as a single sample's stderr."""
+    """Rows of summary.csv: scores in [0, 1]; missing values, such as a single sample's error, are empty."""
     return [
         (
             *(model, row.kv, row.length, "" if row.budget is None else row.budget, row.task),
@@ -164,7 +162,7 @@ def rows(summary: Sequence[Row], model: str) -> list[tuple[str | int | float, ..
 
 
 def markdown(summary: Sequence[Row], model: str) -> str:
-    """The table to read, scores in per cent."""
+    """summary.md: a table with scores in per cent."""
     policies = sorted(dict.fromkeys(row.policy for row in summary), key=lambda label: label != BASELINE)
     head = ["length", "task", "samples", *policies]
     table = [head, ["---:", "---", *(["---:"] * (len(head) - 2))]]

@@ -1,1 +1,1 @@
-"""Running an evaluation: every policy answers every sample, by a model in this process or a server."""
+"""Runs an evaluation: every policy answers every sample, with a model in this process or a server."""

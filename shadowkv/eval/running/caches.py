@@ -1,4 +1,4 @@
-"""Caches of an evaluation: as large as its samples need, filled and read through the engine's own runner."""
+"""Caches of an evaluation: they are sized for its samples, and filled and read through the engine's own runner."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Cache = TypeVar("Cache", bound=KVCache)
 
 
 def open_cache(loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int = 1) -> KVCache:
-    """A cache with room for ``slots`` sequences of ``capacity`` tokens each; ``spec`` is resolved here. The model's
-    layers compute with its ops from then on."""
+    """A cache for ``slots`` sequences of ``capacity`` tokens each; resolves ``spec``. The model's layers use the
+    cache's ops from now on."""
     return open_cache_as(KVCache, loaded, spec, capacity, slots)
 
 
 def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> Cache:
-    """The same, for a subclass."""
+    """``open_cache`` for a subclass of KVCache."""
     layout, device = _layout(loaded, spec, capacity), next(loaded.model.parameters()).device
     return kind(
         layout,
@@ -46,9 +46,9 @@ def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity
 
 
 def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: int) -> int:
-    """Number of sequences of ``capacity`` tokens that free memory holds under each of ``specs`` at once; 1 on a CPU.
+    """Number of sequences of ``capacity`` tokens that free memory holds under all ``specs`` at once; 1 on a CPU.
 
-    A CPU is as fast one by one. The margins are the engine's: a share of a GPU, and of the host's memory.
+    A CPU is as fast one by one. The margins are the engine's: a share of the GPU's memory, and of the host's.
     """
     parameter = next(loaded.model.parameters())
     if parameter.device.type == "cpu":
@@ -71,9 +71,9 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
 
 def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False) -> Tensor:
     """A whole prefill of admitted sequences, including the entire last layer if it is ``scored``: logits [n, V] of each
-    one's last token. What takes more than a second shows on a terminal how many tokens are read."""
+    one's last token. If it takes more than a second, a progress bar shows on a terminal."""
     run, tokens = steps_of_prefill(model, cache, work, scored), sum(len(ids) for _, ids in work)
-    each = tokens / pieces(len(model.layers), tokens, cache.device)  # all layers' work, in tokens
+    each = tokens / pieces(len(model.layers), tokens, cache.device)  # work of all layers, in tokens
     bar = tqdm(desc="reading", total=tokens, unit="token", unit_scale=True, leave=False, disable=None, delay=1)
     with torch.inference_mode(), bar:
         while True:
@@ -90,8 +90,8 @@ def prefill_all(
 ) -> tuple[list[CachedSequence], Tensor]:
     """A prompt in a new sequence of every cache, and logits [caches, V] of its last token.
 
-    It is computed once for all whose prefill attends alike, and stored once for those that store it alike: a copy takes
-    a thousandth of the time of recomputing the low-rank form.
+    The prompt is computed once for all caches with the same prefill attention, and stored once for all caches that
+    store it alike: a copy takes a thousandth of the time of recomputing the low-rank form.
     """
     alike = [
         next((first for first in range(n) if cache.snapshots.stored_alike(caches[first].snapshots, len(prompt))), n)
@@ -99,7 +99,7 @@ def prefill_all(
     ]
     opened = {n: caches[n].allocate(len(prompt), capacity) for n in sorted(set(alike))}
     logits = {}
-    # Sparse ones attend alike where they allow the same error, and dense ones allow none.
+    # Sparse prefills attend alike if they allow the same error; dense ones allow none.
     errors = [cache.spec.prefill_error if cache.spec.prefill == "sparse" else 0.0 for cache in caches]
     for error in dict.fromkeys(errors):
         storing = [n for n in opened if errors[n] == error]

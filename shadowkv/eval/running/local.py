@@ -1,6 +1,6 @@
-"""Answers of several policies to the same samples, from one prefill for all whose prefill attends alike.
+"""Answers samples with several policies, from one prefill for all policies with the same prefill attention.
 
-Samples of a task and length go in batches: each is prefilled and forked into the caches of all policies; then every
+Samples of a task and length are batched: each is prefilled and copied into the caches of all policies. Then every
 policy decodes the whole batch together.
 """
 
@@ -25,10 +25,10 @@ from shadowkv.wording import counted
 
 
 class Answering:
-    """A cache of one policy for ``slots`` sequences of ``capacity`` tokens, and the sequences in it, which answer
-    together: every step decodes all that have not ended.
+    """A policy's cache for ``slots`` sequences of ``capacity`` tokens, with sequences that answer together: every step
+    decodes all unfinished ones.
 
-    Decode steps are CUDA graphs where the engine's would be.
+    Decode steps are CUDA graphs if the engine's would be.
     """
 
     def __init__(self, loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> None:
@@ -43,10 +43,10 @@ class Answering:
         """Greedy answers of every sequence, by turn.
 
         Args:
-            first: per sequence the token after its prompt, which is in the cache already.
-            turns: per sequence the tokens of every later turn, equally many for all: they extend it with its answers.
-            limit: most tokens of an answer.
-            ends: tokens that end an answer; they are not part of it.
+            first: per sequence, the token after its prompt, which is already in the cache.
+            turns: per sequence, the tokens of every later turn, which follow the answers; all have equally many turns.
+            limit: maximum tokens of an answer.
+            ends: tokens that end an answer and are not part of it.
         """
         answers = [[answer] for answer in self._decode(first, limit, ends)]
         for turn in zip(*turns, strict=True):
@@ -67,7 +67,7 @@ class Answering:
         return [figures(self.cache, sequence) for sequence in self.sequences]
 
     def clear(self) -> None:
-        """Forgets the sequences and frees their memory."""
+        """Releases the sequences and their memory."""
         while self.sequences:
             self.cache.release(self.sequences.pop())
 
@@ -90,7 +90,7 @@ class Answering:
 
 @dataclass(frozen=True)
 class Prompts:
-    """A sample's turns as tokens, and the length of the sequence that they and the longest answers make, in tokens."""
+    """A sample's turns as tokens, and ``need``: the tokens of the turns and the longest possible answers."""
 
     sample: Sample
     turns: list[list[int]]
@@ -98,11 +98,11 @@ class Prompts:
 
 
 class Forks:
-    """A model, and a cache for each policy, kept from batch to batch.
+    """A model with a cache for each policy, which are reused from batch to batch.
 
     Args:
         loaded: the model.
-        batch: samples that are answered together; None takes the number that the memory holds, on a CPU 1.
+        batch: number of samples to answer together; None means as many as memory holds, on a CPU 1.
     """
 
     def __init__(self, loaded: LoadedModel, batch: int | None = None) -> None:
@@ -119,7 +119,7 @@ class Forks:
             samples, policies = [sample for sample, _ in group], group[0][1]
             while samples:
                 self._open(policies, samples[0].length, largest_group)
-                with ThreadPoolExecutor() as threads:  # the tokeniser releases the interpreter's lock
+                with ThreadPoolExecutor() as threads:  # the tokenizer releases the interpreter's lock
                     prompts = list(threads.map(self._encode, samples[: self._slots]))
                 self._open(policies, max(prompt.need for prompt in prompts), largest_group)
                 yield from self._answer(prompts[: self._slots], policies)
@@ -182,7 +182,7 @@ class Forks:
             cache.clear()
 
     def _prefill(self, caches: list[Answering], prompt: Prompts) -> list[int]:
-        """The prompt in every cache; returns the tokens after it."""
+        """Prefills the prompt into every cache; returns the next tokens."""
         stores = [answering.cache for answering in caches]
         sequences, logits = prefill_all(self.loaded.model, stores, prompt.turns[0], prompt.need)
         for cache, sequence in zip(caches, sequences, strict=True):
@@ -191,6 +191,6 @@ class Forks:
 
 
 def _kind(sample: Sample, policies: list[Policy]) -> tuple[object, ...]:
-    """Equal for what may be answered together."""
+    """A key that is equal for samples that can be answered together."""
     labels = tuple(policy.label for policy in policies)
     return sample.task, sample.length, len(sample.turns), sample.max_new_tokens, labels

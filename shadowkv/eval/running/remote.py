@@ -1,5 +1,5 @@
-"""Answers of an OpenAI-compatible completions endpoint, greedy, with the token limits of the samples and the
-server; and the tokeniser to measure prompts."""
+"""Answers samples with an OpenAI-compatible completions endpoint, greedily, within the limits of the samples and the
+server; also loads the tokenizer that measures prompts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shadowkv.wording import counted
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """The tokeniser of a catalogue name, directory, .gguf file or hub id; of a directory that may be of a model which
-    a server runs and this engine cannot.
+    """The tokenizer of a catalogue name, directory, .gguf file or hub id. A directory's model may be one that only the
+    server can run.
 
     Raises OSError or ValueError as ``load_model`` does.
     """
@@ -35,13 +35,13 @@ def load_tokenizer(source: str) -> Tokenizer:
 
 
 class Remote:
-    """A server.
+    """A server that answers samples.
 
     Args:
         base_url: as for the openai client, e.g. ``http://localhost:8000/v1``.
-        model: the served name; None takes the server's first.
-        count_tokens: tokens of a text, by the model's tokeniser.
-        concurrency: most requests in flight.
+        model: the served name; None means the server's first.
+        count_tokens: counts the tokens of a text with the model's tokenizer.
+        concurrency: maximum number of concurrent requests.
 
     Raises ValueError if the openai client is not installed, or the server cannot be reached or lacks the model.
     """
@@ -61,10 +61,10 @@ class Remote:
         if not served or (model is not None and model not in served):
             raise ValueError(f"the server has no model {model!r}; it has {', '.join(served) or 'none'}")
         self.model = model or next(iter(served))
-        self.max_model_len: int | None = getattr(served[self.model], "max_model_len", None)  # vLLM and our server do
+        self.max_model_len: int | None = getattr(served[self.model], "max_model_len", None)  # vLLM and this server do
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
-        """Predictions as they arrive; raises ValueError for a sample that is too long for the server or refused."""
+        """Predictions as they arrive; raises ValueError for a sample that is refused or too long for the server."""
         with ThreadPoolExecutor(self.concurrency) as threads:
             futures: list[Future[Prediction]] = [
                 threads.submit(self._answer, sample, policy) for sample, policies in work for policy in policies

@@ -1,1 +1,1 @@
-"""Suites of tasks: where their samples come from."""
+"""Suites of tasks, which make the samples."""

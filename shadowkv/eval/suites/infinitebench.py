@@ -1,7 +1,7 @@
 """InfiniteBench (Zhang et al., arXiv:2402.13718): 12 tasks beyond 100K tokens, from their official files.
 
-Prompts are the published ones for plain completion (its templates for YaRN-Mistral and Yi), token limits and metrics
-are the published ones too (github.com/OpenBMB/InfiniteBench, MIT).
+Prompts, token limits and metrics are the published ones (github.com/OpenBMB/InfiniteBench, MIT); prompts are those for
+plain completion, its templates for YaRN-Mistral and Yi.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Task:
     """One task.
 
     Attributes:
-        prompt: with the fields that ``_fields`` makes of a row.
+        prompt: template with the fields that ``_fields`` makes from a row.
         max_new_tokens: limit for an answer.
         metric: name in ``metrics.scoring.METRICS``.
     """
@@ -106,11 +106,11 @@ def samples(
 
     Args:
         task: one of ``TASKS``.
-        length: tokens of prompt and answer together, at most; longer prompts lose their middle.
+        length: maximum tokens of prompt and answer together; longer prompts lose their middle.
         data: folder with ``<task>.jsonl``.
-        chat: the prompt as a user's message in the tokeniser's chat template.
+        chat: whether the prompt is a user's message in the tokenizer's chat template.
 
-    Raises ValueError for an unknown task and bad rows, FileNotFoundError where the file is missing.
+    Raises ValueError for an unknown task and bad rows, FileNotFoundError if the file is missing.
     """
     if task not in _TASKS:
         raise ValueError(f"InfiniteBench has no task {task!r}; it has {', '.join(TASKS)}")
@@ -131,7 +131,7 @@ def samples(
 
 
 def _fields(task: str, row: dict[str, Any]) -> dict[str, str]:
-    """What the prompt names."""
+    """The fields of the prompt."""
     fields = {"context": row["context"], "input": row["input"], **dict(zip("ABCD", row.get("options") or ()))}
     if task == "math_find":
         fields["target"] = _search(r"The .+ of", row["input"]).lower().removesuffix(" of")

@@ -24,10 +24,10 @@ class Dataset:
     """One data set.
 
     Attributes:
-        prompt: with the fields ``context`` and ``input`` of a row.
+        prompt: template with the fields ``context`` and ``input`` of a row.
         max_new_tokens: limit for an answer.
         metric: name in ``metrics.scoring.METRICS``.
-        chat: whether a chat template helps; few-shot and code prompts are to be continued.
+        chat: whether a chat template applies; few-shot and code prompts are to be continued instead.
     """
 
     prompt: str
@@ -172,11 +172,11 @@ def samples(
 
     Args:
         task: one of ``TASKS``.
-        length: tokens of prompt and answer together, at most; longer prompts lose their middle.
+        length: maximum tokens of prompt and answer together; longer prompts lose their middle.
         data: folder with ``<task>.jsonl``.
-        chat: in the tokeniser's chat template, except for the data sets that the benchmark leaves plain.
+        chat: whether to use the tokenizer's chat template, except for the data sets that the benchmark leaves plain.
 
-    Raises ValueError for an unknown task and bad rows, FileNotFoundError where the file is missing.
+    Raises ValueError for an unknown task and bad rows, FileNotFoundError if the file is missing.
     """
     if task not in DATASETS:
         raise ValueError(f"LongBench has no data set {task!r}; it has {', '.join(TASKS)}")
@@ -206,7 +206,7 @@ def chosen_rows(
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: get it from {source}")
-    # Read twice: files of whole books are larger than the rows chosen from them.
+    # The file is read twice: files of whole books are larger than the rows chosen from them.
     total = sum(1 for _ in _lines(file))
     chosen = set(random.Random(f"{file.stem}/{seed}").sample(range(total), min(count, total)))
     rows = []
@@ -216,7 +216,7 @@ def chosen_rows(
                 row = json.loads(line)
                 missing = [field for field in fields if field not in row]
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{file}, row {number} is no JSON object: {error}") from error
+                raise ValueError(f"{file}, row {number} is not a JSON object: {error}") from error
             if missing:
                 raise ValueError(f"{file}, row {number} has no {missing[0]!r}")
             rows.append((number, row))

@@ -1,6 +1,7 @@
-"""Needles in a haystack, depth x length: one, several asked together, or one more each turn on the same cache.
+"""Needles in a haystack, by depth and length: one needle, several that are asked for together, or another one in each
+turn on the same cache.
 
-Wording as in RULER (arXiv:2404.06654); several needles are spread from the depth to the end as in the usual test;
+The wording is RULER's (arXiv:2404.06654). Several needles are spread from the depth to the end, as in the usual test.
 ``niah_multiturn`` is ShadowKV's multi-turn test (arXiv:2410.21465, section 5.2).
 """
 
@@ -47,15 +48,15 @@ def samples(
     turns: int = 8,
     seed: int = 0,
 ) -> list[Sample]:
-    """``count`` samples of every task and depth, each of at most ``length`` tokens with its answers.
+    """``count`` samples of every task and depth, each of at most ``length`` tokens including answers.
 
     Args:
-        count_tokens: tokens of a text, by the model's tokeniser.
+        count_tokens: counts the tokens of a text with the model's tokenizer.
         depths: position of the first needle, in per cent.
-        needles: number in ``niah_multi``, all asked for together.
-        turns: number in ``niah_multiturn``, each about another needle, in random order.
+        needles: number of needles in ``niah_multi``, all asked for together.
+        turns: number of turns in ``niah_multiturn``, each about another needle, in random order.
 
-    Raises ValueError where the questions alone do not fit.
+    Raises ValueError if the questions alone do not fit.
     """
     filler = Filler(hay, count_tokens)
     drawn = []
@@ -93,7 +94,7 @@ def _conversation(
     order = rng.sample(range(number), number)
     asked = [order] if questions == 1 else [[index] for index in order]
     turns = [_question([keys[index] for index in indices]) for indices in asked]
-    # Every token that is not in the first prompt: later questions, and all answers.
+    # Tokens outside the first prompt: later questions, and all answers.
     rest = sum(map(filler.count, turns[1:])) + TOKENS_PER_ANSWER * number
 
     def build(sentences: list[str]) -> str:
@@ -111,7 +112,7 @@ def _question(keys: list[str]) -> str:
 
 
 def _hide(needles: list[str], sentences: list[str], depth: float) -> list[str]:
-    """Sentences with the first needle at ``depth`` per cent and the others evenly between it and the end."""
+    """Sentences with the first needle at ``depth`` per cent and the others evenly spread between it and the end."""
     step = (100 - depth) / len(needles)
     text, done = [], 0
     for number, needle in enumerate(needles):

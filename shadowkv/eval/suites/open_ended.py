@@ -1,7 +1,8 @@
 """Open-ended answers: summaries and explanations of source files and of essays, as long as the model makes them.
 
-There is no right answer. What counts is how long answers are, since sparse attention that lengthens them loses the time
-that its steps gain, whether they end by themselves and not in a loop, and how much they share with full attention's.
+There is no right answer. The suite measures how long answers are, because longer answers can cost the time that sparse
+attention saves per step. It also measures whether answers end by themselves and without a loop, and how much they share
+with full attention's.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ NEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked about a text.
+    """A question about a text.
 
     Attributes:
-        code: whether the text is source code, or else essays.
-        introduction, question: before and after the text.
+        code: whether the text is source code rather than essays.
+        introduction, question: texts before and after it.
     """
 
     code: bool
@@ -60,13 +61,13 @@ TASKS: tuple[str, ...] = tuple(_TASKS)
 
 
 def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int, chat: bool) -> list[Sample]:
-    """``count`` samples of a task, each about another text; a score of 1 says that the answer does not loop.
+    """``count`` samples of a task, each about another text; a score of 1 means that the answer does not loop.
 
     Args:
         task: one of ``TASKS``.
-        length: tokens of prompt and answer together, at most.
-        seed: the same samples in every process, where the packages that the texts are from have the same versions.
-        chat: in the tokeniser's chat template.
+        length: maximum tokens of prompt and answer together.
+        seed: gives the same samples in every process, if the packages with the texts have the same versions.
+        chat: whether to use the tokenizer's chat template.
 
     Raises ValueError for a length that is too short, a chat without a template and missing essays.
     """
@@ -89,9 +90,10 @@ def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int,
 
 
 def _units(hay: Haystack | None, length: int, seed: str) -> tuple[Sequence[str], str]:
-    """Sentences from a place in ``hay`` on, or else lines of source files, and what stands between two of them.
+    """Sentences from a random place in ``hay``, or lines of source files without ``hay``; and the separator between
+    them.
 
-    They do not depend on the task: both about the same kind of text get the same texts.
+    They do not depend on the task: both tasks about the same kind of text get the same texts.
     """
     characters = CHARACTERS_PER_TOKEN * length
     if hay is None:

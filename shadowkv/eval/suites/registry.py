@@ -1,4 +1,4 @@
-"""The suites of tasks by name, and how the command's arguments become their samples."""
+"""The suites by name, and their samples from the command's arguments."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def open_ended_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[S
 
 
 def _together(make: Callable[[int, str], list[Sample]], lengths: Sequence[int], tasks: Sequence[str]) -> list[Sample]:
-    """Samples of every length and task, in that order, made in threads: most of the time goes to the tokeniser."""
+    """Samples of every length and task, in that order, made in threads, since most of the time is spent in the
+    tokenizer."""
     with ThreadPoolExecutor() as threads:
         futures = [threads.submit(make, length, task) for length in lengths for task in tasks]
         try:
@@ -91,7 +92,7 @@ def _together(make: Callable[[int, str], list[Sample]], lengths: Sequence[int], 
 
 
 def folder(args: argparse.Namespace) -> Path:
-    """The folder of a suite whose texts must be given; raises ValueError without one."""
+    """The ``--data`` folder of a suite that needs one; raises ValueError without it."""
     if args.data is None:
         raise ValueError(f"{args.suite} needs --data DIR, a folder with a file <task>.jsonl for each of its tasks")
     assert isinstance(args.data, Path)
@@ -99,7 +100,7 @@ def folder(args: argparse.Namespace) -> Path:
 
 
 def chosen(tasks: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Requested tasks, without repetition; all if none are given. Raises ValueError for one that does not exist."""
+    """The requested tasks, without repetition; all if none are given. Raises ValueError for an unknown task."""
     unknown = [task for task in tasks or () if task not in known]
     if unknown:
         raise ValueError(f"--tasks {unknown[0]} is not one of {', '.join(known)}")

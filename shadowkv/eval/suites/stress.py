@@ -1,8 +1,9 @@
-"""Where sparse attention fails first: answers that need many places of the context, or a long one word by word.
+"""Stress tests where sparse attention fails first: answers that need many places of the context, or a long one word by
+word.
 
-``needles_64`` asks for 64 needles at once, ``table_to_json`` for rows of a long table, ``long_copy`` for a marked span
-verbatim. An answer touches far more tokens than one step may select, so a selection has to move with it: retrieving
-one needle does not show that (cf. SCBench, arXiv:2412.10319). All text is made up; no data is needed.
+``needles_64`` asks for 64 needles at once, ``table_to_json`` for rows of a long table, ``long_copy`` for a marked part
+verbatim. An answer needs far more tokens than one step can select, so the selection has to move with it; retrieving one
+needle does not test that (cf. SCBench, arXiv:2412.10319). All text is made up; no data is needed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int)
 
     Args:
         kind: one of ``KINDS``.
-        length: tokens of prompt and answer together, at most.
-        seed: the same samples in every process; a larger ``count`` only adds samples.
+        length: maximum tokens of prompt and answer together.
+        seed: gives the same samples in every process; a larger ``count`` only adds samples.
 
     Raises ValueError for an unknown kind and a length that is too short for it.
     """
@@ -85,7 +86,7 @@ def table_to_json(units: int, rng: random.Random) -> Question:
 
 
 def long_copy(units: int, rng: random.Random) -> Question:
-    """``units`` lines of made-up words; a marked run of ``LINES`` of them is to be copied."""
+    """``units`` lines of made-up words; the prompt asks to copy a marked run of ``LINES`` lines."""
     vocabulary = _distinct(4 * WORDS_PER_LINE, rng)
     lines = list(_lines(units, vocabulary, rng))
     first = rng.randrange(units - LINES + 1)
@@ -99,7 +100,7 @@ def long_copy(units: int, rng: random.Random) -> Question:
     )
 
 
-# Units (names, rows, lines) that a question needs.
+# Minimum number of units (names, rows, lines) of a question.
 KINDS: dict[str, tuple[Callable[[int, random.Random], Question], int]] = {
     "needles_64": (needles, NEEDLES),
     "table_to_json": (table_to_json, ROWS),
@@ -108,7 +109,7 @@ KINDS: dict[str, tuple[Callable[[int, random.Random], Question], int]] = {
 
 
 def answer_lines(kind: str, question: Question) -> list[str]:
-    """A perfect answer."""
+    """The lines of a perfect answer."""
     if kind != "needles_64":
         return list(question.references)
     names = question.text.rsplit(": ", 1)[1].removesuffix(".").split(", ")
@@ -120,7 +121,7 @@ def _seeded(build: Callable[[int, random.Random], Question], seed: str) -> Calla
 
 
 def _lines(count: int, vocabulary: list[str], rng: random.Random) -> Iterator[str]:
-    """Distinct lines over a few words: what follows a word does not reveal where in the text it is."""
+    """Distinct lines over a few words, so that a word does not reveal where in the text it is."""
     seen: set[str] = set()
     while len(seen) < count:
         line = " ".join(rng.choices(vocabulary, k=WORDS_PER_LINE))

@@ -1,1 +1,1 @@
-"""Checkpoints: their files, read within limits, weights in safetensors, quantised or not, and LoRA adapters."""
+"""Checkpoints: safe reading of their files, weights in safetensors (plain or quantised), and LoRA adapters."""

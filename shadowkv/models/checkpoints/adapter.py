@@ -1,7 +1,7 @@
 """LoRA adapters in PEFT's format, merged into the weights while they load (arXiv:2106.09685).
 
-Matrices may be int8 with a scale for each row, ``weight`` and ``weight_scale`` as compressed-tensors names them: a
-quarter of float32's bytes, for adapters that come with the project.
+A matrix can be int8 with a scale per row, in ``weight`` and ``weight_scale`` as compressed-tensors names them. That
+takes a quarter of float32's bytes, for adapters that come with the project.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _OTHER = "use an adapter of this model"
 
 
 class Adapter:
-    """W' = W + scale · B·A for every module that the adapter has a pair for.
+    """Low-rank updates W' = W + scale · B·A of the modules that the adapter has matrices for.
 
     Args:
         directory: holds ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     Attributes:
         pairs: module -> its matrices, ``A`` [r, K] and ``B`` [N, r].
-        scale: of their products.
+        scale: factor of the products B·A.
 
     Raises FileNotFoundError for missing files and ModelFileError for adapters other than plain LoRA.
     """
@@ -66,7 +66,7 @@ class Adapter:
         for name, (shape, dtype) in header.items():
             match = _NAME.match(name)
             if match is None:
-                reasons.append(f"tensor {name} is no LoRA matrix")
+                reasons.append(f"tensor {name} is not a LoRA matrix")
             elif match["scale"] is None:
                 modules.setdefault(match["module"], {})[match["side"]] = shape
                 scale = header.get(f"{name}_scale")
@@ -92,7 +92,7 @@ class Adapter:
         self.scale: float = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Checks the adapter against a model's weights; raises ModelFileError where a pair does not fit."""
+        """Raises ModelFileError if the matrices do not fit a model's weights."""
         unknown = []
         for module, pair in self.pairs.items():
             update, needed = (pair["B"].shape[0], pair["A"].shape[1]), shapes.get(f"{module}.weight")
@@ -108,11 +108,11 @@ class Adapter:
 
     @property
     def changed(self) -> list[str]:
-        """Names of the weights that it is merged into."""
+        """Names of the weights that the adapter changes."""
         return [f"{module}.weight" for module in self.pairs]
 
     def merged(self, tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        """The stream with the adapter, which must have been checked, added in float32."""
+        """The stream of weights with the adapter added in float32; ``check`` must have been called."""
         for name, stored in tensors:
             pair = self.pairs.get(name.removesuffix(".weight"))
             if pair is not None and name.endswith(".weight"):
@@ -121,7 +121,7 @@ class Adapter:
 
 
 def _wrong_fields(config: dict[str, Any]) -> list[str]:
-    """A reason for every field needed for the scale and the pairs that does not have a valid value."""
+    """A reason for every field of the config that is invalid and that the scale or the matrices need."""
     rank, alpha, targeted = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     names = targeted if isinstance(targeted, list) else [] if targeted is None else [targeted]
     fine = {

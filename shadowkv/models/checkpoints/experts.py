@@ -1,12 +1,13 @@
-"""Weights of experts, which files store in several ways, as if each expert were a module of its own.
+"""Splits experts' weights, which files store in several layouts, into one module per expert.
 
-Files have them apart, ``mlp.experts.3.up_proj.weight``, or under Mixtral's names, or joined:
+Files store experts separately, as ``mlp.experts.3.up_proj.weight`` or under Mixtral's names, or joined. Joined are
 ``mlp.experts.gate_up_proj`` [E, 2I, D] and ``mlp.experts.down_proj`` [E, D, I], as transformers 5 may save them. GGUF
-files, renamed, have ``mlp.experts.gate_proj`` and ``mlp.experts.up_proj``, each [E, I, D], instead of the former.
+files, after renaming, have ``mlp.experts.gate_proj`` and ``mlp.experts.up_proj``, each [E, I, D], instead of
+``gate_up_proj``.
 
-In gpt-oss's safetensors files, *interleaved*, rows of gates and of up alternate, and matrices of plain numbers are
-transposed, [E, D, 2I] and [E, I, D]; quantised ones are not. Biases of joined experts are beside them, under their
-names with ``_bias`` at the end: [E, 2I], or each [E, I], and [E, D].
+gpt-oss's safetensors files are *interleaved*: rows of gate and up alternate. Their plain matrices are also transposed,
+[E, D, 2I] and [E, I, D]; quantised ones are not. Biases of joined experts have the matrix's name with ``_bias`` at the
+end: [E, 2I], or each [E, I], and [E, D].
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Part:
-    """A weight of one expert within a tensor of all of them.
+    """One expert's weight within a tensor of all experts.
 
     Attributes:
-        expert: its number.
-        rows: the weight's among those of the expert.
+        expert: the expert's number.
+        rows: the weight's rows among the expert's rows.
         of_expert: number of rows of an expert.
-        transposed: the tensor has them as its columns.
+        transposed: whether the tensor has the rows as columns.
     """
 
     expert: int
@@ -48,34 +49,34 @@ class _Part:
     transposed: bool
 
     def shape(self, whole: Shape) -> Shape:
-        """Of a tensor's shape [E, ...], the part's."""
+        """The weight's shape, from the tensor's shape [E, ...]."""
         columns = whole[1:-1] if self.transposed else whole[2:]
         return len(range(self.of_expert)[self.rows]), *columns
 
     def of(self, stored: Stored) -> Stored:
-        """The part, a view."""
+        """The weight, a view of the tensor."""
         if isinstance(stored, Tensor):
             return (stored[self.expert].T if self.transposed else stored[self.expert])[self.rows]
-        first = self.expert * self.of_expert  # quantised rows of experts are one after the other already
+        first = self.expert * self.of_expert  # quantised rows of all experts follow one another
         return stored[slice(first + self.rows.start, first + self.rows.stop, self.rows.step)]
 
 
 class SeparateExperts:
-    """The names that weights get.
+    """The weights of a checkpoint with one module per expert.
 
     Args:
-        shapes: of all weights, by their names in the files.
-        forms: of those that are quantised.
-        experts: their number in a layer.
+        shapes: shapes of all weights, by their names in the files.
+        forms: forms of the quantised weights.
+        experts: number of experts in a layer.
         drafting: layers that draft tokens, whose weights are left out.
-        interleaved: files are as gpt-oss's safetensors files.
+        interleaved: whether the files are interleaved, as gpt-oss's safetensors files.
 
     Attributes:
-        shapes: of all weights that are read, each expert's by its own name.
-        forms: of those that are quantised.
-        left_out: names in the files of those that are not read.
+        shapes: shapes of all weights that are read, with each expert's under its own name.
+        forms: forms of the quantised ones among them.
+        left_out: names, in the files, of weights that are not read.
 
-    Raises ValueError where the files have an expert's weight twice, apart and joined.
+    Raises ValueError if the files have an expert's weight both separately and joined.
     """
 
     def __init__(
@@ -96,17 +97,17 @@ class SeparateExperts:
         self.forms = {weight: form for name, form in forms.items() for weight in self._parts.get(name, ())}
 
     def tensors(self, tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        """Name and weight, of what is read."""
+        """Names and weights of all that is read."""
         for name, stored in tensors:
             for weight, part in self._parts.get(name, {}).items():
                 yield weight, stored if part is None else part.of(stored)
 
 
 def _parts(name: str, shape: Shape, count: int, interleaved: bool, plain: bool) -> Iterator[tuple[str, _Part | None]]:
-    """What a weight is called, or what the weights of experts in it are."""
+    """The weights in a tensor: itself under its name, or one per expert."""
     joined = _JOINED.match(name)
     dimensions = 2 if name.endswith("_bias") else 3
-    if joined is None or len(shape) != dimensions or shape[0] != count:  # what is wrong is named as it is in the file
+    if joined is None or len(shape) != dimensions or shape[0] != count:  # errors name it as in the file
         for theirs, ours in _MIXTRAL.items():
             name = name.replace(theirs, ours)
         yield name, None

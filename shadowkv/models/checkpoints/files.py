@@ -1,4 +1,5 @@
-"""Reading a model's files, which may be corrupt or malicious: sizes are limited, refusals are one line with a name."""
+"""Reads a model's files, which may be corrupt or malicious: sizes are limited, and errors are one line with the file's
+name."""
 
 from __future__ import annotations
 
@@ -12,21 +13,22 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 1 << 26
-"""Real models' largest files, tokenizer.json with 262,144 tokens and their merges, have 33 MB."""
+"""Maximum size of a JSON file. The largest real ones, tokenizer.json with 262,144 tokens and their merges, have 33
+MB."""
 
 AGAIN = "fetch it again, or use another copy of the model"
 OTHER_MODEL = "use another model"
 ALIKE = 0.65
-"""How much of a name's letters another must share, in order, to be called near."""
+"""Minimum share of a name's letters that another name must have, in order, to be suggested for it."""
 MAX_REASONS, MAX_REASON_CHARACTERS = 8, 1000
 
 
 class ModelFileError(ValueError):
-    """A model's file that cannot be used; the message is one line.
+    """A model's file cannot be used; the message is one line.
 
     Args:
         file: the file.
-        reason: what is wrong; it may quote the file.
+        reason: what is wrong; it can quote the file.
         remedy: what to do about it.
     """
 
@@ -46,7 +48,8 @@ def join_reasons(reasons: Sequence[str]) -> str:
 
 
 def unsupported(what: str, name: str, known: Iterable[str]) -> str:
-    """Why something of that name cannot be used: with the nearest of the ``known`` ones, if any is near, and all."""
+    """The reason why ``name`` cannot be used: it lists the ``known`` names, and first the nearest one, if any is
+    near."""
     known = list(known)
     near = next(iter(get_close_matches(name, known, 1, ALIKE)), None)
     nearest = f"nearest: {near}; " if near else ""
@@ -55,7 +58,7 @@ def unsupported(what: str, name: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def naming(file: Path, remedy: str = AGAIN) -> Iterator[None]:
-    """Turns ValueErrors about a file's content into ModelFileErrors, which name the file."""
+    """A context that turns ValueErrors about a file's content into ModelFileErrors, which name the file."""
     try:
         yield
     except ModelFileError:
@@ -65,12 +68,12 @@ def naming(file: Path, remedy: str = AGAIN) -> Iterator[None]:
 
 
 def is_there(file: Path) -> bool:
-    """Whether a folder has an entry of that name, even a broken link: reading that reports the problem."""
+    """Whether the folder has an entry of this name, even a broken link, which raises an error when it is read."""
     return os.path.lexists(file)
 
 
 def check_regular(file: Path) -> None:
-    """Raises ModelFileError for directories, broken links, and files that would never end when read."""
+    """Raises ModelFileError for directories, broken links, and special files whose reading might never end."""
     if file.is_file():
         return
     if file.is_dir():
@@ -94,7 +97,7 @@ def read_text(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises as ``read_text`` does, and for invalid JSON with the line."""
+    """The object in a JSON file; raises as ``read_text`` does, and ModelFileError with the line for invalid JSON."""
     text = read_text(file)
     try:
         value = json.loads(text)
@@ -110,5 +113,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def is_number(value: Any, above: float = -math.inf, most: float = 1e300) -> bool:
-    """Whether it is a number in that range, and not NaN; integers may have any number of digits."""
+    """Whether ``value`` is a number in the range (``above``, ``most``], and not NaN; integers can have any number of
+    digits."""
     return type(value) in (int, float) and above < value <= most

@@ -1,4 +1,4 @@
-"""Reads weights ahead of their use: several threads read, and prepare, while the device is given what came before."""
+"""Reads weights ahead of their use: threads read and prepare weights while earlier ones are copied to the device."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from shadowkv.models.checkpoints.files import ModelFileError
 from shadowkv.models.checkpoints.stored_weight import Stored
 
 AHEAD_BYTES = 2**28
-"""Bytes of weights that are read, or being read, before they are used; a larger weight is alone."""
+"""Maximum bytes of weights that are read, or being read, before their use; a larger weight is read alone."""
 
 MAX_THREADS = 8
-"""More would wait for the same disk, or the same memory."""
+"""Maximum number of reading threads; more would wait for the same disk or the same memory."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A weight that can be read.
+    """A weight to read.
 
     Attributes:
-        name: of the weight.
-        nbytes: that it takes in its file.
+        name: the weight's name.
+        nbytes: its bytes in the file.
         read: reads it; called on a thread.
     """
 
@@ -38,7 +38,7 @@ class Reading:
 
 
 def read_ahead(readings: Iterable[Reading]) -> Generator[tuple[str, Stored]]:
-    """Name and weight of each, in order; raises what reading one raises, in its place."""
+    """Names and weights, in order; raises what reading a weight raises, when its turn comes."""
     threads = min(MAX_THREADS, os.cpu_count() or 1)
     queue, waiting, taken = iter(readings), deque[tuple[Reading, Future[Stored]]](), 0
     upcoming = next(queue, None)
@@ -60,7 +60,7 @@ def read_ahead(readings: Iterable[Reading]) -> Generator[tuple[str, Stored]]:
 def read_bytes(file: Path, start: int, stop: int, *, pinned: bool = False) -> Tensor:
     """Bytes ``start`` to ``stop`` of a file: uint8 [stop - start], in pinned memory for a GPU.
 
-    Raises ModelFileError where the file ends before.
+    Raises ModelFileError if the file is shorter.
     """
     data = torch.empty(stop - start, dtype=torch.uint8, pin_memory=pinned)
     view, done = data.numpy().data, 0
@@ -69,6 +69,6 @@ def read_bytes(file: Path, start: int, stop: int, *, pinned: bool = False) -> Te
         while done < len(view):
             count = opened.readinto(view[done:])
             if not count:
-                raise ModelFileError(file, f"it ends after {start + done} bytes, and tensors in it after {stop}")
+                raise ModelFileError(file, f"it ends after {start + done} bytes, but its tensors end at {stop}")
             done += count
     return data

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face directory: one .safetensors file or several with an index. Pickled files are refused."""
+"""Weights of a Hugging Face directory: one .safetensors file, or several with an index. Pickled files are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shadowkv.models.checkpoints.reading import Reading, read_ahead, read_bytes
 from shadowkv.models.checkpoints.stored_weight import Stored
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-"""Others belong to quantised weights, and mean nothing without a config that says how these are stored."""
+"""Types of plain weights. Other types belong to quantised weights, which only a config can interpret."""
 
 _TORCH_DTYPES = {
     "F64": torch.float64,
@@ -38,7 +38,8 @@ _INDEX = "model.safetensors.index.json"
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """A .safetensors file, whose header the library has checked, on the CPU; raises ModelFileError for a bad one."""
+    """An open .safetensors file on the CPU, whose header the library has checked; raises ModelFileError for a bad
+    one."""
     check_regular(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -67,14 +68,14 @@ class SafetensorsWeights:
     """The weights of a directory.
 
     Args:
-        dtypes: those that tensors may have.
-        renamed: from a name in the files to the weight's; None leaves it out.
+        dtypes: allowed types of tensors.
+        renamed: maps a name in the files to the weight's name; None leaves the weight out.
 
     Attributes:
         shapes, dtypes: of every tensor, from the files' headers.
 
-    Raises FileNotFoundError if the directory has no safetensors or lacks files that its index names, ModelFileError
-    for files that cannot be used.
+    Raises FileNotFoundError if the directory has no safetensors or lacks files that its index names, ModelFileError for
+    files that cannot be used.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class SafetensorsWeights:
             self._places |= {name: places[theirs] for name, theirs in stored if name is not None}
 
     def stream(self, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
-        """Name and CPU tensor of every weight, read ahead."""
+        """Names and CPU tensors of all weights, read ahead."""
         return read_ahead(Reading(name, self.nbytes(name), partial(self.read, name, pinned)) for name in self.shapes)
 
     def nbytes(self, name: str) -> int:
@@ -106,13 +107,13 @@ class SafetensorsWeights:
         return stop - start
 
     def read(self, name: str, pinned: bool = False) -> Tensor:
-        """One tensor, on the CPU, on any thread; in pinned memory for a GPU."""
+        """One tensor, on the CPU, in pinned memory if asked for. Can be called on any thread."""
         data = read_bytes(self._file_of[name], *self._places[name], pinned=pinned)
         return data.view(_TORCH_DTYPES[self.dtypes[name]]).view(self.shapes[name])
 
 
 def _places(file: Path) -> dict[str, tuple[int, int]]:
-    """First byte of each tensor in a file whose header was checked, and the one after the last."""
+    """The byte range [start, stop) of each tensor in a file whose header was checked."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
@@ -138,20 +139,20 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that an index names, which must be in its directory; they may be links, as in the hub's cache."""
+    """The files that an index names, which must be in its directory; they can be links, as in the hub's cache."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelFileError(index, "weight_map is missing, empty, or no object")
+        raise ModelFileError(index, "weight_map is missing, empty, or not an object")
     for name in weight_map.values():
         # Windows' rules know both separators and drives, whatever this machine's rules are.
         if not isinstance(name, str) or not name.endswith(".safetensors") or PureWindowsPath(name).name != name:
-            raise ModelFileError(index, f"weight_map names {name!r}, which is no .safetensors file of the folder")
+            raise ModelFileError(index, f"weight_map names {name!r}, which is not a .safetensors file of the folder")
         if not name.isprintable():
             raise ModelFileError(index, f"weight_map names {name!r}")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{index}: the folder lacks weight files that it names: {join_reasons(missing)}; fetch those"
+            f"{index}: the folder lacks weight files that the index names: {join_reasons(missing)}; fetch those"
         )
     return files

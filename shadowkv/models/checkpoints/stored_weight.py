@@ -1,4 +1,4 @@
-"""A weight as files store it: plain numbers, or rows of quantised ones."""
+"""A weight as files store it: a plain tensor, or quantised rows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.registry import Choice, choose
 
 NUMBERS_AT_ONCE = 2**22
-"""Numbers that are dequantised, or quantised, at a time: their size in float32 is small compared with the weights."""
+"""How many numbers are dequantised or quantised at a time: their size in float32 is small compared with the weights."""
 
 FP8_ROWS = GroupForm("e4m3", None, torch.float32)
-"""As ``FP8Linear`` has them."""
+"""The form of weights in ``FP8Linear``."""
 
 Stored = Tensor | QuantisedRows
 
@@ -36,7 +36,7 @@ def _dequantise(device: str) -> Choice:
 
 @torch.no_grad()
 def fill_plain(parameter: Tensor, stored: Stored) -> None:
-    """Writes a weight's numbers, on the parameter's device, in its dtype."""
+    """Writes a weight's numbers into ``parameter``, on its device and in its dtype."""
     if isinstance(stored, Tensor):
         parameter.copy_(stored)
         return
@@ -46,8 +46,8 @@ def fill_plain(parameter: Tensor, stored: Stored) -> None:
 
 @torch.no_grad()
 def fill_fp8(weight: Tensor, scale: Tensor, stored: Stored) -> None:
-    """Writes rows [N, K] of a projection and their scales [N, 1]: codes unchanged that have one scale a row, other
-    numbers quantised per row."""
+    """Writes rows [N, K] of a projection and their scales [N, 1]. Codes that already have one scale per row are copied;
+    other numbers are quantised per row."""
     if isinstance(stored, QuantisedRows) and stored.form == FP8_ROWS:
         weight.copy_(stored.tensors[0])
         scale.copy_(stored.tensors[1])

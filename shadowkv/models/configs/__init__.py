@@ -1,1 +1,1 @@
-"""What is known of a model beside its weights: ModelConfig, read from the fields of a Hugging Face config."""
+"""ModelConfig: what is known of a model besides its weights, read from the fields of a Hugging Face config."""

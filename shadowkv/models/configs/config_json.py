@@ -1,4 +1,4 @@
-"""A Hugging Face config.json: whether its fields have plausible values, and what all families read from it alike."""
+"""Reads a Hugging Face config.json: it checks the values of fields and reads the fields that all families share."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _LARGEST = {
     "max_position_embeddings": MAX_POSITIONS,
     "original_max_position_embeddings": MAX_POSITIONS,
 }
-"""Limits of integers from 1 on; no model comes near, and products of numbers within them fit in 63 bits."""
+"""Limits of integers, which start at 1; no model comes near, and products of numbers within them fit in 63 bits."""
 
 SLIDING = "sliding_attention"
 LAYER_TYPES = ("full_attention", SLIDING)
-"""What ``layer_types`` has for every layer."""
+"""Values of ``layer_types``."""
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
-"""Activations of gates by their names, which some have two of."""
+"""Names of gate activations in configs -> one name for each activation."""
 
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
-"""The objects that describe RoPE: the old name and transformers 5's, which is read first."""
+"""Fields with objects that describe RoPE: the old name, and transformers 5's, which takes precedence."""
 
 FIELDS = tuple(
     dict.fromkeys(
@@ -55,7 +55,7 @@ FIELDS = tuple(
         )
     )
 )
-"""What every family reads; modules of families name what they read besides."""
+"""Fields that every family reads; families' modules list further ones."""
 
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 _POSITIVE = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
@@ -64,13 +64,15 @@ _DIVISORS = ("short_factor", "long_factor")
 
 
 OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
-"""What a config with a ``text_config`` may say beside it of its text model."""
+"""Fields of a multimodal config that can describe its text model beside the ``text_config``."""
 
 
 def plain_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """A config in the form that families read: of a model of more than text its ``text_config``, and where RoPE is
-    described by types of layers (transformers 5) that of full attention, with the base of the other one as
-    ``rope_local_base_freq``. Raises ValueError."""
+    """A config in the form that families read; raises ValueError.
+
+    For a multimodal model that is its ``text_config``. If RoPE is described by types of layers (transformers 5), it is
+    the RoPE of full attention, with the other type's base as ``rope_local_base_freq``.
+    """
     if isinstance(text := hf.get("text_config"), dict):
         whole = {name: hf[name] for name in ("model_type", *OF_THE_WHOLE) if hf.get(name) is not None}
         hf = {**hf, **text, **whole, "text_config": None}
@@ -80,7 +82,7 @@ def plain_config(hf: dict[str, Any]) -> dict[str, Any]:
             continue
         full, sliding = (of_types.get(kind) or {} for kind in LAYER_TYPES)
         if not isinstance(sliding, dict) or (sliding.get("rope_type") or "default") != "default":
-            raise ValueError(f"{name}: {SLIDING} has {_short(sliding)}, and only rope_type='default' is read there")
+            raise ValueError(f"{name}: {SLIDING} has {_short(sliding)}, where only rope_type='default' is supported")
         hf = {**hf, name: full, "rope_local_base_freq": sliding.get("rope_theta", hf.get("rope_local_base_freq"))}
     return hf
 
@@ -89,7 +91,7 @@ def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) 
     """A reason for every field that is missing or invalid.
 
     Args:
-        hf: content of a config.json, or another format's in that form.
+        hf: content of a config.json, or another format's fields in that form.
         names: names of the fields in the file, where they differ from ``hf``.
     """
     names = names or {}
@@ -167,10 +169,10 @@ def build_config(
 ) -> ModelConfig:
     """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
 
-    ``window`` is the kind of the layers that ``layer_types`` calls sliding, or without such a list of all layers from
-    ``first_window`` on.
+    ``window`` is the kind of the layers that ``layer_types`` calls sliding. Without ``layer_types``, it is the kind of
+    all layers from ``first_window`` on.
 
-    Raises ValueError naming every field that is missing or out of range, other activations and MLP biases.
+    Raises ValueError that names every field that is missing or out of range, unsupported activations and MLP biases.
     """
     reasons = wrong_fields(hf)
     activation = hf.get("hidden_act", "silu")
@@ -207,7 +209,7 @@ def build_config(
         embedding_scale=embedding_scale,
         query_scale=query_scale,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        normed_heads=None,  # set by families that have some, as are experts and the layers without
+        normed_heads=None,  # families set normed_heads, experts and dense_layers
         experts=None,
         dense_layers=(),
         layer_kinds=kinds,
@@ -219,12 +221,12 @@ def build_config(
 
 
 def window_of(hf: Mapping[str, Any]) -> LayerKind:
-    """The kind of layers with the config's ``sliding_window``: full attention where there is none."""
+    """The kind of layers with the config's ``sliding_window``; full attention without one."""
     return LayerKind(hf.get("sliding_window") or None)
 
 
 def _kinds(types: Any, count: int, window: LayerKind, first: int) -> tuple[LayerKind, ...]:
-    """The kind of each of ``count`` layers; none where all of them see everything. Raises ValueError."""
+    """The kind of each of ``count`` layers; empty if all have full attention. Raises ValueError."""
     if window == FULL:
         return ()
     if types is None:
@@ -240,7 +242,7 @@ def _max_position(stated: int, rope: RopeConfig, max_model_len: int | None) -> i
         # Some configs give the context before the extension, others the one after it.
         return max(stated, int(rope.factor * rope.original_max_position))
     if rope.scaling == "longrope" and max_model_len is not None and max_model_len <= rope.original_max_position:
-        # The short factors are in use: they are wrong for longer sequences.
+        # The short factors are in use, which are wrong for longer sequences.
         return min(stated, rope.original_max_position)
     return stated
 

@@ -1,4 +1,4 @@
-"""Fields of a config.json that describe experts: whether their values are plausible, and what families read alike."""
+"""Fields of a config.json that describe experts: it checks their values and reads what families share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST = {
     "n_group": 1 << 12,
     "topk_group": 1 << 12,
 }
-"""Limits of integers from 1 on."""
+"""Limits of integers that start at 1."""
 
 _FROM_ZERO = {
     "shared_expert_intermediate_size": 1 << 20,
@@ -28,7 +28,7 @@ _FROM_ZERO = {
     "num_nextn_predict_layers": 1 << 10,
     "num_mtp_modules": 1 << 10,
 }
-"""The same from 0 on."""
+"""Limits of integers that start at 0."""
 _SWITCHES = ("norm_topk_prob", "use_qk_norm", "qkv_bias")
 
 
@@ -39,9 +39,9 @@ def expert_fields(hf: Mapping[str, Any], count: str, *required: str) -> dict[str
 
     Args:
         hf: content of a config.json.
-        count: name that the family has for the number of experts. transformers 5 may write another one instead, and
-            GGUF files are read with one for all families.
-        required: names of other fields that there have to be.
+        count: the family's name for the number of experts. transformers 5 may write another name, and GGUF files are
+            read with one name for all families.
+        required: names of other fields that must be present.
     """
     fields = {name: value for name, value in hf.items() if value is not None}
     if (experts := next((fields[name] for name in (count, *_COUNTS) if name in fields), None)) is not None:
@@ -71,6 +71,6 @@ def expert_fields(hf: Mapping[str, Any], count: str, *required: str) -> dict[str
 
 
 def dense_layers(fields: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Layers of Qwen's models that have an MLP: those that are listed, and all but every ``decoder_sparse_step``-th."""
+    """Layers with an MLP in Qwen's models: the listed ones, and all but every ``decoder_sparse_step``-th."""
     step, listed = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)

@@ -1,4 +1,4 @@
-"""ModelConfig: everything about a model that its weights do not say, in the same form for every source and family."""
+"""ModelConfig: everything about a model except its weights, in the same form for every source and family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shadowkv.wording import SettingsError, counted
 
 MAX_POSITIONS = 1 << 30
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
-"""Of all layers; files name each of them, and no model comes near."""
+"""Maximum number of experts in all layers together. Files name each of them, and no model comes near."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,21 @@ class ModelConfig:
         architecture: family, the ``model_type`` of Hugging Face configs.
         intermediate_size: inner width of the MLP, in layers that have one.
         max_position: longest sequence, in tokens, that the model supports.
-        experts: what layers have in place of an MLP, but for ``dense_layers``; None where all have an MLP.
+        experts: the experts of all layers except ``dense_layers``; None if every layer has an MLP.
         dense_layers: numbers of the layers with an MLP, in a model with experts.
-        draft_layers: layers behind the last one that files have for drafting tokens, whose weights are not read.
-        layer_kinds: the kind of every layer; empty where all of them see everything.
-        activation: of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
-        embedding_scale: factor of the embedding where tokens enter, rounded in the dtype of the weights.
-        query_scale: factor of queries, which the weights of their norm contain as they are loaded; scores are scaled by
-            1/sqrt(head_dim) besides.
-        qkv_bias, attention_out_bias, qk_norm, normed_heads, sinks, post_norms: of the layers (see ``LayerSpec``).
-        wide_norms: weights of norms are float32 whatever the others are: what a family adds to them is not rounded.
-        quantization: of the projections' products: ``fp8``, of weights and activations; None otherwise, however weights
+        draft_layers: number of layers after the last one that draft tokens, whose weights are not read.
+        layer_kinds: the kind of every layer; empty if all layers have full attention.
+        activation: activation of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
+        embedding_scale: factor of embedded tokens, rounded to the dtype of the weights.
+        query_scale: factor of queries, which is multiplied into the weights of their norm as these load; scores are
+            scaled by 1/sqrt(head_dim) in addition.
+        qkv_bias, attention_out_bias, qk_norm, normed_heads, sinks, post_norms: as in ``LayerSpec``.
+        wide_norms: whether weights of norms are float32 whatever the others are, so that what a family adds to them is
+            not rounded.
+        quantization: ``fp8`` if projections multiply weights and activations in fp8; None otherwise, however weights
             are stored.
         eos_token_ids: tokens that each end a generation.
-        bos_token_id: token that starts a sequence, where the model has one.
+        bos_token_id: token that starts a sequence, if the model has one.
     """
 
     architecture: str
@@ -121,7 +122,7 @@ class ModelConfig:
             raise ValueError(f"this {self.architecture} config cannot be used: {join_reasons(reasons)}")
 
     def experts_of(self, layer: int) -> Experts | None:
-        """What a layer has in place of an MLP; None where it has one."""
+        """The experts of a layer; None if it has an MLP."""
         return None if layer in self.dense_layers else self.experts
 
     @property
@@ -131,17 +132,17 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """What a cache has to know about the model."""
+        """The model's sizes as the cache needs them."""
         heads = self.num_query_heads, self.num_kv_heads
         return ModelShape(self.num_layers, *heads, self.head_dim, self.layer_kinds, self.qkv_bias, self.sinks)
 
     def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
-        """The config for sequences of up to ``max_model_len``, or ``max_position``: windows as long as that hide
-        nothing and are left out.
+        """The config for sequences of up to ``max_model_len``, or ``max_position``. Windows of at least that length
+        hide nothing and are removed.
 
-        ``another_base`` means that the weights were trained with another base of RoPE than their files say; how far
-        they reach is then for the user to say, by ``max_model_len``. Raises SettingsError where ``max_model_len`` is
-        more than the model supports.
+        With ``another_base``, the weights were trained with another RoPE base than their files have. ``max_model_len``
+        then replaces ``max_position``, since only the user knows how far they reach. Raises SettingsError if
+        ``max_model_len`` exceeds what the model supports.
         """
         config = self
         if another_base and max_model_len is not None:
@@ -149,8 +150,8 @@ class ModelConfig:
         if max_model_len is not None and max_model_len > config.max_position:
             positions = counted(config.max_position, "position")
             raise SettingsError(
-                f"max_model_len={max_model_len} is more than the {positions} this "
-                f"{config.architecture} model is made for; what extends it is a rope_scaling in hf_overrides, or the "
+                f"max_model_len={max_model_len} is more than the {positions} that this "
+                f"{config.architecture} model supports; to extend it, set a rope_scaling in hf_overrides, or the "
                 "rope_theta that an adapter was trained with",
                 ["max_model_len", "hf_overrides"],
             )
@@ -160,7 +161,7 @@ class ModelConfig:
 
 
 def _wrong_experts(experts: Experts, hidden_size: int) -> list[str]:
-    """Reasons why a layer cannot have them."""
+    """Reasons why a layer cannot have these experts."""
     routing = experts.routing
     of_groups, more = divmod(routing.experts, routing.groups) if routing.groups > 0 else (0, 1)
     reasons = [
@@ -187,7 +188,7 @@ def _wrong_experts(experts: Experts, hidden_size: int) -> list[str]:
 
 
 def _rope_reasons(rope: RopeConfig, head_dim: int) -> list[str]:
-    """Why a RoPE is none for heads of ``head_dim``."""
+    """Reasons why a RoPE does not fit heads of ``head_dim``."""
     reasons = []
     if rope.head_dim != head_dim:
         reasons.append(f"RoPE's head_dim={rope.head_dim} is not the model's {head_dim}")

@@ -1,7 +1,7 @@
-"""RopeConfig from a Hugging Face config, in both of its forms.
+"""RopeConfig from a Hugging Face config, in the old and the new form.
 
-Old: ``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` with ``type`` or ``rope_type`` at the top level.
-New (transformers 5): all of it in ``rope_parameters``.
+The old form has ``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` with ``type`` or ``rope_type`` at the
+top level. The new form (transformers 5) has all of it in ``rope_parameters``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def rope_from_hf(
     if missing:
         raise ValueError(f"rope type {kind!r} lacks " + ", ".join(missing))
     if _SCALINGS[kind] in ("llama3", "yarn", "longrope"):
-        # Phi-3 keeps the original context outside the rope fields, and that value applies.
+        # Phi-3 stores the original context outside the rope fields, and that value applies.
         base["original_max_position"] = int(
             hf.get("original_max_position_embeddings")
             or scaling.get("original_max_position_embeddings")
@@ -66,7 +66,7 @@ def rope_from_hf(
 
 
 def unread_fields(scaling: dict[str, Any]) -> list[str]:
-    """A reason for every entry that its type of RoPE does not read; raises ValueError for an unknown type."""
+    """A reason for every entry that its type of RoPE does not use; raises ValueError for an unknown type."""
     kind = _kind(scaling)
     known = (*_ALWAYS_READ, *_REQUIRED[_SCALINGS[kind]], *_OPTIONAL[_SCALINGS[kind]])
     unread = [str(name) for name in scaling if name not in known]
@@ -119,7 +119,7 @@ def _longrope(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any],
     longest = hf["max_position_embeddings"] if limit is None else limit
     for name in ("short_factor", "long_factor"):
         if len(scaling[name]) != (base["rotary_dim"] or base["head_dim"]) // 2:
-            raise ValueError(f"rope type 'longrope' has {len(scaling[name])} numbers as {name}, not one per frequency")
+            raise ValueError(f"rope type 'longrope' has {len(scaling[name])} numbers in {name}, not one per frequency")
     chosen = scaling["long_factor"] if longest > original else scaling["short_factor"]
     return RopeConfig(
         **base,

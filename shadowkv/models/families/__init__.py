@@ -1,1 +1,1 @@
-"""Model families: what each reads from its config.json, and what it calls its weights."""
+"""Model families: each module reads its config.json and names its weights."""

@@ -1,8 +1,8 @@
-"""Gemma 3 (arXiv:2503.19786), the text model: five layers with a window to one without.
+"""Gemma 3 (arXiv:2503.19786), the text model: five layers with a window per layer without one.
 
-Layers with a window have a RoPE of their own. Norms multiply by 1 + w, in float32, and there are four of them in a
-layer; queries and keys are normalised per head; embeddings are scaled as they enter. Of ``gemma3``, which reads images
-too, only the text model is loaded.
+Layers with a window have a separate RoPE. There are four norms in a layer, which multiply by 1 + w, in float32. Queries
+and keys are normalised per head. Embeddings are scaled. Of ``gemma3``, which also reads images, only the text model is
+loaded.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ _DEFAULTS: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
-"""Those of Transformers: configs of models with images leave out what is the same."""
+"""Transformers' defaults: configs of models with images leave out fields that equal them."""
 
 _OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-"""Where ``gemma3`` files have what reads images, and the text model: as released, or as Transformers 5 saves them."""
+"""Prefixes of weights in ``gemma3`` files: ``_OTHERS`` belong to the image encoder; ``_PREFIXES`` map the text model's
+prefixes to its own names, as released or as Transformers 5 saves them."""
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``gemma3_text`` or ``gemma3`` config; raises ValueError where it cannot be run."""
+    """ModelConfig of a ``gemma3_text`` or ``gemma3`` config; raises ValueError if it cannot be run."""
     hf = {**_DEFAULTS, **hf}
     reasons = [*wrong_fields(hf), *(f"{name}={hf[name]!r} is not supported" for name in _NOT_RUN if hf.get(name))]
     if reasons:
@@ -95,7 +96,7 @@ def targets(config: ModelConfig) -> Targets:
 
 
 def text_weight(name: str) -> str | None:
-    """The text model's name of a weight, None for what reads images."""
+    """The text model's name of a weight; None for weights of the image encoder."""
     if name.startswith(_OTHERS):
         return None
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")

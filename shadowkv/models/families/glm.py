@@ -15,7 +15,7 @@ FIELDS = ("attention_bias",)
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``glm`` or ``glm4`` config; raises ValueError where it cannot be run."""
+    """ModelConfig of a ``glm`` or ``glm4`` config; raises ValueError if it cannot be run."""
     return build_config(
         {"head_dim": 128, **hf},
         max_model_len=max_model_len,

@@ -1,5 +1,5 @@
-"""GLM-4.5, GLM-4.5-Air and GLM-4.6 (arXiv:2508.06471): half of each head rotates, the first layers have an MLP, experts
-are chosen by corrected sigmoids, in groups, and one more takes every token."""
+"""GLM-4.5, GLM-4.5-Air and GLM-4.6 (arXiv:2508.06471). Half of each head rotates, and the first layers have an MLP.
+Experts are chosen in groups, by sigmoids with a correction bias; a shared expert takes every token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELDS = (
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``glm4_moe`` config; raises ValueError where it cannot be run."""
+    """ModelConfig of a ``glm4_moe`` config; raises ValueError if it cannot be run."""
     fields = expert_fields(hf, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
     config = build_config(
         hf,

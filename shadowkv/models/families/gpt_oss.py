@@ -1,5 +1,5 @@
-"""gpt-oss-20b and -120b (arXiv:2508.10925): sinks, a window in every second layer, and experts with biases and a gate
-of clamped numbers, which weigh by a softmax over those that a token chose."""
+"""gpt-oss-20b and -120b (arXiv:2508.10925): attention sinks, and a window in every second layer. Experts have biases
+and a clamped gate; a softmax over the chosen experts weighs them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FIELDS = (
 INTERLEAVED_EXPERTS = True
 
 _ACTIVATION = {"hidden_act": "silu", "swiglu_alpha": ALPHA, "swiglu_limit": LIMIT}
-"""What describes the gate; there is no other."""
+"""Fields that describe the gate, with their only supported values."""
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``gpt_oss`` config; raises ValueError where it cannot be run."""
+    """ModelConfig of a ``gpt_oss`` config; raises ValueError if it cannot be run."""
     others = {name: hf[name] for name, run in _ACTIVATION.items() if hf.get(name) not in (None, run)}
     reasons = wrong_fields(hf)
     reasons += [
@@ -48,13 +48,13 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
         sinks=True,
     )
     fields = expert_fields(hf, "num_local_experts", "num_experts_per_tok")
-    # A softmax over all experts, normalised over those chosen, is one over those chosen.
+    # A softmax over all experts, normalised over the chosen ones, equals a softmax over the chosen ones.
     routing = Routing(fields["num_local_experts"], fields["num_experts_per_tok"])
     return replace(config, activation="clamped_silu", experts=Experts(routing, config.intermediate_size, biases=True))
 
 
 def targets(config: ModelConfig) -> Targets:
-    """Names in the files, as ``checkpoints.experts`` gives them, -> parameters."""
+    """Names in the files, as ``checkpoints.experts`` splits them, -> parameters."""
     sinks = {
         f"model.layers.{layer}.self_attn.sinks": Target(f"layers.{layer}.attention.sinks", 0, config.num_query_heads)
         for layer in range(config.num_layers)

@@ -12,7 +12,7 @@ FIELDS = ("attention_bias", "sliding_window")
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``llama`` or ``mistral`` config; raises ValueError where it cannot be run."""
+    """ModelConfig of a ``llama`` or ``mistral`` config; raises ValueError if it cannot be run."""
     bias = bool(hf.get("attention_bias", False))
     return build_config(
         hf,

@@ -1,5 +1,5 @@
-"""MiniMax-M2, M2.1 and M2.5 (huggingface.co/MiniMaxAI/MiniMax-M2): full attention, whose heads are normalised together,
-half of each rotates, and experts in every layer, chosen by corrected sigmoids."""
+"""MiniMax-M2, M2.1 and M2.5 (huggingface.co/MiniMaxAI/MiniMax-M2). Attention is full; all heads are normalised
+together, and half of each rotates. Every layer has experts, chosen by sigmoids with a correction bias."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _ONLY = {
     "use_routing_bias": True,
     "shared_intermediate_size": 0,
 }
-"""Fields that have one value in all published configs."""
+"""Fields with one value in all published configs."""
 
 FIELDS = ("num_local_experts", "num_experts_per_tok", "rotary_dim", "num_mtp_modules", "attn_type_list", *_ONLY)
 
 _FULL = 1
-"""Attention, in ``attn_type_list``; 0 is linear attention, of the models before."""
+"""Full attention in ``attn_type_list``; 0 is linear attention, of earlier models."""
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``minimax_m2`` config; raises ValueError where it cannot be run."""
+    """ModelConfig of a ``minimax_m2`` config; raises ValueError if it cannot be run."""
     reasons = wrong_fields(hf)
     reasons += [
         f"{name}={str(hf[name])[:60]} is not supported, only {value}"
@@ -63,6 +63,6 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 
 def targets(config: ModelConfig) -> Targets:
-    """Names in the files, as ``checkpoints.experts`` gives them, -> parameters."""
+    """Names in the files, as ``checkpoints.experts`` splits them, -> parameters."""
     result = decoder_targets(config) | head_norms(config)
     return {name.replace(".gate.e_score_", ".e_score_"): target for name, target in result.items()}

@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B: Llama with experts in every layer, as wide as its MLP (arXiv:2401.04088)."""
+"""Mixtral 8x7B and 8x22B: Llama with experts in every layer, each as wide as Llama's MLP (arXiv:2401.04088)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIELDS = ("sliding_window", "num_local_experts", "num_experts_per_tok")
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``mixtral`` config; raises ValueError where it cannot be run."""
+    """ModelConfig of a ``mixtral`` config; raises ValueError if it cannot be run."""
     config = build_config(hf, max_model_len=max_model_len, default_theta=1e6, window=window_of(hf))
     fields = expert_fields(hf, "num_local_experts", "num_experts_per_tok")
     routing = Routing(fields["num_local_experts"], fields["num_experts_per_tok"])
@@ -24,5 +24,5 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 
 def targets(config: ModelConfig) -> Targets:
-    """Names in the files, as ``checkpoints.experts`` gives them, -> parameters."""
+    """Names in the files, as ``checkpoints.experts`` splits them, -> parameters."""
     return decoder_targets(config)

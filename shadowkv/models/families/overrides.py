@@ -1,4 +1,4 @@
-"""The user's overrides of a model's config: entries by the names of a config.json, for every kind of file."""
+"""The user's ``hf_overrides`` of a model's config: entries named as in config.json, for every kind of file."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shadowkv.models.families.registry import config_from_hf, family
 from shadowkv.wording import SettingsError
 
 _BASE = ("rope_theta", "partial_rotary_factor")
-"""What describes RoPE itself and not its scaling; it may stand in RoPE's object or beside it."""
+"""Fields of RoPE itself, not of its scaling; they are in RoPE's object or beside it."""
 
 
 def overridden_config(
     file: Path, hf: dict[str, Any], max_model_len: int | None, overrides: Mapping[str, Any] | None
 ) -> ModelConfig:
-    """ModelConfig of ``hf``, which is what ``file`` says, with ``overrides`` in place of its own entries and the user's
-    limit applied.
+    """ModelConfig of ``hf``, the content of ``file``, with ``overrides`` in place of its entries, limited to
+    ``max_model_len``.
 
-    Raises ModelFileError where it cannot be run, or with overrides SettingsError, as for a ``max_model_len`` that is
-    too long.
+    Raises ModelFileError if it cannot be run. With overrides, and for a ``max_model_len`` that is too long, raises
+    SettingsError.
     """
     overrides = overrides or {}
     try:
@@ -39,21 +39,21 @@ def overridden_config(
 def _overridden(hf: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The config with its entries replaced; raises ValueError for entries that would not be read.
 
-    As in vLLM an object replaces the whole object. RoPE's has two names, and what is passed by one of them replaces
-    what the file has by either, but for the base and the share that rotates, which stay unless they are named.
+    As in vLLM an object replaces the whole object. RoPE's object has two names; an override by either name replaces the
+    file's object under both. The base and the rotating share stay unless the override has them.
     """
     _check(hf, overrides)
     objects = {name: hf[name] for name in ROPE_OBJECTS if isinstance(hf.get(name), dict)}
     result = {**hf, **overrides}
     rope = next((name for name in ROPE_OBJECTS if name in overrides), None)
-    if rope is None:  # what is named beside an object would not be read where the object has it too
+    if rope is None:  # a field of the object would take precedence over an override beside it
         for name, entries in objects.items():
             result[name] = {field: value for field, value in entries.items() if field not in overrides}
         return result
     base = {field: entries[field] for entries in objects.values() for field in _BASE if entries.get(field) is not None}
     result |= {**base, **overrides, **dict.fromkeys(ROPE_OBJECTS), rope: overrides[rope]}
     if isinstance(overrides[rope], dict) and "original_max_position_embeddings" in overrides[rope]:
-        result["original_max_position_embeddings"] = None  # it would be read before the object's
+        result["original_max_position_embeddings"] = None  # it would take precedence over the object's
     return result
 
 
@@ -68,7 +68,7 @@ def _check(hf: dict[str, Any], overrides: Mapping[str, Any]) -> None:
         raise ValueError(f"{' and '.join(named)} are two names of one object; pass one of them")
     reasons = []
     for name in named:
-        if isinstance(overrides[name], dict):  # anything else is refused as a file's would be
+        if isinstance(overrides[name], dict):  # other types are refused like a file's
             reasons += unread_fields(overrides[name])
             twice = [field for field in overrides[name] if field in overrides]
             reasons += [f"{field} is there twice, in {name} and beside it" for field in twice]

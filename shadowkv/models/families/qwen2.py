@@ -12,11 +12,11 @@ from shadowkv.models.families.weight_names import Targets, decoder_targets
 FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 FIRST_WINDOW = 28
-"""Layers before the first one with a window where ``max_window_layers`` is not there, as in Transformers."""
+"""Number of layers before the first one with a window, without ``max_window_layers``, as in Transformers."""
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``qwen2`` config; raises ValueError where it cannot be run."""
+    """ModelConfig of a ``qwen2`` config; raises ValueError if it cannot be run."""
     return build_config(
         hf,
         max_model_len=max_model_len,

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, and beside the experts one that all tokens share, behind a gate
+"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, with experts and a gated shared expert that takes every token
 (arXiv:2407.10671)."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIELDS = (
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``qwen2_moe`` config; raises ValueError where it cannot be run."""
+    """ModelConfig of a ``qwen2_moe`` config; raises ValueError if it cannot be run."""
     config = qwen2.config_from_hf(hf, max_model_len)
     if hf.get("layer_types") is None and hf.get("use_sliding_window"):
         config = replace(config, layer_kinds=_kinds(config.num_layers, window_of(hf), hf.get("max_window_layers")))
@@ -42,7 +42,8 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 
 def _kinds(layers: int, window: LayerKind, first_full: int | None) -> tuple[LayerKind, ...]:
-    """Where a config does not say it: of the first layers every other one has the window, as in Transformers."""
+    """Kinds of layers without ``layer_types``: every second one of the first layers has the window, as in
+    Transformers."""
     with_window = range(0, min(layers, qwen2.FIRST_WINDOW if first_full is None else first_full), 2)
     return tuple(window if layer in with_window else FULL for layer in range(layers))
 

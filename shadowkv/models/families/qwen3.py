@@ -14,7 +14,7 @@ FIELDS = ("attention_bias", "sliding_window", "use_sliding_window", "max_window_
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``qwen3`` config; raises ValueError where it cannot be run."""
+    """ModelConfig of a ``qwen3`` config; raises ValueError if it cannot be run."""
     bias = bool(hf.get("attention_bias", False))
     return build_config(
         {"head_dim": 128, **hf},

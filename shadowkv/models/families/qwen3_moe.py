@@ -1,4 +1,5 @@
-"""Qwen3 with experts, 30B-A3B, 235B-A22B and Coder: Qwen3's attention, softmax over all experts (arXiv:2505.09388)."""
+"""Qwen3 with experts, 30B-A3B, 235B-A22B and Coder: Qwen3's attention, and a softmax over all experts
+(arXiv:2505.09388)."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ FIELDS = (
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``qwen3_moe`` config; raises ValueError where it cannot be run."""
-    # A window, which no released model has, is that of all layers.
+    """ModelConfig of a ``qwen3_moe`` config; raises ValueError if it cannot be run."""
+    # All layers share a window if there is one, which no released model has.
     config = qwen3.config_from_hf(hf | {"max_window_layers": 0, "layer_types": None}, max_model_len)
     fields = expert_fields(hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     normalised = fields.get("norm_topk_prob", False)

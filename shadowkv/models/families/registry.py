@@ -1,4 +1,4 @@
-"""Model families by the ``model_type`` of their Hugging Face config; a family's module is imported on request."""
+"""Model families by the ``model_type`` of their Hugging Face config; a family's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ FAMILIES = {
 
 
 class Family(Protocol):
-    """What a family's module provides.
+    """The interface of a family's module.
 
-    A function ``text_weight`` is optional, and a constant ``INTERLEAVED_EXPERTS``, see ``has_interleaved_experts``.
+    It can also have a function ``text_weight`` and a constant ``INTERLEAVED_EXPERTS`` (see
+    ``has_interleaved_experts``).
 
     Attributes:
-        FIELDS: fields of a config.json that it reads besides those of every family.
+        FIELDS: fields of config.json that it reads besides those of every family.
     """
 
     FIELDS: tuple[str, ...]
@@ -52,24 +53,24 @@ class Family(Protocol):
 
 
 def family(model_type: str) -> Family:
-    """The family of ``model_type``; raises ValueError with the nearest and the known ones if there is none."""
+    """The family of ``model_type``; raises ValueError with the nearest and all known ones if there is none."""
     if model_type not in FAMILIES:
         raise ValueError(unsupported("model_type", model_type, FAMILIES))
     return cast(Family, import_module(f"shadowkv.models.families.{FAMILIES[model_type]}"))
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:
-    """ModelConfig from the content of a config.json; raises ValueError. The user's limits still have to be applied."""
+    """ModelConfig from the content of a config.json; raises ValueError. It does not apply the user's limits."""
     return family(str(hf.get("model_type"))).config_from_hf(plain_config(hf), max_model_len)
 
 
 def text_weight(model_type: str) -> Callable[[str], str | None]:
-    """Where the files of a family name the weights of more than a text model: a function from their names to those of
-    the text model's, None for others'."""
+    """For multimodal families, a function that maps names in the files to the text model's names, and other weights'
+    names to None. For other families, the identity."""
     renamed: Callable[[str], str | None] = getattr(family(model_type), "text_weight", str)
     return renamed
 
 
 def has_interleaved_experts(model_type: str) -> bool:
-    """Whether a family's safetensors files have the experts of a layer as gpt-oss's (``checkpoints.experts``)."""
+    """Whether a family's safetensors files interleave experts, as gpt-oss's do (``checkpoints.experts``)."""
     return bool(getattr(family(model_type), "INTERLEAVED_EXPERTS", False))

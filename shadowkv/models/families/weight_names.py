@@ -1,4 +1,4 @@
-"""Where each weight of a checkpoint goes: names in a family's files -> rows of the decoder's joined parameters."""
+"""Maps names of weights in a family's files to rows of the decoder's joined parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shadowkv.models.configs.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Target:
-    """Rows ``start`` to ``stop`` of a decoder's parameter: what files have, plus ``offset``, times ``scale``."""
+    """Rows ``start`` to ``stop`` of a decoder's parameter: the file's numbers plus ``offset``, times ``scale``."""
 
     parameter: str
     start: int
@@ -30,14 +30,14 @@ def decoder_targets(
     shared_expert: str = "shared_expert",
     router: str = "gate",
 ) -> Targets:
-    """Targets of Hugging Face's names for the parts that all families share.
+    """Targets of Hugging Face's names, for the parts that all families share.
 
     Args:
         config: the model.
-        joined_qkv: the files hold q, k and v as one ``qkv_proj``.
-        joined_gate_up: the files hold gate and up as one ``gate_up_proj``.
-        shared_expert: name of the expert that every token is given to.
-        router: name of what chooses among experts.
+        joined_qkv: whether the files hold q, k and v as one ``qkv_proj``.
+        joined_gate_up: whether the files hold gate and up as one ``gate_up_proj``.
+        shared_expert: name of the expert that takes every token.
+        router: name of the module that chooses experts.
     """
     hidden = config.hidden_size
     q, kv = config.num_query_heads * config.head_dim, config.shape.kv_dim
@@ -69,7 +69,7 @@ def decoder_targets(
 
 
 def head_norms(config: ModelConfig) -> Targets:
-    """Targets of the norms of queries and keys, where the model has them."""
+    """Targets of the norms of queries and keys, if the model has them."""
     targets: Targets = {}
     heads = config.normed_heads or ((1, 1) if config.qk_norm else ())
     for layer in range(config.num_layers if heads else 0):
@@ -80,7 +80,7 @@ def head_norms(config: ModelConfig) -> Targets:
 
 
 def rows(theirs: str, ours: str, start: int, stop: int, bias: bool = False) -> Targets:
-    """Targets of one module: its weight, and its bias where it has one."""
+    """Targets of one module: its weight, and its bias if it has one."""
     kinds = ("weight", "bias") if bias else ("weight",)
     return {f"{theirs}.{kind}": Target(f"{ours}.{kind}", start, stop) for kind in kinds}
 
@@ -94,7 +94,7 @@ def _mlp(
     joined_gate_up: bool = False,
     bias: bool = False,
 ) -> Targets:
-    """Targets of an MLP, the ``number``-th of those whose rows stand one after the other."""
+    """Targets of an MLP, the ``number``-th of several whose rows follow one another."""
     first = 2 * number * size
     down = rows(f"{theirs}.down_proj", f"{ours}.down", number * hidden, (number + 1) * hidden, bias)
     if joined_gate_up:
@@ -104,7 +104,7 @@ def _mlp(
 
 
 def _experts(theirs: str, ours: str, hidden: int, experts: Experts, shared: str, router: str) -> Targets:
-    """Targets of a mixture of experts, each under a name of its own (``checkpoints.experts``)."""
+    """Targets of a mixture of experts, with separate names for all experts (``checkpoints.experts``)."""
     count = experts.routing.experts
     targets = rows(f"{theirs}.{router}", f"{ours}.router.logits", 0, count, experts.biases)
     if experts.routing.corrected:

@@ -1,1 +1,1 @@
-"""GGUF files: config, weights and tokeniser in one file."""
+"""GGUF files: config, weights and tokenizer in one file."""

@@ -1,4 +1,4 @@
-"""ModelConfig of a GGUF file: its metadata converted to a Hugging Face config, read by the same families."""
+"""ModelConfig of a GGUF file: its metadata is converted to a Hugging Face config, which the same families read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARCHITECTURES = {
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
 }
-"""GGUF architectures that can be read -> ``model_type``; ``llama`` covers Mistral, Yi and SmolLM2, and with experts
+"""Supported GGUF architectures -> ``model_type``. ``llama`` also covers Mistral, Yi and SmolLM2, and with experts
 Mixtral."""
 
 _LAYERS_OF_27B = 62
@@ -60,8 +60,8 @@ _STOPS = ("eos", "eot", "eom")
 def config_from_gguf(
     file: GGUFFile, max_model_len: int | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """ModelConfig of the file with the user's overrides and limit applied; raises ModelFileError where it cannot be
-    run, and with overrides SettingsError."""
+    """ModelConfig of the file, with the user's overrides and limit. Raises ModelFileError if it cannot be run, and with
+    overrides SettingsError."""
     if file.architecture not in ARCHITECTURES:
         reason = unsupported("GGUF architecture", file.architecture, ARCHITECTURES)
         raise ModelFileError(file.path, reason, OTHER_MODEL)
@@ -73,7 +73,7 @@ def config_from_gguf(
         raise ModelFileError(file.path, join_reasons(wrong))
     hf["model_type"] = _model_type(file, hf)
     if hf["model_type"] == "qwen3_moe":
-        hf["norm_topk_prob"] = True  # as llama.cpp has it; files do not say
+        hf["norm_topk_prob"] = True  # as in llama.cpp; files do not have it
     if hf["model_type"] == "glm4_moe":
         _complete_glm4_moe(file, hf)
     if hf["model_type"] == "gpt_oss":
@@ -89,7 +89,7 @@ def config_from_gguf(
         raise ModelFileError(
             file.path, f"{file.key('{arch}.rope.dimension_count')}={rotating} of {head_dim} dimensions"
         )
-    if file.architecture == "gemma3":  # files do not say it: all have heads of that size but the one of 27B
+    if file.architecture == "gemma3":  # not in files: head_dim in all models but 27B
         hf["query_pre_attn_scalar"] = head_dim
         if hf["num_hidden_layers"] == _LAYERS_OF_27B:
             hf["query_pre_attn_scalar"] = hf["hidden_size"] // hf["num_attention_heads"]
@@ -106,7 +106,7 @@ def _model_type(file: GGUFFile, hf: dict[str, Any]) -> str:
 
 
 def _complete_glm4_moe(file: GGUFFile, hf: dict[str, Any]) -> None:
-    """What tensors say, and layers without those that draft tokens."""
+    """Fields that only the tensors show; subtracts layers that draft tokens from the number of layers."""
     hf["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.names
     hf["attention_bias"] = "blk.0.attn_q.bias" in file.names
     drafting = hf.get("num_nextn_predict_layers", 0)
@@ -116,7 +116,7 @@ def _complete_glm4_moe(file: GGUFFile, hf: dict[str, Any]) -> None:
 
 def _scaling(file: GGUFFile) -> dict[str, Any]:
     if "rope_freqs.weight" in file.names:
-        # Llama 3.1's scaling, stored as its result: a divisor per frequency, which is LongRoPE's form.
+        # Llama 3.1's scaling, stored as its result: a divisor per frequency, which has LongRoPE's form.
         factors = file.tensor("rope_freqs.weight").flatten().tolist()
         return {"rope_type": "longrope", "long_factor": factors, "short_factor": factors, "attention_factor": 1.0}
     if "rope_factors_long.weight" in file.names:
@@ -132,5 +132,5 @@ def _scaling(file: GGUFFile) -> dict[str, Any]:
         "factor": file.value("{arch}.rope.scaling.factor"),
         "beta_fast": file.value("{arch}.rope.scaling.yarn_beta_fast"),
         "beta_slow": file.value("{arch}.rope.scaling.yarn_beta_slow"),
-        "truncate": file.architecture != "gpt-oss",  # files do not say it
+        "truncate": file.architecture != "gpt-oss",  # not in files
     }

@@ -24,7 +24,7 @@ from shadowkv.ops.quantised.rows import Form, QuantisedRows
 T = TypeVar("T")
 
 _FORMS: dict[str, Form] = {**BLOCKS, "MXFP4": MXFP4}
-"""By the names of ggml's types. What blocks of MXFP4 hold is stored as other files have it."""
+"""Forms by ggml's type names. MXFP4's blocks are converted to the layout of safetensors files."""
 
 
 class GGUFFile:
@@ -49,9 +49,9 @@ class GGUFFile:
         self.architecture: str = architecture
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Metadata value of ``key``, None if there is none; ``{arch}`` in it stands for the architecture.
+        """Metadata value of ``key``, in which ``{arch}`` stands for the architecture; None if there is none.
 
-        Raises ModelFileError if it is not of type ``kind``.
+        Raises ModelFileError if the value is not of type ``kind``.
         """
         value = self.value(key)
         if value is None or type(value) is kind:
@@ -59,7 +59,8 @@ class GGUFFile:
         raise ModelFileError(self.path, f"{self.key(key)}={_short(value)} is not a value of type {kind.__name__}")
 
     def list_of(self, key: str, *kinds: type, length: int | None = None) -> list[Any]:
-        """Metadata array of ``key``, as in ``get``; raises ModelFileError too if it is missing or of other length."""
+        """Metadata array of ``key``, as in ``get``; also raises ModelFileError if it is missing or of another
+        length."""
         value = self.value(key)
         if value is None:
             raise ModelFileError(self.path, f"{self.key(key)} is missing")
@@ -71,12 +72,12 @@ class GGUFFile:
         return value
 
     def value(self, key: str) -> Any:
-        """As ``get``, for any type; arrays are lists."""
+        """Metadata value of ``key`` of any type; arrays are lists."""
         value = self._header.fields.get(self.key(key))
         return value.tolist() if isinstance(value, np.ndarray) else value
 
     def key(self, key: str) -> str:
-        """``key`` as it is in the file."""
+        """``key`` with the file's architecture."""
         return key.replace("{arch}", getattr(self, "architecture", ""))
 
     @property
@@ -91,7 +92,7 @@ class GGUFFile:
         return self._header.tensors[name].shape
 
     def form(self, name: str) -> Form | None:
-        """Form that a matrix, or one of every expert, is ``stored`` in, None if ``stored`` gives plain numbers."""
+        """Form of a matrix, or of the matrices of all experts, as ``stored`` returns it; None for plain numbers."""
         kind = self._header.tensors[name].kind.name
         return _FORMS.get(kind) if len(self.shape(name)) in (2, 3) else None
 
@@ -101,8 +102,8 @@ class GGUFFile:
         return entry.stop - entry.start
 
     def stored(self, name: str, *, pinned: bool = False) -> Stored:
-        """A tensor in its ``form`` if it has one, the rows of experts one after the other, in pinned memory for a GPU;
-        otherwise as ``tensor``. Raises as that does."""
+        """A tensor in its ``form``, with the rows of experts one after the other, in pinned memory if asked for;
+        without a form, as ``tensor`` returns it. Raises as ``tensor`` does."""
         shape, form, entry = self.shape(name), self.form(name), self._header.tensors[name]
         if form is None:
             return self.tensor(name)
@@ -115,7 +116,7 @@ class GGUFFile:
         shape, entry = self.shape(name), self._header.tensors[name]
         raw = read_bytes(self.path, entry.start, entry.stop).numpy()
         try:
-            # The weights may have any bits: NaN does not concern the file's format.
+            # The weights can have any bits: NaN is not an error of the file's format.
             with np.errstate(all="ignore"):
                 values = dequantize(raw.reshape(quant_shape_to_byte_shape(shape, entry.kind)), entry.kind)
         except NotImplementedError as error:
@@ -125,8 +126,9 @@ class GGUFFile:
 
 
 def _from_mxfp4(blocks: Tensor, pinned: bool) -> QuantisedRows:
-    """Rows [N, K] of blocks, uint8 [N, K / 32 * 17]: each an exponent and 16 bytes, which have the first 16 numbers in
-    their low halves and the others in their high ones. Other files have neighbours in a byte."""
+    """Rows [N, K] from MXFP4 blocks, uint8 [N, K / 32 * 17]. A block is an exponent and 16 bytes, whose low halves have
+    the first 16 numbers and whose high halves have the others. The result has neighbouring numbers in a byte, as other
+    files do."""
     blocks = blocks.view(len(blocks), -1, 17)
     codes = torch.empty(*blocks.shape[:2], 2, 8, dtype=torch.uint8, pin_memory=pinned)
     for half in range(2):

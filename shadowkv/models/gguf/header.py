@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read with every count, length and offset checked against the file's size before use.
+"""Reads the header of a GGUF file; every count, length and offset is checked against the file's size before use.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -15,7 +15,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 MAX_HEADER_BYTES = 1 << 26
-"""Headers of real models have up to 20 MB, nearly all of it tokens and merges."""
+"""Maximum size of a header. Real models' headers have up to 20 MB, nearly all of it tokens and merges."""
 
 MAX_DIMENSIONS = 4
 VERSIONS = (2, 3)
@@ -38,12 +38,12 @@ _EMPTY_TEXT_BYTES = 8
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor is in the file.
+    """Type, shape and position of a tensor in the file.
 
     Attributes:
-        kind: how its values are encoded.
+        kind: encoding of its values.
         shape: rows first.
-        start, stop: first byte in the file, and the one after the last.
+        start, stop: the byte range [start, stop) in the file.
     """
 
     kind: GGMLQuantizationType
@@ -54,7 +54,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Metadata by key, with arrays of numbers in numpy; and tensors by name, in the file's order."""
+    """Metadata by key, with numeric arrays in numpy; and tensors by name, in the file's order."""
 
     fields: dict[str, Any]
     tensors: dict[str, TensorEntry]
@@ -93,7 +93,7 @@ def read_header(data: mmap) -> GGUFHeader:
 def _placed(
     stated: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]], header_bytes: int, alignment: int, size: int
 ) -> dict[str, TensorEntry]:
-    """Entries of the tensors, each of which has a separate part of the file."""
+    """Entries of the tensors; checks that they do not overlap."""
     data_start = -(-header_bytes // alignment) * alignment
     entries = {}
     for name, (kind, shape, offset) in stated.items():
@@ -115,7 +115,7 @@ def _placed(
 
 
 class _Cursor:
-    """Reads values one after another, never past the end of the file."""
+    """Reads values one after another, never past the end of the file or of ``MAX_HEADER_BYTES``."""
 
     def __init__(self, data: mmap) -> None:
         self.position = 0

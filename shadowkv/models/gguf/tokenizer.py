@@ -35,7 +35,7 @@ def _words(digits: str) -> str:
 
 
 def _cased_words() -> str:
-    """A word ends where its letters become upper case, and has its contraction."""
+    """A pattern for words that also end before an upper-case letter, and include their contraction."""
     before, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = [f"{before}{upper}{first}{lower}{last}{_CONTRACTIONS}?" for first, last in ("*+", "+*")]
     return "|".join(words) + r"|\p{N}{1,3}" + _TAIL.replace(r"[\r\n]*", r"[\r\n/]*", 1)
@@ -59,11 +59,11 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "qwen2": _split(_words(r"\p{N}")),
     "gpt-4o": _split(_cased_words()),
 }
-"""How byte-level vocabularies split text before merging, by ``tokenizer.ggml.pre``."""
+"""Pre-tokenizers of byte-level vocabularies, by ``tokenizer.ggml.pre``."""
 
 
 def tokenizer_from_gguf(file: GGUFFile, eos_token_ids: tuple[int, ...] = ()) -> Tokenizer:
-    """The file's tokeniser; raises ModelFileError for kinds other than those in this module and invalid tokenisers.
+    """The file's tokenizer; raises ModelFileError for unsupported kinds and invalid tokenizers.
 
     If the file has an embedding, there must be a token for each of its rows.
     """
@@ -93,7 +93,7 @@ def tokenizer_from_gguf(file: GGUFFile, eos_token_ids: tuple[int, ...] = ()) -> 
     ids = {role: _token_id(file, name, tokens) for role, name in roles.items()}
     adds_bos = file.get("tokenizer.ggml.add_bos_token", bool)
     if adds_bos is None:
-        # The default: SentencePiece models start with BOS, byte-level ones do not, except Llama 3.
+        # Default: SentencePiece models start with BOS; byte-level ones do not, except Llama 3.
         adds_bos = kind == "llama" or _is_llama3(file)
     with naming(file.path):
         return Tokenizer(
@@ -140,7 +140,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     scores = file.list_of("tokenizer.ggml.scores", float, length=len(tokens))
     if any(math.isnan(score) for score in scores):
         raise ValueError("tokenizer.ggml.scores has NaN")
-    # Every split of a token is considered.
+    # The limit on a token's length exists because every split of a token is considered.
     if max(map(len, tokens)) > _MAX_PIECE_CHARACTERS:
         raise ValueError(f"tokenizer.ggml.tokens has one of more than {_MAX_PIECE_CHARACTERS} characters")
     unknown = _token_id(file, "unknown", tokens) or 0
@@ -155,7 +155,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     )
     prefix = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
     if file.architecture == "phi3" and prefix:
-        # Phi-3 puts the space before every piece between special tokens, even if there is one already.
+        # Phi-3 adds the space before every piece between special tokens, even if there is one already.
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
     else:
         scheme = "first" if prefix else "never"
@@ -170,8 +170,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
 def merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """Merge rules of a SentencePiece BPE vocabulary, best first.
 
-    SentencePiece merges the neighbours that give the token with the highest score; as rules: every way to split a token
-    into two tokens, ordered by the token's score.
+    SentencePiece merges the neighbours that form the token with the highest score. The equivalent rules are all ways to
+    split a token into two tokens, ordered by the token's score.
     """
     known = {token: index for index, token in enumerate(tokens)}
     rules = []

@@ -1,4 +1,4 @@
-"""Weights of a GGUF file under Hugging Face's names, so that families and adapters apply to both."""
+"""Weights of a GGUF file under Hugging Face's names, so that families and adapters apply to both kinds of files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _WEIGHTS = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "attn_sinks.weight": "self_attn.sinks",
 }
-"""Those that are no module's ``weight`` or ``bias``: of all experts in one tensor, and vectors of routers and heads."""
+"""Tensors that are not a module's ``weight`` or ``bias``: tensors of all experts, and vectors of routers and heads."""
 _OF_ARCHITECTURES = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma3": {
@@ -61,12 +61,12 @@ _OF_ARCHITECTURES = {
     "glm4moe": {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
     "gpt-oss": {"ffn_gate_inp": "mlp.router"},
 }
-"""Other modules than ``_MODULES`` has."""
+"""Modules that differ from ``_MODULES``, by architecture."""
 _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
-    """Shape of every weight by name; raises ModelFileError if two tensors are the same weight."""
+    """Shape of every weight, by name; raises ModelFileError if two tensors are the same weight."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name in file.names:
         if name in _CONFIG_TENSORS:
@@ -80,16 +80,16 @@ def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
 
 
 def gguf_forms(file: GGUFFile) -> dict[str, Form]:
-    """Forms of the weights that are read in blocks, by name."""
+    """Forms of the weights that stay quantised, by name."""
     forms = {name: file.form(name) for name in file.names}
     return {_hf_name(name, file.architecture): form for name, form in forms.items() if form is not None}
 
 
 def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
-    """Name and weight, read ahead, in blocks or as float32; unknown names pass unchanged.
+    """Names and weights, read ahead, quantised or as float32; unknown names pass unchanged.
 
-    The shapes must have been checked: rows of ``llama`` files are reordered. Norms of ``gemma3`` are as in its other
-    files, without the 1 that is added to them.
+    The shapes must have been checked, since rows of ``llama`` files are reordered. Norms of ``gemma3`` are converted to
+    w, as in safetensors files; GGUF files have 1 + w.
     """
 
     def read(name: str) -> Stored:
@@ -112,7 +112,7 @@ def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) ->
 
 
 def _is_flat(weight: str, shape: Sequence[int]) -> bool:
-    """Whether it is the only row of a matrix, without that dimension."""
+    """Whether a weight is the only row of a matrix, without that dimension."""
     return len(shape) == 1 and weight.endswith(".shared_expert_gate.weight")
 
 
@@ -128,7 +128,8 @@ def _hf_name(name: str, architecture: str) -> str:
 
 
 def _halves_from_pairs(stored: Stored, heads: int) -> Stored:
-    """Undoes the row order of ``llama`` files: they rotate neighbouring rows, this engine rows half a head apart."""
+    """Undoes the row order of ``llama`` files: their RoPE rotates neighbouring rows, this engine's rows half a head
+    apart."""
     if isinstance(stored, QuantisedRows):
         return QuantisedRows(tuple(_in_halves(tensor, heads) for tensor in stored.tensors), stored.form)
     return _in_halves(stored, heads)

@@ -1,1 +1,1 @@
-"""Text <-> token ids: tokenisers and chat templates."""
+"""Text <-> token ids: tokenizers and chat templates."""

@@ -1,4 +1,4 @@
-"""The letters that byte-level vocabularies write bytes as."""
+"""The characters that represent bytes in byte-level vocabularies."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Chat prompts in which only the template's special tokens are special: those written in messages are plain text.
+"""Encodes chat prompts so that only the template's special tokens are special; special tokens in messages are plain
+text.
 
-As with ``split_special_tokens`` of transformers and without ``parse_special`` of llama.cpp, tokens that were added
-without being special (``<think>``, ``<tool_call>``) are recognised everywhere: they carry meaning rather than the
-structure of the conversation, and an assistant's earlier turns contain them.
+This corresponds to ``split_special_tokens`` in transformers, and to llama.cpp without ``parse_special``. Added tokens
+that are not special (``<think>``, ``<tool_call>``) are recognised everywhere: they carry meaning instead of the
+structure of the conversation, and earlier messages of the assistant contain them.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ import tokenizers
 from shadowkv.models.tokenization.text_encoder import TextEncoder
 
 OWN_FIELDS = frozenset(("role", "type"))
-"""Fields of messages and of parts of their content whose value is one of a few words that templates compare with."""
+"""Fields of messages and content parts whose values are one of a few words that templates compare with."""
 
 CALLS = "tool_calls"
-"""Field of messages: JSON like that of tools, with arbitrary keys, and words that templates look up."""
+"""Field of messages with JSON like that of tools: arbitrary keys, and words that templates look up."""
 
 
 class ChatEncoder:
-    """Distinguishes the special tokens of a template from those in the messages' texts.
+    """Distinguishes the template's special tokens from those in the messages' texts.
 
-    A text that contains a special token's string gets a mark after the string's first character before it is rendered:
-    unguessable digits, which survive whatever a template does to texts (trimming, escaping, JSON). In the rendered
-    prompt the strings that are still intact are the template's own.
+    If a text contains a special token's string, a mark is put after the string's first character before rendering. The
+    mark is a random number, which survives whatever a template does to texts (trimming, escaping, JSON). In the
+    rendered prompt, strings that are still intact are the template's own.
 
     Args:
-        texts: encodes other texts, in which special tokens are recognised.
+        texts: the encoder of other texts, in which special tokens are recognised.
     """
 
     def __init__(self, texts: TextEncoder) -> None:
@@ -45,7 +46,7 @@ class ChatEncoder:
         self._longest = max(map(len, self._special), default=0)
         self._mark = f"{secrets.randbelow(10**30):030}"
         longest_first = sorted(self._special, key=len, reverse=True)
-        # After an intact string, the mark says that its last character, if not all of it, belongs to a message.
+        # A mark after an intact string means that at least its last character belongs to a message.
         self._whole = re.compile(f"({'|'.join(map(re.escape, longest_first))})(?!{self._mark})")
 
     def marked(
@@ -66,16 +67,16 @@ class ChatEncoder:
         return texts.encode(text, add_special_tokens)
 
     def without_marks(self, text: str) -> str:
-        """Turns a text about marked messages into one about the original messages."""
+        """Removes the marks from a text."""
         return text.replace(self._mark, "")
 
     def prepare(self) -> None:
-        """Does in advance what the first prompt with marks, or the first long one, would wait for."""
+        """Builds in advance what the first prompt with marks, or the first long prompt, would wait for."""
         _ = self._plain.form, self._renamed[0].form
 
     @cached_property
     def _renamed(self) -> tuple[TextEncoder, dict[str, str]]:
-        """The same with its special tokens renamed to what no message can contain; and those names."""
+        """A text encoder whose special tokens have names that no message can contain; and those names."""
         secret = secrets.token_hex(16)
         names = {text: f"\ue000{secret}:{number}\ue001" for number, text in enumerate(self._special)}
         source = msgspec.json.decode(self._plain.backend.to_str())  # a second faster than json, of 150,000 tokens
@@ -87,7 +88,7 @@ class ChatEncoder:
             model["vocab"] = {names.get(text, text): number for text, number in model["vocab"].items()}
         else:
             model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
-        if "merges" in model:  # those made from scores may lead to special tokens
+        if "merges" in model:  # merges made from scores can lead to special tokens
             model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
@@ -110,8 +111,8 @@ class ChatEncoder:
         return value
 
     def _json_with_marks(self, value: Any) -> Any:
-        """Adds marks to all texts and keys except those that are a single word: templates look these up, for example in
-        ``properties`` by what ``required`` has."""
+        """Adds marks to all texts and keys except single words, which templates look up, for example ``required`` ones
+        in ``properties``."""
         if isinstance(value, str):
             is_word = value.isidentifier() and not any(special in value for special in self._special)
             return value if is_word else self._text_with_marks(value)
@@ -128,14 +129,15 @@ class ChatEncoder:
         return self._mark.join((text[: ends[0] + 1], *pieces)) if places else text
 
     def _firsts(self, text: str) -> set[int]:
-        """Where special tokens' strings begin in a text: whole ones, and those that surrounding text may complete."""
+        """Positions in a text where special tokens' strings begin, whole ones and those that surrounding text could
+        complete."""
         places = set()
         for special in self._special:
             place = text.find(special)
             while place >= 0:
                 places.add(place)
                 place = text.find(special, place + 1)
-        core = text.strip()  # as most templates strip it
+        core = text.strip()  # most templates strip texts
         begin = text.find(core)
         if core:
             sizes = range(1, min(self._longest, len(core) + 1))

@@ -1,4 +1,4 @@
-"""Chat templates: a list of messages -> the prompt text, rendered by a sandboxed Jinja within limits."""
+"""Chat templates: they render a list of messages to the prompt text, in a sandboxed Jinja with limits."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from shadowkv.models.tokenization.template_bounds import MAX_CHARACTERS, Bounded
 __all__ = ["MAX_CHARACTERS", "ChatTemplate"]
 
 MAX_SOURCE_CHARACTERS = 1 << 16
-"""Compiling longer ones takes seconds; the longest templates of real models have 20,000."""
+"""Maximum length of a template. Compiling longer ones takes seconds; real models' longest templates have 20,000
+characters."""
 COMPILER_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)
-"""Refusals by Python's compiler of what a template becomes: 20 nested loops, lone surrogates, numbers or expressions
-that are too large."""
+"""Errors of Python's compiler for a compiled template: 20 nested loops, lone surrogates, numbers or expressions that
+are too large."""
 _MAX_ERROR_CHARACTERS = 400
 
 
 def template_source(given: str) -> str:
-    """The source of a template that is given as a file's name, or, as in vLLM, itself: then it has braces or several
-    lines. Raises OSError where the file is not there, ModelFileError where it cannot be used."""
+    """The source of a template: a text with braces or several lines is the template itself, as in vLLM; other texts
+    name a file. Raises OSError if the file does not exist, ModelFileError if it cannot be used."""
     if any(character in given for character in "{}\n"):
         return given
     file = Path(given).expanduser()
@@ -38,8 +39,8 @@ class ChatTemplate:
     """A compiled template; raises ValueError if its source is not a valid template.
 
     Args:
-        source: in Jinja.
-        cleaned: removes from an error what clients must not see any part of, before the error is shortened.
+        source: the template in Jinja.
+        cleaned: removes text that clients must not see from an error message, before it is shortened.
     """
 
     def __init__(self, source: str, cleaned: Callable[[str], str] = str) -> None:
@@ -60,8 +61,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt, of at most ``MAX_CHARACTERS``.
 
-        Raises ValueError, with the template's own message where it refuses the messages, and where it fails, takes too
-        long or becomes too large.
+        Raises ValueError, with the template's own message, if it refuses the messages; also if it fails, takes too long
+        or grows too large.
         """
         try:
             with bounded():
@@ -69,7 +70,7 @@ class ChatTemplate:
             prompt.encode()
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {_short(error, self._cleaned)}") from error
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a template is a program and can fail in any way
             reason = f"{type(error).__name__}: {_short(error, self._cleaned)}"
             raise ValueError(f"the chat template fails on these messages: {reason}") from error
         return prompt

@@ -1,9 +1,8 @@
-"""A sandboxed Jinja whose templates end soon and stay small.
+"""A sandboxed Jinja with limits on templates' time and memory.
 
-Jinja's sandbox keeps a template away from the program's objects, and ``range`` short. Here its loops and calls are
-also counted and timed, and what would make a large value (operators, filters, methods of texts, output) is checked
-against a limit before it is computed. It limits what templates do by mistake and the known ways to do it on purpose;
-it is no substitute for a process with resource limits.
+Jinja's sandbox keeps a template away from the program's objects, and ``range`` short. This module also counts and times
+loops and calls. Operators, filters, string methods and output are checked before they compute a large value. The limits
+stop mistakes and known attacks; they do not replace a process with resource limits.
 """
 
 from __future__ import annotations
@@ -28,16 +27,17 @@ MAX_CHARACTERS = 1 << 24
 """Limit for a prompt and for any intermediate text: several times the longest context in tokens."""
 
 MAX_ITEMS = 1 << 20
-"""Limit for lists that are created."""
+"""Limit for the items of a created list."""
 
 MAX_STEPS, MAX_SECONDS = 1 << 20, 2.0
-"""Loop iterations and calls in one rendering; CPU seconds of its thread, so that a busy machine does not count."""
+"""Limits for loop iterations and calls in one rendering, and for CPU seconds of its thread, which a busy machine does
+not change."""
 
 MAX_WORK = 1 << 28
-"""Limit for a filter or method that may write one argument for every character of another."""
+"""Limit for filters and methods that can write one argument for every character of another."""
 
 MAX_BITS = 1 << 12
-"""Limit for integers."""
+"""Limit for the bits of integers."""
 
 _SHORT = (int, float, complex, range, Undefined)
 """Types with a short text form; integers are limited separately."""
@@ -73,11 +73,11 @@ _READING = frozenset(
         "unique",
     ]
 )
-"""Filters that look at a list's items or keep them: the others may write all of its content as text."""
+"""Filters that only read a list's items or keep them; other filters can write all of its content as text."""
 
 
 class _Budget:
-    """What one rendering may still use."""
+    """The remaining budget of one rendering."""
 
     def __init__(self) -> None:
         self._steps, self._end = 0, time.thread_time() + MAX_SECONDS
@@ -93,7 +93,7 @@ _budget: ContextVar[_Budget] = ContextVar("budget")
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Templates of ``BoundedEnvironment`` are rendered within it."""
+    """A context in which templates of ``BoundedEnvironment`` can be rendered."""
     token = _budget.set(_Budget())
     try:
         yield
@@ -106,10 +106,10 @@ def _too_large() -> TemplateRuntimeError:
 
 
 def _weight(value: Any) -> int:
-    """Length of its text form, in characters.
+    """Length of a value's text form, in characters.
 
-    Raises TemplateRuntimeError for too many, and for types that write other values into their text unseen: namespaces,
-    views.
+    Raises TemplateRuntimeError if it is too long, and for types whose text contains other values that this cannot
+    measure, such as namespaces and views.
     """
     weight = items = 0
     pending = [value]
@@ -137,7 +137,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _listed(value: Any) -> Any:
-    """The items of an object that cannot be weighed before it is iterated."""
+    """The items of an object that can only be measured by iterating."""
     return [*_counted(value)] if isinstance(value, (Iterator, KeysView, ValuesView, ItemsView)) else value
 
 
@@ -175,13 +175,13 @@ def _bounded_text(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """What a template's ``{{ value }}`` writes; raises TemplateRuntimeError beyond a limit."""
+    """The text that a template's ``{{ value }}`` writes; raises TemplateRuntimeError beyond a limit."""
     _weight(value)
     return str(value)
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, with its arguments checked; Jinja's markers for extra arguments are kept."""
+    """The filter, with its arguments checked; Jinja's markers for extra arguments stay."""
 
     @functools.wraps(function)
     def checked(*arguments: Any, **options: Any) -> Any:
@@ -189,7 +189,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         if name not in _READING:
             arguments = tuple(map(_listed, arguments))
         value, *others = [one for one in arguments if not isinstance(one, (Context, EvalContext, Environment))]
-        if name not in ("default", "d"):  # the others may quote their arguments
+        if name not in ("default", "d"):  # other filters can quote their arguments
             _weight([others, options])
         size = 1 if isinstance(value, int) else _size(value) if name in _READING else max(_size(value), _weight(value))
         if name == "format" and isinstance(value, str):
@@ -202,7 +202,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 class _Code(CodeGenerator):
-    """Compiles loops so that their iterations are counted, and ``~`` so that it is limited."""
+    """Compiles loops so that their iterations are counted, and ``~`` so that its result is limited."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         node.iter = _call("turns", [node.iter])
@@ -231,7 +231,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.add_filter(name, function)
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """Gives templates a filter, with limits."""
+        """Adds a filter, with limits."""
         self.filters[name] = _bounded_filter(name, function)
 
     def turns(self, iterable: Iterable[Any]) -> Iterator[Any]:
@@ -243,7 +243,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _joined(map(as_text, values))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Jinja: limits methods of texts and numbers, counts all."""
+        """As in Jinja, but counts all calls and limits methods of texts and numbers."""
         _budget.get().step()
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
@@ -253,12 +253,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             args = tuple(map(_listed, args))
             sizes = [max(_size(one), _weight(one)) for one in (*args, *kwargs.values())]
             _check_work([1 if isinstance(owner, int) else len(owner), *sizes])
-        elif isinstance(owner, (list, tuple, dict)):  # their errors quote what was searched for
+        elif isinstance(owner, (list, tuple, dict)):  # their errors quote the argument
             _weight([args, kwargs])
         return _bounded_text(super().call(__context, __obj, *args, **kwargs))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """As in Jinja; the error for a missing item quotes the argument."""
+        """As in Jinja; limits the argument, since the error for a missing item quotes it."""
         _weight([argument.start, argument.stop, argument.step] if isinstance(argument, slice) else argument)
         return super().getitem(obj, argument)
 

@@ -1,5 +1,5 @@
-"""Token ids of texts by the tokenizers library, piece by piece, so that memory does not grow with the text; and errors
-in place of its panics."""
+"""Encodes texts with the tokenizers library. Long texts are encoded in pieces, so that memory does not grow with the
+text; the library's panics become errors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import tokenizers
 from shadowkv.models.tokenization.text_form import PIECE_CHARS, TextForm
 
 SAMPLE_CHARS = 64
-"""Of a text, by which the special tokens around all texts are found."""
+"""Characters of a text that are encoded to find the special tokens around all texts."""
 
 
 class TokenizerPanic(RuntimeError):
-    """The tokenizers library has met what it does not expect, such as a pattern of the tokeniser that never ends."""
+    """The tokenizers library has panicked, for example because a pattern of the tokenizer never ends."""
 
 
 class NobodyWaits(Exception):
-    """A text was not tokenised to its end, as its token ids are of no use any more."""
+    """The encoding of a text was stopped, because its caller was cancelled."""
 
 
 _unwanted: ContextVar[Event | None] = ContextVar("unwanted", default=None)
@@ -30,7 +30,8 @@ _unwanted: ContextVar[Event | None] = ContextVar("unwanted", default=None)
 
 @contextmanager
 def unless_set(unwanted: Event) -> Iterator[None]:
-    """Within, long texts are tokenised until the event is set: then NobodyWaits is raised between two pieces."""
+    """A context in which the encoding of long texts stops when the event is set: NobodyWaits is raised between two
+    pieces."""
     before = _unwanted.set(unwanted)
     try:
         yield
@@ -39,13 +40,14 @@ def unless_set(unwanted: Event) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a panic of the library, whose type cannot be imported and is no ``Exception``."""
+    """Whether an exception is a panic of the library; the panic's type cannot be imported and is not an
+    ``Exception``."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Turns a panic of the library into a TokenizerPanic."""
+    """A context that turns a panic of the library into a TokenizerPanic."""
     try:
         yield
     except BaseException as error:
@@ -55,10 +57,10 @@ def panics_as_errors() -> Iterator[None]:
 
 
 class TextEncoder:
-    """Makes token ids of texts.
+    """Encodes texts.
 
     Args:
-        backend: the tokenizers library's tokeniser.
+        backend: the tokenizers library's tokenizer.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -66,16 +68,16 @@ class TextEncoder:
 
     @cached_property
     def form(self) -> TextForm:
-        """What is known of all texts."""
+        """Properties that all texts of this tokenizer have."""
         return TextForm.of(self.backend)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids; raises TokenizerPanic, and ValueError for what no tokeniser takes."""
+        """Token ids of a text; raises TokenizerPanic, and ValueError for texts that cannot be encoded."""
         if len(text) <= PIECE_CHARS:
             return self._ids(text, add_special_tokens)
         frame: tuple[list[int], list[int]] | None = ([], [])
         if add_special_tokens:
-            frame = self._frame(text[:SAMPLE_CHARS]) or self._frame("a")  # blanks alone may be no tokens
+            frame = self._frame(text[:SAMPLE_CHARS]) or self._frame("a")  # a blank text can have no tokens
         if frame is None:
             return self._ids(text, add_special_tokens)
         before, after = frame
@@ -88,7 +90,7 @@ class TextEncoder:
         return ids + after
 
     def _frame(self, sample: str) -> tuple[list[int], list[int]] | None:
-        """The special tokens before and after every text; None where a sample does not show them."""
+        """The special tokens before and after every text; None if the sample does not show them."""
         plain, framed = self._ids(sample, False), self._ids(sample, True)
         for at in range(len(framed)):
             if plain and framed[at : at + len(plain)] == plain:
@@ -96,7 +98,7 @@ class TextEncoder:
         return None
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # encode() holds the interpreter's lock for the whole text, 0.2 s at 100K tokens; batches release it. The fast
-        # one takes half the time and memory: it does not track which characters a token has.
+        # encode() holds the interpreter's lock for the whole text, 0.2 s at 100K tokens; batch calls release it. The
+        # fast variant takes half the time and memory, as it does not track the characters of tokens.
         with panics_as_errors():
             return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)

@@ -1,7 +1,7 @@
-"""What follows from a tokeniser's files about any text, before it is tokenised: a least number of tokens, and places
-where it may be cut without changing any of them.
+"""Derives properties of texts from a tokenizer's files, without tokenizing: a lower bound on the number of tokens, and
+places where a text can be cut without changing any token.
 
-Of a kind of tokeniser that is not known here nothing follows: a text may then have no token at all, and is one piece.
+For an unknown kind of tokenizer nothing can be derived: the lower bound is 0, and a text is one piece.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import tokenizers
 from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
 
 PIECE_CHARS = 2**16
-"""Characters after which a text is cut at the next place: tokenising takes some 100 bytes for each."""
+"""Characters after which a text is cut at the next possible place: tokenizing takes about 100 bytes per character."""
 
 WORD_CHARS = 2**19
-"""Longest piece, where there is no such place: half a second and 50 MiB."""
+"""Maximum length of a piece without such a place: it takes half a second and 50 MiB."""
 
 NFC_SHRINKS = 4
-"""NFC makes no text shorter than a quarter of its bytes (at worst U+0390, two bytes, of seven)."""
+"""NFC shortens no text to less than a quarter of its bytes (the worst case is U+0390, two bytes from seven)."""
 
 NFC_KEEPS = frozenset((*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)))
-"""Bytes of which a text's NFC has as many as the text: control characters, and what begins no assigned character."""
+"""Bytes whose number NFC does not change: control characters, and bytes that begin no assigned character."""
 
 LETTERS = "A-Za-zА-Яа-яぁ-ゖァ-ヺ一-龥가-힣"
-"""Some that are letters in all versions of Unicode, whichever the library has."""
+"""Characters that are letters in all versions of Unicode, whichever the library has."""
 
 PUNCTUATION = '!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~，。、！？；：'
-"""Signs before which a letter's word ends; an apostrophe may go on with it."""
+"""Characters before which a word ends; an apostrophe is not among them, since a word can continue after it."""
 
 METASPACE = "\u2581"
-"""What SentencePiece writes for a blank."""
+"""SentencePiece's character for a blank."""
 
 BYTE_BLANK, BYTE_SPACES = BYTE_ALPHABET[ord(" ")], "".join(BYTE_ALPHABET[ord(space)] for space in " \t\n\v\f\r")
-"""What byte-level vocabularies write for a blank, and for all white space of ASCII."""
+"""Byte-level vocabularies' characters for a blank, and for all ASCII white space."""
 
 
 def _cased_words() -> Iterator[str]:
@@ -55,25 +55,25 @@ OTHERS = frozenset(
     ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?i:[sdmt]|ll|ve|re)", "'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
     + (r" ?\p{N}+", r"\p{N}+", r"\p{N}", r"\p{N}{1,3}", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+")
 )
-"""Alternatives of the patterns that GPT-2, Llama 3, Qwen, GLM, gpt-oss and others split text by, in three groups.
+"""Alternatives of the patterns by which GPT-2, Llama 3, Qwen, GLM, gpt-oss and others split texts, in three groups.
 
-Each matches runs of a kind of characters. None goes on with a blank behind another character, nor with one of
-``PUNCTUATION`` behind a letter, none depends on whether the text goes on there, and none looks back. So a text that is
-cut there is split as the whole.
+Each alternative matches characters of one kind. None continues with a blank after another character, or with one of
+``PUNCTUATION`` after a letter. None looks back, or depends on whether the text continues there. A text that is cut at
+such a place is therefore split like the whole text.
 """
 
 
 @dataclass(frozen=True)
 class TextForm:
-    """What is known of all texts of a tokeniser.
+    """Properties of all texts of a tokenizer.
 
     Attributes:
-        longest: most bytes, or characters, of a text that a token stands for; None if that is not known.
-        is_in_bytes: which of both.
-        is_composed: whether these are counted in the text's NFC.
-        dropped: bytes that may come to no token.
-        stripping: tokens that take the white space beside them along, of any length.
-        place: matches a character and the next one where a text may be cut between them; None if it never may.
+        longest: maximum number of bytes, or characters, of text that one token stands for; None if unknown.
+        is_in_bytes: whether ``longest`` is in bytes.
+        is_composed: whether bytes are counted in the text's NFC.
+        dropped: bytes that can disappear without a token.
+        stripping: tokens that also absorb the white space beside them, of any length.
+        place: matches two characters between which a text can be cut; None if there are none.
     """
 
     longest: int | None = None
@@ -85,7 +85,7 @@ class TextForm:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TextForm:
-        """What is known of the texts of a tokeniser."""
+        """The properties of a tokenizer's texts."""
         model, added = backend.model, [*backend.get_added_tokens_decoder().values()]
         cuts_texts = backend.truncation or backend.padding
         if cuts_texts or not isinstance(model, tokenizers.models.BPE) or model.dropout:
@@ -98,15 +98,15 @@ class TextForm:
             form = _of_bytes(*steps, added, vocabulary)
         elif model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
             form = _of_sentencepiece(*steps, added, vocabulary)
-        else:  # all characters that are not in it may become one token, or none
+        else:  # unknown characters can become one token, or none
             return cls()
         strips = [token for token in added if token.lstrip or token.rstrip]
-        if any(token.normalized for token in strips):  # where one is depends on the normaliser
+        if any(token.normalized for token in strips):  # the normalizer decides where they are
             form = replace(form, longest=None)
         return replace(form, stripping=tuple(token.content for token in strips))
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens than which the text has no fewer."""
+        """A lower bound on the number of tokens of a text."""
         if self.longest is None or any(token in text for token in self.stripping):
             return 0
         size = len(text)
@@ -117,9 +117,9 @@ class TextForm:
         return -(-size // self.longest)
 
     def pieces(self, text: str) -> Iterator[str]:
-        """The text in pieces whose tokens, one after the other, are those of the whole.
+        """Pieces of the text whose tokens, joined, are the tokens of the whole text.
 
-        Raises ValueError where one of more than ``WORD_CHARS`` cannot be cut.
+        Raises ValueError if a piece would exceed ``WORD_CHARS``.
         """
         start = 0
         while self.place is not None and len(text) - start > PIECE_CHARS:
@@ -148,7 +148,7 @@ def _of_bytes(
     whole = [*(token.content for token in added), *(f"{token.content} " for token in added if token.rstrip)]
     if any(map(_splits_words, splits)):
         return replace(form, place=_place(added, whole, PUNCTUATION))
-    # What is not split may be cut where no token has these two characters.
+    # An unsplit text can be cut between two characters that no token has next to each other.
     crossing = re.compile(f"[^{BYTE_SPACES}]{BYTE_BLANK}")
     return form if dropped or any(map(crossing.search, vocabulary)) else replace(form, place=_place(added, whole, ""))
 
@@ -165,13 +165,13 @@ def _of_sentencepiece(
     longest = max(*map(len, vocabulary), *(len(token.content) for token in added), 1)
     form = TextForm(longest, is_in_bytes=False)
     if first in normalizers or not (normalizers or by_metaspace) or METASPACE not in vocabulary:
-        return form  # each piece would begin with a blank, or has none
+        return form  # pieces would get a blank at their beginning, or lose it
     whole = [*(token.content for token in added), *(f"{token.content} " for token in added if token.rstrip)]
     return replace(form, place=_place(added, [*whole, *(text.replace(METASPACE, " ") for text in vocabulary)], ""))
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:
-    """What a normaliser or pre-tokeniser does one after the other, as its file has it."""
+    """The steps of a normalizer or pre-tokenizer, in the form of its file."""
     if component is None:
         return []
     stated = json.loads(component.__getstate__())
@@ -183,7 +183,7 @@ def _drops_nothing(split: dict[str, Any]) -> bool:
 
 
 def _is_known(split: dict[str, Any]) -> bool:
-    """Whether a text that is cut at a place is split as the whole."""
+    """Whether a text that is cut at a place is split like the whole text."""
     if split["type"] == "ByteLevel":
         return not split["add_prefix_space"]
     if split["type"] == "Digits":
@@ -192,7 +192,7 @@ def _is_known(split: dict[str, Any]) -> bool:
 
 
 def _splits_words(split: dict[str, Any]) -> bool:
-    """Whether a known split never has the characters around a place in one word."""
+    """Whether a known split always separates the characters around a place."""
     if split["type"] == "ByteLevel":
         return bool(split["use_regex"])
     alternatives = set(_alternatives(split))
@@ -203,13 +203,14 @@ def _alternatives(split: dict[str, Any]) -> list[str]:
     pattern = split.get("pattern", {}).get("Regex")
     if pattern is None or split["behavior"] != "Isolated" or split["invert"]:
         return [""]
-    # Up to a bar that is neither in brackets nor in parentheses; these are not nested in what is known.
+    # Splits at bars outside brackets and parentheses, which known patterns do not nest.
     return re.findall(r"(?:\\.|\[(?:\\.|[^\]])*\]|\((?:\\.|\[[^\]]*\]|[^)])*\)|[^|])+", pattern)
 
 
 def _place(added: Iterable[Any], whole: Iterable[str], signs: str) -> re.Pattern[str] | None:
-    """Matches two characters between which no text of ``whole`` is ever cut, the second one a blank or a sign."""
-    if any(token.single_word for token in added):  # whether it is one depends on what is beside it
+    """Matches two characters that can be cut apart without cutting any text of ``whole``; the second is a blank or a
+    sign."""
+    if any(token.single_word for token in added):  # neighbours decide whether it is a token
         return None
     texts = {form for text in whole for form in (text, unicodedata.normalize("NFC", text))}
     ends = {match[0] for text in texts for match in re.findall(r"\S ", text)}

@@ -1,4 +1,5 @@
-"""Tokenizer: text <-> token ids and chat prompts, over the tokenizers library; text from ids as they are generated."""
+"""Tokenizer: converts between text and token ids, over the tokenizers library; also chat prompts and incremental
+decoding."""
 
 from __future__ import annotations
 
@@ -17,23 +18,25 @@ from shadowkv.models.tokenization.text_encoder import TextEncoder, panics_as_err
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32
-"""Most tokens held back; a character has 4 bytes, so only text that is not UTF-8, or no text at all, gets this far."""
+"""Maximum number of held-back tokens. A character has 4 bytes, so only invalid UTF-8, or tokens without text, get this
+far."""
 
 END_OF_CONTENT = f"End{secrets.token_hex(16)}"
-"""What no message has and a template keeps: written after the message that is to be continued."""
+"""A text that no message has. It is appended to the message to continue, and marks the end of its content in the
+prompt."""
 
 HARMONY_ENDS = ("<|call|>", "<|return|>")
-"""Tokens that each end an answer of gpt-oss, of which files may name one."""
+"""Tokens that each end an answer of gpt-oss; its files may name only one of them."""
 
 LONG_TOKENS = 1_000
-"""Decoding fewer takes less time than waiting for another thread's turn."""
+"""Decoding fewer tokens takes less time than waiting for another thread."""
 
 
 class DecodeStream:
-    """Incremental detokeniser of one sequence: text that never ends in the middle of a character.
+    """Incremental detokenizer of one sequence, whose text never ends in the middle of a character.
 
-    A tokeniser's decoder depends on neighbours (a leading space, the bytes of one character), so a token is decoded
-    after the ones last emitted, and held back while the text ends in an incomplete character.
+    A decoder's output depends on neighbours (a leading space, the bytes of one character). A token is therefore decoded
+    together with the latest emitted ones, and held back while the text ends in an incomplete character.
 
     Args:
         decode: token ids -> text.
@@ -45,11 +48,11 @@ class DecodeStream:
         self._held: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that the tokens complete, possibly empty."""
+        """The text that the tokens complete, possibly empty."""
         self._held += token_ids
         text = self._new_text()
         if text.endswith(_REPLACEMENT):
-            if len(token_ids) > 1:  # only the last few are part of what is incomplete
+            if len(token_ids) > 1:  # only the last few belong to the incomplete character
                 del self._held[-len(token_ids) :]
                 return "".join(self.push([token]) for token in token_ids)
             if len(self._held) < _MAX_HELD:
@@ -57,7 +60,7 @@ class DecodeStream:
         return self._emit(text)
 
     def flush(self) -> str:
-        """The text held back, with incomplete characters replaced; for the end of the sequence."""
+        """The held-back text at the end of the sequence, with incomplete characters replaced."""
         return self._emit(self._new_text()) if self._held else ""
 
     def _new_text(self) -> str:
@@ -75,18 +78,18 @@ class DecodeStream:
 logger = logging.getLogger(__name__)
 
 TEMPLATES = 8
-"""Compiled chat templates that are kept: the model's, and those of requests, which a batch of chats has in common."""
+"""Number of compiled chat templates to cache: the model's, and those of requests, which a batch of chats shares."""
 
 
 class Tokenizer:
-    """A model's tokeniser.
+    """A model's tokenizer.
 
     Args:
-        backend: the tokenizers library's tokeniser.
-        special_tokens: ``bos_token``, ``eos_token`` and the like -> their text; the chat template sees them.
+        backend: the tokenizers library's tokenizer.
+        special_tokens: ``bos_token``, ``eos_token`` and the like -> their text; the chat template gets them.
         eos_token_ids: tokens that end a generation, besides ``eos_token``.
-        chat_template: Jinja source, or None where the model has none.
-        add_bos, add_eos: add that token to encoded text; None leaves it to the backend's own post-processor.
+        chat_template: Jinja source, or None if the model has none.
+        add_bos, add_eos: whether to add that token to encoded text; None leaves it to the backend's post-processor.
     """
 
     def __init__(
@@ -116,40 +119,40 @@ class Tokenizer:
         self._own_frame = add_bos is not None or add_eos is not None
 
     def use_template(self, source: str | None) -> None:
-        """Gives it another chat template; raises ValueError where that is not valid."""
+        """Sets another chat template; raises ValueError if it is not valid."""
         self._template = None if source is None else self._compiled(source)
         self.chat_template = source
 
     def _compile(self, source: str) -> ChatTemplate:
-        return ChatTemplate(source, self.chat_encoder.without_marks)  # errors may quote a message
+        return ChatTemplate(source, self.chat_encoder.without_marks)  # errors can quote a message
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens that it knows; a model's embedding may be padded to more."""
+        """Number of tokens; a model's embedding can be padded to more."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token as the tokeniser writes it -> its id."""
+        """Every token, as the vocabulary writes it -> its id."""
         return self.backend.get_vocab(with_added_tokens=True)
 
     def spelling(self, ids: Sequence[int]) -> list[str]:
-        """Each token as the tokeniser writes it, which is not always text: " a" may be "Ġa" or "▁a"; nothing for an id
-        that it does not know."""
+        """Each token as the vocabulary writes it, which is not always text: " a" may be "Ġa" or "▁a"; empty for an
+        unknown id."""
         return [self.backend.id_to_token(token) or "" for token in ids]
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether tokens are bytes in GPT-2's alphabet rather than SentencePiece's text with byte fallback."""
+        """Whether tokens are bytes in GPT-2's alphabet, rather than SentencePiece's text with byte fallback."""
         return '"type":"ByteLevel"' in json.dumps(json.loads(self.backend.to_str())["decoder"], separators=(",", ":"))
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``apply_chat_template`` works."""
+        """Whether ``apply_chat_template`` works without a ``chat_template``."""
         return self._template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Special tokens written out in the text are recognised; chat prompts, which have their own, go
-        through ``encode_chat``."""
+        """Token ids of a text. Special tokens written out in the text are recognised. Chat prompts go through
+        ``encode_chat``."""
         return self._framed(self._texts.encode, text, add_special_tokens)
 
     def _framed(self, encode: Callable[[str, bool], list[int]], text: str, add_special_tokens: bool) -> list[int]:
@@ -158,11 +161,11 @@ class Tokenizer:
         return encode(text, add_special_tokens)
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens than which a text has no fewer, at once; 0 where that cannot be told."""
+        """A lower bound on the number of tokens of a text, without tokenizing; 0 if unknown."""
         return self._texts.form.least_tokens(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the ids; incomplete characters come out as U+FFFD."""
+        """Text of the ids; incomplete characters become U+FFFD."""
         with panics_as_errors():
             if len(ids) <= LONG_TOKENS:
                 return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -170,7 +173,7 @@ class Tokenizer:
             return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def stream(self, skip_special_tokens: bool = True) -> DecodeStream:
-        """A new incremental detokeniser."""
+        """A new incremental detokenizer."""
         return DecodeStream(lambda ids: self.decode(ids, skip_special_tokens))
 
     def apply_chat_template(
@@ -181,10 +184,10 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """Prompt text of a conversation, by ``chat_template`` instead of the model's own where it is given; ``kwargs``
+        """Prompt text of a conversation, from ``chat_template`` if given, else from the model's template; ``kwargs``
         (``tools``, …) are passed to the template.
 
-        Raises ValueError if there is no template, or it is not valid or refuses the messages.
+        Raises ValueError if there is no template, or if it is not valid or refuses the messages.
         """
         template = self._template if chat_template is None else self._compiled(chat_template)
         if template is None:
@@ -204,13 +207,13 @@ class Tokenizer:
         check: Callable[[str], None] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation's prompt, whose text ``check`` may refuse before it is encoded.
+        """Token ids of a conversation's prompt; ``check`` can refuse its text before it is encoded.
 
-        With ``continue_final_message`` the prompt ends where the content of the last message does, so that the model
-        goes on from there; ValueError where the template leaves that out.
+        With ``continue_final_message`` the prompt ends where the content of the last message ends, so that the model
+        continues it; raises ValueError if the template drops that content.
 
-        Special tokens written out in the texts of messages and tools are plain text unless ``parse_special`` is set; in
-        ``kwargs`` (as for ``apply_chat_template``, which says what raises ValueError) they are recognised.
+        Special tokens written out in the texts of messages and tools are plain text, unless ``parse_special`` is set;
+        in ``kwargs`` they are recognised. ``kwargs`` and further ValueErrors are as for ``apply_chat_template``.
         """
         if continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{END_OF_CONTENT}"}]

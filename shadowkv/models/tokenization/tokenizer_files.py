@@ -1,4 +1,5 @@
-"""The tokeniser of a Hugging Face directory, and one of bytes for models without any (dummy weights)."""
+"""Loads the tokenizer of a Hugging Face directory; also makes a byte tokenizer for models without one (dummy
+weights)."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from shadowkv.models.tokenization.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_NAMED, MAX_QUOTED = 5, 40
-"""Most tokens that a warning names, and most characters of each."""
+"""Maximum number of tokens in a warning, and of characters of each."""
 
 MAX_TIMES = 64
-"""Most times as long that replacements may make a text; those of real models make it no longer, or add a blank."""
+"""Maximum factor by which replacements can lengthen a text; those of real models do not lengthen it, or add a blank."""
 
 _BYTES_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -37,13 +38,13 @@ _BYTES_TEMPLATE = (
 def tokenizer_from_directory(
     directory: Path, eos_token_ids: Iterable[int] = (), vocab_size: int | None = None
 ) -> Tokenizer:
-    """The tokeniser of a Hugging Face directory.
+    """The tokenizer of a Hugging Face directory.
 
     Args:
-        directory: holds ``tokenizer.json``, and optionally the other files that transformers writes for a tokeniser.
-        eos_token_ids: tokens that end a generation, besides the tokeniser's own.
-        vocab_size: rows of the model's embedding, if known: no token may have a larger id, except those added to the
-            vocabulary, for which some fine-tunes have no row.
+        directory: holds ``tokenizer.json``, and optionally the other files that transformers writes for a tokenizer.
+        eos_token_ids: tokens that end a generation, besides the tokenizer's own.
+        vocab_size: rows of the model's embedding, if known. No token can have a larger id, except added tokens, for
+            which some fine-tunes have no row.
 
     Raises FileNotFoundError without a tokenizer.json, ModelFileError for files that cannot be used.
     """
@@ -64,7 +65,7 @@ def tokenizer_from_directory(
     if beyond:
         some = ", ".join(repr(text[:MAX_QUOTED]) for text in beyond[:MAX_NAMED])
         logger.warning(
-            "%s: %d added tokens are beyond the model's vocabulary of %d, prompts with them are refused: %s%s",
+            "%s: %d added tokens are beyond the model's vocabulary of %d; prompts with them are refused: %s%s",
             *(file, len(beyond), vocab_size, some, ", …" if len(beyond) > MAX_NAMED else ""),
         )
     config_file = directory / "tokenizer_config.json"
@@ -85,16 +86,16 @@ def tokenizer_from_directory(
 
 
 def _check_growth(file: Path, stated: dict[str, Any]) -> None:
-    """Raises ModelFileError where replacements may make texts so long that a short one takes all memory."""
+    """Raises ModelFileError if replacements could lengthen a short text until it takes all memory."""
     for name in ("normalizer", "decoder"):
         times = _growth(stated.get(name))
         if times > MAX_TIMES:
-            reason = f"its {name} may make a text {times:.0f} times as long, more than {MAX_TIMES} times"
+            reason = f"its {name} can make a text {times:.0f} times as long; the limit is {MAX_TIMES} times"
             raise ModelFileError(file, reason, "use the model's own tokenizer.json")
 
 
 def _growth(step: dict[str, Any] | None) -> float:
-    """How many times as long the replacements of a normaliser or decoder may make a text."""
+    """The factor by which replacements of a normalizer or decoder can lengthen a text."""
     if step is None:
         return 1.0
     if step["type"] == "Sequence":
@@ -104,15 +105,16 @@ def _growth(step: dict[str, Any] | None) -> float:
     if step["type"] != "Replace":
         return 1.0
     pattern, content = step["pattern"].get("String"), len(step["content"])
-    # What an expression matches may be empty, between any two characters.
+    # An expression can match empty text, between any two characters.
     return 1.0 + content if pattern is None else max(1.0, content / max(1, len(pattern)))
 
 
 @contextmanager
 def library_errors(what: str) -> Iterator[None]:
-    """Turns the errors of the tokenizers library, which have no type of their own, into ValueError.
+    """A context that turns errors of the tokenizers library, which have no specific type, into ValueError.
 
-    For an unexpected file it panics: it then writes to the process's stderr, which is held back until the end.
+    The library panics on an unexpected file and writes to the process's stderr. That output is dropped; any other
+    output to stderr is held back until the end of the context.
     """
     with TemporaryFile() as written:
         stderr = os.dup(2)
@@ -120,7 +122,7 @@ def library_errors(what: str) -> Iterator[None]:
         panicked = False
         try:
             yield
-        except BaseException as error:  # refusals are plain Exceptions; a panic is not, and its type cannot be imported
+        except BaseException as error:  # errors are plain Exceptions; a panic's type cannot be imported
             panicked = is_panic(error)
             if type(error) is not Exception and not panicked:
                 raise
@@ -143,7 +145,7 @@ def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
                 value = value.get("content", value)
             if value is not None and not isinstance(value, str):
                 raise ModelFileError(
-                    file, f"{role}={str(value)[:60]} is no text, nor an object with one as its content"
+                    file, f"{role}={str(value)[:60]} is neither a text nor an object with a text as its content"
                 )
             if value is not None:
                 special[role] = value
@@ -153,16 +155,16 @@ def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
 
 
 def _template(directory: Path, config_file: Path, stated: Any) -> tuple[Path, str | None]:
-    """The file that the template is in, and its source; where there is another for tools, one that chooses."""
+    """The file of the chat template, and its source; with a separate template for tools, a template that chooses."""
     file = directory / "chat_template.jinja"
     if is_there(file):
         return file, read_text(file)
     if isinstance(stated, list):
         if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in stated):
-            raise ModelFileError(config_file, "chat_template is a list of other things than named templates")
+            raise ModelFileError(config_file, "chat_template is a list, but not of named templates")
         named = {entry["name"]: entry.get("template", ...) for entry in stated}
         stated, with_tools = named.get("default"), named.get("tool_use")
-        if isinstance(stated, str) and isinstance(with_tools, str):  # the names that transformers chooses by
+        if isinstance(stated, str) and isinstance(with_tools, str):  # transformers chooses by these names
             stated = f"{{%- if tools %}}{with_tools}{{%- else %}}{stated}{{%- endif %}}"
     if stated is not None and not isinstance(stated, str):
         raise ModelFileError(config_file, "chat_template is neither a text nor a list of named templates")
@@ -174,8 +176,8 @@ def _read_stated(file: Path) -> dict[str, Any]:
 
 
 def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
-    """Tokeniser of ``vocab_size`` tokens, at least 256 for text to survive: every byte is a token, the other ids are
-    printed as <id>, eos tokens as nothing."""
+    """A tokenizer of ``vocab_size`` tokens, of which 256 are needed for text to survive. Every byte is a token; other
+    ids decode to <id>, and eos tokens to nothing."""
     vocab = {BYTE_ALPHABET[byte]: byte for byte in range(min(256, vocab_size))}
     vocab |= {f"<{token}>": token for token in range(256, vocab_size)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))

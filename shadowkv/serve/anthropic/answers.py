@@ -1,4 +1,4 @@
-"""Shapes of the answers of ``/v1/messages``, for the OpenAPI schema."""
+"""Response models of ``/v1/messages``, for the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shadowkv.serve.http.routing import Answer
 
 
 class MessagesErrorDetail(Answer):
-    """What is wrong."""
+    """The error's type and message."""
 
     type: Literal[
         "invalid_request_error",
@@ -38,7 +38,7 @@ class Text(Answer):
 
 
 class Thoughts(Answer):
-    """What the model thinks; it is not signed."""
+    """The model's reasoning; it is not signed."""
 
     type: Literal["thinking"]
     thinking: str
@@ -46,7 +46,7 @@ class Thoughts(Answer):
 
 
 class ToolUse(Answer):
-    """A call of a tool."""
+    """A tool call."""
 
     type: Literal["tool_use"]
     id: str
@@ -55,7 +55,7 @@ class ToolUse(Answer):
 
 
 class MessageUsage(Answer):
-    """Token counts; ``input_tokens`` are those not found in the cache."""
+    """Token counts; ``input_tokens`` excludes the tokens found in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int

@@ -18,7 +18,7 @@ NO_TEXT = "images, search results and blocks of server tools"
 
 
 class TextBlock(Body):
-    """Something said."""
+    """A block of text."""
 
     type: Literal["text"]
     text: Text
@@ -32,14 +32,14 @@ else:
 
 
 class Base64Source(Body):
-    """A PDF in base64."""
+    """A PDF as base64."""
 
     type: Literal["base64"]
     media_type: Literal["application/pdf"]
     data: FileData
 
     def read(self) -> str:
-        """The text; raises ApiError, and as ``attachments`` does."""
+        """The document's text; raises ApiError, and whatever ``attachments`` raises."""
         return file_text(self.data, None)
 
 
@@ -56,7 +56,7 @@ class TextSource(Body):
 
 
 class ContentSource(Body):
-    """Text in blocks."""
+    """Text as a list of blocks."""
 
     type: Literal["content"]
     content: TextContent
@@ -73,7 +73,7 @@ class IdSource(Body):
     file_id: Name
 
     def read(self) -> str:
-        """The text; raises ApiError, and as ``attachments`` does."""
+        """The file's text; raises ApiError, and whatever ``attachments`` raises."""
         return file_text(None, self.file_id)
 
 
@@ -87,11 +87,11 @@ SOURCES: dict[str, type[Body]] = {
 if TYPE_CHECKING:
     Source = Base64Source | TextSource | ContentSource | IdSource
 else:
-    Source = union_by_type(SOURCES, "addresses")
+    Source = union_by_type(SOURCES, "URLs")
 
 
 class DocumentBlock(Body):
-    """A document; it is not cited."""
+    """A document; answers do not cite it."""
 
     type: Literal["document"]
     source: Source
@@ -101,7 +101,7 @@ class DocumentBlock(Body):
 
     @property
     def text(self) -> str:
-        """Its text for the prompt; raises ApiError, and as ``attachments`` does."""
+        """The document's text for the prompt; raises ApiError, and whatever ``attachments`` raises."""
         return as_prompt(self.source.read(), self.title, self.context)
 
 
@@ -128,7 +128,7 @@ def _input(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class ToolUseBlock(Body):
-    """A call of a tool in an earlier turn."""
+    """A tool call in an earlier turn."""
 
     type: Literal["tool_use"]
     id: Name
@@ -137,7 +137,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a call has returned; if that is an error, its text has to say so."""
+    """The result of a tool call. ``is_error`` has no effect: the text itself must describe the error."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -146,7 +146,7 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """The model's thoughts in an earlier turn; they are not signed."""
+    """The model's reasoning in an earlier turn; it is not signed."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -154,7 +154,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Another model's thoughts, which cannot be read: they are left out."""
+    """Another model's encrypted reasoning, which is left out."""
 
     type: Literal["redacted_thinking"]
     data: Text
@@ -178,7 +178,7 @@ Blocks = Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Turn(Body):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Literal["user", "assistant"]
     content: Annotated[Blocks, BeforeValidator(_as_blocks, json_schema_input_type=Text | Blocks)]
@@ -186,17 +186,17 @@ class Turn(Body):
 
 def _asks(turns: list[Turn]) -> list[Turn]:
     if begun(turns) and not all(isinstance(block, TextBlock) for block in turns[-1].content):
-        raise wrong("an answer that is to be continued, the last message of the role 'assistant', has text alone")
+        raise wrong("a last message of the role 'assistant' is continued, and must have only text blocks")
     for turn in turns:
         for block in turn.content:
             is_the_users = isinstance(block, ToolResultBlock | DocumentBlock)
             if is_the_users != (turn.role == "user") and not isinstance(block, TextBlock):
-                raise wrong(f"a block of type {block.type!r} is no part of a message with the role {turn.role!r}")
+                raise wrong(f"a message of the role {turn.role!r} cannot have a block of type {block.type!r}")
     return turns
 
 
 def begun(turns: list[Turn]) -> bool:
-    """Whether the client has begun the answer: it is continued."""
+    """Whether the last message is the assistant's, which is then continued."""
     return turns[-1].role == "assistant"
 
 
@@ -209,7 +209,7 @@ Turns = Annotated[
 
 
 def messages_of(turns: Iterable[Turn], system: Iterable[TextBlock]) -> list[dict[str, Any]]:
-    """The messages of a chat."""
+    """The conversation as chat messages."""
     messages = [{"role": "system", "content": text}] if (text := text_of(system)) else []
     for turn in turns:
         messages += [_assistant(turn.content)] if turn.role == "assistant" else _user(turn.content)
@@ -217,7 +217,7 @@ def messages_of(turns: Iterable[Turn], system: Iterable[TextBlock]) -> list[dict
 
 
 def text_of(blocks: Iterable[Any]) -> str:
-    """The text of those blocks that have one."""
+    """The joined text of the text and document blocks."""
     return "\n".join(block.text for block in blocks if isinstance(block, TextBlock | DocumentBlock))
 
 
@@ -236,7 +236,8 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
 
 
 def _user(blocks: list[Block]) -> list[dict[str, Any]]:
-    """Tool results become separate messages, kept in order with the text between them."""
+    """The chat messages of a user message. Tool results become separate messages, in order with the text between
+    them."""
     messages: list[dict[str, Any]] = []
     texts: list[TextBlock | DocumentBlock] = []
     for block in blocks:

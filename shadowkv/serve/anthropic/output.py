@@ -1,4 +1,5 @@
-"""The answer of ``/v1/messages``, block by block: every event of a stream, and the message it adds up to."""
+"""Builds the answer of ``/v1/messages``, block by block: the events of a stream, and the message that they add up
+to."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 class MessageOutput:
-    """The answer to one job, which asks for one choice.
+    """The answer to one job, which has one choice.
 
     Attributes:
         answer: the message, as far as it is complete.
@@ -31,7 +32,7 @@ class MessageOutput:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._block: dict[str, Any] | None = None
-        self._sent: list[str] = []  # the block's text: joined at its end, as answers may be long
+        self._sent: list[str] = []  # pieces of the block's text, joined at its end
         self._call = -1
         self.answer: dict[str, Any] = {
             "id": job.id,
@@ -50,7 +51,7 @@ class MessageOutput:
             async for piece in pieces:
                 if not begun:
                     begun = True
-                    self.answer["usage"] = {**self._usage(), "output_tokens": 0}  # none of which were sent yet
+                    self.answer["usage"] = {**self._usage(), "output_tokens": 0}  # no token has been sent yet
                     yield {"type": "message_start", "message": self.answer}
                     yield PING
                 for event in self._read(piece):
@@ -61,7 +62,7 @@ class MessageOutput:
 
     @staticmethod
     def failure(error: ApiError) -> Event:
-        """The event that ends a stream that has failed."""
+        """The event that ends a failed stream."""
         return error.body(MESSAGES_URL)
 
     def _read(self, piece: Piece) -> Iterator[Event]:
@@ -73,7 +74,7 @@ class MessageOutput:
             yield from self._argue(part)
 
     def _delta(self, kind: str, text: str, **fields: Any) -> Iterator[Event]:
-        """More of the text or of the thoughts."""
+        """Events for more text or reasoning."""
         delta, name = DELTAS[kind]
         if self._block is None or self._block["type"] != kind:
             yield from self._open({"type": kind, name: "", **fields})
@@ -81,7 +82,7 @@ class MessageOutput:
         yield self._event("content_block_delta", delta={"type": delta, name: text})
 
     def _argue(self, part: CallPart) -> Iterator[Event]:
-        """A call, or more of a call's arguments."""
+        """Events for a new call, or for more of a call's arguments."""
         if part.index != self._call:
             self._call = part.index
             yield from self._open({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
@@ -97,7 +98,7 @@ class MessageOutput:
         yield self._event("content_block_start", content_block=block)
 
     def _close(self) -> Iterator[Event]:
-        """The end of the current block, if there is one."""
+        """Events that end the current block, if any."""
         block, text = self._block, "".join(self._sent)
         if block is None:
             return
@@ -134,7 +135,7 @@ class MessageOutput:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A call's arguments; empty where the answer was cut off within them."""
+    """A call's arguments; empty if the answer was cut off inside them."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

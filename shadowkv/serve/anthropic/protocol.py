@@ -1,4 +1,4 @@
-"""Bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``, following Anthropic's API."""
+"""Request bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``, as in Anthropic's API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = MappingProxyType({"response_format": "output_config.format", "stop": "st
 
 
 class MessagesTool(Body):
-    """A tool of the client, with ``input_schema``, the JSON schema of its input. There are no server tools."""
+    """A tool of the client; ``input_schema`` is the JSON schema of its input. This server has no server tools."""
 
     type: Literal["custom"] = "custom"
     name: FunctionName
@@ -29,7 +29,7 @@ class MessagesTool(Body):
     strict: bool | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """The equivalent in a chat."""
+        """The equivalent tool of a chat."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, "parameters": self.input_schema, **described}}
 
@@ -40,7 +40,7 @@ MessagesTools = Annotated[
 
 
 class MessagesToolChoice(Body):
-    """Which tools are to be called: ``name`` goes with the type "tool"."""
+    """Which tools the answer must call; ``name`` belongs to type "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
@@ -49,18 +49,18 @@ class MessagesToolChoice(Body):
     @model_validator(mode="after")
     def _check_name(self) -> MessagesToolChoice:
         if (self.name is not None) != (self.type == "tool"):
-            raise refusal("name", "name is required with the type 'tool', and goes with no other")
+            raise refusal("name", "type 'tool' needs a name, and no other type has one")
         return self
 
     def as_choice(self) -> Any:
-        """The equivalent in a chat."""
+        """The equivalent ``tool_choice`` of a chat."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 class Thinking(Body):
-    """Whether the model is to think, which is passed to the template; how much is up to the model."""
+    """Whether the model reasons, which the chat template controls; the budget has no effect."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -68,7 +68,7 @@ class Thinking(Body):
 
 
 class OutputFormat(Body):
-    """JSON that follows a schema."""
+    """Output as JSON that follows a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -87,7 +87,7 @@ class OutputConfig(Body):
 
 
 class Prompt(Converted):
-    """What makes up the prompt: body of ``/v1/messages/count_tokens``."""
+    """Body of ``/v1/messages/count_tokens``: the parts of a request that make up the prompt."""
 
     names = NAMES
 

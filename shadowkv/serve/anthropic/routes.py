@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``: a chat whose answer is a list of blocks."""
+"""Routes of ``/v1/messages`` and ``/v1/messages/count_tokens``: a chat whose answer is a list of blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Messages(EventChat):
-    """``/v1/messages``."""
+    """The endpoint ``/v1/messages``."""
 
     url = MESSAGES_URL
     request_type = MessagesRequest

@@ -1,4 +1,4 @@
-"""Answers the requests of a batch file with an engine in this process: the server's own code without HTTP."""
+"""Answers the requests of a batch file with an engine, through the server's endpoints without HTTP."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 SERVICE_UNAVAILABLE = 503
 BUSY_SECONDS = 0.5
-"""Seconds between two attempts to get into a full queue."""
+"""Seconds between two attempts to enter a full queue."""
 
 
 class LineAnswers:
-    """Answers requests with an engine, under the name of its model, and counts what it does in ``metrics``."""
+    """Answers requests with an engine under its model's name, and counts them in ``metrics``."""
 
     def __init__(
         self,
@@ -44,7 +44,8 @@ class LineAnswers:
         self._endpoints = {kind.url: kind(engine.tokenizer, settings) for kind in kinds}
 
     async def record(self, request: LineRequest) -> dict[str, Any]:
-        """A request's record; raises ApiError where no further line can be answered because the engine is gone."""
+        """The record of a request's answer or error; raises ApiError if the engine is gone, so that no further line can
+        be answered."""
         try:
             status, body = 200, await self._patiently(request)
         except Exception as failure:
@@ -56,7 +57,7 @@ class LineAnswers:
         return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
     async def _patiently(self, request: LineRequest) -> dict[str, Any]:
-        """The answer, waiting for other requests while the queue is full."""
+        """The answer; while the queue is full, it tries again and again."""
         while True:
             with suppress(EngineBusy):
                 return await self._answer(request)
@@ -71,7 +72,7 @@ class LineAnswers:
         if getattr(body, "previous_response_id", None) is not None:
             raise ApiError("a batch continues no responses: send the whole conversation", param="previous_response_id")
         if getattr(body, "background", False):
-            raise ApiError("a batch is answered in the background as a whole: leave it out", param="background")
+            raise ApiError("background is not supported in a batch; leave it out", param="background")
         job = await prepare(self._engine, endpoint, body, self._model)
         job.metrics = self._metrics
         return await endpoint.answer(job)
@@ -99,6 +100,6 @@ async def answer_with(answers: LineAnswers, run: BatchRun, concurrency: int) -> 
 def run_batch(
     engine: EngineClient, model: str, files: BatchFiles, concurrency: int, settings: ServerSettings | None = None
 ) -> int:
-    """Answers the file with an engine and reports the outcome; returns the exit code."""
+    """Answers the file with an engine and prints a report; returns the exit code."""
     answers = LineAnswers(engine, model, settings)
     return run_files(files, lambda run: asyncio.run(answer_with(answers, run, concurrency)))

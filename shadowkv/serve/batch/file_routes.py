@@ -1,4 +1,4 @@
-"""``/v1/files``: what batches are read from and written to, and documents that messages name by id."""
+"""Routes of ``/v1/files``: input and output of batches, and documents that messages refer to by id."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ UPLOAD = {
     }
 }
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
-"""As in the OpenAI API; what a file is used for does not depend on it."""
+"""Purposes of the OpenAI API; they do not limit what a file can be used for."""
 
 FIELDS = 16
-"""Most fields of an upload; those but two have no effect."""
+"""Maximum number of fields of an upload; all but two of them have no effect."""
 
 
 class StoredFile(Answer):
-    """A file that is kept."""
+    """A stored file."""
 
     id: str
     object: Literal["file"]
@@ -82,12 +82,12 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
     async def post_file(request: Request) -> dict[str, Any]:
         _check_origin(request, settings)
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "multipart/form-data":
-            raise ApiError("a file comes as multipart/form-data, with the fields file and purpose")
+            raise ApiError("send the file as multipart/form-data, with the fields file and purpose")
         try:
             form = await request.form(max_files=1, max_fields=FIELDS)
         except MultiPartException as error:
             raise ApiError(f"the form cannot be read: {error.message}") from error
-        except OSError as error:  # long files are written down while they are read
+        except OSError as error:  # long files are written to disk while they are read
             raise storage_failed(error) from error
         try:
             file, purpose = form.get("file"), form.get("purpose")
@@ -114,7 +114,7 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
     @router.get(f"{URL}/{{id}}/content", response_model=None, responses=responses(None, *STATUSES))
     async def get_content(id: str, request: Request) -> Response:
         record = await of_record(request, store, "file", id)
-        # Whatever it is, no browser is to show it as a page of this server.
+        # Whatever the content is, no browser may show it as a page of this server.
         headers = {"X-Content-Type-Options": "nosniff"}
         return FileResponse(
             store.file(record.owner, id),
@@ -133,11 +133,11 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
 
 def _check_purpose(purpose: str, allowed: Sequence[str]) -> None:
     if purpose not in allowed:
-        raise ApiError(f"purpose is {purpose[:80]!r}, must be one of {', '.join(allowed)}", param="purpose")
+        raise ApiError(f"purpose is {purpose[:80]!r}, and must be one of {', '.join(allowed)}", param="purpose")
 
 
 def _check_origin(request: Request, settings: ServerSettings) -> None:
-    """Refuses the form of another server's page: a browser sends one unasked, unlike JSON."""
+    """Refuses forms from pages of another origin: a browser sends these without a preflight request, unlike JSON."""
     origin = request.headers.get("origin")
     own = origin is None or urlsplit(origin).netloc == request.headers.get("host")
     if not own and not {*settings.allowed_origins} & {origin, "*"}:

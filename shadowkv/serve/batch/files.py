@@ -1,4 +1,5 @@
-"""The files of a batch run: checked and locked before minutes go into loading a model, and never left half written."""
+"""The files of a batch run. They are checked and locked before the model is loaded, which takes minutes, and they are
+never left half written."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from filelock import FileLock, Timeout
 from shadowkv.wording import counted
 
 DIGEST = "batch_req_digest_"
-"""Prefix of record ids that identify requests; earlier versions gave random ids, without this prefix."""
+"""Prefix of record ids that identify requests; ids of earlier versions are random, without this prefix."""
 
 
 class Sink:
-    """Appends lines to a file; a line that does not fit is removed again, and OSError raised. When closed, they are on
-    the disk."""
+    """Appends lines to a file. A line that does not fit is removed again, and OSError raised. On exit, all lines are
+    synced to disk."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("ab", buffering=0)
@@ -29,7 +30,7 @@ class Sink:
     def write(self, record: dict[str, Any]) -> None:
         """Appends one record."""
         rest = memoryview((json.dumps(record, ensure_ascii=False) + "\n").encode())
-        # Checked each time: a signal may have interrupted an earlier call anywhere.
+        # The end is looked up each time: a signal may have interrupted an earlier call anywhere.
         length = self._file.seek(0, os.SEEK_END)
         try:
             while rest:
@@ -52,7 +53,7 @@ class Sink:
 
 @dataclass(frozen=True)
 class BatchFiles:
-    """Where the requests are and where the answers go; ``resume`` continues from existing answers."""
+    """The files of requests and answers; ``resume`` continues from existing answers."""
 
     input: Path
     output: Path
@@ -60,29 +61,30 @@ class BatchFiles:
 
     @property
     def target(self) -> Path:
-        """The output, or what it is a symbolic link to: the link is kept."""
+        """The output file; if ``output`` is a symbolic link, the file that it points to, so that the link stays."""
         return Path(os.path.realpath(self.output))
 
     @property
     def partial(self) -> Path:
-        """Holds the answers until all are there."""
+        """The file of the answers while the run is not complete."""
         return self.target.with_name(self.target.name + ".partial")
 
     @property
     def rewritten(self) -> Path:
-        """The partial file of a resumed run until all that it takes over is on the disk."""
+        """The partial file of a resumed run, until all answers of earlier runs are copied to it."""
         return self.partial.with_name(self.partial.name + ".new")
 
     @property
     def lock(self) -> Path:
-        """Locked by the run that writes the output."""
+        """The lock file of the run that writes the output."""
         return self.target.with_name(self.target.name + ".lock")
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within, the files can be used and no other run writes them; the system frees the lock of a run that crashed.
+        """A context in which the files are usable and no other run writes them. The system releases the lock of a
+        crashed run.
 
-        Raises ValueError, before anything is changed, if they cannot be used or another run has them.
+        Raises ValueError, before anything is changed, if the files cannot be used or another run holds the lock.
         """
         self._check_names()
         lock = FileLock(self.lock)
@@ -96,8 +98,8 @@ class BatchFiles:
             self._check_answers()
             yield
         finally:
-            # Removed while held, so that it is not another run's. None waits for it either: they give up at once.
-            with suppress(OSError):  # Windows, where it goes with the release
+            # The file is removed while it is locked, so that it is not another run's. No run waits for the lock.
+            with suppress(OSError):  # Windows removes it when it is released
                 self.lock.unlink()
             lock.release()
 
@@ -126,16 +128,16 @@ class BatchFiles:
             raise ValueError(f"{self.partial} holds the answers of an interrupted run; pass --resume or move it away")
         if self.target.exists():
             raise ValueError(
-                f"--output {self.output} exists already; pass --resume to answer what it does not, move it away or "
+                f"--output {self.output} exists already; pass --resume to answer the missing requests, move it away or "
                 "name another --output"
             )
 
     def begin(self, requests: Mapping[str, str]) -> set[str]:
         """Makes the partial file, with the answers of earlier runs if requested; returns their custom_ids.
 
-        An answer is taken over unless ``requests`` (custom_id: id of its record) has another request of that name.
-        Failures are not taken over: their causes may have been fixed. Raises ValueError, and changes nothing, where a
-        line of an earlier run is not a record.
+        An answer is kept unless ``requests`` (custom_id: id of its record) has a different request under its custom_id.
+        Failures are not kept, since their causes may have been fixed. Raises ValueError, without any change, if a line
+        of an earlier run is not a record.
         """
         answered: set[str] = set()
         if not self.resume:
@@ -156,12 +158,12 @@ class BatchFiles:
         return answered
 
     def kept(self, count: int) -> str:
-        """After an interrupted run: how many answers there are, and where."""
+        """After an interrupted run: says how many answers there are, and where."""
         if not count:
             self.partial.unlink(missing_ok=True)
             return "no answers yet"
         where = self.partial if self.partial.exists() else self.target
-        return f"{where} has {counted(count, 'answer')}; --resume goes on from there"
+        return f"{where} has {counted(count, 'answer')}; --resume continues from there"
 
     def finish(self) -> None:
         """Makes the partial file the output."""
@@ -169,9 +171,9 @@ class BatchFiles:
 
 
 def _rename(source: Path, target: Path) -> None:
-    """Durable: the new name is on the disk too."""
+    """A durable rename: it also syncs the new name to disk."""
     source.replace(target)
-    if os.name == "posix":  # elsewhere a folder cannot be opened
+    if os.name == "posix":  # other systems cannot open a folder
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -180,14 +182,15 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _answers(record: dict[str, Any], request: str | None) -> bool:
-    """Whether a record is an answer, and to the request with this id if one is given."""
+    """Whether a record is a successful answer, and to the request with this id if one is given."""
     name, response, request_then = record["custom_id"], record.get("response"), str(record.get("id"))
     changed = request is not None and request_then.startswith(DIGEST) and request_then != request
     return name is not None and response is not None and response.get("status_code") == 200 and not changed
 
 
 def _records(path: Path, half_a_line: bool) -> Iterator[dict[str, Any]]:
-    """The records of a file, none if it is missing; the last may be ``half_a_line``, where a crash cut it off."""
+    """The records of a file; none if the file is missing. With ``half_a_line``, the last line may be cut off by a
+    crash."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -199,7 +202,7 @@ def _records(path: Path, half_a_line: bool) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 record = None
             if not _is_record(record):
-                raise ValueError(f"{path} line {number} is no record of a batch run; move the file away")
+                raise ValueError(f"{path} line {number} is not a record of a batch run; move the file away")
             yield record
 
 

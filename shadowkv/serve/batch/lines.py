@@ -1,4 +1,4 @@
-"""Lines of a batch file: which are requests, which have been answered, and which are neither."""
+"""Parses the lines of a batch file into requests, and skips requests that have been answered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shadowkv.serve.batch.files import DIGEST, BatchFiles
 from shadowkv.serve.bodies.body import parse_json
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-"""Endpoints that lines may request."""
+"""Endpoints that a line can request."""
 
 
 class BadLine(Exception):
@@ -31,7 +31,7 @@ class LineRequest:
 
     Attributes:
         id: id of its record.
-        offset, size: where it is in the file, in bytes.
+        offset, size: position and length of the line in the file, in bytes.
     """
 
     id: str
@@ -43,18 +43,18 @@ class LineRequest:
 
 
 def digest(request: Any) -> str:
-    """Id of a request's record, which does not depend on the order of keys or the spaces in its line."""
+    """Id of a request's record; it does not depend on the order of keys or on spaces in the line."""
     text = json.dumps(request, sort_keys=True)
     return f"{DIGEST}{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 class BatchLines:
-    """The lines of one run, to be read in order.
+    """The lines of one run, which are read in order.
 
     Args:
-        files: of the run, whose partial file is created; raises ValueError and OSError as ``BatchFiles.begin`` does.
-        urls: that they may request.
-        limit: bytes of the longest line; None is any.
+        files: the run's files, whose partial file is created; raises what ``BatchFiles.begin`` does.
+        urls: endpoints that a line can request.
+        limit: maximum length of a line in bytes; None sets no limit.
 
     Attributes:
         answered: custom_ids of requests that earlier runs have answered.
@@ -66,7 +66,7 @@ class BatchLines:
         self._seen: set[str] = set()
 
     def read(self, number: int, line: bytes, offset: int) -> LineRequest | dict[str, Any] | None:
-        """A line's request, None if it is answered already, or the record of a line that is not a request."""
+        """A line's request; None if it is already answered; an error record if the line is not a request."""
         try:
             request = self._parse(line, offset)
         except BadLine as bad:
@@ -76,9 +76,9 @@ class BatchLines:
         return None if request.custom_id in self.answered else request
 
     def _parse(self, line: bytes, offset: int) -> LineRequest:
-        """The request; raises BadLine."""
+        """The request of a line; raises BadLine."""
         if self._limit is not None and len(line) > self._limit:
-            raise BadLine("line_too_long", f"it has {len(line)} bytes, at most {self._limit} are allowed")
+            raise BadLine("line_too_long", f"it has {len(line)} bytes; at most {self._limit} are allowed")
         try:
             request = parse_json(line)
             name = digest(request)
@@ -102,7 +102,8 @@ class BatchLines:
 
 
 def _requests(files: BatchFiles) -> dict[str, str]:
-    """The digests of the file's requests, by custom_id: of duplicates the first one's, as the others are refused."""
+    """The digests of the file's requests, by custom_id. The first of several requests with one custom_id counts; the
+    others are refused."""
     digests: dict[str, str] = {}
     with files.input.open("rb") as source:
         for line in source:

@@ -1,4 +1,5 @@
-"""``/v1/messages/batches``, as in Anthropic's API: messages that are answered beside others, within a day."""
+"""Routes of ``/v1/messages/batches``, as in Anthropic's API: batches of messages that the server answers beside its
+other requests, within a day."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from shadowkv.serve.storage.store import Record, RecordStore, storage_failed
 URL = f"{MESSAGES_URL}/batches"
 STATUSES = (400, 401, 404, 429, 500, 503)
 MAX_REQUESTS = 10_000
-"""Requests of a batch (Anthropic: 100,000); a body's length limits them, too."""
+"""Maximum number of requests in a batch (Anthropic: 100,000); the body's size limits them, too."""
 
 
 class MessageCounts(Answer):
-    """How many requests have which outcome."""
+    """Number of requests by outcome."""
 
     processing: int
     succeeded: int
@@ -42,7 +43,7 @@ class MessageCounts(Answer):
 
 
 class MessageBatch(Answer):
-    """A batch; times are RFC 3339's."""
+    """A batch; times are in RFC 3339."""
 
     id: str
     type: Literal["message_batch"]
@@ -73,7 +74,7 @@ class DeletedMessageBatch(Answer):
 
 
 class MessageRequest(Body):
-    """One message: ``params`` is the body of ``/v1/messages``, which is checked when it is answered."""
+    """One request of a batch: ``params`` is a body of ``/v1/messages``, which is checked when it is answered."""
 
     custom_id: Annotated[str, Field(min_length=1, max_length=64)]
     params: dict[str, Any]
@@ -147,7 +148,7 @@ async def _ended(request: Request, store: RecordStore, id: str) -> Record:
 
 
 def _keep(store: RecordStore, owner: str, requests: list[MessageRequest]) -> Record:
-    """Keeps a batch with its requests, in the form of a batch file."""
+    """Stores a batch with its requests, in the form of a batch file."""
     id = f"msgbatch_{secrets.token_hex(16)}"
     lines = [
         msgspec.json.encode(

@@ -1,4 +1,4 @@
-"""What the routes of what is kept have in common: one record of the request's key, and pages of all."""
+"""Queries of the stored records of a request's owner: one record by id, or a page of a list."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shadowkv.serve.http.owners import owner_of
 from shadowkv.serve.storage.store import Kind, Record, RecordStore
 
 PAGE, MOST = 20, 100
-"""Records of a page that does not say how many, and at most."""
+"""Default and maximum number of records in a page."""
 
 
 async def of_record(request: Request, store: RecordStore, kind: Kind, id: str) -> Record:
-    """The record of that id of the request's key; raises ApiError if there is none."""
+    """The owner's record with an id; raises ApiError if there is none."""
     return await asyncio.to_thread(store.get, owner_of(request), kind, id)
 
 
@@ -30,15 +30,21 @@ async def listed(
     before: str | None = None,
     purpose: str | None = None,
 ) -> dict[str, Any]:
-    """A page of the records of the request's key, as the query asks for it: ``limit``, ``order``, what it goes on
-    ``after`` and, where a list can be read backwards, what it ends ``before``; of files, those of one ``purpose``."""
+    """A page of the owner's records, as the query's parameters say: ``limit``, ``order`` and ``after``.
+
+    Args:
+        shown: a record's form in the answer.
+        after: name of the parameter with the id that the page follows.
+        before: name of the parameter with the id that the page precedes, for lists that can be read backwards.
+        purpose: restricts a list of files to one purpose.
+    """
     query = request.query_params
     text = query.get("limit", str(PAGE))
     if not (text.isascii() and text.isdigit() and len(text) < 9 and int(text) >= 1):
         raise ApiError(f"limit must be a number from 1 to {MOST}", param="limit")
     limit, order = min(int(text), MOST), query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise ApiError(f"order is {order[:80]!r}, must be asc or desc", param="order")
+        raise ApiError(f"order is {order[:80]!r}, and must be asc or desc", param="order")
     start, end = query.get(after), None if before is None else query.get(before)
     if start is not None and end is not None:
         raise ApiError(f"pass one of {after} and {before}", param=before)

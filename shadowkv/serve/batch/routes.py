@@ -1,4 +1,5 @@
-"""``/v1/batches``, as in the OpenAI API: files of requests that are answered beside others, within a day."""
+"""Routes of ``/v1/batches``, as in the OpenAI API: files of requests that the server answers beside its other requests,
+within a day."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ Status = Literal["validating", "in_progress", "finalizing", "completed", "failed
 
 
 class BatchFault(Answer):
-    """Why a batch was not answered."""
+    """Why a batch failed."""
 
     code: str
     message: str
@@ -36,14 +37,14 @@ class BatchFault(Answer):
 
 
 class BatchFaults(Answer):
-    """All of these."""
+    """List of reasons why a batch failed."""
 
     object: Literal["list"]
     data: list[BatchFault]
 
 
 class RequestCounts(Answer):
-    """How many requests there are, and how many have which outcome."""
+    """Number of requests, in all and by outcome."""
 
     total: int
     completed: int
@@ -128,7 +129,7 @@ def batch_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
 
 
 def cancel(value: dict[str, Any]) -> bool:
-    """Asks for a batch of either API to end, unless it has; returns whether that is still to be done."""
+    """Marks a batch of either API as cancelling, unless it has ended; returns whether it is still open."""
     if value["ended_at"] is None:
         value.update(status="cancelling", cancelling_at=value["cancelling_at"] or int(time.time()))
     return value["ended_at"] is None

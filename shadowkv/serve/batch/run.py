@@ -1,9 +1,9 @@
-"""Answers a file of requests in the OpenAI batch format.
+"""Answers a file of requests in OpenAI's batch format.
 
 A line ``{"custom_id", "method": "POST", "url", "body"}`` becomes a line ``{"id", "custom_id", "response", "error"}``;
-the order may change. Records are written as they complete, to a ``.partial`` file that is renamed at the end; a run
-that was interrupted can be resumed. ``custom_id`` says which requests have been answered, and ``id``, a digest of the
-request, that they are unchanged; those that failed or have changed since are answered again.
+the order can change. Records are written as they complete, to a ``.partial`` file that is renamed at the end. An
+interrupted run can be resumed: ``custom_id`` tells which requests have been answered, and ``id``, a digest of the
+request, whether they are unchanged. Failed and changed requests are answered again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.wording import counted
 
 MAX_REASONS = 10
-"""Reasons of failures that are told apart in the report."""
+"""Maximum number of reasons that the report lists separately."""
 
-OTHER_REASONS = "other reasons, which are in the output"
+OTHER_REASONS = "other reasons, see the output"
 
 
 class BatchFailed(Exception):
@@ -36,11 +36,11 @@ class BatchFailed(Exception):
 
 @dataclass
 class BatchRun:
-    """One pass over a file; raises ValueError and OSError where earlier answers are invalid or cannot be taken over.
+    """One pass over a file; raises ValueError and OSError if earlier answers are invalid or cannot be copied.
 
     Attributes:
         urls, line_limit: as for ``BatchLines``.
-        shows_progress: on a terminal or in a log.
+        shows_progress: whether a progress bar (or lines in a log) is written.
         total: lines that are not empty.
     """
 
@@ -67,12 +67,12 @@ class BatchRun:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Within, records can be written; on exit all lines have one, and the output is in place."""
+        """A context in which records can be written. On exit every line has a record, and the output is in place."""
         with self.files.input.open("rb") as source:
             self.total = sum(1 for line in source if line.strip())
         with (
             Sink(self.files.partial) as self._sink,
-            # A log file gets a line now and then, a terminal a progress bar.
+            # A log file gets a line now and then; a terminal gets a progress bar.
             tqdm(
                 total=self.total,
                 unit="request",
@@ -85,8 +85,8 @@ class BatchRun:
         self.files.finish()
 
     def requests(self) -> Iterator[LineRequest]:
-        """What is to be answered, line by line: a file of long prompts is never in memory as a whole. Lines that are
-        not requests get their records."""
+        """The requests to answer, line by line, so that a file of long prompts is never in memory as a whole. Lines
+        that are not requests get error records."""
         offset = 0
         with self.files.input.open("rb") as source:
             for number, line in enumerate(source, 1):
@@ -98,7 +98,7 @@ class BatchRun:
                         self.write(request_or_record)
                     else:
                         self.skipped += 1
-                        self._bar.total = self.total - self.skipped  # the time left is that of the remaining ones
+                        self._bar.total = self.total - self.skipped  # estimates the time of the remaining requests
                 offset += len(line)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -126,17 +126,17 @@ class BatchRun:
         self.reasons[reason] = count + 1, first
 
     def why(self) -> Iterator[str]:
-        """A line for each reason why lines have failed: how many, and the custom_id of the first, if it has one."""
+        """A line per reason for failures: their number, and the custom_id of the first, if it has one."""
         for reason, (count, first) in self.reasons.items():
             yield f"{count} failed{first}: {reason}"
 
     def kept(self) -> str:
-        """After an interrupted run: how many answers there are, and where."""
+        """After an interrupted run: says how many answers there are, and where."""
         return self.files.kept(len(self.lines.answered) + self.done)
 
 
 def run_files(files: BatchFiles, answer: Callable[[BatchRun], None]) -> int:
-    """Has the file answered and reports the outcome; returns the exit code."""
+    """Answers the file with ``answer`` and prints a report; returns the exit code."""
     try:
         run = BatchRun(files)
     except (ValueError, OSError) as error:

@@ -1,8 +1,8 @@
-"""Answers the batches that clients have left with a server, beside its other requests: one batch of each API key at a
-time, with half of the engine's places.
+"""Answers the batches that clients have sent to a server, beside its other requests: one batch per API key at a time,
+in at most half of the running sequences.
 
-Batches and their answers so far are in the folder of what is kept. Where that outlives the server (--storage-dir), they
-go on with the next one.
+Batches and their answers so far are in the storage folder. If that outlives the server (--storage-dir), the next server
+continues them.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""How often batches are looked for, and whether one that is at work is to be cancelled."""
+"""Seconds between two looks for new batches, and for cancellations of running ones."""
 
 BATCH_SECONDS = 24 * 3600
-"""How long a batch may take, as in both APIs: what has no answer then gets none."""
+"""Time limit of a batch, as in both APIs; requests without an answer then expire."""
 
 LINE_BYTES = 2**22
-"""Longest line of a batch: while it is parsed, 0.1 s for this one, no token is sent to anyone."""
+"""Maximum length of a batch's line. Parsing a line of this length takes 0.1 s, in which the server sends no token."""
 
 NOT_FOUND = 404
 
 MESSAGES_URL = "/v1/messages"
 
 REQUESTS, ANSWERS, RESULTS = "requests.jsonl", "answers.jsonl", "results.jsonl"
-"""Files of a batch's folder: the first and the last are of Anthropic's alone."""
+"""Files in a batch's folder; only Anthropic's batches have the first and the last."""
 
 
 def new_batch(**fields: Any) -> dict[str, Any]:
-    """The value of a batch's record, of either API; times are in seconds since 1970."""
+    """The value of a new batch's record, in either API; times are in seconds since 1970."""
     counts = {"total": 0, "completed": 0, "failed": 0, "canceled": 0, "expired": 0}
     times = dict.fromkeys(("started_at", "finalizing_at", "cancelling_at", "ended_at"))
     return {"status": "validating", "counts": counts, "error": None, "output": None, "errors": None, **times, **fields}
 
 
 BATCHES = "batches"
-"""The tenant of all batches of a server without API keys."""
+"""The tenant of all batches on a server without API keys."""
 
 
 class BatchRunner:
-    """What answers them, in one process of a server.
+    """Answers the stored batches, in one process of a server.
 
     Args:
-        store: where they are.
+        store: the store of the batches.
         engine, model, settings, metrics: as for ``LineAnswers``.
     """
 
@@ -81,7 +81,7 @@ class BatchRunner:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Within, batches are answered; those that are not done by then stay as they are."""
+        """A context in which batches are answered. Batches that are unfinished at its end stay open."""
         task = asyncio.create_task(self._run()) if self._store.is_on else None
         try:
             yield
@@ -103,7 +103,7 @@ class BatchRunner:
                         task = self._in_flight[record.owner] = asyncio.create_task(self._answer(record))
                         task.add_done_callback(partial(self._has_ended, record.owner))
             except Timeout:
-                logger.error("another server answers the batches in the folder of --storage-dir; this one does not")
+                logger.error("another server answers the batches in --storage-dir; this server does not")
                 return
             except ApiError:  # logged where it was raised
                 pass
@@ -115,7 +115,7 @@ class BatchRunner:
             logger.error("a batch failed", exc_info=error)
 
     async def _answer(self, record: Record) -> None:
-        """Answers a batch, from where that was interrupted if it was; its record says how it has ended."""
+        """Answers a batch, and continues one that was interrupted; its record says how it has ended."""
         set_tenant(record.owner or BATCHES)
         if self._keeps_keys_apart:
             set_prompt_owner(record.owner)
@@ -150,7 +150,7 @@ class BatchRunner:
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
-        await self._count(record, source, run)  # those that came since, too
+        await self._count(record, source, run)  # includes the latest answers
         answers = output if output.exists() else files.partial
         await self._finish(record, source, answers, ending)
         await asyncio.to_thread(self._tidy, record, folder)
@@ -166,7 +166,8 @@ class BatchRunner:
         return path
 
     async def _watch(self, record: Record, source: Path, run: BatchRun, answering: asyncio.Task[None]) -> str:
-        """Waits for the answers, keeping count, until there are all, or no more are wanted; returns which of these."""
+        """Waits for the answers and counts them, until all are there, the batch is cancelled, or its time is over.
+        Returns the final status."""
         while not answering.done():
             await asyncio.wait((answering,), timeout=POLL_SECONDS)
             value = await self._count(record, source, run)
@@ -180,21 +181,22 @@ class BatchRunner:
         return "completed"
 
     async def _count(self, record: Record, source: Path, run: BatchRun) -> dict[str, Any]:
-        """Writes down how far a batch is; what there is of it counts towards its key's limit from now on. Raises
-        ApiError where that leaves no room."""
+        """Records a batch's progress. From now on its answers count towards its owner's limit. Raises ApiError if they
+        exceed it."""
 
         def count(value: dict[str, Any]) -> bool:
             answered = len(run.lines.answered)
             value["counts"].update(total=run.total, completed=answered + run.done - run.failed, failed=run.failed)
             return True
 
-        # In the end there are two files, or the results, which are shorter than the requests and their records.
+        # In the end there are two files, or the results, which are shorter than the requests and their records
+        # together.
         beside = source.stat().st_size if record.kind == "message_batch" else 2 * MIN_BYTES
         value: dict[str, Any] = (await self._change(record, count, beside + run.written)).value
         return value
 
     async def _finish(self, record: Record, source: Path, answers: Path, ending: str) -> None:
-        """Makes what clients are given of a batch's answers."""
+        """Makes the output files of a batch from its answers."""
         if record.kind == "message_batch":
             results = self._store.work_folder(record.id) / RESULTS
             counts = await asyncio.to_thread(write_results, source, answers, results, ending)
@@ -213,7 +215,8 @@ class BatchRunner:
         await self._change(record, end, content)
 
     def _split(self, record: Record, answers: Path) -> tuple[str | None, str | None, dict[str, int]]:
-        """Files of the answers and of the rest, where there are any."""
+        """Splits the answers into files of successes and of failures. Returns their ids, None for an empty file, and
+        the counts."""
         ids: list[str | None] = [None, None]
         counts = [0, 0]
         with self._store.new_file() as output, self._store.new_file() as errors:
@@ -238,7 +241,7 @@ class BatchRunner:
         try:
             await self._change(record, fail, 0)
         except ApiError as failure:
-            if failure.status != NOT_FOUND:  # the disk does not do its part: the batch goes on when it does
+            if failure.status != NOT_FOUND:  # a temporary disk error: the batch continues later
                 return
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -258,7 +261,7 @@ class BatchRunner:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The whole lines of a file; none where there is none."""
+    """The complete lines of a file; none if there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -272,7 +275,8 @@ def _is_answer(record: dict[str, Any]) -> bool:
 
 
 def write_results(source: Path, answers: Path, results: Path, ending: str) -> dict[str, int]:
-    """The results of a batch of messages from its requests and their records; returns how many there are of each."""
+    """Writes the results of a batch of messages from its requests and their records; returns the number of each
+    outcome."""
     missing = "expired" if ending == "expired" else "canceled"
     counts = {"completed": 0, "failed": 0, "canceled": 0, "expired": 0}
     left = dict.fromkeys(json.loads(line)["custom_id"] for line in _lines(source))

@@ -1,1 +1,1 @@
-"""Request bodies: read off the event loop, parsed strictly and checked within limits, without PyTorch."""
+"""Request bodies: read off the event loop, parsed strictly and checked against limits, without PyTorch."""

@@ -1,7 +1,7 @@
-"""The error that clients of the OpenAI API expect: ``{"error": {"message", "type", "param", "code"}}`` and a status.
+"""Errors in the formats that clients expect, with their status.
 
-Clients of Anthropic's API, at its paths, expect another: ``{"type": "error", "error": {"type", "message"}}``. At
-llama.cpp's own paths types are llama.cpp's, and the code is the status.
+OpenAI's API has ``{"error": {"message", "type", "param", "code"}}``. Anthropic's paths have ``{"type": "error",
+"error": {"type", "message"}}``. llama.cpp's own paths have llama.cpp's types, and the status as the code.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 TAG = "\0"
-"""Prefix of tags of unions: pydantic has them in its paths, bodies do not."""
+"""Prefix of the tags of unions. pydantic puts tags into its paths, which bodies do not have."""
 
 MAX_REASONS = 5
-"""Most reasons that are reported: the first ones are the informative ones."""
+"""Maximum number of reasons to report: the first ones are the informative ones."""
 
 LONGEST_GIVEN = 60
-"""Longest refused value that an error repeats, in characters."""
+"""Maximum length of a refused value that an error repeats, in characters."""
 
 MESSAGES_URL = "/v1/messages"
-"""URL of Anthropic's API; its other URLs begin with it."""
+"""Path of Anthropic's API; all its paths begin with it."""
 
 MESSAGES_KINDS = {
     401: "authentication_error",
@@ -35,10 +35,10 @@ MESSAGES_KINDS = {
 """Anthropic's error types by status; two more cover all other statuses."""
 
 OWN_KINDS = frozenset(("refused", "wrong", "unsupported", "response_format"))
-"""Types of errors of our own validators, which say nothing that the message does not."""
+"""pydantic error types of this package's validators, which add nothing to the message."""
 
 LLAMA_PATHS = frozenset(("/completion", "/completions", "/apply-template", "/props", "/slots"))
-"""llama.cpp's own."""
+"""llama.cpp's own paths."""
 
 LLAMA_KINDS = {
     401: "authentication_error",
@@ -50,11 +50,11 @@ LLAMA_KINDS = {
 """llama.cpp's error types by status; two more cover all other statuses, and one a prompt that is too long."""
 
 MAX_CHARS = 800
-"""Limit for a message and for a parameter's name: either may quote the request."""
+"""Maximum length of a message and of a parameter's name, since both can quote the request."""
 
 
 class ApiError(Exception):
-    """A request that gets no answer, and the reason; ``counts`` are fields of it that clients may calculate with."""
+    """The error of a request. ``counts`` are extra fields of the error, which clients can calculate with."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class ApiError(Exception):
         self.message, self.status, self.param, self.code = _short(message), status, param and _short(param), code
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same error in an API with other parameter names: ``names`` maps the names here to those there."""
+        """The error with an API's own parameter names; ``names`` maps the names used here to that API's."""
 
         def name(match: re.Match[str]) -> str:
             return names.get(match[0], match[0])
 
-        # Within a sentence, a name counts only if it cannot be an ordinary word.
+        # Inside a sentence, only names with an underscore are replaced: others could be ordinary words.
         message = re.sub(r"^\w+|\b\w+_\w+\b", name, self.message)
         param = self.param and re.sub(r"^\w+", name, self.param)
         return ApiError(message, status=self.status, param=param, code=self.code, counts=self.counts)
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """The response body, as clients of ``path`` expect it."""
+        """The response body in the format of ``path``'s API."""
         if path == MESSAGES_URL or path.startswith(f"{MESSAGES_URL}/"):
             kind = MESSAGES_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
@@ -95,7 +95,7 @@ class ApiError(Exception):
 
 
 def server_stopping() -> ApiError:
-    """What those are told whose requests are dropped because the server ends."""
+    """The error of requests that are dropped because the server stops."""
     return ApiError("the server is stopping", status=503, code="server_stopping")
 
 
@@ -104,12 +104,13 @@ def _short(text: str) -> str:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """One error for everything that pydantic found; ``param`` and ``code``, pydantic's type, are the first one's."""
+    """One error for all of pydantic's errors. ``param`` and ``code``, which is pydantic's type, are those of the
+    first."""
     reasons = []
     for error in errors[:MAX_REASONS]:
         param, reason = _param(error), error["msg"] + _given(error)
         if error["type"] not in OWN_KINDS:
-            reason += f" ({error['type']})"  # as in vLLM: ``code`` has the first one's alone
+            reason += f" ({error['type']})"  # as in vLLM: ``code`` only has the first error's type
         reasons.append(f"{param}: {reason}" if param else reason)
     if len(errors) > MAX_REASONS:
         reasons.append(f"and {len(errors) - MAX_REASONS} more")
@@ -118,11 +119,11 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _given(error: Any) -> str:
-    """The refused value, where the message does not contain it and it is short."""
+    """The refused value, if it is short and the message does not have it."""
     value = error.get("input")
     if error["type"] in ("value_error", "missing") or not isinstance(value, int | float | str):
         return ""
-    if isinstance(value, str) and len(value) > LONGEST_GIVEN:  # which may be megabytes
+    if isinstance(value, str) and len(value) > LONGEST_GIVEN:  # it may be megabytes
         return ""
     text = json.dumps(value, ensure_ascii=False)
     return f", not {text}" if len(text) <= LONGEST_GIVEN else ""

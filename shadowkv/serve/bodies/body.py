@@ -1,5 +1,5 @@
-"""JSON bodies, from bytes to checked fields: strict RFC 8259 JSON, strict types, and that nothing known to change the
-answer is dropped. The one path for short bodies, long ones and lines of a batch file."""
+"""JSON bodies, from bytes to checked fields. JSON is strict RFC 8259, types are strict, and no parameter that would
+change the answer is dropped. Short bodies, long bodies and lines of batch files all take this path."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, UNSUPPORTED, comp
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 Dropped = Annotated[None, PlainValidator(lambda value: None, json_schema_input_type=Any)]
-"""Fields of answers that clients send back, without any effect."""
+"""Fields of earlier answers that clients send back; they have no effect."""
 
 PIECE = 2**20
-"""Bytes of a body that are divided into strings and the rest at a time: millions of strings take memory."""
+"""How many bytes of a body are split at its quotes at a time: millions of strings take memory."""
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Body(BaseModel):
-    """Strict about types; null is the same as omitted, as in the OpenAI API.
+    """A JSON body. Types are strict; null is the same as omitted, as in the OpenAI API.
 
     Attributes:
-        is_read_again: whether a route needs its bytes after they were read once.
+        is_read_again: whether a route needs the body's bytes after they were read once.
     """
 
     is_read_again: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> Body:
         for name, value in (self.model_extra or {}).items():
-            # Compared by type too: to Python, true equals 1 and 0.0 equals false.
+            # Types are compared too: in Python, True equals 1 and 0.0 equals False.
             neutral_values = NEUTRAL.get(name, ())
             if name in IGNORED or any(type(value) is type(neutral) and value == neutral for neutral in neutral_values):
                 continue
@@ -67,7 +67,7 @@ class Body(BaseModel):
             text = "{param} is not supported" + ("; leave it out or pass {neutral}" if name in NEUTRAL else "")
             neutral = " or ".join(repr(value) for value in NEUTRAL.get(name, ()))
             raise PydanticCustomError("unsupported", text, {"param": name, "neutral": neutral})
-        self.__pydantic_extra__ = {}  # of any size and depth, and unused
+        self.__pydantic_extra__ = {}  # unused, and of any size and depth
         return self
 
     def finish(self) -> None:
@@ -80,7 +80,7 @@ def refusal(param: str, message: str) -> PydanticCustomError:
 
 
 def at_most(limit: int, things: str, count: int) -> None:
-    """Refuses a value with more than ``limit`` things."""
+    """Raises if ``count`` exceeds ``limit``; ``things`` names what is counted."""
     if count > limit:
         raise wrong(f"{count} {things} are too many; at most {limit} are allowed")
 
@@ -91,12 +91,12 @@ def wrong(message: str) -> PydanticCustomError:
 
 
 def bounded(chars: int, value: Any) -> Any:
-    """The JSON value, if it has at most ``chars`` characters and is not nested too deeply."""
+    """The JSON value, if it has at most ``chars`` characters and is not nested too deeply; raises otherwise."""
     level, depth, values = [value], 0, 0
     while level:
         depth += 1
         if depth > MAX_NESTING:
-            raise wrong(f"it is nested too deeply; {MAX_NESTING} levels are allowed")
+            raise wrong(f"it is nested too deeply; at most {MAX_NESTING} levels are allowed")
         values += len(level)
         at_most(MAX_VALUES, "JSON values", values)
         level = [part for member in level for part in _parts(member)]
@@ -113,27 +113,29 @@ B = TypeVar("B", bound=Body)
 
 @dataclass(frozen=True)
 class Attachments:
-    """Documents of a request may be read here, which can take a minute; ``folder`` has those that it names by id."""
+    """Permission to read a request's documents, which can take a minute. ``folder`` has the files that the request
+    names by id."""
 
     folder: Path | None = None
 
 
 class HasDocuments(ApiError):
-    """A body has documents, and is to be read where these may be read."""
+    """A body has documents, and this process does not read documents."""
 
 
 _attachments: ContextVar[Attachments | None] = ContextVar("attachments", default=None)
 
 
 def attachments() -> Attachments:
-    """Where documents are; raises HasDocuments where they are not to be read."""
+    """Where to find documents; raises HasDocuments if this process does not read documents."""
     if (here := _attachments.get()) is None:
         raise HasDocuments("documents are not read here; send their text")
     return here
 
 
 def read_body(raw: bytes | bytearray, model: type[B], documents: Attachments | None = None) -> B:
-    """The request in a body; raises ApiError, which is HasDocuments where it has some and ``documents`` is None."""
+    """The request in a body. Raises ApiError, or its subclass HasDocuments if the body has documents and ``documents``
+    is None."""
     _check_counts(raw)
     try:
         value = parse_json(raw)
@@ -147,9 +149,9 @@ def read_body(raw: bytes | bytearray, model: type[B], documents: Attachments | N
 
 
 def _check_counts(raw: bytes | bytearray) -> None:
-    """Refuses a body of more arrays, objects and items than any valid one has, before they are made."""
+    """Refuses a body with more arrays, objects and items than any valid one has, before they are created."""
     if _containers(raw) > MAX_CONTAINERS or raw.count(b",") > MAX_ITEMS:
-        raw = _outside_strings(raw)  # a long text may have as many brackets and commas
+        raw = _outside_strings(raw)  # a long text can have that many brackets and commas
     for count, limit, things in (
         (_containers(raw), MAX_CONTAINERS, "arrays and objects"),
         (raw.count(b","), MAX_ITEMS, "items"),
@@ -164,7 +166,7 @@ def _containers(raw: bytes | bytearray) -> int:
 
 
 def _outside_strings(raw: bytes | bytearray) -> bytes:
-    """JSON without what is within its strings."""
+    """The JSON text without the content of its strings."""
     raw, kept, within = raw.replace(rb"\\", b"").replace(rb"\"", b""), [], 0
     for start in range(0, len(raw), PIECE):
         parts = raw[start : start + PIECE].split(b'"')
@@ -174,7 +176,7 @@ def _outside_strings(raw: bytes | bytearray) -> bytes:
 
 
 def validated(value: Any, model: type[B]) -> B:
-    """The request in a JSON value; raises ApiError."""
+    """The request in a parsed JSON value; raises ApiError."""
     try:
         body = model.model_validate(value)
     except ValidationError as error:
@@ -184,8 +186,8 @@ def validated(value: Any, model: type[B]) -> B:
 
 
 def parse_json(raw: bytes | bytearray) -> Any:
-    """The value in JSON text as RFC 8259 has it: UTF-8, no NaN, nothing that is ambiguous or could not be written back;
-    raises JSONDecodeError."""
+    """The value of a JSON text as RFC 8259 defines it: UTF-8, no NaN, no duplicate keys, nothing that could not be
+    written back. Raises JSONDecodeError."""
     try:
         text = raw.decode("utf-8-sig")
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)

@@ -1,5 +1,5 @@
-"""Parameters beyond a body's fields: which are ignored, refused, or unknown and logged once; and what ``/openapi.json``
-adds about all of them: ranges, nulls, neutral values."""
+"""Parameters that are not fields of a body: ignored, refused, or unknown and logged once. Also what ``/openapi.json``
+adds for all parameters: ranges, nulls and neutral values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ IGNORED = frozenset(
     ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
     + ("prediction", "include_obfuscation", "provider_specific_fields", "verbosity")
     + ("guided_decoding_backend",)
-    # From vLLM: who asks, how many tokens a chunk of a stream has at least, and what is about images.
+    # From vLLM: the caller's session, the minimum number of tokens per chunk of a stream, and parameters of images.
     + ("session_id", "stream_interval", "ec_transfer_params", "mm_payload", "return_mm_kwargs")
 )
-"""Parameters that do not change the answer, and are not logged; ``provider_specific_fields`` is added by LiteLLM to
-messages that it sends back."""
+"""Parameters that do not change the answer and are not logged. LiteLLM adds ``provider_specific_fields`` to messages
+that it sends back."""
 
 UNSUPPORTED = frozenset(
     # From the OpenAI API.
@@ -26,7 +26,7 @@ UNSUPPORTED = frozenset(
     + ("reasoning", "refusal", "response_format", "stop", "text", "top_logprobs", "web_search_options")
     # From Anthropic's.
     + ("container", "mcp_servers", "output_config", "output_format", "stop_sequences", "system", "thinking")
-    # From vLLM, llama.cpp and others, and from other routes here.
+    # From vLLM, llama.cpp and others, and from other routes of this server.
     + ("add_special_tokens", "parse_special")
     + ("allowed_token_ids", "bad_words", "chat_template", "documents")
     + ("grammar", "guided_choice", "guided_grammar", "guided_json")
@@ -40,7 +40,7 @@ UNSUPPORTED = frozenset(
     + ("custom_logit_processor", "custom_params", "ebnf", "input_ids", "lora_path", "regex", "session_params")
     + ("stop_regex",)
 )
-"""Parameters of this or other APIs that change the answer, and are refused where they are not supported."""
+"""Parameters of this API or others that change the answer, and are refused where they are not supported."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -73,7 +73,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "tool_calls": ([],),
     "annotations": ([],),
-    # llama.cpp's samplers and their answers' details, which its clients name although they are off.
+    # Samplers of llama.cpp and details of its answers, which its clients send even if they are off.
     "dry_multiplier": (0, 0.0),
     "dynatemp_range": (0, 0.0),
     "mirostat": (0,),
@@ -89,7 +89,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
 }
-"""Unsupported parameters, and those of their values that have no effect."""
+"""Unsupported parameters, with their values that have no effect."""
 
 RANGES: dict[str, dict[str, float]] = {
     "max_tokens": {"minimum": 0},
@@ -106,14 +106,15 @@ RANGES: dict[str, dict[str, float]] = {
     "top_logprobs": {"minimum": -1},
     "prompt_logprobs": {"minimum": -1},
 }
-"""Ranges of numbers that ``SamplingParams`` checks, whose refusals name all that are wrong at once. How many
-log-probabilities there may be is up to the engine (``--max-logprobs``)."""
+"""Ranges that ``SamplingParams`` checks; its error names all wrong values at once. The engine limits the number of
+log-probabilities (``--max-logprobs``)."""
 
 logger = logging.getLogger("shadowkv.serve.unknown")  # the name that the log shows
 
 
 def complete(schema: dict[str, Any]) -> None:
-    """Pydantic's ``json_schema_extra`` of every body: null is the same as omitted, and unknown fields are dropped."""
+    """pydantic's ``json_schema_extra`` of every body: it adds ranges, null for omitted fields, and the parameters that
+    are not fields."""
     properties = schema["properties"]
     for name, value in properties.items():
         branches = value.get("anyOf", [value])
@@ -128,15 +129,15 @@ def complete(schema: dict[str, Any]) -> None:
     for name in sorted(NEUTRAL.keys() - properties.keys()):
         values = NEUTRAL[name]
         unique = [value for index, value in enumerate(values) if value not in values[:index]]
-        properties[name] = {"enum": [*unique, None], "description": "Not supported, and these ask for nothing."}
+        properties[name] = {"enum": [*unique, None], "description": "Not supported; these values have no effect."}
 
 
 class Unknown:
-    """Names of unknown parameters, for example hints for other servers: each is dropped, and logged once, up to
-    ``MAX_UNKNOWN`` in all.
+    """Names of unknown parameters, such as hints for other servers. Each parameter is dropped and logged once, up to
+    ``MAX_UNKNOWN`` names in all.
 
     Attributes:
-        collects: whether names are kept for ``take``, in a process without its own log.
+        collects: whether ``take`` returns the names instead of the log, in a process without a log.
     """
 
     def __init__(self) -> None:
@@ -146,7 +147,7 @@ class Unknown:
         self._new: list[str] = []
 
     def tell(self, name: str) -> None:
-        """Records that a request has a parameter of this name."""
+        """Records that a request has a parameter ``name``."""
         name = name[:MAX_NAME_CHARS]
         with self._lock:
             if name in self._told or len(self._told) >= MAX_UNKNOWN:
@@ -155,10 +156,10 @@ class Unknown:
         if self.collects:
             self._new.append(name)
         else:
-            logger.warning("requests have %r, which is not known here: it has no effect (this is said once)", name)
+            logger.warning("requests have the unknown parameter %r, which has no effect (logged once)", name)
 
     def take(self) -> list[str]:
-        """Names since the last call, where they are collected."""
+        """The names since the last call, if ``collects`` is set."""
         new, self._new = self._new, []
         return new
 

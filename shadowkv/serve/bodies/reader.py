@@ -1,7 +1,7 @@
 """Reads bodies off the event loop: short ones on a thread, long ones in separate processes.
 
-``json.loads`` holds the interpreter's lock from the first byte to the last, a second for 32 MiB: even on a thread it
-would stop everything else.
+``json.loads`` holds the interpreter's lock from the first byte to the last, for a second at 32 MiB. Even on a thread it
+would block everything else.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 SHORT_BYTES = 2**18
-"""Longest body that is read in this process: it holds the interpreter's lock for milliseconds."""
+"""Maximum size of a body that is read in this process: it holds the interpreter's lock for milliseconds."""
 
 PROCESSES = 2
-"""Started for the first long bodies: while one body takes long, the other process serves the rest, of which one tenant
-has at most one."""
+"""Number of reader processes, started for the first long bodies. While one body takes long, the other process reads the
+rest; one tenant uses at most one process."""
 
 IDLE_SECONDS = 60.0
-"""After which a process without work ends, and what it has taken for the longest body is free."""
+"""Seconds after which an idle process ends, which frees the memory that its longest body took."""
 
 SECONDS, SECONDS_PER_MIB = 10.0, 0.25
-"""Seconds that reading may take; a body of 32 MiB takes about one."""
+"""Time limit for reading a body, in seconds plus seconds per MiB; a body of 32 MiB takes about one second."""
 
 MEMORY_BYTES, MEMORY_PER_BYTE = 2**29, 24
-"""Bytes that a process may use, plus bytes per byte of the longest body; a body of token ids takes about 12."""
+"""Memory limit of a process, in bytes plus bytes per byte of the longest body; a body of token ids takes about 12."""
 
 
 class BodyReader:
-    """Reads bodies for one server; its processes end with ``close``, with the server, or when there is nothing to read.
+    """Reads bodies for one server. Its processes end with ``close``, with the server, or after ``IDLE_SECONDS``.
 
     Args:
-        max_body_bytes: length of the longest body that will come.
-        seconds: time that reading may take; None is the limit for JSON bodies, which depends on their length.
+        max_body_bytes: maximum length of a body.
+        seconds: time limit for reading a body; None is the limit of JSON bodies, which depends on their length.
 
     Attributes:
-        idle: its processes without work.
-        working: those that read a body.
+        idle: processes without work.
+        working: processes that read a body.
     """
 
     def __init__(self, max_body_bytes: int, seconds: float | None = None) -> None:
@@ -66,14 +66,14 @@ class BodyReader:
         self._closed = False
 
     async def read(self, raw: bytes | bytearray, model: type[B], tenant: str = "") -> B:
-        """The request in a body; long ones of each tenant take turns. Raises ApiError."""
+        """The request in a body; the tenants take turns with long ones. Raises ApiError."""
         if len(raw) <= SHORT_BYTES:
             return await in_thread(tenant, partial(read_body, raw, model))
         return await self.apart(raw, partial(read_body, model=model), tenant)
 
     async def apart(self, raw: bytes | bytearray, work: Callable[[bytes], T], tenant: str = "") -> T:
-        """What ``work``, which can be pickled, makes of a body in a separate process, which is killed where this is
-        cancelled; raises ApiError."""
+        """The result of ``work``, which must be picklable, on a body, computed in a separate process. The process is
+        killed if this call is cancelled. Raises ApiError."""
         async with self._turns.of(tenant):
             if self._closed:
                 raise server_stopping()
@@ -98,7 +98,7 @@ class BodyReader:
         return result
 
     def close(self) -> None:
-        """Ends the processes; bodies that are being read, or would be, are refused."""
+        """Ends the processes; bodies that are being read or waiting are refused."""
         self._closed = True
         self._turns.drop(server_stopping())
         for process in (*self.idle, *self.working):
@@ -110,7 +110,7 @@ class BodyReader:
 
 
 class _Process:
-    """One process, which reads one body at a time and is started for the first."""
+    """One process, started for its first body, that reads one body at a time."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
@@ -120,22 +120,23 @@ class _Process:
 
     @property
     def pid(self) -> int:
-        """Its process id, once it has read something."""
+        """The process id, once the process has read something."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """Whether the process has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is no longer usable."""
+        """Whether the process is no longer usable."""
         return self._killed.is_set() or not self.is_running
 
     def read(self, raw: bytes | bytearray, work: Callable[[bytes], T], seconds: float) -> T | ApiError:
-        """What the process made of a body; if it made nothing, an ApiError of our own, and the process is ended."""
+        """The process's result for a body. If there is none, the process is ended and the result is an ApiError that
+        says why."""
         if self._process is None:
             self._process = self._started()
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -148,7 +149,7 @@ class _Process:
         timer = Timer(seconds, stop)
         timer.start()
         try:
-            if self._killed.is_set():  # while it started
+            if self._killed.is_set():  # killed while it started
                 raise EOFError
             write_frame(self._process.stdin, pickle.dumps(work))
             write_frame(self._process.stdin, raw)
@@ -167,7 +168,7 @@ class _Process:
         finally:
             timer.cancel()
             timer.join()
-            if self._killed.is_set():  # even if the answer came just in time: the process is about to end
+            if self._killed.is_set():  # even if the result has just arrived: the process is about to end
                 self.end()
         for name in names:
             unknown.tell(name)
@@ -175,14 +176,15 @@ class _Process:
 
     def _started(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "shadowkv.serve.bodies.reader_process", str(self._memory)]
-        # Modules are found where this process finds them; a terminal's signals are for the server alone.
+        # The process finds modules where this process finds them. A new session keeps a terminal's signals away from
+        # it.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
 
     def end_in(self, seconds: float, idle: list[_Process]) -> None:
-        """Has the process end after a while, and leave the list, unless it is kept by then."""
+        """Ends the process after ``seconds`` and removes it from ``idle``, unless ``keep`` is called first."""
 
         def end() -> None:
             idle.remove(self)
@@ -191,23 +193,23 @@ class _Process:
         self._clock = asyncio.get_running_loop().call_later(seconds, end)
 
     def keep(self) -> None:
-        """Has it not end after all."""
+        """Cancels ``end_in``."""
         if self._clock is not None:
             self._clock.cancel()
 
     def kill(self) -> None:
-        """Makes the process end at once, whatever it is doing."""
+        """Kills the process, whatever it is doing."""
         self._killed.set()
         if self._process is not None:
             self._process.kill()
 
     def end(self) -> None:
-        """Ends the process and waits for its end."""
+        """Kills the process and waits for its end."""
         self.kill()
         if self._process is None:
             return
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # what remained to be written
+            with contextlib.suppress(OSError):  # unwritten data
                 pipe.close()

@@ -1,8 +1,8 @@
-"""``python -m shadowkv.serve.bodies.reader_process BYTES``: reads long bodies for the server, in its own memory.
+"""``python -m shadowkv.serve.bodies.reader_process BYTES``: the process that reads long bodies for the server.
 
-Each frame is a length in 8 bytes and that many bytes: in come a pickled function and a body, out go the function's
-result for the body, or the ApiError, and the names of unknown parameters, pickled. The process ends when its input
-does, so that no server leaves one behind.
+A frame is a length in 8 bytes and that many bytes. The process receives a pickled function and a body. It sends back,
+pickled, the function's result or its ApiError, and the names of unknown parameters. It ends when its input ends, so
+that it does not outlive the server.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ LENGTH = struct.Struct("<Q")
 
 
 def write_frame(stream: IO[bytes], data: bytes | bytearray) -> None:
-    """Sends one frame."""
+    """Writes one frame."""
     stream.write(LENGTH.pack(len(data)))
     stream.write(data)
     stream.flush()
 
 
 def read_frame(stream: IO[bytes]) -> bytes:
-    """Receives one frame; raises EOFError where the other side has ended."""
+    """Reads one frame; raises EOFError if the other side has ended."""
     length = stream.read(LENGTH.size)
     if len(length) < LENGTH.size:
         raise EOFError
@@ -39,7 +39,7 @@ def read_frame(stream: IO[bytes]) -> bytes:
 
 
 def limit_memory(size: int) -> None:
-    """Limits this process to ``size`` bytes of address space, where the platform supports it."""
+    """Limits this process to ``size`` bytes of address space, if the platform supports it."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -47,7 +47,7 @@ def limit_memory(size: int) -> None:
 
 
 def main(source: IO[bytes], target: IO[bytes]) -> None:
-    """Reads bodies until there are no more."""
+    """Reads bodies until the input ends."""
     unknown.collects = True
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
@@ -56,7 +56,7 @@ def main(source: IO[bytes], target: IO[bytes]) -> None:
                 try:
                     answer = pickle.dumps((work(raw), unknown.take()))
                 except MemoryError:
-                    message = f"reading this body of {len(raw)} bytes takes more memory than a body may; send less"
+                    message = f"reading this body of {len(raw)} bytes takes more memory than the limit; send less"
                     raise ApiError(message, status=413, code="body_too_large") from None
             except ApiError as error:
                 answer = pickle.dumps((error, unknown.take()))
@@ -67,5 +67,5 @@ def main(source: IO[bytes], target: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     limit_memory(int(sys.argv[1]))
-    answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may come between the frames
+    answers, sys.stdout = sys.stdout, sys.stderr  # prints must not go between the frames
     main(sys.stdin.buffer, answers.buffer)

@@ -1,1 +1,1 @@
-"""HTTP: connections, what every request passes, errors, event streams, and what operators see."""
+"""The HTTP server: connections, middleware, errors, event streams, settings, metrics and traces."""

@@ -1,8 +1,8 @@
 """Connections of clients that may be slow, dead or hostile: each has a time limit, and their number is limited.
 
-uvicorn closes idle connections (``timeout_keep_alive``) and limits a header's size. What it lacks is here: time-outs
-for incomplete requests and for answers that are not read, and a limit on connections that silent clients cannot use
-to keep active ones out.
+uvicorn closes idle connections (``timeout_keep_alive``) and limits a header's size. This module adds time-outs for
+incomplete requests and for unread answers. It also limits the number of connections in a way that keeps silent clients
+from crowding out active ones.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.wording import counted
 
 MIN_BODY_RATE = 500
-"""Bytes per second at which a body must arrive, over ``client_body_timeout``; the same as Apache's MinRate."""
+"""Minimum rate of a body, in bytes per second averaged over ``client_body_timeout``; Apache's MinRate is the same."""
 
 UNSENT_BYTES = 2**14
-"""How much unsent answer the system buffers: the larger, the later it shows whether the client reads."""
+"""How much of an unsent answer the system buffers. With a larger buffer it takes longer to notice that a client does
+not read."""
 
 HEADER_PIECE = 4096
 """Bytes after which a header's length is checked."""
 
 ACCEPTED_AT_ONCE = 64
-"""Connections accepted before any of them is handled."""
+"""Maximum number of connections accepted before any of them is handled."""
 
 ABSOLUTE_FORM = re.compile(rb"https?://(?P<host>[^/]*)(?P<path>/.*)?", re.IGNORECASE)
 
@@ -51,16 +52,17 @@ Owed = Literal["request", "header", "body"]
 
 
 class ConnectionConfig(uvicorn.Config):
-    """uvicorn's settings for an application from ``build_app``, whose own settings limit the connections.
+    """uvicorn's configuration for an application from ``build_app``, whose settings limit the connections.
 
-    Always with the h11 parser, whichever others are installed, and without WebSockets, which none of the limits cover.
+    It always uses the h11 parser, whichever others are installed. It has no WebSockets, which the limits would not
+    cover.
     """
 
     def __init__(self, app: FastAPI, **options: Any) -> None:
         self.settings: ServerSettings = app.state.settings
         self.metrics, self.counts = app.state.metrics, app.state.counts
         self.owing: OrderedDict[Connection, None] = OrderedDict()
-        """Connections whose client is to send something, the longest-waiting first."""
+        """Connections that wait for their client to send something, the longest-waiting first."""
         super().__init__(
             app,
             http=Connection,
@@ -77,7 +79,8 @@ class ConnectionConfig(uvicorn.Config):
 
 
 class Connection(H11Protocol):
-    """One connection. Its client owes the rest of a request, or is reading an answer; each has a time limit."""
+    """One connection. Its client either has to send the rest of a request or reads an answer; both have a time
+    limit."""
 
     config: ConnectionConfig
 
@@ -101,9 +104,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._socket = transport.get_extra_info("socket")
-        # Writing counts as paused as soon as anything is buffered here, so that the timer sees every such case,
-        # including a small answer and one on a connection that is being closed. TLS pauses at its limit, not above it:
-        # with 0 it would never resume.
+        # Writing counts as paused as soon as anything is buffered here. The timer then sees every case, including a
+        # small answer and one on a closing connection. TLS pauses at its limit instead of above it: with 0 it would
+        # never resume.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0)
         if hasattr(socket, "TCP_NOTSENT_LOWAT") and self._socket.family in (socket.AF_INET, socket.AF_INET6):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -122,7 +125,8 @@ class Connection(H11Protocol):
             super().data_received(data[:size])
             data = data[size:]
         if self._is_between_requests() and not self.transport.is_closing():
-            # The rest of a body whose answer did not wait for it has come. uvicorn's timer stopped at its first byte.
+            # The rest of a body has arrived after its answer was sent. uvicorn's keep-alive timer stopped at the body's
+            # first byte.
             self._idle = True
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -158,7 +162,8 @@ class Connection(H11Protocol):
     # -- what the client sends -------------------------------------------------------------------------------------
 
     def _owes(self) -> Owed | None:
-        """What the client has to send: optionally another request, the rest of a header or of a body, or nothing."""
+        """What the client has to send: optionally another request, the rest of a header, the rest of a body, or
+        nothing."""
         if self.transport.is_closing():
             return None
         if self.cycle is None or self.cycle.response_complete:
@@ -166,7 +171,7 @@ class Connection(H11Protocol):
         return "body" if self.cycle.more_body else None
 
     def _watch_reading(self) -> None:
-        """Starts the timer when the client owes something new; ``request`` is watched by uvicorn."""
+        """Starts the timer when the client has to send something new; uvicorn has the timer for ``request``."""
         owed = self._owes(), self.cycle
         if owed == self._owed:
             return
@@ -183,24 +188,24 @@ class Connection(H11Protocol):
 
     def _late_header(self) -> None:
         seconds = self.config.settings.client_header_timeout
-        self._cut("header_timeout", 408, f"the header did not come within {seconds:g} s (--client-header-timeout)")
+        self._cut("header_timeout", 408, f"the header did not arrive within {seconds:g} s (--client-header-timeout)")
 
     def _watch_body(self) -> None:
         seconds, before = self.config.settings.client_body_timeout, self._received
 
         def check() -> None:
-            # Bytes that wait because the server does not read them are not the client's fault.
+            # The client is not at fault for bytes that wait because the server does not read them.
             if self.flow.read_paused or self._received - before >= seconds * MIN_BODY_RATE:
                 self._watch_body()
             else:
                 came = counted(self._received - before, "byte")
-                slow = f"{came} of the body came in {seconds:g} s (--client-body-timeout)"
-                self._cut("body_timeout", 408, f"{slow}; it must be {MIN_BODY_RATE} bytes per second at the least")
+                slow = f"{came} of the body arrived in {seconds:g} s (--client-body-timeout)"
+                self._cut("body_timeout", 408, f"{slow}; the minimum is {MIN_BODY_RATE} bytes per second")
 
         self._read_clock = self.loop.call_later(seconds, check)
 
     def cut_short(self) -> None:
-        """Ends the connection of a client that is still sending a request: the server ends."""
+        """Closes the connection if its client is still sending a request, because the server is stopping."""
         if self._owes() in ("header", "body"):
             self._cut("server_stopping", 503, "the server is stopping")
 
@@ -214,7 +219,7 @@ class Connection(H11Protocol):
                 self._watch_writing()
             else:
                 self.config.metrics.cut("send_timeout")
-                # Reset: the system should not keep any of the answer either.
+                # A reset also makes the system drop the unsent answer.
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.transport.abort()  # also tells the application that the client is gone
 
@@ -231,8 +236,8 @@ class Connection(H11Protocol):
         return self.config.counts.connections > self.config.settings.max_connections
 
     def _make_room(self) -> None:
-        """Closes the connection of this process that has owed something longest; only if all are being answered is this
-        one the one too many."""
+        """Closes this process's connection that has waited longest for its client to send something. If every other one
+        is being answered, the new connection is the surplus one."""
         oldest = next(iter(self.config.owing))
         if oldest is self:
             self._surplus = True
@@ -246,11 +251,11 @@ class Connection(H11Protocol):
         return f"this server has {open_now} open (--limit-concurrency)"
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request on its way to the application, if its framing is sound and there is room for its connection."""
+        """Passes a request to the application if its framing is valid and there is room for its connection."""
         _to_origin_form(scope)
         names = {name for name, _ in scope["headers"]}
-        if {b"content-length", b"transfer-encoding"} <= names:  # what comes after could be taken for another request
-            text = "Content-Length beside Transfer-Encoding is not answered (RFC 9112, 6.3); leave one of them out"
+        if {b"content-length", b"transfer-encoding"} <= names:  # request smuggling
+            text = "a request cannot have both Content-Length and Transfer-Encoding (RFC 9112, 6.3); leave one out"
             response = error_response(ApiError(text), scope["path"])
             response.headers["Connection"] = "close"
             return await response(scope, receive, send)
@@ -258,7 +263,7 @@ class Connection(H11Protocol):
 
     async def _unless_surplus(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not (self._surplus and self._are_too_many()) or scope["path"] in OPEN_PATHS:
-            if scope["http_version"] == "1.1":  # others have no chunks
+            if scope["http_version"] == "1.1":  # other versions have no chunked encoding
                 scope[BODY_WRITER] = BodyWriter(self).write
             return await self._served(scope, receive, send)
         self.config.metrics.cut("limit_concurrency")
@@ -267,7 +272,8 @@ class Connection(H11Protocol):
         await response(scope, receive, send)
 
     def _cut(self, reason: str, status: int, message: str) -> None:
-        """Ends a connection whose client owes something, with an answer if it has begun a request and has none yet."""
+        """Closes a connection whose client has yet to send something. A request that has begun and has no answer yet
+        gets an error."""
         self.config.metrics.cut(reason)
         self.config.owing.pop(self, None)
         _stop(self._read_clock)
@@ -293,20 +299,20 @@ class Connection(H11Protocol):
         for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         if has_request:
-            self.cycle.disconnected = True  # whatever the application still sends
+            self.cycle.disconnected = True  # discards whatever the application still sends
 
 
 class BodyWriter:
-    """Writes parts of one answer's body, whose header has been sent, as chunks (RFC 9112, 7.1).
+    """Writes an answer's body in chunks (RFC 9112, 7.1), after its header has been sent.
 
-    h11 does the same, in ten times as long, and its state does not change within a body.
+    h11 takes ten times as long to do this, and its state does not change within a body.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._cycle, self._flow, self._transport = connection.cycle, connection.flow, connection.transport
 
     async def write(self, data: bytes) -> None:
-        """Writes a part, once the client has read enough of those before."""
+        """Writes one chunk, once the client has read enough of the earlier ones."""
         if self._flow.write_paused and not self._cycle.disconnected:
             await self._flow.drain()
         if not self._cycle.disconnected:
@@ -314,7 +320,8 @@ class BodyWriter:
 
 
 def _to_origin_form(scope: Scope) -> None:
-    """A target with a host, as proxies are sent it, becomes the path; its host is the request's (RFC 9112, 3.2.2)."""
+    """Replaces a target with a host, as proxies receive it, by its path; the host becomes the Host header (RFC 9112,
+    3.2.2)."""
     root = scope["root_path"].encode()
     match = ABSOLUTE_FORM.fullmatch(scope["raw_path"].removeprefix(root))
     if match is None:

@@ -1,4 +1,4 @@
-"""What is open at once, counted over all processes that serve clients on one socket."""
+"""Counts of open connections and of each API key's requests, over all processes that serve one socket."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from pathlib import Path
 
 
 class Counts:
-    """Open connections, and requests of each API key.
+    """Open connections, and running requests of each API key.
 
-    Each process writes a row of its own in memory that all share, int64 [processes, 1 + keys], connections first, and
-    reads all rows. There is no lock, which a process that is killed or stopped could keep: a request is counted before
-    the limit is looked at, so that of two at once neither may get in, and never both.
+    All processes share one table in memory, int64 [processes, 1 + keys], whose first column counts connections. Each
+    process writes its own row and reads all rows. There is no lock, because a killed or stopped process could keep it.
+    A request is counted before the limit is checked: of two concurrent requests for one place neither may get in, but
+    never both.
 
     Args:
         keys: number of API keys.
-        file: what they share, as ``create`` makes it; None for one process.
-        row: this process's.
+        file: the shared file, made by ``create``; None for a single process.
+        row: this process's row.
     """
 
     def __init__(self, keys: int, file: Path | None = None, row: int = 0) -> None:
@@ -29,17 +30,17 @@ class Counts:
 
     @staticmethod
     def create(file: Path, keys: int, processes: int) -> None:
-        """Makes the file that processes share, with nothing open."""
+        """Makes the shared file, with all counts zero."""
         file.write_bytes(bytes(8 * processes * (1 + keys)))
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return len(self._table) // self._width
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that started the others, and does what is to be done once."""
+        """Whether this is the process that started the others, which also does the work that must be done only once."""
         return self._row == 0
 
     @property
@@ -52,7 +53,8 @@ class Counts:
         self._table[self._row * self._width] = of_this_process
 
     def begin(self, key: int, limit: int) -> bool:
-        """Counts a request of a key, unless there are ``limit`` already; 0: any number. Returns whether it did."""
+        """Counts a request of a key, unless the key already has ``limit`` requests; 0 sets no limit. Returns whether it
+        was counted."""
         self._table[self._row * self._width + 1 + key] += 1
         if limit and self._total(1 + key) > limit:
             self.end(key)
@@ -60,11 +62,11 @@ class Counts:
         return True
 
     def end(self, key: int) -> None:
-        """Takes a request off again."""
+        """Uncounts a request of a key."""
         self._table[self._row * self._width + 1 + key] -= 1
 
     def clear(self, row: int) -> None:
-        """Nothing is open in a process that has ended."""
+        """Zeroes the counts of a process that has ended."""
         for column in range(self._width):
             self._table[row * self._width + column] = 0
 

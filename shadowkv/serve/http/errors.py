@@ -1,4 +1,4 @@
-"""What clients are told about an exception, the responses that tell them, and which exception gets which."""
+"""Maps exceptions to the errors that clients see, and makes the responses for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("shadowkv.serve.errors")  # the name that the log sho
 INTERNAL_ERROR = "internal error; the server's log has the details"
 
 TOO_LONG = "the request took longer than this server allows"
-"""What a client is told whose request has met --request-timeout."""
+"""Error message for a request that exceeds --request-timeout."""
 
 SAVES = {
     UnknownName: (404, "unknown_name"),
@@ -32,16 +32,16 @@ SAVES = {
     NotDone: (503, "not_done"),
     DiskTooSlow: (504, "timeout"),
 }
-"""Status and code for what cannot be saved or restored by name."""
+"""Status and code of each failure to save or restore a prompt by name."""
 
 RETRY_SECONDS = 2
-"""Seconds after which a client is advised to retry, for a full queue or a key that has reached its request limit."""
+"""Seconds after which a client should retry, if the queue is full or its key has reached its request limit."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status, in the log, of a request whose client hung up before it was whole."""
+"""nginx's status for a request whose client disconnected before it was complete; only the log shows it."""
 
 LINGER_SECONDS = 5.0
-"""For how long the rest of a refused body is read."""
+"""How long, in seconds, the server continues to read a refused body."""
 
 
 class DeadlineExceeded(Exception):
@@ -49,11 +49,11 @@ class DeadlineExceeded(Exception):
 
 
 class BodyTooLarge(HTTPException):
-    """A body that turned out to be too long while it arrived."""
+    """A body that exceeded the limit while it arrived."""
 
 
 class BodyRefused(HTTPException):
-    """A body that was not read; FastAPI turns exceptions of any other type into the client's 400, unlogged."""
+    """A body that was refused. FastAPI would turn an exception of any other type into a 400, unlogged."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.status, error.message)
@@ -61,7 +61,8 @@ class BodyRefused(HTTPException):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told about ``error``; our own errors are logged and not shown."""
+    """The error that a client sees for ``error``. The server's own errors are logged, and the client sees no
+    details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, SchemaTimeout):
@@ -85,19 +86,19 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
-    """The response for it, to a request for that path."""
+    """The response for ``error`` to a request for ``path``."""
     again = error.code in ("queue_full", "rate_limit_exceeded")
     headers = {"Retry-After": str(RETRY_SECONDS)} if again else None
     return JSONResponse(error.body(path), error.status, headers)
 
 
 def too_large(message: str, path: str) -> JSONResponse:
-    """The refusal of a body sent to that path."""
+    """The response to a body that is too large, sent to ``path``."""
     return _Lingering(ApiError(message, status=413, code="body_too_large").body(path), 413, {"Connection": "close"})
 
 
 class _Lingering(JSONResponse):
-    """Refuses and goes on reading for a while: clients send a whole body before they look at the answer."""
+    """Responds and then reads for a while: clients send a whole body before they look at the answer."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def drain() -> None:
@@ -112,12 +113,12 @@ class _Lingering(JSONResponse):
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Makes exceptions be answered as clients of each path expect."""
+    """Registers handlers that answer exceptions in the format of each path's API."""
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        # No body, or one of another type; that is refused on purpose: a web page may post any other type to a local
-        # server without a preflight request by the browser.
+        # There is no body, or one of another content type. Other types are refused on purpose: a web page may post them
+        # to a local server without a preflight request by the browser.
         text = "the request needs a JSON object as its body, and the header Content-Type: application/json"
         return error_response(ApiError(text), request.url.path)
 
@@ -138,7 +139,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        # It is raised again after the answer, and logged by the server.
+        # Starlette raises it again after the answer, and the server logs it.
         response = error_response(ApiError(INTERNAL_ERROR, status=500), request.url.path)
         if (record := current_record()) is not None:  # sent from outside the middleware that adds the id
             response.headers["X-Request-Id"] = record.id
@@ -146,7 +147,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def on_gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)  # to nobody
+        return Response(status_code=CLIENT_CLOSED_REQUEST)  # the client is gone
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:

@@ -1,4 +1,4 @@
-"""llama.cpp's page of metrics, made of this server's own figures (``--metrics-prefix llamacpp``)."""
+"""llama.cpp's ``/metrics`` page, computed from this server's own metrics (``--metrics-prefix llamacpp``)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
         "Seconds from first tokens to last ones, of requests that ended.",
         _own("request_decode_time_seconds_sum"),
     ),
-    ("n_decode_total", "Steps of the engine that gave tokens.", _own("iteration_tokens_total_count")),
+    ("n_decode_total", "Engine steps that generated tokens.", _own("iteration_tokens_total_count")),
     ("n_tokens_max", "Tokens of the longest request that ended.", _own("longest_request_tokens")),
     ("spec_decode_num_draft_tokens_total", NO_DRAFTS, lambda figures: 0.0),
     ("spec_decode_num_accepted_tokens_total", NO_DRAFTS, lambda figures: 0.0),
@@ -69,10 +69,10 @@ GAUGES: tuple[tuple[str, str, Value], ...] = (
 
 
 def llama_page(metrics: Iterable[Metric]) -> bytes:
-    """The page, as text: metrics without labels. What nothing is known of, as the engine is dead, is left out.
+    """The page, as text: metrics without labels. Values that are unknown because the engine is dead are left out.
 
     Args:
-        metrics: this server's, whose names begin with ``PREFIX``.
+        metrics: this server's metrics, whose names begin with ``PREFIX``.
     """
     figures = {
         sample.name.removeprefix(f"{PREFIX}:"): sample.value

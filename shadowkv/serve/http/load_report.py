@@ -1,4 +1,4 @@
-"""How loaded the server is, in a header of an answer: Open Request Cost Aggregation (ORCA), for load balancers."""
+"""The server's load as a response header, for load balancers: Open Request Cost Aggregation (ORCA)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
 
 ASKED, REPORTED = "endpoint-load-metrics-format", "endpoint-load-metrics"
-"""Headers of the request and of the answer, by vLLM's names."""
+"""The request's and the response's header, as in vLLM."""
 
 
 async def load_report(request: Request, engine: EngineClient) -> dict[str, str]:
-    """The header that a request asks for in the format ``TEXT`` or ``JSON``; none otherwise. Raises EngineDead."""
+    """The load header, if the request asks for it in the format ``TEXT`` or ``JSON``; else no header. Raises
+    EngineDead."""
     kind = request.headers.get(ASKED, "").upper()
     if kind not in ("TEXT", "JSON"):
         return {}

@@ -1,4 +1,4 @@
-"""Prometheus metrics, named like vLLM's, with our prefix or with its own (``--metrics-prefix``)."""
+"""Prometheus metrics, named like vLLM's, with the prefix of ``--metrics-prefix``."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 20)
 REQUEST_SECONDS = (0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
-"""Buckets: a prefill of a million tokens takes minutes."""
+"""Histogram buckets. The highest are minutes, since a prefill of a million tokens takes that long."""
 
 PREFIX_GAUGES = {
-    "used_bytes": ("used_bytes", "What sequences or copies take; on the device those of running sequences included."),
-    "total_bytes": ("total_bytes", "What there is, or may be used."),
-    "pinned_bytes": ("pinned_bytes", "What names keep that prompts were saved under."),
+    "used_bytes": ("used_bytes", "Bytes that sequences or copies use; on the device, running sequences included."),
+    "total_bytes": ("total_bytes", "Capacity in bytes."),
+    "pinned_bytes": ("pinned_bytes", "Bytes of prompts that are saved by name."),
 }
 PREFIX_COUNTERS = {
-    "hit_tokens": ("hit_tokens", "Prompt tokens that were found there, and not computed anew."),
-    "evictions": ("evictions", "Sequences, copies or files that made room for others."),
-    "copied_bytes": ("copied_bytes", "Bytes of copies made there."),
-    "refused_copies": ("refused", "Copies that were not made there, because there was no room or after an error."),
-    "restored_bytes": ("restored_bytes", "Bytes that went from there to the next tier above."),
-    "corrupt_files": ("corrupt", "Files that were not what was written, and were not served."),
+    "hit_tokens": ("hit_tokens", "Prompt tokens found in this tier, and not computed again."),
+    "evictions": ("evictions", "Sequences, copies or files evicted to make room for others."),
+    "copied_bytes": ("copied_bytes", "Bytes copied to this tier."),
+    "refused_copies": ("refused", "Copies to this tier that failed, because there was no room or after an error."),
+    "restored_bytes": ("restored_bytes", "Bytes restored from this tier to the next higher one."),
+    "corrupt_files": ("corrupt", "Corrupt files, which were not used."),
     "write_errors": ("write_errors", "Files that could not be written."),
     "read_errors": ("read_errors", "Files that could not be read."),
 }
-"""For the prefix cache's tiers: attributes of ``TierStats``, and what they mean."""
+"""Metrics of the prefix cache's tiers: name, attribute of ``TierStats``, help text."""
 
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5)) + (1_000_000,)
 QUEUE_FULL = "max_num_queued_reqs"
@@ -60,22 +60,22 @@ FIGURES = {
     "time_to_first_token_seconds_count": "first_tokens",
     "time_to_first_token_seconds_sum": "first_token_seconds",
 }
-"""Samples that the page shows, and their names there."""
+"""Samples that ``Metrics.figures`` returns, and their names there."""
 
 LOWER = ("host", "disk")
 TIERS_OF = {
     **dict.fromkeys(("copied_bytes", "refused_copies", "restored_bytes"), LOWER),
     **dict.fromkeys(("corrupt_files", "write_errors", "read_errors", "pinned_bytes"), ("disk",)),
 }
-"""Tiers that a metric applies to, where it does not apply to all."""
+"""Tiers that a metric applies to, if not to all."""
 
 
 class ConnectionMetrics:
-    """Metrics of connections and of the requests that come over them, in their own registry.
+    """Metrics of connections and of the requests that come over them, in a separate registry.
 
     Args:
-        shared: they are of all processes whose environment has one PROMETHEUS_MULTIPROC_DIR.
-        prefix: what all names but those of processes begin with.
+        shared: the metrics cover all processes whose environment has the same PROMETHEUS_MULTIPROC_DIR.
+        prefix: prefix of all names, except those of process metrics.
     """
 
     def __init__(self, model: str, shared: bool = False, prefix: str = METRICS_PREFIXES[0]) -> None:
@@ -86,24 +86,24 @@ class ConnectionMetrics:
             self._shown = CollectorRegistry()
             self._together = MultiProcessCollector(self._shown)
         self._model = model
-        text = "Connections that the server ended, by the limit that they went beyond."
+        text = "Connections that the server closed, by the limit that they exceeded."
         labels = ["model_name", "reason"]
         self._cut = Counter(f"{prefix}:connections_cut", text, labels, registry=self.registry)
         for reason in ("header_timeout", "body_timeout", "send_timeout", "limit_concurrency", "server_stopping"):
             self._cut.labels(model, reason)
-        text = "Connections that are open."
+        text = "Open connections."
         gauge = Gauge(
             f"{prefix}:connections", text, ["model_name"], registry=self.registry, multiprocess_mode="livesum"
         )
         self.connections = gauge.labels(model)
-        text = "Requests by the status of their answers, without probes that were answered."
+        text = "Requests by the status of their responses, without successful probes."
         labels = ["model_name", "status"]
         self._requests = Counter(f"{prefix}:http_requests", text, labels, registry=self.registry)
         for status in (200, 500, 503):
             self._requests.labels(model, status)
 
     async def text(self) -> bytes:
-        """The page for Prometheus to read."""
+        """The metrics page in Prometheus's format."""
         return generate_latest(self._shown)
 
     def cut(self, reason: str) -> None:
@@ -111,12 +111,12 @@ class ConnectionMetrics:
         self._cut.labels(self._model, reason).inc()
 
     def answered(self, status: int) -> None:
-        """Counts a request whose answer had this status."""
+        """Counts a request by the status of its answer."""
         self._requests.labels(self._model, status).inc()
 
 
 class Metrics(ConnectionMetrics):
-    """One server's metrics, including those of its connections and, unless it has several, of its process for HTTP."""
+    """One server's metrics: of requests, connections and, if it has a single process, that process."""
 
     def __init__(
         self, engine: EngineClient, model: str, shared: bool = False, prefix: str = METRICS_PREFIXES[0]
@@ -137,9 +137,9 @@ class Metrics(ConnectionMetrics):
 
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were prefilled.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hits = counter("prefix_cache_hits", "Prompt tokens found there, and not computed anew.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache, and not computed again.")
         self._generated = counter("generation_tokens", "Tokens generated.")
-        self._ended = counter("request_success", "Requests that ended, by how.", "finished_reason")
+        self._ended = counter("request_success", "Requests that ended, by finish reason.", "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
             self._ended.labels(model, reason)
         self._to_first = histogram("time_to_first_token_seconds", "From arrival in the engine to the first token.")
@@ -156,7 +156,7 @@ class Metrics(ConnectionMetrics):
         text = "Prompt tokens of a request that ended, without those found in the prefix cache."
         self._computed = histogram("request_prefill_kv_computed_tokens", text, TOKENS)
         self._asked_choices = histogram("request_params_n", "Choices that a request asks for, of each prompt.", CHOICES)
-        text = "Most tokens that a request asks for, where it says so."
+        text = "max_tokens of requests that set it."
         self._asked_tokens = histogram("request_params_max_tokens", text, TOKENS)
         self._cached = counter("prompt_tokens_cached", "Prompt tokens that were found in the prefix cache.")
         text = "Prompt tokens, by whether they were computed or found in the prefix cache."
@@ -166,7 +166,7 @@ class Metrics(ConnectionMetrics):
         counter("num_preemptions", "Always 0: no sequence is ever preempted.")
         text = "Preemptions of a request that ended: always 0."
         self._preemptions = histogram("request_num_preemptions", text, CHOICES)
-        text = "Tokens of a step of the engine: generated ones, and computed ones of prompts that ended with it."
+        text = "Tokens of an engine step: generated tokens, and computed tokens of prompts whose prefill it ended."
         self._step_tokens = histogram("iteration_tokens_total", text, STEP_TOKENS)
         gauge = Gauge(
             f"{prefix}:longest_request_tokens",
@@ -181,14 +181,14 @@ class Metrics(ConnectionMetrics):
         engine.watch = self._step
 
     async def text(self) -> bytes:
-        """The page; without the engine's figures where it is dead."""
+        """The metrics page, without the engine's metrics if the engine is dead."""
         self._figures.stats = None
         with suppress(EngineDead):
             self._figures.stats = await self._engine.stats(usage=True)
         return llama_page(self._shown.collect()) if self._prefix == LLAMA_PREFIX else await super().text()
 
     def figures(self) -> dict[str, float]:
-        """Some of the metrics as numbers, all counted from the start."""
+        """Some of the metrics as numbers, counted since the start."""
         fields = {f"{self._prefix}:{name}": field for name, field in FIGURES.items()}
         metrics = self._together or self.registry.restricted_registry(list(fields))
         samples = [sample for metric in metrics.collect() for sample in metric.samples]
@@ -196,7 +196,7 @@ class Metrics(ConnectionMetrics):
 
     @contextmanager
     def observe(self) -> Iterator[Callable[[TextOutput], None]]:
-        """A context for one request, which gives what is to be called with its outputs as they pass."""
+        """A context for one request; it yields a function to call with each of the request's outputs."""
         last: float | None = None
         reason: str | None = None
 
@@ -227,7 +227,7 @@ class Metrics(ConnectionMetrics):
                 self._ended.labels(self._model, reason or "abort").inc()
 
     def _step(self, outputs: Sequence[TokenOutput]) -> None:
-        """Counts what a step has added to requests."""
+        """Counts the tokens that an engine step adds to requests."""
         tokens = 0
         for output in outputs:
             tokens += len(output.token_ids)
@@ -237,7 +237,7 @@ class Metrics(ConnectionMetrics):
             self._step_tokens.observe(tokens)
 
     def asked(self, choices: int, max_tokens: int | None) -> None:
-        """Counts what a request asks for: choices of each prompt, and most tokens of each."""
+        """Counts what a request asks for: choices per prompt, and the maximum number of tokens of each."""
         self._asked_choices.observe(choices)
         if max_tokens is not None:
             self._asked_tokens.observe(max_tokens)
@@ -263,7 +263,7 @@ class Metrics(ConnectionMetrics):
         self._cached.inc(output.cached_tokens)
         self._by_source.labels(self._model, CACHED).inc(output.cached_tokens)
         self._by_source.labels(self._model, COMPUTED).inc(output.prompt_tokens - output.cached_tokens)
-        if output.prompt_logprobs is None:  # all of a scored prompt is computed
+        if output.prompt_logprobs is None:  # a prompt with log-probabilities is computed in full
             self._queries.inc(output.prompt_tokens)
             self._hits.inc(output.cached_tokens)
         times = output.times
@@ -277,7 +277,7 @@ class _EngineFigures(Collector):
     """Metrics of the engine.
 
     Attributes:
-        stats: what it has said last; without it there is none.
+        stats: the engine's latest statistics; None leaves its metrics out.
     """
 
     def __init__(self, engine: EngineClient, model: str, prefix: str) -> None:
@@ -291,7 +291,7 @@ class _EngineFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
-        text = "The KV policy, and how many tokens, and sequences of the model's length, the KV cache has room for."
+        text = "The KV policy, and how many tokens and full-length sequences fit into the KV cache."
         labels = ["model_name", *self._config]
         info = GaugeMetricFamily(f"{self._prefix}:cache_config_info", text, labels=labels)
         info.add_metric([self._model, *self._config.values()], 1)
@@ -308,7 +308,7 @@ class _EngineFigures(Collector):
             gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        text = "Requests in the queue: for room, or deferred by what comes from the disk for them."
+        text = "Requests in the queue, by reason: no capacity, or deferred until their prompts are restored from disk."
         gauge = GaugeMetricFamily(
             f"{self._prefix}:num_requests_waiting_by_reason", text, labels=["model_name", "reason"]
         )
@@ -316,8 +316,8 @@ class _EngineFigures(Collector):
             gauge.add_metric([self._model, reason], count)
         yield gauge
         for name, text in (
-            ("used_bytes", "KV cache in use, finished sequences that are kept included."),
-            ("total_bytes", "KV cache there is."),
+            ("used_bytes", "Bytes of KV cache in use, cached finished sequences included."),
+            ("total_bytes", "Size of the KV cache in bytes."),
         ):
             gauge = GaugeMetricFamily(f"{self._prefix}:kv_cache_{name}", text, labels=["model_name", "tier"])
             for tier, use in stats.tiers.items():
@@ -326,8 +326,8 @@ class _EngineFigures(Collector):
         fetches = stats.fetches
         for name, text, count in (
             ("kv_chunks_selected", "Chunks with values on the host that decoding selected.", fetches.selected),
-            ("kv_chunks_fetched", "Those that were not in the device's buffer.", fetches.fetched),
-            ("kv_fetched_bytes", "Bytes of them, from host to device.", fetches.fetched_bytes),
+            ("kv_chunks_fetched", "Selected chunks whose values were not in the device's buffer.", fetches.fetched),
+            ("kv_fetched_bytes", "Bytes of values copied from host to device.", fetches.fetched_bytes),
         ):
             counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
             counter.add_metric([self._model], count)
@@ -343,7 +343,7 @@ class _EngineFigures(Collector):
                     if tier in TIERS_OF.get(name, tiers):
                         family.add_metric([self._model, tier], getattr(stats, field))
                 yield family
-        text = "Of restores from a tier to the next one above: from the disk to host memory, from there to the device."
+        text = "Duration of restores to the next higher tier: from disk to host memory, or from there to the device."
         seconds = SummaryMetricFamily(
             f"{self._prefix}:prefix_cache_restore_seconds", text, labels=["model_name", "tier"]
         )

@@ -1,6 +1,5 @@
-"""What every request passes on its way to a route, from the outside in: its id and its line in the log, HEAD as GET,
-and the guard against requests to another host or without a valid key, too many of them per key, and bodies that are too
-long."""
+"""ASGI middleware, from the outside in: the request id and log line, HEAD requests, and the guard. The guard checks the
+host, the API key, the key's number of requests, and the size of the body."""
 
 from __future__ import annotations
 
@@ -34,29 +33,29 @@ from shadowkv.wording import counted
 logger = logging.getLogger("shadowkv.serve.request_log")  # the name that the log shows
 
 MAX_FIELD_CHARS = 200
-"""Limit for what a client influences: its address behind a proxy, the method and the path."""
+"""Maximum length of log fields that a client influences: its address behind a proxy, the method and the path."""
 
 UNPREFIXED = re.compile(r"/(chat/completions|models|responses)(/.*)?")
-"""Paths that are those of the OpenAI API but for the ``/v1`` before them; ``/completions`` is llama.cpp's own."""
+"""Paths of the OpenAI API without their ``/v1``. ``/completions`` is not among them: it is llama.cpp's own endpoint."""
 
 OPEN_PATHS = frozenset(("/health", "/ping", "/load", "/version", "/metrics"))
-"""Paths for probes and monitoring, which need no key."""
+"""Paths of probes and monitoring, which need no key."""
 
 STATS_PATH = "/page/stats"
-"""The page requests it every second: it is not counted among requests, its key's or all, and not logged."""
+"""Path that the chat page polls every second. Its requests are neither counted nor logged."""
 
 MAX_DIGITS = 18
-"""Of a body's length, as a number that can be compared."""
+"""Maximum number of digits of a Content-Length, so that it can be parsed as a number."""
 
 
 class RequestLog:
-    """ASGI middleware, outermost: every answer has an ``X-Request-Id``; every request gets a line at its end and
-    is counted by the status of its answer.
+    """Outermost ASGI middleware. It adds an ``X-Request-Id`` to every answer, logs every request at its end, and counts
+    requests by status.
 
     Args:
         app: the application that answers.
         log: whether requests are logged.
-        tracing: where spans are sent, if anywhere.
+        tracing: the destination of spans, if any.
     """
 
     def __init__(self, app: ASGIApp, log: bool, tracing: Tracing | None) -> None:
@@ -87,13 +86,13 @@ class RequestLog:
 
         try:
             await self._app(scope, heard, noted)
-        except asyncio.CancelledError:  # for what is in progress at a stop that waits no longer
+        except asyncio.CancelledError:  # the server stops and its time for running requests is over
             record.cut = SERVER_STOPPING
             raise
         finally:
             if gone and not complete:
                 record.cut = CLIENT_GONE
-            elif begun and not complete:  # what has not begun is answered outside of this
+            elif begun and not complete:  # an answer that has not begun is sent by outer handlers
                 record.cut = record.cut or INTERNAL
             # Probes and the page poll every few seconds.
             if not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
@@ -105,7 +104,8 @@ class RequestLog:
 
 
 def _line(scope: Scope, record: RequestRecord) -> str:
-    """``name=value`` for all but the first fields; fields contain no blanks, so that a client cannot forge one."""
+    """The request's log line: fields without names, then ``name=value`` fields. Fields contain no blanks, so that a
+    client cannot forge one."""
     client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
     path = scope.get("raw_path", b"").decode("latin-1")  # still quoted, and without the query
     fields = [_field(client), _field(scope["method"]), _field(path), str(record.status), f"id={record.id}"]
@@ -127,8 +127,8 @@ def _field(text: str) -> str:
 
 
 class RootPath:
-    """ASGI middleware that takes a path off the front of all others, whether a proxy has done so or not; the
-    application knows of it for the links that it makes."""
+    """ASGI middleware that removes ``--root-path`` from the front of a path, if a proxy has not removed it. The
+    application uses it in the links that it makes."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root
@@ -143,8 +143,8 @@ class RootPath:
 
 
 class Unprefixed:
-    """ASGI middleware that serves some paths without their ``/v1``, too, as clients are made that expect llama.cpp or
-    have a base URL without it."""
+    """ASGI middleware that also serves some paths without their ``/v1``, for clients that expect llama.cpp or have a
+    base URL without it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -156,8 +156,8 @@ class Unprefixed:
 
 
 class HeadAsGet:
-    """ASGI middleware that answers HEAD wherever there is GET, which FastAPI's routes do not: with the same status and
-    headers, and without a body."""
+    """ASGI middleware that answers HEAD wherever there is GET, which FastAPI's routes do not. The answer has the same
+    status and headers, and no body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -173,13 +173,14 @@ class HeadAsGet:
 
 
 class Guard:
-    """ASGI middleware that refuses what must not reach the API.
+    """ASGI middleware that refuses requests with a wrong host or API key, too many requests of one key, and bodies that
+    are too large.
 
     Args:
         app: the application to guard.
         settings: the keys and the limits.
-        counts: of requests at work.
-        keyless_paths: need no key, besides ``OPEN_PATHS``.
+        counts: counts of running requests.
+        keyless_paths: paths that need no key, besides ``OPEN_PATHS``.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, path = dict(scope["headers"]), scope["path"]
-        named = headers.get(b"host")  # no browser leaves it out
+        named = headers.get(b"host")  # every browser sends it
         if self._hosts and named is not None and (host := _host(named)) not in self._hosts:
             hosts = ", ".join(sorted(self._hosts))
             error = ApiError(f"this server is {hosts}, not {host!r} (--allowed-hosts)", status=403, code="unknown_host")
@@ -224,7 +225,7 @@ class Guard:
             return await self._unless_too_large(scope, receive, send)
         if not self._counts.begin(key, self._limit_per_key):
             limit = counted(self._limit_per_key, "request")
-            text = f"{limit} with this API key may be at work (--max-concurrent-requests-per-key)"
+            text = f"{limit} with this API key can run at once (--max-concurrent-requests-per-key)"
             error = ApiError(f"{text}; try again later", status=429, code="rate_limit_exceeded")
             return await error_response(error, path)(scope, receive, send)
         try:
@@ -255,7 +256,7 @@ class Guard:
 
 
 def _host(header: bytes) -> str:
-    """The host in a Host header, in small letters, without its port; the header as it is where it cannot be read."""
+    """The lower-case host in a Host header, without its port; the header itself if it cannot be parsed."""
     text = header.decode("latin-1")
     try:
         return urlsplit(f"//{text}").hostname or text
@@ -264,9 +265,10 @@ def _host(header: bytes) -> str:
 
 
 def _matching_key(credentials: bytes, bare: bytes, keys: Sequence[bytes]) -> int | None:
-    """Which key an Authorization header has, its scheme in any case (RFC 9110, 11.1), or an x-api-key, if any."""
+    """Index of the key in an Authorization header, whose scheme is case-insensitive (RFC 9110, 11.1), or in x-api-key;
+    None if no key matches."""
     scheme, _, given = credentials.partition(b" ")
     given = given.lstrip(b" ") if scheme.lower() == b"bearer" else b""
-    # A comparison takes the same time for any key of the same length, and all are made.
+    # Comparing takes the same time for all keys of one length, and every key is compared.
     matches = [n for n, key in enumerate(keys) if hmac.compare_digest(given, key) | hmac.compare_digest(bare, key)]
     return matches[0] if matches else None

@@ -1,5 +1,5 @@
-"""How replies are sent: whole, as an error with its status, or as server-sent events; and no longer than their client
-waits, so that what a request holds is free at once when it hangs up, not at the next token."""
+"""Sends responses: whole, as an error with its status, or as server-sent events. When a client disconnects, its work is
+cancelled at once, so that its resources are free before the next token."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ T = TypeVar("T")
 encode_json = msgspec.json.Encoder().encode
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status of an answer that the client did not wait for."""
+"""Status of an answer whose client disconnected."""
 
 PROMPTLY = 0.05
-"""Seconds during which a stream may still fail with a status: a full queue is reported at once."""
+"""Seconds during which a stream can still fail with a status, as when the queue is full."""
 
 TURNS = 8
-"""Turns of the event loop within which an immediate refusal is certain to be reported."""
+"""Turns of the event loop after which an immediate refusal is known."""
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``; when the client is gone, ``work`` is cancelled and the result is None."""
+    """The result of ``work``; if the client disconnects, ``work`` is cancelled and the result is None."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -54,7 +54,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def reply(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
-    """The response that ``work`` makes, or that of the error that it raises; ``work`` ends when the client is gone."""
+    """The response that ``work`` makes, or an error response if it raises; ``work`` is cancelled if the client
+    disconnects."""
 
     async def answer() -> Response:
         try:
@@ -67,14 +68,14 @@ async def reply(request: Request, work: Callable[[], Awaitable[Response]]) -> Re
 
 @dataclass
 class Events:
-    """What a stream sends, and how its API formats that.
+    """The chunks of a stream and the format of its API.
 
     Attributes:
         chunks: what to send, as JSON.
-        failure: the chunk for an error.
-        named: whether an event has its ``type`` as its name.
-        end: what comes last.
-        sign_of_life: what is sent during silence, so that proxies do not hang up.
+        failure: makes the chunk for an error.
+        named: whether each event has its ``type`` as its name.
+        end: bytes that end the stream.
+        sign_of_life: bytes to send during silence, so that proxies do not close the connection.
     """
 
     chunks: AsyncGenerator[dict[str, Any], None]
@@ -84,8 +85,8 @@ class Events:
     sign_of_life: bytes = b": keep-alive\n\n"
 
     async def encoded(self, first: asyncio.Future[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
-        """All events, beginning with a chunk that has already been requested. An error comes last but for the end,
-        since the status was sent long before."""
+        """All events, beginning with a chunk that has already been requested. An error becomes an event before the end,
+        since the status has already been sent."""
         try:
             yield self._event(await first)
             async for chunk in self.chunks:
@@ -103,16 +104,16 @@ class Events:
 
 
 def encoded_event(data: dict[str, Any], named: bool) -> bytes:
-    """An event of a stream, with its ``type`` as its name if ``named``."""
+    """One server-sent event, with its ``type`` as its name if ``named``."""
     event = b"data: %b\n\n" % encode_json(data)
     return b"event: %b\n%b" % (data["type"].encode(), event) if named else event
 
 
 class EventStream(Response):
-    """Server-sent events, closed when the client is gone.
+    """Server-sent events that stop when the client disconnects.
 
-    Events go to the connection's ``BodyWriter`` where the request has one: what wraps an application's messages is on
-    no token's way.
+    Events go to the connection's ``BodyWriter`` if the request has one. Tokens then skip the middleware that wraps the
+    application's messages.
 
     Args:
         events: what to send.
@@ -135,7 +136,7 @@ class EventStream(Response):
             first = asyncio.ensure_future(anext(chunks))
             try:
                 await asyncio.wait((first,), timeout=PROMPTLY)
-                for _ in range(TURNS):  # on a busy loop, the time may be up before anything has run
+                for _ in range(TURNS):  # on a busy loop the time can be up before anything has run
                     if first.done():
                         break
                     await asyncio.sleep(0)
@@ -158,7 +159,7 @@ class EventStream(Response):
 Write = Callable[[bytes], Awaitable[None]]
 
 BODY_WRITER = "shadowkv.body_writer"
-"""Where a request's scope has what writes parts of its answer's body, if its connection offers that."""
+"""Key of the ``BodyWriter``'s write function in a request's ASGI scope, if its connection has one."""
 
 
 async def _write(send: Send, data: bytes) -> None:
@@ -166,10 +167,10 @@ async def _write(send: Send, data: bytes) -> None:
 
 
 class _Lively:
-    """A context in which a sign of life is written after every ``interval`` seconds of silence.
+    """A context that sends a sign of life after every ``interval`` seconds of silence.
 
     Attributes:
-        last: when something was written.
+        last: time of the last write, in seconds of ``time.monotonic``.
     """
 
     def __init__(self, write: Write, interval: float, sign: bytes) -> None:

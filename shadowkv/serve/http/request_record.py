@@ -1,4 +1,4 @@
-"""What is known about an HTTP request while it is served: its id, and what the log and traces report at its end."""
+"""The record of an HTTP request while it is served: its id, and what the log and traces report at its end."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.client import ClientRequest
 
 SANE_ID = re.compile(rb"[A-Za-z0-9._:=+/@-]{1,128}")
-"""Ids that clients may choose: they appear in answers, headers and the log."""
+"""Format of ids that clients can choose; they appear in answers, headers and the log."""
 
 CLIENT_GONE, SERVER_STOPPING, INTERNAL = "client_gone", "server_stopping", "internal_error"
-"""Why an answer was cut short, besides the codes of errors."""
+"""Reasons why an answer was cut short, besides the codes of errors."""
 
 
 class Generation(Protocol):
-    """What the log and traces report of what is generated for a request.
+    """What the log and traces report about the generation for a request.
 
     Attributes:
-        model: its name to clients.
+        model: the model's name to clients.
         choices: the requests to the engine.
-        last_outputs: the newest output of each of them, by their number.
+        last_outputs: the latest output of each choice, by its index.
     """
 
     model: str
@@ -47,12 +47,12 @@ class RequestRecord:
 
     Attributes:
         id: the client's ``X-Request-Id`` if it is valid, or a new one.
-        began: when it arrived, in seconds of ``time.monotonic``.
-        began_ns: the same in nanoseconds since 1970.
-        status: of the answer; 500 until that has begun.
-        cut: why the answer is not all that was requested, in a word, although its status may be 200; None where it is
-            complete, even if it is an error.
-        generation: what is generated for it, if anything.
+        began: its arrival, in seconds of ``time.monotonic``.
+        began_ns: its arrival, in nanoseconds since 1970.
+        status: the answer's status; 500 until the answer begins.
+        cut: in one word, why the answer is incomplete, although its status can be 200; None if it is complete, even if
+            it is an error.
+        generation: the generation for the request, if any.
     """
 
     id: str
@@ -70,19 +70,19 @@ class RequestRecord:
 
     @property
     def duration(self) -> float:
-        """Seconds since it arrived."""
+        """Seconds since the request arrived."""
         return time.monotonic() - self.began
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from its arrival to the first token of any of its choices; None before that."""
+        """Seconds from arrival to the first token of any choice; None before that."""
         outputs = () if self.generation is None else self.generation.last_outputs.values()
         first = [output.times.first_token for output in outputs if output.times.first_token is not None]
         return min(first) - self.began if first else None
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds until the first of its choices was started; None before that."""
+        """Seconds that the first started choice spent in the queue; None before that."""
         outputs = () if self.generation is None else self.generation.last_outputs.values()
         waited = [
             output.times.scheduled - output.times.arrival for output in outputs if output.times.scheduled is not None
@@ -94,10 +94,10 @@ _current: ContextVar[RequestRecord | None] = ContextVar("request_record", defaul
 
 
 def current_record() -> RequestRecord | None:
-    """The record of the request that is being served; None outside of one, as in batch mode."""
+    """The record of the current request; None outside of a request, as in batch mode."""
     return _current.get()
 
 
 def set_current_record(record: RequestRecord) -> None:
-    """Makes it the current one of this task and of those that it starts."""
+    """Makes ``record`` the current one in this task and in those that it starts."""
     _current.set(record)

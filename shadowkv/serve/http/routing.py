@@ -1,5 +1,5 @@
-"""What FastAPI's routes lack: bodies that the application's ``BodyReader`` reads, and in ``/openapi.json`` exactly the
-statuses that a route has, each with its body."""
+"""Routes with what FastAPI lacks: bodies are read by the application's ``BodyReader``, and ``/openapi.json`` lists
+exactly the statuses of each route, with their bodies."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ B = TypeVar("B", bound=Body)
 STATUSES = {
     400: "The request is not valid.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model, or nothing saved under such a name.",
-    408: "The rest of the request did not come in time.",
-    409: "What is saved under the name is of another model or policy, or its file is not what was written.",
+    404: "There is no such model, or nothing is saved under this name.",
+    408: "The rest of the request did not arrive in time.",
+    409: "The saved prompt belongs to another model or policy, or its file is corrupt.",
     413: "The body is too long.",
-    429: "As many requests with this API key are at work as may.",
+    429: "This API key has reached its limit of concurrent requests.",
     500: "The server has failed.",
-    501: "A flag has turned it off.",
+    501: "A flag disables this endpoint.",
     503: "The server is full, or the engine is not running.",
-    504: "The request took longer than it may.",
+    504: "The request exceeded the server's time limit.",
 }
 FOR_EVERY_BODY = (400, 401, 404, 408, 413, 429, 500, 503)
 FOR_EVERY_TEXT = (*FOR_EVERY_BODY, 504)
@@ -45,7 +45,7 @@ class _Request(Request):
     model: type[Body]
 
     async def body(self) -> bytes:  # a bytearray works as well
-        # Grown as it arrives: joining the pieces of 32 MiB at the end would block everything for a while.
+        # The body grows as it arrives: joining the pieces of 32 MiB at the end would block the event loop for a while.
         if not hasattr(self, "_body"):
             received = bytearray()
             async for piece in self.stream():
@@ -58,18 +58,18 @@ class _Request(Request):
         reading = read_request(self, raw, self.model)
         try:
             body: Any = await (unless_disconnected(self.receive, reading) if len(raw) > SHORT_BYTES else reading)
-        except Exception as error:  # FastAPI would make a 400 of any but BodyRefused, even of our own errors
+        except Exception as error:  # FastAPI would turn any other exception into a 400, even a server error
             raise BodyRefused(as_api_error(error)) from error
         finally:
             if isinstance(raw, bytearray) and not self.model.is_read_again:
-                raw.clear()  # FastAPI holds it until the answer is there
+                raw.clear()  # FastAPI holds it until the request is answered
         if body is None:
             raise ClientDisconnect
         return body
 
 
 async def read_request(request: Request, raw: bytes, model: type[B]) -> B:
-    """The request in a body, with the text of the documents in it; raises ApiError."""
+    """The request in a body, with the text of its documents; raises ApiError."""
     state = request.app.state
     bodies: BodyReader = state.bodies
     try:
@@ -85,7 +85,7 @@ async def read_request(request: Request, raw: bytes, model: type[B]) -> B:
 
 
 class BodyRoute(APIRoute):
-    """A route whose body, if it takes one, is a ``Body``: it reaches FastAPI as a parsed request."""
+    """A route whose body, if it has one, is a ``Body``: FastAPI receives it already parsed."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -100,13 +100,14 @@ class BodyRoute(APIRoute):
 
 
 class Answer(BaseModel):
-    """An object with these fields and no others."""
+    """Base of response models: it forbids further fields."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ErrorDetail(Answer):
-    """What is wrong; the last two, which are llama.cpp's, are there if a prompt is too long for the context."""
+    """What is wrong. ``n_prompt_tokens`` and ``n_ctx``, which are llama.cpp's, are present if a prompt is too long for
+    the context."""
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
@@ -128,10 +129,10 @@ def responses(
     """FastAPI's ``responses`` for a route.
 
     Args:
-        answer: the body of a 200 as JSON.
-        statuses: the other ones, from ``STATUSES``.
-        error: the body of those.
-        text: media type that a 200 may have as well: a stream of server-sent events, or metrics.
+        answer: the JSON body of a 200.
+        statuses: the other statuses, from ``STATUSES``.
+        error: the body of the other statuses.
+        text: another media type of a 200: a stream of server-sent events, or metrics.
     """
     well: dict[str, Any] = {} if answer is None else {"model": answer}
     if text is not None:
@@ -140,7 +141,7 @@ def responses(
 
 
 class Application(FastAPI):
-    """FastAPI, without the 422 that it documents for every route that takes input: here that is a 400."""
+    """FastAPI without the 422 that it documents for every route with input: this server responds with 400 instead."""
 
     def openapi(self) -> dict[str, Any]:
         schema = super().openapi()

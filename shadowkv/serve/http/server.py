@@ -1,4 +1,4 @@
-"""Runs the HTTP API on a socket until it is stopped."""
+"""The HTTP server: it runs the API on a socket until it is stopped."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from shadowkv.wording import counted
 Stop = Callable[[], Awaitable[object]]
 
 CONNECTION_SECONDS = 5
-"""How long a stop waits for clients to read what they are still sent."""
+"""How long a stop waits for clients to read their answers, in seconds."""
 
 POLL_SECONDS = 0.05
 
 HANGUP = getattr(signal, "SIGHUP", None)
-"""Sent by a terminal as it closes; Windows has none."""
+"""Sent by a terminal as it closes; Windows has no such signal."""
 WAITING_CONNECTIONS = 2048
-"""Connections that the system establishes for the server before it accepts them."""
+"""The listen backlog: connections that the system establishes before the server accepts them."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which on shutdown also stops what produces the answers, such as an engine.
+    """uvicorn's server, which on shutdown also stops the engine or whatever else produces the answers.
 
-    The first signal stops it: no more connections, and requests in progress have ``drain`` seconds to end. The second
-    ends the process immediately, except SIGHUP, which shell and terminal may both send.
+    The first signal closes the listening sockets and gives running requests ``drain`` seconds to finish. The second
+    signal ends the process immediately, except SIGHUP, which both shell and terminal can send.
 
     Args:
-        app: its state has ``settings``, ``metrics`` and ``counts`` as ``build_app`` sets them.
-        stops: end what is still in progress when the drain time is over.
+        app: its state has ``settings``, ``metrics`` and ``counts``, as ``build_app`` sets them.
+        stops: called when the drain time is over; they end what is still in progress.
         ready: called once connections are accepted.
-        draining: called once no more are.
+        draining: called once no more connections are accepted.
 
     Attributes:
         has_failed: whether ``fail`` was called.
@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
     ) -> None:
         config = ConnectionConfig(
             app,
-            log_config=None,  # keep the process's own
+            log_config=None,  # keep the process's log configuration
             log_level=app.state.settings.uvicorn_log_level,
             timeout_graceful_shutdown=CONNECTION_SECONDS,
         )
@@ -61,8 +61,8 @@ class Server(uvicorn.Server):
         self.has_failed = False
 
     def fail(self) -> None:
-        """Stops it without giving requests time, as what answers them is gone; may be called from any thread, also
-        before it runs."""
+        """Stops the server without giving requests time, because their engine is gone. Any thread can call it, also
+        before the server runs."""
         self.has_failed, self._drain = True, 0.0
 
     async def on_tick(self, counter: int) -> bool:
@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(WAITING_CONNECTIONS)  # uvicorn's lower number is also how many are accepted at once
+            listener.listen(WAITING_CONNECTIONS)  # uvicorn's own, lower backlog also limits how many it accepts at once
         self._ready()
 
     @contextmanager
@@ -103,7 +103,8 @@ class Server(uvicorn.Server):
                 print(f"stopping: {self._drain:g} s for {in_flight} to end", file=sys.stderr, flush=True)
         while tasks and monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
-        # Before the connections end: what is still in progress ends with an error instead of keeping the server up.
+        # Stops run before the connections end: what is still in progress ends with an error instead of delaying the
+        # shutdown.
         await asyncio.gather(*(stop() for stop in self._stops))
         for connection in list(self.server_state.connections):
             assert isinstance(connection, Connection)  # the only kind that ConnectionConfig makes
@@ -114,7 +115,7 @@ class Server(uvicorn.Server):
 def server_on(
     listener: socket.socket, app: FastAPI, stops: Sequence[Stop], draining: Callable[[], object] = lambda: None
 ) -> Server:
-    """A server that says where it is, once it runs on a bound socket; the rest as for ``Server``."""
+    """A server that prints its URL once it runs on a bound socket; other arguments as for ``Server``."""
     scheme = "http" if app.state.settings.ssl_certfile is None else "https"
     address = listener.getsockname()
     if isinstance(address, str):

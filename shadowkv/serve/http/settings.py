@@ -28,14 +28,14 @@ KEY_VARIABLE = "SHADOWKV_API_KEY"
 """Environment variable of API keys, one per line: a command line is visible to every user of the machine."""
 
 METRICS_PREFIXES = ("shadowkv", "vllm", "llamacpp")
-"""Prefixes of metrics' names, for dashboards and autoscalers that are made for these servers. llama.cpp has metrics of
-its own, too (``llama_metrics.py``)."""
+"""Prefixes of metrics' names, for dashboards and autoscalers made for these servers. llama.cpp also has metrics of its
+own (``llama_metrics.py``)."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Names of this machine to itself."""
+"""Loopback names of this machine."""
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-"""uvicorn's."""
+"""uvicorn's log levels."""
 
 DEFAULT_CONNECTIONS = 2048
 
@@ -58,12 +58,12 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def _seconds(default: float, help: str) -> Any:
-    """A field for a time limit."""
+    """A setting for a time limit in seconds."""
     return setting(default, LIMITS, help, metavar="SECONDS", check=NOT_NEGATIVE)
 
 
 def _is_key(key: str) -> bool:
-    """Whether an Authorization header can carry it."""
+    """Whether an Authorization header can carry ``key``."""
     return key.isascii() and key.isprintable() and bool(key) and key == key.strip()
 
 
@@ -71,11 +71,11 @@ def _is_key(key: str) -> bool:
 class ServerSettings:
     """Settings of the HTTP server. Times are in seconds.
 
-    Names are those of vLLM where it has the setting, otherwise uvicorn's (``timeout_keep_alive``,
-    ``limit_concurrency``, ``h11_max_incomplete_event_size``) or nginx's (the other time-outs).
+    Names are vLLM's if it has the setting, otherwise uvicorn's (``timeout_keep_alive``, ``limit_concurrency``,
+    ``h11_max_incomplete_event_size``) or nginx's (the other time-outs).
 
-    Without ``allowed_hosts``, a page of another site could reach a local server: it lets its own name stand for
-    127.0.0.1 (DNS rebinding), and a browser then takes the server for a part of that site.
+    ``allowed_hosts`` prevents DNS rebinding. Without it, another site could make its own name resolve to 127.0.0.1, and
+    a browser would let that site's pages use a local server.
 
     Raises:
         SettingsError: values that are not valid; the message lists every one.
@@ -225,7 +225,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         bad = violations(self)
-        # Blanks around a key are not part of it in the header that carries it. The message does not show the keys.
+        # Keys have no blanks around them, because the header that carries them drops those. The message does not show
+        # the keys.
         if isinstance(self.api_key, str) or not all(map(_is_key, self.api_key)):
             bad.append("api_key must be keys of printable ASCII, none of them empty or with blanks around it")
         if self.max_concurrent_requests_per_key and not self.api_key:
@@ -237,7 +238,7 @@ class ServerSettings:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs):
             bad.append("ssl_keyfile, ssl_ca_certs and ssl_cert_reqs have no meaning without ssl_certfile")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            bad.append(f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, to check certificates by")
+            bad.append(f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, to check certificates against")
         calls, thoughts = self.tool_call_parser, self.reasoning_parser
         if None not in (calls, thoughts) and (calls == HARMONY) != (thoughts == HARMONY_THOUGHTS):
             reason = f"{HARMONY!r} and {HARMONY_THOUGHTS!r} are one format"
@@ -247,63 +248,64 @@ class ServerSettings:
 
     @property
     def max_connections(self) -> int:
-        """Maximum number of open connections, with or without a ``limit_concurrency``."""
+        """Maximum number of open connections: ``limit_concurrency`` or its default."""
         return DEFAULT_CONNECTIONS if self.limit_concurrency is None else self.limit_concurrency
 
     @property
     def storage_bytes(self) -> int:
-        """Bytes that are kept for each API key."""
+        """Maximum bytes stored for each API key."""
         return int(self.storage_mib * 2**20)
 
     @property
     def max_body_bytes(self) -> int:
-        """Length of the longest request body."""
+        """Maximum size of a request body in bytes."""
         return int(self.max_body_mib * 2**20)
 
     @property
     def keeps_keys_apart(self) -> bool:
-        """Whether cached prompts and saves belong to the API key that they came with."""
+        """Whether cached and saved prompts belong to the API key of their request."""
         return self.cache_salt_by_key if self.cache_salt_by_key is not None else len(set(self.api_key)) > 1
 
     def listening_on(self, host: str) -> ServerSettings:
-        """The settings of a server that listens on ``host``: without keys and for this machine alone, requests must
-        name it as one of ``LOOPBACK`` where no hosts are given."""
+        """The settings of a server that listens on ``host``. If that is this machine alone, and there are neither API
+        keys nor allowed hosts, only the names in ``LOOPBACK`` are allowed."""
         if self.allowed_hosts or self.api_key or host not in LOOPBACK:
             return self
         return replace(self, allowed_hosts=LOOPBACK)
 
     def served_name(self, own: str) -> str:
-        """The model's name in answers, where ``own`` is that of its files."""
+        """The model's name in answers; ``own`` is the name of its files."""
         return self.served_model_name[0] if self.served_model_name else own
 
     def first_name(self, asked: str | None) -> str | None:
-        """The name in answers, where a request names the model by another of its names; else what it ``asked`` for."""
+        """The model's name in answers: the first served name if a request uses another one, else the name that it
+        ``asked`` for."""
         return self.served_model_name[0] if asked in self.served_model_name[1:] else asked
 
     def tool_format(self, template: str | None) -> ToolFormat | None:
-        """How the model writes calls, by flag or by its chat template; None if neither tells."""
+        """The model's format of tool calls, from a flag or its chat template; None if neither shows it."""
         thoughts = HARMONY if self.reasoning_parser == HARMONY_THOUGHTS else None
         return tool_format(self.tool_call_parser or thoughts, template)
 
     def check_trust(self, chat_template: str | None) -> None:
-        """Raises ApiError for a request with a chat template of its own where these are not trusted."""
+        """Raises ApiError if a request has a chat template and the server does not trust these."""
         if chat_template is not None and not self.trust_request_chat_template:
-            reason = "a chat template is a program, and this server runs none of its clients'"
+            reason = "a chat template is a program, and this server does not run templates of clients"
             raise ApiError(f"{reason} (--trust-request-chat-template)", param="chat_template")
 
     def check_template(self, template: str | None) -> None:
-        """Raises ValueError where tool calls are to be read and neither a flag nor the template gives their format, and
-        where the template's format has other thoughts than the flag."""
+        """Raises ValueError if tool calls need a parser but neither a flag nor the template shows their format, or if
+        the template's reasoning format contradicts the flag."""
         known = self.tool_format(template)
         if self.enable_auto_tool_choice and known is None:
-            reason = "the chat template does not tell how the model writes calls of tools"
+            reason = "the chat template does not show the model's format of tool calls"
             raise ValueError(f"--enable-auto-tool-choice: {reason}; add --tool-call-parser {'|'.join(FORMATS)}")
         if known is not None and known.reasoning is not None and self.reasoning_parser not in (None, HARMONY_THOUGHTS):
             reason = f"the chat template is one of gpt-oss's; leave it out, or pass {HARMONY_THOUGHTS}"
             raise ValueError(f"--reasoning-parser {self.reasoning_parser}: {reason}")
 
     def check_surroundings(self) -> None:
-        """Raises ValueError where TLS files, the library for traces or a folder are requested and cannot be used."""
+        """Raises ValueError if the TLS files, the tracing library or the storage directory cannot be used."""
         if self.otlp_traces_endpoint is not None:
             try:
                 import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
@@ -314,7 +316,7 @@ class ServerSettings:
             try:
                 Path(self.storage_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
             except OSError as error:
-                raise ValueError(f"--storage-dir {self.storage_dir} is no usable folder: {error.strerror}") from error
+                raise ValueError(f"--storage-dir {self.storage_dir} cannot be used: {error.strerror}") from error
         for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
             file = getattr(self, name)
             if file is not None and not Path(file).is_file():
@@ -328,12 +330,12 @@ class ServerSettings:
                 context.load_verify_locations(self.ssl_ca_certs)
         except ssl.SSLError as error:
             files = ", ".join(filter(None, (self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs)))
-            reason = "certificates and their key, unencrypted, are needed in PEM"
-            raise ValueError(f"--ssl-certfile: {reason}; of {files} the library says: {error}") from error
+            reason = "certificates and their unencrypted key must be in PEM"
+            raise ValueError(f"--ssl-certfile: {reason}; {files}: {error}") from error
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> ServerSettings:
-        """The settings given by parsed flags; API keys are by default those of the environment."""
+        """Settings from parsed flags; API keys default to those of the environment."""
         given = values_of(cls, args)
         given["api_key"] = given["api_key"] or tuple(os.environ.get(KEY_VARIABLE, "").splitlines())
         return cls(**given)

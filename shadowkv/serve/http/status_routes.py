@@ -1,4 +1,4 @@
-"""What clients and operators ask of the server itself: its models, health, version and metrics."""
+"""Routes about the server itself: its models, health, load, version and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ServedModel(Answer):
-    """The model that is served."""
+    """A served model."""
 
     id: str
     object: Literal["model"]
@@ -41,13 +41,13 @@ class ModelList(Answer):
 
 
 class Health(Answer):
-    """Answer of ``/health``, with 503 where the engine is dead."""
+    """Answer of ``/health``, with 503 if the engine is dead."""
 
     status: Literal["ok", "dead"]
 
 
 class Load(Answer):
-    """Answer of ``/load``: requests that are being answered or wait."""
+    """Answer of ``/load``: the number of running and waiting requests."""
 
     server_load: int
 
@@ -64,9 +64,9 @@ def status_routes(
     """The routes.
 
     Args:
-        has_metrics: whether there is ``/metrics``.
-        engine: whose health is the server's.
-        engines: of all models, by their names to clients.
+        has_metrics: whether ``/metrics`` is enabled.
+        engine: the engine whose health is the server's.
+        engines: all engines, by their models' names to clients.
     """
     router = APIRouter()
     about = {"object": "model", "created": int(time.time()), "owned_by": "shadowkv"}

@@ -1,4 +1,4 @@
-"""Spans of requests for OpenTelemetry (``--otlp-traces-endpoint``), with vLLM's names and attributes."""
+"""OpenTelemetry spans of requests (``--otlp-traces-endpoint``), with vLLM's names and attributes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tracing:
     A ``traceparent`` header makes the span part of the client's trace (https://www.w3.org/TR/trace-context/).
 
     Args:
-        exporter: where the spans go.
+        exporter: the exporter that spans go to.
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
@@ -35,7 +35,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str) -> Tracing:
-        """Tracing to a collector's URL, by OTLP over HTTP."""
+        """Tracing to the URL of a collector, by OTLP over HTTP."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return cls(OTLPSpanExporter(endpoint=endpoint))
@@ -74,5 +74,5 @@ class Tracing:
         span.end()
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends the remaining spans."""
         self._provider.shutdown()

@@ -1,1 +1,1 @@
-"""What other engines' own clients ask, beside the OpenAI API: SGLang's ``/generate``, llama.cpp's ``/completion``."""
+"""APIs of other engines besides the OpenAI API: SGLang's ``/generate`` and llama.cpp's ``/completion``."""

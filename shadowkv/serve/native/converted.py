@@ -1,4 +1,5 @@
-"""Bodies that say a completion in other words: each becomes a ``CompletionRequest`` where it is read."""
+"""Bodies of APIs that express a completion differently: each converts itself to a ``CompletionRequest`` when it is
+read."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest,
 
 
 class NativeCompletion(CompletionRequest):
-    """A completion whose length, where it names none, is the number that the server reserves.
+    """A completion whose default length is the number of tokens that the server reserves.
 
     Attributes:
-        pieces: how many items of ``prompt`` are joined to each prompt; empty where each is one.
+        pieces: for each prompt, how many items of ``prompt`` are joined to it; empty if each item is a prompt.
     """
 
     pieces: tuple[int, ...] = ()
@@ -28,7 +29,7 @@ class NativeCompletion(CompletionRequest):
 
 
 def _described(schema: dict[str, Any]) -> None:
-    """Pydantic's ``json_schema_extra``: what is handed on to a completion is described as it is there."""
+    """pydantic's ``json_schema_extra``: fields that are passed on to a completion get the completion's description."""
     known = CompletionRequest.model_json_schema()["properties"]
     for name, value in schema["properties"].items():
         if name in known and not value.keys() & {"type", "anyOf", "$ref"}:
@@ -40,7 +41,7 @@ class NativeRequest(TextRequest):
     """A body that is converted to a completion.
 
     Attributes:
-        names: what a completion's parameters are called here, where that differs.
+        names: this API's names of a completion's parameters, where they differ.
     """
 
     names: ClassVar[Mapping[str, str]]
@@ -57,18 +58,18 @@ class NativeRequest(TextRequest):
 
     def finish(self) -> None:
         try:
-            given = {name: value for name, value in self.as_completion().items() if value is not None}
-            self._completion = NativeCompletion.model_validate({**given, "stream": self.stream})
+            fields = {name: value for name, value in self.as_completion().items() if value is not None}
+            self._completion = NativeCompletion.model_validate({**fields, "stream": self.stream})
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)).renamed(self.names) from error
 
     @abstractmethod
     def as_completion(self) -> dict[str, Any]:
-        """Body of the completion; None is left out."""
+        """Body of the completion; fields that are None are left out."""
 
 
 class NativeCompletions(Completions):
-    """An endpoint whose bodies are ``NativeRequest``, and whose answers are of a shape of their own."""
+    """Base of endpoints whose bodies are ``NativeRequest``, with their own form of answers."""
 
     def request(self, body: NativeRequest) -> GenerationRequest:
         return body.completion

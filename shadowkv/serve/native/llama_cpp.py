@@ -1,4 +1,4 @@
-"""llama.cpp's ``/completion``: a text and how it came about, its settings and how long it took."""
+"""llama.cpp's ``/completion``: an answer has the text, why it ended, the settings and the timings."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from shadowkv.serve.text.tokenization import check_prompt, encode
 NAMES = MappingProxyType({"max_tokens": "n_predict", "logprobs": "n_probs"})
 
 PATHS = ("/completion", "/completions")
-"""Where it is served."""
+"""Paths of this endpoint."""
 
 SAMPLING = (
     ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "cache_prompt")
     + ("presence_penalty", "frequency_penalty")
     + ("grammar", "json_schema", "return_progress")
 )
-"""Parameters that a completion has by the same name, and is checked as."""
+"""Parameters that a completion has under the same name, and checks."""
 
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
 
 MAX_FIELDS = 64
-"""Most ``response_fields``."""
+"""Maximum number of ``response_fields``."""
 
 
 PROMPT: dict[str, Any] = {
@@ -79,13 +79,13 @@ class LlamaRequest(NativeRequest):
 
     @property
     def text_biases(self) -> list[tuple[str, float]]:
-        """Those of ``logit_bias`` that name their tokens by a text."""
+        """Entries of ``logit_bias`` that name their tokens by a text."""
         return self._text_biases
 
     def as_completion(self) -> dict[str, Any]:
         if self.n_predict < -1:
             raise refusal("n_predict", f"n_predict must be at least -1, not {self.n_predict}")
-        seed = None if self.seed == -1 else self.seed  # -1 is a drawn one
+        seed = None if self.seed == -1 else self.seed  # -1 asks for a random seed
         biases, self._text_biases = _biases(self.logit_bias)
         prompt, pieces = _prompts(self.prompt)
         return {
@@ -102,8 +102,9 @@ class LlamaRequest(NativeRequest):
 
 
 def _prompts(value: Any) -> tuple[Any, tuple[int, ...]]:
-    """The pieces of all prompts, each a text or token ids, and how many of them each prompt has. A prompt is a text, an
-    object that has one, token ids, or texts among token ids; there may be a list of them."""
+    """The pieces of all prompts, each a text or token ids, and the number of pieces of each prompt. A prompt is a text,
+    an object with a text, a list of token ids, or a list of texts and token ids. ``value`` is one prompt or a list of
+    prompts."""
     if not isinstance(value, list | dict):
         return value, (1,)
     prompts = value if isinstance(value, list) and not _is_sequence(value) else [value]
@@ -112,7 +113,7 @@ def _prompts(value: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def _is_sequence(items: list[Any]) -> bool:
-    """Whether a list is one prompt: token ids, or these and texts."""
+    """Whether a list is one prompt: token ids, or token ids and texts."""
     kinds = set(map(type, items))
     return kinds <= {int} or kinds == {int, str}
 
@@ -131,8 +132,8 @@ def _pieces(prompt: Any) -> list[Any]:
 
 
 def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
-    """llama.cpp's biases as OpenAI's object, and those of texts. They are pairs, in a list or an object: a token's id,
-    or a text whose tokens are meant, and a number; false is minus infinity, for which -100 stands there."""
+    """llama.cpp's ``logit_bias`` as OpenAI's object, and its entries whose tokens are given by a text. Entries are
+    pairs, in a list or an object: a token id or a text, and a number. false means minus infinity and becomes -100."""
     if value is None:
         return None, []
     if not isinstance(value, list | dict):
@@ -160,7 +161,7 @@ def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
 
 
 class LlamaCompletions(NativeCompletions):
-    """The endpoint."""
+    """The endpoint ``/completion``."""
 
     url = PATHS[0]
     request_type = LlamaRequest
@@ -177,7 +178,7 @@ class LlamaCompletions(NativeCompletions):
                 raise ApiError(str(error), param="logit_bias") from error
             biases |= dict.fromkeys(tokens, bias)
             if len(biases) > MAX_LOGIT_BIASES:
-                reason = f"logit_bias means more than {MAX_LOGIT_BIASES} tokens, which are allowed"
+                reason = f"logit_bias names more than {MAX_LOGIT_BIASES} tokens, the maximum"
                 raise ApiError(reason, param="logit_bias")
         return body.completion.model_copy(update={"logit_bias": biases}) if body.text_biases else body.completion
 
@@ -191,7 +192,7 @@ class LlamaCompletions(NativeCompletions):
         return prompts
 
     def _tokens(self, pieces: Sequence[str | Tokens], limit: int) -> list[int]:
-        """Those of a prompt, of which the first text begins as a prompt does where nothing is before it."""
+        """Token ids of a prompt's pieces; special tokens are added to a text that comes first."""
         tokens: list[int] = []
         for piece in pieces:
             if not isinstance(piece, str):
@@ -204,7 +205,7 @@ class LlamaCompletions(NativeCompletions):
         return tokens
 
     async def answer(self, job: Job) -> Any:
-        """An answer, or a list of them where there are several prompts."""
+        """An answer, or a list of answers if there are several prompts."""
         answers = [self._selected(job, self._whole(job, piece)) for piece in await job.joined_pieces()]
         return answers if len(answers) > 1 else answers[0]
 
@@ -212,7 +213,7 @@ class LlamaCompletions(NativeCompletions):
         return Events(self._events(job), partial(ApiError.body, path=self.url), end=b"")
 
     async def _events(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
-        """Pieces of text, and for each prompt a last event that has everything but the text."""
+        """Events with pieces of text, and for each prompt a last event with everything but the text."""
         body = _body(job)
         async with aclosing(job.pieces()) as pieces:
             async for piece in pieces:
@@ -238,7 +239,7 @@ class LlamaCompletions(NativeCompletions):
         biases: list[dict[str, Any]] = [
             {"token": token, "bias": bias} for token, bias in choice.params.logit_bias.items()
         ]
-        if choice.params.ignore_eos:  # minus infinity, which JSON does not have
+        if choice.params.ignore_eos:  # minus infinity, which JSON cannot express
             biases += [{"token": token, "bias": None} for token in sorted(self.tokenizer.eos_token_ids)]
         return {
             "index": piece.index,
@@ -283,7 +284,7 @@ class LlamaCompletions(NativeCompletions):
         return {"id": token, "token": text, "logprob": max(logprob, LOWEST), "bytes": list(text.encode())}
 
     def _selected(self, job: Job, answer: dict[str, Any]) -> dict[str, Any]:
-        """An answer with ``response_fields`` alone, if there are some: ``a/b`` is the field b of a."""
+        """The answer, reduced to the ``response_fields`` if there are any: ``a/b`` is field b of a."""
         fields: Sequence[str] = _body(job).response_fields
         if not fields:
             return answer
@@ -299,8 +300,8 @@ def _joined(request: CompletionRequest) -> Iterator[list[str | Tokens]]:
 
 
 def _parts(piece: Piece) -> list[Piece]:
-    """What of a piece is not its end: with probabilities a part for each token, of which the last has all of the
-    text."""
+    """The parts of a piece that are streamed before its end. With log-probabilities there is one part per token, and
+    the last part has all of the text."""
     if not piece.logprobs:
         return [piece] if piece.text else []
     parts = [Piece(piece.index, token_ids=[step.token_id], logprobs=[step]) for step in piece.logprobs]

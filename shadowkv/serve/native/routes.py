@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LlamaErrorDetail(Answer):
-    """What is wrong, with llama.cpp's types, and the status as the code."""
+    """The error, with llama.cpp's type, and the status as the code."""
 
     message: str
     type: Literal[
@@ -48,7 +48,7 @@ class LlamaErrorDetail(Answer):
 
 
 class LlamaError(Answer):
-    """Body of every status from 400 on, of llama.cpp's own paths."""
+    """Body of every status from 400 on, at llama.cpp's own paths."""
 
     error: LlamaErrorDetail
 
@@ -67,7 +67,7 @@ class TemplateRequest(Conversation):
 
 
 def native_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
-    """``/generate``, ``/completion``, the prompt of a conversation, and what llama.cpp's clients ask of the server."""
+    """Routes ``/generate``, ``/completion``, ``/apply-template``, and ``/props`` and ``/slots`` of llama.cpp."""
     router = APIRouter(route_class=BodyRoute)
     generate, complete = Generate(engine.tokenizer, settings), LlamaCompletions(engine.tokenizer, settings)
     documented = responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM)
@@ -119,8 +119,8 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
 
     @router.get("/slots", response_model=None, responses=responses(None, 401, 429, 501, 503, error=LlamaError))
     async def get_slots() -> list[dict[str, Any]]:
-        """As many as sequences run at once; which one has which request is nobody's concern, so the first ones are
-        those at work."""
+        """One slot per sequence that can run at once. Slots are not tied to requests: the first ones count as
+        processing."""
         if not settings.slots:
             raise ApiError("this server was started with --no-slots", status=501)
         try:

@@ -17,7 +17,7 @@ from shadowkv.serve.openai.jobs import Job, Piece
 from shadowkv.serve.openai.logprobs import LOWEST
 
 NEW_TOKENS = 128
-"""Length of an answer that does not specify one, as in SGLang."""
+"""Length of an answer without ``max_new_tokens``, as in SGLang."""
 
 NAMES = MappingProxyType({"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "prompt": "text"})
 
@@ -26,14 +26,14 @@ SAMPLING = frozenset(
     + ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "n")
     + ("json_schema", "regex", "ebnf")
 )
-"""Parameters that a completion has by the same name."""
+"""Parameters that a completion has under the same name."""
 
 
 ONE_OR_MORE: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 
 
 class GenerateSampling(Body):
-    """``sampling_params``; what is not named here is checked as a completion's parameter of the same name."""
+    """``sampling_params``; all other parameters in it are checked as a completion's."""
 
     max_new_tokens: int = NEW_TOKENS
     min_new_tokens: int | None = None
@@ -80,7 +80,7 @@ class GenerateRequest(NativeRequest):
 
 
 class Generate(NativeCompletions):
-    """The endpoint."""
+    """The endpoint ``/generate``."""
 
     url = "/generate"
     request_type = GenerateRequest
@@ -88,7 +88,7 @@ class Generate(NativeCompletions):
     names = NAMES
 
     async def answer(self, job: Job) -> Any:
-        """A choice, or a list of them where there are several prompts or choices."""
+        """A choice, or a list of choices if there are several prompts or choices."""
         choices = [self._choice(job, piece) for piece in await job.joined_pieces()]
         return choices if len(choices) > 1 or _is_batch(job) else choices[0]
 
@@ -96,7 +96,7 @@ class Generate(NativeCompletions):
         return Events(self._events(job))
 
     async def _events(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
-        """Each event has all of a choice until then."""
+        """Events that each have the whole text of a choice so far."""
         whole: dict[int, Piece] = {}
         async with aclosing(job.pieces()) as pieces:
             async for piece in pieces:

@@ -1,1 +1,1 @@
-"""The OpenAI API with vLLM's extras, and what answers requests for text, which all other APIs use."""
+"""The OpenAI API with vLLM's extensions, and the code that answers text requests, which all other APIs use."""

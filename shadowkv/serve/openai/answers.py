@@ -1,4 +1,5 @@
-"""Shapes of the answers, for the OpenAPI schema; answers are written as plain objects, not validated against these."""
+"""Response models of the OpenAI API, for the OpenAPI schema alone. Responses are written as plain objects and are not
+validated against these models."""
 
 from __future__ import annotations
 
@@ -13,19 +14,19 @@ Choice = TypeVar("Choice", bound=BaseModel)
 
 
 class PromptTokensDetails(Answer):
-    """How many of a prompt's tokens were found in the cache."""
+    """Details of a prompt's tokens: how many were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(Answer):
-    """How many of an answer's tokens are thoughts."""
+    """Details of an answer's tokens: how many are reasoning."""
 
     reasoning_tokens: int
 
 
 class Usage(Answer):
-    """Token counts; the last one where thoughts are told apart."""
+    """Token counts. ``completion_tokens_details`` is present where the server separates reasoning from text."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -35,7 +36,7 @@ class Usage(Answer):
 
 
 class KVTransfer(Answer):
-    """What a proxy passes on to a decode server; only where a request asked for it."""
+    """``kv_transfer_params`` that a proxy passes on to a decode server; only where the request asks for it."""
 
     do_remote_prefill: Literal[True]
     do_remote_decode: Literal[False]
@@ -43,7 +44,7 @@ class KVTransfer(Answer):
 
 
 class RequestMetrics(Answer):
-    """How long an answer took, in milliseconds; only with ``--enable-per-request-metrics``."""
+    """Times of an answer, in milliseconds; only with ``--enable-per-request-metrics``."""
 
     time_to_first_token_ms: float
     generation_time_ms: float
@@ -53,8 +54,8 @@ class RequestMetrics(Answer):
 
 
 class Timings(Answer):
-    """How long a first choice's prompt and its tokens took, in milliseconds, by llama.cpp's names; its first token is
-    the prompt's."""
+    """Times of the first choice, in milliseconds, under llama.cpp's names. The first generated token counts as part of
+    the prompt."""
 
     cache_n: int
     prompt_n: int
@@ -72,8 +73,11 @@ ChatFinishReason = Literal["stop", "length", "tool_calls", "repetition"]
 
 
 class LayerSelections(Answer):
-    """Cells of tokens that a ``layer`` selected from, on behalf of the group of ``layers`` [first, end); and the shares
-    of its attention to all that it selected."""
+    """Attention of one group of layers to selected tokens.
+
+    ``layer`` selected tokens for the layers [first, end) in ``layers``. ``cells`` are the cells of those tokens;
+    ``weights`` are their shares of the attention to all selected tokens.
+    """
 
     layers: list[int]
     layer: int
@@ -82,11 +86,11 @@ class LayerSelections(Answer):
 
 
 class TokenSelections(Answer):
-    """What a token of an answer attended to, out of the ``length`` tokens before it.
+    """The tokens that one token of an answer attended to, out of the ``length`` tokens before it.
 
-    Cell n has ``cell`` tokens, from position n x ``cell`` on. ``exact`` are runs [first, end) of positions that all
-    layers attended to in addition. ``groups`` say where the attention to the others went: to those that were selected,
-    or, with ``everything``, to all of them.
+    Cell n has ``cell`` tokens and starts at position n x ``cell``. ``exact`` lists ranges [first, end) of positions
+    that every layer attended to in addition. ``groups`` has the attention to the remaining tokens: to the selected
+    ones, or, if ``everything`` is true, to all of them.
     """
 
     length: int
@@ -97,7 +101,7 @@ class TokenSelections(Answer):
 
 
 Selections = list[TokenSelections | None]
-"""One for each token; null for the first, which prefill chose. Only where ``return_selections`` asks for them."""
+"""One entry per token; null for the first token, which prefill chose. Only where ``return_selections`` asks for it."""
 
 
 class Generated(Answer, Generic[Kind, Choice]):
@@ -117,8 +121,7 @@ class Generated(Answer, Generic[Kind, Choice]):
 
 
 class PromptLogprob(Answer):
-    """A token's log-probability at one place of a prompt; ``rank`` is null where it is not among the most likely ones
-    that are reported."""
+    """Log-probability of one prompt token; ``rank`` is null if the token is not among the reported most likely ones."""
 
     logprob: float
     rank: int | None
@@ -126,12 +129,12 @@ class PromptLogprob(Answer):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id, one for each token of a prompt, of which the first has none."""
+"""One entry per prompt token, keyed by token id; null for the first token."""
 
 
 class Ended(Answer):
-    """What a choice says of its end: ``stop_reason`` is the stop string or token, or ``repetition_detected``;
-    ``matched_stop``, which is SGLang's, that or the model's own token that ends answers."""
+    """How a choice ended. ``stop_reason`` is the stop string, the stop token or ``repetition_detected``.
+    ``matched_stop`` is SGLang's field: ``stop_reason``, or the model's end token."""
 
     stop_reason: str | int | None
     matched_stop: str | int | None
@@ -148,7 +151,7 @@ class CompletionLogprobs(Answer):
 
 
 class CompletionChoice(Ended):
-    """One text."""
+    """One choice of a completion."""
 
     index: int
     text: str
@@ -164,7 +167,7 @@ class Completion(Generated[Literal["text_completion"], CompletionChoice]):
 
 
 class TokenLogprob(Answer):
-    """A token's log-probability; null bytes mean part of a character."""
+    """A token's log-probability; ``bytes`` is null if the token is part of a character."""
 
     token: str
     logprob: float
@@ -172,27 +175,27 @@ class TokenLogprob(Answer):
 
 
 class ScoredToken(TokenLogprob):
-    """A token of the answer, with the most likely alternatives in its place."""
+    """A token of the answer with its most likely alternatives."""
 
     top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(Answer):
-    """Log-probabilities of a turn's tokens."""
+    """Log-probabilities of a message's tokens."""
 
     content: list[ScoredToken]
     refusal: None
 
 
 class CalledFunction(Answer):
-    """What is called, and with what: ``arguments`` is JSON."""
+    """The called function's name and its arguments as JSON text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(Answer):
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     type: Literal["function"]
@@ -200,7 +203,7 @@ class ToolCall(Answer):
 
 
 class AssistantMessage(Answer):
-    """The assistant's turn; without text only where there are calls or thoughts."""
+    """The assistant's message. ``content`` is null only if there are tool calls or reasoning."""
 
     role: Literal["assistant"]
     content: str | None
@@ -214,7 +217,7 @@ class AssistantMessage(Answer):
 
 
 class ChatChoice(Ended):
-    """One turn."""
+    """One choice of a chat completion."""
 
     index: int
     message: AssistantMessage
@@ -251,7 +254,7 @@ class TokenPiece(Answer):
 
 
 class Tokenized(Answer):
-    """Answer of ``/tokenize``: ``token_strs`` are tokens as the vocabulary writes them, as in vLLM."""
+    """Answer of ``/tokenize``. ``token_strs`` are the tokens as the vocabulary writes them, as in vLLM."""
 
     count: int
     max_model_len: int
@@ -260,15 +263,15 @@ class Tokenized(Answer):
 
 
 class Detokenized(Answer):
-    """Answer of ``/detokenize``: the text by vLLM's name and, unless the request has a model, by llama.cpp's, whose
-    requests have none."""
+    """Answer of ``/detokenize``. ``prompt`` is vLLM's name of the text. ``content`` is llama.cpp's, present if the
+    request names no model, as llama.cpp's requests do not."""
 
     prompt: str
     content: str = ""
 
 
 class RestoredPrompt(Answer):
-    """Answer of ``/cache/restore``: tokens of the prompt, bytes of the files that hold them, and seconds taken."""
+    """Answer of ``/cache/restore``: the prompt's tokens, the bytes of its files, and the seconds it took."""
 
     name: str
     tokens: int
@@ -281,7 +284,7 @@ class SavedPrompt(RestoredPrompt):
 
 
 class TokenizerInfo(BaseModel):
-    """Answer of ``/tokenizer_info``, with every special token that the tokeniser names."""
+    """Answer of ``/tokenizer_info``, with every special token that the tokenizer names."""
 
     eos_token: str | None
     vocab_size: int

@@ -1,4 +1,4 @@
-"""``/cache/save`` and ``/cache/restore``: prompts that are kept on the disk by name, and brought back from there."""
+"""Routes ``/cache/save`` and ``/cache/restore``: they save a prompt to disk under a name, and bring it back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def cache_routes(engine: EngineClient, served_name: str, settings: ServerSettings, metrics: Metrics) -> APIRouter:
-    """The routes; their work is done off the event loop, and abandoned when the client hangs up."""
+    """The routes. Their work runs off the event loop and is abandoned when the client disconnects."""
     router, statuses = APIRouter(route_class=BodyRoute), (*FOR_EVERY_BODY, 409, 504)
     completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer, settings)
 
@@ -75,13 +75,13 @@ def cache_routes(engine: EngineClient, served_name: str, settings: ServerSetting
 
 
 def _own(name: str) -> str:
-    """What is kept on the disk for a name, which each owner may use for its own."""
+    """The file name for ``name``. It includes the prompt owner, so that each owner can use any name."""
     owner = prompt_owner()
     return name if owner is None else f"{owner}.{name}"
 
 
 async def _within(seconds: float, work: Awaitable[Saved]) -> Saved:
-    """What ``work`` returns; raises DeadlineExceeded after ``seconds``, if not 0."""
+    """The result of ``work``; raises DeadlineExceeded after ``seconds`` unless that is 0."""
     try:
         return await asyncio.wait_for(work, seconds or None)
     except asyncio.TimeoutError:

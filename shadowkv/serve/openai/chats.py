@@ -1,5 +1,5 @@
-"""What all conversation APIs share: a chat's prompt, its calls and its thoughts; and answers that are assembled from
-typed events, as a stream has them."""
+"""Chat endpoints that all conversation APIs build on: they render a chat's prompt and choose the parsers of tool calls
+and reasoning. ``EventChat`` builds answers from typed stream events."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from shadowkv.serve.text.tool_formats import Listed, Named, ToolFormat
 from shadowkv.serve.text.tool_parser import ToolParser, call_id
 
 END_TOKENS = 16
-"""Final tokens of a prompt that are searched for the beginning of the answer, which some templates write."""
+"""How many final tokens of a prompt are searched for an opening of the answer, such as ``<think>``, that some templates
+write."""
 
 
 class Chat(Endpoint):
-    """A conversation in, the assistant's turn out."""
+    """A chat endpoint: a conversation in, the assistant's message out."""
 
     def sizes(self, request: ChatRequest) -> list[int]:
         return [request.characters]
@@ -62,13 +63,13 @@ class Chat(Endpoint):
         return self.tokenizer.encode(opening(self._end(prompt)), add_special_tokens=False)
 
     def format_of(self, request: ChatRequest) -> ToolFormat | None:
-        """How the model writes calls in answer to this request; None where that is unknown."""
+        """How the model writes tool calls in answer to this request; None if that is unknown."""
         if request.chat_template is not None:
             return self.settings.tool_format(request.chat_template)
         return self.tool_format
 
     def tool_parser(self, request: ChatRequest) -> ToolParser | None:
-        """As for any endpoint; raises ApiError where the model's format for calls is unknown."""
+        """The parser of tool calls, if any; raises ApiError if the model's format of calls is unknown."""
         self.settings.check_trust(request.chat_template)
         chosen, known = request.chosen_tools, self.format_of(request)
         if chosen.is_forced:
@@ -77,9 +78,7 @@ class Chat(Endpoint):
         if not request.parses_calls:
             return known.parser(known.new_id) if known is not None and self._has_own_format(request) else None
         if known is None:
-            reason = (
-                "tool_choice 'auto' needs to know how the model writes calls, which its chat template does not tell"
-            )
+            reason = "tool_choice 'auto' needs the model's format of tool calls, which its chat template does not show"
             advice = "pass 'required', a function's name or 'none', or start the server with --tool-call-parser"
             raise ApiError(f"{reason}: {advice}", param="tool_choice")
         return known.parser(known.new_id, request.tools)
@@ -89,7 +88,7 @@ class Chat(Endpoint):
         kind = None if known is None else known.reasoning
         if self.settings.reasoning_parser is not None:
             kind = kind or ReasoningParser
-        if kind is None or request.output_schema is not None:  # JSON has no room for thoughts
+        if kind is None or request.output_schema is not None:  # JSON has no room for reasoning
             return None
         return kind(self._end(prompt))
 
@@ -100,13 +99,13 @@ class Chat(Endpoint):
         return self.tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
 
     def _has_own_format(self, request: ChatRequest) -> bool:
-        """Whether an answer is in the model's format even where it calls nothing."""
+        """Whether the model's own format, such as reasoning, appears in answers even without tool calls."""
         known = self.format_of(request)
         return known is not None and known.reasoning is not None and request.output_schema is None
 
 
 async def count_tokens(endpoint: Chat, chat: ChatRequest, most: int, request: Request) -> Response:
-    """How many tokens a chat's prompt has; one of many more than ``most`` is refused."""
+    """Responds with the number of tokens of a chat's prompt; refuses a chat of many more than ``most`` tokens."""
 
     async def count() -> Response:
         (prompt,) = await in_turn(current_tenant(), chat.characters, lambda: endpoint.prompts(chat, most))
@@ -116,16 +115,16 @@ async def count_tokens(endpoint: Chat, chat: ChatRequest, most: int, request: Re
 
 
 class EventOutput(Protocol):
-    """One answer.
+    """One answer in the form of stream events.
 
     Attributes:
-        answer: what ``events`` have assembled so far.
+        answer: what ``events`` has assembled so far.
     """
 
     answer: dict[str, Any]
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer as it is generated."""
+        """Events as the answer is generated."""
         ...
 
     def failure(self, error: ApiError) -> dict[str, Any]:
@@ -134,13 +133,13 @@ class EventOutput(Protocol):
 
 
 class EventChat(Chat):
-    """A chat requested through an API of another shape: its bodies have a ``chat``."""
+    """A chat endpoint of another API: its bodies convert themselves to a ``ChatRequest`` in ``chat``."""
 
     sign_of_life: ClassVar[bytes] = Events.sign_of_life
 
     @abstractmethod
     def output(self, job: Job) -> EventOutput:
-        """The object that makes the answer."""
+        """The object that builds the answer's events."""
 
     def request(self, body: Any) -> ChatRequest:
         chat = body.chat

@@ -1,4 +1,4 @@
-"""``/v1/completions`` and ``/v1/chat/completions``: answers that are a list of choices, whole or in chunks."""
+"""``/v1/completions`` and ``/v1/chat/completions``: answers with a list of choices, whole or streamed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shadowkv.serve.text.tokenization import check_prompt, encode
 from shadowkv.serve.text.tool_parser import CallPart
 
 NO_PARTS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-"""What a message has not."""
+"""Message fields that are always null."""
 
 
 class Choices(Endpoint):
@@ -42,10 +42,10 @@ class Choices(Endpoint):
 
     @abstractmethod
     def delta(self, job: Job, piece: Piece) -> list[dict[str, Any]]:
-        """A piece of a choice, in a stream: its chunk, before which others may come that have nothing of it."""
+        """The chunks of a stream for one piece. The last chunk has the piece; chunks before it only open the choice."""
 
     def about(self, job: Job) -> dict[str, Any]:
-        """What a whole answer says beside its choices, and the first chunk of a stream."""
+        """Fields beside the choices, in a whole answer and in the first chunk of a stream."""
         return {}
 
     async def answer(self, job: Job) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Choices(Endpoint):
         def shape() -> dict[str, Any]:
             return {"choices": [self.choice(job, piece) for piece in pieces], **self.about(job)}
 
-        # Writing down the log-probabilities of a long prompt takes a while.
+        # Formatting the log-probabilities of a long prompt takes a while.
         shaped = await asyncio.to_thread(shape) if job.echo or job.prompt_scores else shape()
         nulls = {"service_tier": None, "kv_transfer_params": None}
         end = {"usage": job.usage(), "system_fingerprint": fingerprint(job), **job.remote_prefill.answer_field()}
@@ -106,23 +106,23 @@ class Choices(Endpoint):
             yield {**head, "choices": [], **end, **self._metrics(job), "timings": job.timings_of(0)}
 
     def as_ids(self, job: Job) -> bool:
-        """Whether log-probabilities have the ids of tokens instead of their texts."""
+        """Whether log-probabilities name tokens by their ids instead of their texts."""
         asked = job.request.return_tokens_as_token_ids
         return self.settings.return_tokens_as_token_ids if asked is None else asked
 
 
 def fingerprint(job: Job) -> str:
-    """``system_fingerprint``: another version, model or setting has another one."""
+    """``system_fingerprint``: it differs between versions, models and settings."""
     return f"shadowkv-{__version__}-{job.engine.fingerprint}"
 
 
 def token_ids_of(job: Job, piece: Piece) -> dict[str, Any]:
-    """A piece's token ids, where requested."""
+    """A piece's token ids, if requested."""
     return {"token_ids": list(piece.token_ids)} if job.request.return_token_ids else {}
 
 
 def end_of(piece: Piece) -> dict[str, Any]:
-    """Whether and why a choice ends with a piece."""
+    """``finish_reason`` and, at the end of a choice, its stop fields."""
     end: dict[str, Any] = {"finish_reason": piece.finish_reason}
     if piece.finish_reason is None:
         return end
@@ -130,7 +130,7 @@ def end_of(piece: Piece) -> dict[str, Any]:
 
 
 def selections_of(piece: Piece) -> dict[str, Any]:
-    """What each of a piece's tokens attended to, where requested."""
+    """The tokens that each token of a piece attended to, if requested."""
     if piece.selections is None:
         return {}
     return {"selections": [None if selection is None else asdict(selection) for selection in piece.selections]}
@@ -265,7 +265,7 @@ def _chat(job: Job) -> ChatRequest:
 
 
 def _thoughts(request: ChatRequest, piece: Piece) -> dict[str, str]:
-    """A piece's thoughts, by DeepSeek's name and by vLLM's, unless the request wants none."""
+    """A piece's reasoning, under DeepSeek's name and vLLM's, unless the request excludes reasoning."""
     return {"reasoning_content": piece.thought, "reasoning": piece.thought} if request.include_reasoning else {}
 
 
@@ -276,7 +276,7 @@ def _few_messages(value: Any) -> Any:
 
 
 class ChatBatchRequest(ChatRequest):
-    """Body of ``/v1/chat/completions/batch``: a chat's, but ``messages`` is a list of conversations."""
+    """Body of ``/v1/chat/completions/batch``: a chat's, except that ``messages`` is a list of conversations."""
 
     messages: Annotated[  # type: ignore[assignment]
         list[Annotated[Turns, Field(min_length=1)]],
@@ -291,7 +291,7 @@ class ChatBatchRequest(ChatRequest):
         one_prompt = {"kv_transfer_params.prompt_token_ids": self.remote_prompt is None}
         for name, fine in {"n": self.n == 1, **absent, **one_prompt}.items():
             if not fine:
-                reason = "a batch of chats has one choice for each conversation, whole, without tools"
+                reason = "each conversation of a batch gets one choice, without streaming and tools"
                 raise refusal(name, f"{name} is not supported here: {reason}")
         return self
 
@@ -301,7 +301,7 @@ class ChatBatchRequest(ChatRequest):
 
     @property
     def chats(self) -> list[ChatRequest]:
-        """Each conversation with the parameters of all."""
+        """One request per conversation; all share the other parameters."""
         others = {name: getattr(self, name) for name in ChatRequest.model_fields if name != "messages"}
         return [
             ChatRequest.model_construct(self.model_fields_set, messages=chat, **others)  # checked as part of this
@@ -325,7 +325,7 @@ class ChatBatches(ChatCompletions):
 
 
 def _call(part: CallPart) -> dict[str, Any]:
-    """A call in the API's form, or the part of one that comes after its name."""
+    """A tool call in the API's form; a later part of a streamed call has only arguments."""
     if part.name is None:
         return {"function": {"arguments": part.arguments}}
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}

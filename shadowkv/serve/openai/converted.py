@@ -1,4 +1,4 @@
-"""Bodies of APIs that express a chat differently: each becomes a ``ChatRequest`` where it is read."""
+"""Bodies of APIs that express a chat differently: each converts itself to a ``ChatRequest`` when it is read."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shadowkv.serve.openai.messages import Variables
 from shadowkv.serve.openai.protocol import ChatRequest, Sampling
 
 PART_LISTS = ("content", "output", "summary")
-"""Fields of items, messages and blocks that have parts of their own."""
+"""Fields of items, messages and blocks that hold lists of parts."""
 
 SHARED = (Sampling.model_fields.keys() | {"chat_template_kwargs"}) - {"model", "stream"}
-"""Parameters that mean the same everywhere."""
+"""Parameters with the same name and meaning in all APIs."""
 
 
 def few_parts(value: Any) -> Any:
-    """A list of items, messages or blocks, if together they do not have too many parts: checked before any is looked at
-    individually."""
+    """The list of items, messages or blocks, unless it has too many parts in total. This check runs before any part is
+    validated."""
     level, count = value if isinstance(value, list) else [], 0
     while level:
         lists = [item.get(name) for item in level if isinstance(item, dict) for name in PART_LISTS]
@@ -37,7 +37,7 @@ class Converted(Body):
     """A body that is converted to a chat.
 
     Attributes:
-        names: what a chat's parameters are called here, where that differs.
+        names: this API's names of a chat's parameters, where they differ.
     """
 
     names: ClassVar[Mapping[str, str]]
@@ -52,11 +52,11 @@ class Converted(Body):
         return self._chat
 
     def finish(self) -> None:
-        # What was sent beyond the fields is in the set of those that were given, too, and dropped by now.
+        # The set of given fields also names unknown fields, which are dropped by now.
         fields = SHARED & self.model_fields_set & type(self).model_fields.keys()
-        given = {name: getattr(self, name) for name in fields}
+        shared = {name: getattr(self, name) for name in fields}
         try:
-            self._chat = ChatRequest.model_validate({**given, **self.as_chat()})
+            self._chat = ChatRequest.model_validate({**shared, **self.as_chat()})
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)).renamed(self.names) from error
         self.drop()
@@ -67,4 +67,4 @@ class Converted(Body):
 
     @abstractmethod
     def drop(self) -> None:
-        """Drops the conversation, which the chat has now."""
+        """Drops this body's copy of the conversation, since the chat has its own."""

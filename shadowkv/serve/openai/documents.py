@@ -1,4 +1,4 @@
-"""Documents in messages, PDF or plain text: what is in the prompt is their text."""
+"""Documents in messages, PDF or plain text: their text becomes part of the prompt."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shadowkv.serve.storage.store import content_in
 DATA_URL = re.compile(r"data:[^,]{0,200};base64,")
 
 FileData = Annotated[str, Field(min_length=1)]
-"""Base64, by itself or as a ``data:`` URL; as long as a body may be."""
+"""Base64, alone or as a ``data:`` URL; only the body's size limits its length."""
 
 
 class FileSource(Body):
-    """A file, in the request or one of ``/v1/files``."""
+    """A file: in the request itself, or uploaded to ``/v1/files``."""
 
     filename: Name | None = None
     file_data: FileData | None = None
@@ -30,12 +30,12 @@ class FileSource(Body):
     @model_validator(mode="after")
     def _check_source(self) -> FileSource:
         if (self.file_data is None) == (self.file_id is None):
-            raise refusal("file_data", "pass either file_data, in base64, or file_id; addresses are not fetched")
+            raise refusal("file_data", "pass either file_data, in base64, or file_id; URLs are not fetched")
         return self
 
     @property
     def text(self) -> str:
-        """The file's text for a prompt; raises ApiError where there is none, and as ``attachments`` does."""
+        """The file's text for a prompt; raises ApiError if it cannot be read, and whatever ``attachments`` raises."""
         return as_prompt(file_text(self.file_data, self.file_id), title=self.filename)
 
 
@@ -47,16 +47,17 @@ class FilePart(Body):
 
     @property
     def text(self) -> str:
-        """Its text for the prompt."""
+        """The file's text for the prompt."""
         return self.file.text
 
 
 def file_text(data: str | None, id: str | None) -> str:
-    """The text of a file in base64, or of one of ``/v1/files``; raises ApiError, and as ``attachments`` does."""
+    """The text of a file given as base64, or uploaded to ``/v1/files``; raises ApiError, and whatever ``attachments``
+    raises."""
     here = attachments()
     if id is not None:
         if here.folder is None:
-            raise ApiError("this server keeps no files; send file_data", param="file_id", code="not_kept")
+            raise ApiError("this server stores no files; send file_data", param="file_id", code="not_kept")
         try:
             return read_document(content_in(here.folder, id).read_bytes()).text
         except FileNotFoundError:
@@ -70,6 +71,6 @@ def file_text(data: str | None, id: str | None) -> str:
 
 
 def as_prompt(text: str, title: str | None = None, context: str | None = None) -> str:
-    """A document as a model reads it: with tags around it, as Anthropic's and others' guides advise."""
+    """A document in the tags that Anthropic's and others' prompting guides recommend."""
     about = "".join(f"<{name}>{value}</{name}>\n" for name, value in (("source", title), ("context", context)) if value)
     return f"<document>\n{about}<document_content>\n{text}\n</document_content>\n</document>"

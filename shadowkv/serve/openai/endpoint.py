@@ -1,5 +1,5 @@
-"""Endpoints that are asked for text: what is specific to each, its prompts and the shapes of its answers, and what all
-share: the way from a checked body to a job for the engine, and from that to the response."""
+"""Endpoints that generate text. ``Endpoint`` has what differs between them, prompts and answers; ``Responder`` has what
+they share, from a checked body to a job for the engine and its response."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class Endpoint(ABC):
-    """One way to ask for text; instances hold only the tokenizer and how to read answers.
+    """One API endpoint that generates text. Instances hold only the tokenizer and the settings of parsers.
 
     Args:
-        tokenizer: the served model's.
-        settings: say which tool calls and thoughts answers may have.
+        tokenizer: the served model's tokenizer.
+        settings: the server's settings, which name the parsers of tool calls and reasoning.
 
     Attributes:
-        names: what parameters of a ``GenerationRequest`` are called here, where that differs.
+        names: this endpoint's names of the parameters of a ``GenerationRequest``, where they differ.
     """
 
     url: ClassVar[str]
@@ -62,36 +62,38 @@ class Endpoint(ABC):
         return body
 
     def new_id(self, body: Any, request_id: str | None) -> str:
-        """The id of an answer: that in its body, or else that of its request, if it has one."""
+        """The id of an answer: the body's ``request_id``, else the HTTP request's id, else a random one."""
         own = body.request_id if isinstance(body, GenerationRequest) else None
         return f"{self.id_prefix}{own or request_id or uuid.uuid4().hex}"
 
     @abstractmethod
     def sizes(self, request: Any) -> list[int]:
-        """Characters or token ids of every prompt, before any processing."""
+        """The size of every prompt, in characters or token ids, before any processing."""
 
     @abstractmethod
     def prompts(self, request: Any, limit: int) -> list[list[int]]:
-        """Token ids of every prompt; raises ApiError, at the latest for one with many more than ``limit``."""
+        """Token ids of every prompt; raises ApiError, at the latest for a prompt with many more tokens than
+        ``limit``."""
 
     def opening(self, request: Any, prompt: list[int]) -> list[int]:
-        """Token ids behind a prompt that begin the answer, as it cannot itself."""
+        """Token ids to append to a prompt: the opening of an answer that the model cannot write itself under a
+        grammar."""
         return []
 
     def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
-        """What each prompt's answers begin with, if the request asks for an echo."""
+        """The text that each prompt's answers begin with, if the request asks for an echo."""
         return None
 
     def tool_parser(self, request: Any) -> ToolParser | None:
-        """The reader of tool calls in a choice's text; None if there are none to read."""
+        """The parser of tool calls in a choice's text; None if the text has none."""
         return None
 
     def reasoning_parser(self, request: Any, prompt: list[int]) -> ReasoningParser | None:
-        """The reader of thoughts in a choice's text; None if they are part of the text."""
+        """The parser of reasoning in a choice's text; None if reasoning is not separated from the text."""
         return None
 
     def reads_special_tokens(self, request: Any) -> bool:
-        """Whether a choice's text has to have its special tokens, for the readers."""
+        """Whether the parsers need the special tokens in a choice's text."""
         return False
 
     @abstractmethod
@@ -100,16 +102,16 @@ class Endpoint(ABC):
 
     @abstractmethod
     def stream(self, job: Job) -> Events:
-        """The answer as it is generated."""
+        """The answer as a stream."""
 
 
 @dataclass(frozen=True)
 class Responder:
-    """Answers requests within the server's limits, and ends them when the client hangs up.
+    """Answers requests within the server's limits, and aborts them when the client disconnects.
 
     Attributes:
-        engines: by model name.
-        served_name: model that answers where a request names none; only its work is counted in ``metrics``.
+        engines: engines by model name.
+        served_name: the model that answers if a request names none; ``metrics`` counts its work alone.
     """
 
     engines: Mapping[str, EngineClient]
@@ -124,7 +126,7 @@ class Responder:
             job = await self.job(endpoint, body)
             if body.stream:
                 return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
-            # Log-probabilities of a long prompt are megabytes, which take json ten times as long.
+            # Log-probabilities of a long prompt take megabytes; the json module takes ten times as long for them.
             content = encode_json(await endpoint.answer(job))
             return Response(content, headers=await load_report(request, job.engine), media_type="application/json")
 
@@ -152,8 +154,8 @@ def check_model(requested: str | None, model: str) -> None:
 async def prepare(
     engine: EngineClient, endpoint: Endpoint, body: TextRequest, model: str, deadline: float | None = None
 ) -> Job:
-    """The request's job, not yet started; raises ApiError, and DeadlineExceeded where its schema takes longer than
-    until ``deadline``, in seconds of ``time.monotonic``."""
+    """The request's job, not yet started; raises ApiError, and DeadlineExceeded if its schema is not compiled by
+    ``deadline``, in seconds of ``time.monotonic``."""
     check_model(body.model, model)
     try:
         job = await _prepare(engine, endpoint, body, model, deadline)
@@ -174,7 +176,7 @@ async def _prepare(
         counts = (
             f"{counted(len(sizes), 'prompt')} with n={request.n} make {counted(len(sizes) * request.n, 'sequence')}"
         )
-        text = f"{counts}, but this server queues {engine.max_queued_seqs} at the most (--max-queued-seqs)"
+        text = f"{counts}, but this server queues {engine.max_queued_seqs} at most (--max-queued-seqs)"
         raise ApiError(text, param="prompt" if len(sizes) > 1 else "n")
     if body.priority and engine.scheduling_policy != "priority":
         text = f"priority={body.priority} needs a server with --scheduling-policy priority, this one has"
@@ -229,8 +231,8 @@ def engine_request(
     tenant: str = "",
     priority: int = 0,
 ) -> ClientRequest:
-    """A request to the engine, which shares cached prompts with those of the same ``owner`` alone, and takes turns as
-    ``tenant``; raises ApiError if it could never be served."""
+    """A request to the engine, which takes turns as ``tenant`` and shares cached prompts only with requests of the same
+    ``owner``; raises ApiError if it could never be served."""
     if owner is not None:
         params = replace(params, cache_salt=f"{owner}/{params.cache_salt or ''}")
     try:

@@ -1,4 +1,4 @@
-"""A validated request, and its answer in pieces: the same for the HTTP server and the batch mode."""
+"""Jobs: a validated request and its answer in pieces. The HTTP server and the batch mode both use them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Piece:
-    """Part of a choice, or all of it: the content of one chunk of a stream, or of one whole answer."""
+    """A part of a choice, or a whole choice: the content of one chunk of a stream, or of one whole answer."""
 
     index: int
     text: str = ""
@@ -39,7 +39,7 @@ class Piece:
     finish_reason: str | None = None
     first: bool = True
     offset: int = 0
-    """Characters of the tokens before; counted only where log-probabilities are requested."""
+    """Characters of all earlier tokens; counted only if log-probabilities are requested."""
     calls: Sequence[CallPart] = ()
     thought: str = ""
     stop_string: str | None = None
@@ -47,9 +47,9 @@ class Piece:
     token_ids: Sequence[int] = ()
     stop_reason: str | int | None = None
     matched_stop: str | int | None = None
-    """``stop_reason``, or the token that ended the answer by itself, as in SGLang."""
+    """SGLang's field: ``stop_reason``, or the token with which the model ended its answer."""
     prompt_progress: dict[str, int] | None = None
-    """How far the prompt has come; such a piece has nothing else."""
+    """Progress of the prompt's prefill; such a piece has no other content."""
 
 
 @dataclass
@@ -57,11 +57,11 @@ class Job:
     """A validated request: each of a prompt's ``n`` choices is one request to the engine.
 
     Attributes:
-        request: the request, in the form of one of the two APIs that all others are converted to.
+        request: the request as a completion or a chat, to which all other APIs are converted.
         body: the request as received.
-        thinking_tokens: tokens of thoughts in all choices so far.
-        last_outputs: the newest output of each choice, by its number.
-        prompt_scores: log-probabilities of the tokens of each choice's prompt, where they are requested.
+        thinking_tokens: reasoning tokens of all choices so far.
+        last_outputs: the latest output of each choice, by its index.
+        prompt_scores: log-probabilities of each choice's prompt tokens, if requested.
     """
 
     engine: EngineClient
@@ -85,8 +85,8 @@ class Job:
         self.thinking_tokens = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
-        """The engine's outputs for each choice; raises ApiError where one fails. It ends once what other servers
-        continue with is where they find it."""
+        """The engine's outputs for each choice; raises ApiError if one fails. It ends only when other servers can find
+        the prompts that they continue."""
         prompts = self.choices[:: self.request.n]
         await self.remote_prefill.receive(sum(len(prompt.prompt_token_ids) for prompt in prompts))
         timeout = None if self.deadline is None else self.deadline - time.monotonic()
@@ -117,7 +117,7 @@ class Job:
         await self.remote_prefill.send(prompts)
 
     def _with_prompt(self, index: int, output: TextOutput) -> TextOutput:
-        """A choice's first output, with the prompt prepended if it is to be echoed."""
+        """A choice's first output, with the prompt prepended if the request asks for an echo."""
         if self.echo is None:
             return output
         most = self.choices[index].params.logprobs
@@ -150,7 +150,7 @@ class Job:
                 yield piece
 
     async def joined_pieces(self) -> list[Piece]:
-        """The whole answer, a piece for each choice; raises what ``pieces`` does."""
+        """The whole answer, one piece per choice; raises what ``pieces`` does."""
         count, wants_logprobs = len(self.choices), self.choices[0].params.logprobs is not None
         thoughts: list[list[str]] = [[] for _ in range(count)]
         texts: list[list[str]] = [[] for _ in range(count)]
@@ -183,7 +183,7 @@ class Job:
         return pieces
 
     def _split(self, index: int, output: TextOutput) -> tuple[str, str]:
-        """The thoughts and the text of an output; the tokens of thoughts are counted."""
+        """The reasoning and the text of an output; counts the tokens of reasoning."""
         reasoning = self.reasoning[index]
         if reasoning is None:
             return "", output.text
@@ -193,7 +193,7 @@ class Job:
         return parts
 
     def _read(self, index: int, thought: str, text: str, end: str | None) -> Piece:
-        """More of a choice, split into text and calls, and how the choice has ended, if it has."""
+        """The next piece of a choice, split into text and tool calls, with its finish reason at the end."""
         parser = self.parsers[index]
         if parser is None:
             return Piece(index, text, finish_reason=end, thought=thought)
@@ -204,22 +204,22 @@ class Job:
         return Piece(index, text, finish_reason=reason, calls=calls, thought=thought)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts so far; the choices of one prompt share its tokens. Those of thoughts are part of them where
-        thoughts are told apart."""
+        """Token counts so far. The choices of one prompt share its tokens. Reasoning tokens are counted separately,
+        too, where the server separates reasoning from text."""
         prompts = [output for index, output in self.last_outputs.items() if index % self.request.n == 0]
         thinks = any(reasoning is not None for reasoning in self.reasoning)
         thoughts = {"completion_tokens_details": {"reasoning_tokens": self.thinking_tokens}} if thinks else {}
         return {**_usage(prompts, self.last_outputs.values()), **thoughts}
 
     def usage_of(self, index: int, has_begun: bool = True) -> dict[str, Any]:
-        """Token counts so far of one choice and its prompt, or where it has not ``has_begun`` of the prompt alone."""
+        """Token counts so far of one choice and its prompt; of the prompt alone if the choice has not ``has_begun``."""
         outputs = [self.last_outputs[index]] if index in self.last_outputs else []
         return _usage(outputs, outputs if has_begun else [])
 
     def metrics_of(self, index: int) -> dict[str, float]:
-        """How long a choice took, in milliseconds, by vLLM's names: a first token from when work on its prompt began,
-        the tokens after it, the wait before, the mean between tokens if there are two; and tokens per second of
-        work."""
+        """Times of a choice, in milliseconds, under vLLM's names: from the start of prefill to the first token,
+        generation after that, and the wait in the queue. Also the mean time between tokens, if there are two, and
+        tokens per second of work."""
         output = self.last_outputs[index]
         times, tokens = output.times, output.completion_tokens
         scheduled = times.arrival if times.scheduled is None else times.scheduled
@@ -235,8 +235,8 @@ class Job:
         }
 
     def timings_of(self, index: int) -> dict[str, float]:
-        """How long a choice's prompt and its tokens took so far, in milliseconds, by llama.cpp's names: the first token
-        is the prompt's."""
+        """Times of a choice so far, in milliseconds, under llama.cpp's names. The first generated token counts as part
+        of the prompt."""
         output = self.last_outputs[index]
         times, written = output.times, output.completion_tokens
         first = times.first_token or times.arrival
@@ -245,7 +245,7 @@ class Job:
         return _timings(output.cached_tokens, read, prompt, written, answer)
 
     def head(self, kind: str) -> dict[str, Any]:
-        """The fields that every answer and every chunk begin with."""
+        """Fields at the start of every answer and every chunk."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
@@ -262,14 +262,14 @@ def _usage(prompts: Iterable[TextOutput], answers: Iterable[TextOutput]) -> dict
 
 
 def _matched_stop(output: TextOutput) -> str | int | None:
-    """What ended an answer, with its last output: nothing where it was cut off."""
+    """``matched_stop`` for an answer's last output; None if the answer was cut off."""
     if output.stop_reason is not None or output.finish_reason != "stop" or not output.token_ids:
         return output.stop_reason
     return output.token_ids[-1]
 
 
 def _whole_calls(piece: Piece) -> Sequence[CallPart]:
-    """The calls of a whole answer, without the last one where the answer was cut off in it."""
+    """The tool calls of a whole answer, without the last one if the answer was cut off inside it."""
     if not piece.calls or piece.finish_reason not in ("length", "repetition"):
         return piece.calls
     try:
@@ -280,8 +280,8 @@ def _whole_calls(piece: Piece) -> Sequence[CallPart]:
 
 
 def prompt_progress(output: TextOutput, processed: int) -> dict[str, int]:
-    """As llama.cpp tells it: ``processed`` tokens of ``total``, of which ``cache`` were found in the cache, and
-    ``time_ms`` since work on the prompt began."""
+    """llama.cpp's ``prompt_progress``: ``processed`` tokens of ``total``, of which ``cache`` came from the prefix
+    cache, and ``time_ms`` since prefill began."""
     times = output.times
     seconds = (times.first_token or time.monotonic()) - (times.scheduled or times.arrival)
     counts = {"total": output.prompt_tokens, "cache": output.cached_tokens, "processed": processed}
@@ -289,14 +289,14 @@ def prompt_progress(output: TextOutput, processed: int) -> dict[str, int]:
 
 
 def progress_timings(progress: Mapping[str, int]) -> dict[str, float]:
-    """The timings at a ``prompt_progress``."""
+    """llama.cpp's ``timings`` of a chunk that has ``prompt_progress``."""
     read = progress["processed"] - progress["cache"]
     return _timings(progress["cache"], read, progress["time_ms"] / 1000 if read else 0.0, 0, 0.0)
 
 
 def _timings(cached: int, read: int, prompt: float, written: int, answer: float) -> dict[str, float]:
-    """llama.cpp's ``timings``: of ``read`` tokens of a prompt and ``written`` ones of its answer, which took ``prompt``
-    and ``answer`` seconds."""
+    """llama.cpp's ``timings`` for ``read`` prompt tokens in ``prompt`` seconds and ``written`` answer tokens in
+    ``answer`` seconds. ``cached`` prompt tokens came from the prefix cache."""
     counts = {"cache_n": cached, "prompt_n": read, "predicted_n": written}
     return {**counts, **_pace("prompt", read, prompt), **_pace("predicted", max(0, written - 1), answer)}
 
@@ -311,15 +311,15 @@ def _pace(name: str, steps: int, seconds: float) -> dict[str, float]:
 
 
 class RemotePrefill:
-    """``kv_transfer_params``, by vLLM's names: prompts of one request that one server computes and another continues.
+    """``kv_transfer_params``, under vLLM's names: one server computes a request's prompts and another continues them.
 
-    A proxy sends a request to a prefill server with ``max_tokens`` 1 and ``do_remote_decode``, and then to a decode
-    server with the values from the first answer. What they name is in the directory that both share; what is missing is
-    computed.
+    A proxy sends a request to a prefill server with ``max_tokens`` 1 and ``do_remote_decode``. It then sends the
+    request to a decode server, with the values from the first answer. These values name snapshots in a directory that
+    both servers share; the decode server computes whatever is missing.
 
     Args:
-        engine: serves it, in its role.
-        params: what the request says about other servers.
+        engine: the engine that serves the request, in its role.
+        params: the request's ``kv_transfer_params``.
     """
 
     def __init__(self, engine: EngineClient, params: KVTransferParams | None) -> None:
@@ -327,30 +327,30 @@ class RemotePrefill:
         self._sent: list[str] = []
 
     async def receive(self, tokens: int) -> None:
-        """Waits for prompts of ``tokens`` tokens that another server has computed, as long as that pays."""
+        """Waits for prompts of ``tokens`` tokens that another server has computed, as long as waiting is faster than
+        computing."""
         if self._params.do_remote_prefill and not await self._engine.expect(
             tuple(self._params.remote_snapshots), tokens
         ):
-            logger.warning("prompts of %d tokens have not arrived in time: what is not there is computed", tokens)
+            logger.warning("prompts of %d tokens have not arrived in time; the missing ones are computed", tokens)
 
     async def send(self, prompts: Sequence[ClientRequest]) -> None:
-        """Waits until other servers can find what was computed of prompts: where they are to continue it, and always on
-        a prefill server."""
+        """Waits until other servers can find the computed prompts: on request, and always on a prefill server."""
         if self._params.do_remote_decode or self._engine.role == "prefill":
             sent = await asyncio.gather(*map(self._hand_over, prompts))
             self._sent = list(dict.fromkeys(name for names in sent for name in names))
 
     async def _hand_over(self, prompt: ClientRequest) -> tuple[str, ...]:
-        """Nothing fails if it does not arrive: it is computed."""
+        """The names of a prompt's snapshots; none on failure, since the decode server can compute the prompt itself."""
         try:
             return await self._engine.hand_over(prompt)
         except (SaveError, asyncio.TimeoutError) as error:
-            reason = str(error) or "the disk has not taken it in time"
+            reason = str(error) or "the disk was too slow"
             logger.warning("a prompt of %d tokens is not handed over: %s", len(prompt.prompt_token_ids), reason)
             return ()
 
     def answer_field(self) -> dict[str, Any]:
-        """The field of an answer; none where it was not requested. Null is what has to be computed."""
+        """The answer's ``kv_transfer_params``, if requested; null if no snapshot was handed over."""
         if not self._params.do_remote_decode:
             return {}
         names = {"do_remote_prefill": True, "do_remote_decode": False, "remote_snapshots": self._sent}

@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON cannot express."""
 
 
 @lru_cache(maxsize=1 << 16)
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text in the middle of a sentence; half a character is U+FFFD.
+    """A token's text in the middle of a sentence; part of a character is U+FFFD.
 
-    It is taken from the second of two: decoders strip the space that a text begins with.
+    The token is decoded twice in a row, and the second text is taken, because decoders strip a leading space.
     """
     once, twice = (tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
     return twice[len(once) :]
 
 
 def token_name(token_id: int) -> str:
-    """What stands for a token instead of its text where ``return_tokens_as_token_ids`` asks for that."""
+    """The name of a token under ``return_tokens_as_token_ids``."""
     return f"token_id:{token_id}"
 
 
@@ -40,8 +40,8 @@ def width(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs]) -> int:
 def scored_prompt(
     token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None] | None, most: int | None
 ) -> list[TokenLogprobs]:
-    """A prompt's tokens as steps, with at most ``most`` alternatives, of which None and -1 are all; one without a score
-    (the first, which has nothing before it) gets NaN."""
+    """A prompt's tokens as steps with at most ``most`` alternatives; None and -1 mean all. A token without a score,
+    such as the first, gets NaN."""
     known = scores or [None] * len(token_ids)
     return [
         TokenLogprobs(token, math.nan, {}) if step is None else _with_fewer(step, most)
@@ -58,8 +58,8 @@ def _with_fewer(step: TokenLogprobs, most: int | None) -> TokenLogprobs:
 def prompt_logprobs(
     tokenizer: Tokenizer, scores: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's shape of a prompt's log-probabilities: by token id, the prompt's own token first. Its ``rank`` is null
-    where it is not among the reported most likely ones."""
+    """vLLM's form of a prompt's log-probabilities: by token id, the prompt's own token first. Its ``rank`` is null if
+    it is not among the reported most likely tokens."""
     return [None if step is None else _by_id(tokenizer, step) for step in scores]
 
 
@@ -78,8 +78,8 @@ def _by_id(tokenizer: Tokenizer, step: TokenLogprobs) -> dict[str, dict[str, Any
 def completion_logprobs(
     tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], offset: int, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Shape of ``/v1/completions``; ``offset`` is where the first token begins in the text, in characters. With
-    ``as_ids`` tokens have ``token_name``."""
+    """Log-probabilities in the form of ``/v1/completions``. ``offset`` is where the first token begins in the text, in
+    characters. With ``as_ids``, tokens are named by ``token_name``."""
     texts = [token_text(tokenizer, step.token_id) for step in steps]
     offsets = []
     for text in texts:
@@ -97,17 +97,17 @@ def _by_text(tokenizer: Tokenizer, step: TokenLogprobs, as_ids: bool) -> dict[st
     likeliest: dict[str, float] = {}
     for token_id, logprob in ({step.token_id: step.logprob} | step.top).items():
         text = token_name(token_id) if as_ids else token_text(tokenizer, token_id)
-        # Parts of characters share the text U+FFFD: the most likely one stands for them.
+        # Parts of characters all have the text U+FFFD; it gets the highest log-probability among them.
         likeliest[text] = max(logprob, likeliest.get(text, LOWEST))
     return likeliest
 
 
 def chat_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], as_ids: bool = False) -> dict[str, Any]:
-    """Shape of ``/v1/chat/completions``; ``as_ids`` as in ``completion_logprobs``."""
+    """Log-probabilities in the form of ``/v1/chat/completions``; ``as_ids`` as in ``completion_logprobs``."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = token_name(token_id) if as_ids else token_text(tokenizer, token_id)
-        # Part of a character: the text does not reveal its bytes, and the API allows null.
+        # Part of a character: its bytes cannot be derived from the text, and the API allows null.
         data = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
 

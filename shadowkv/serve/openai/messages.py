@@ -1,4 +1,4 @@
-"""Conversations: messages, tools and variables as requests have them, and as chat templates are given them."""
+"""Conversations: messages, tools and template variables, as requests send them and as chat templates receive them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESERVED = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens", "parse_special")
     + ("chat_template", "check", "self")
 )
-"""Variables that a template gets in other ways, or not at all."""
+"""Names that ``chat_template_kwargs`` cannot set: a template gets these variables in other ways, or not at all."""
 
 EXPLANATION = (
     "You can call tools. To do so, answer with nothing but a JSON list of the calls, each of which is an object with "
@@ -47,7 +47,7 @@ Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """A call's arguments, which each template writes in its own way."""
+    """A call's arguments as an object, since each template writes them in its own way."""
     try:
         value = parse_json(text.encode()) if text.strip() else {}
     except json.JSONDecodeError as error:
@@ -65,14 +65,14 @@ else:
 
 
 class CalledFunction(Body):
-    """What was called, and with what."""
+    """The called function and its arguments."""
 
     name: Name
     arguments: Arguments
 
 
 class ToolCall(Body):
-    """A call in an earlier turn."""
+    """A tool call in an earlier message."""
 
     id: Name
     type: Literal["function"] = "function"
@@ -80,14 +80,14 @@ class ToolCall(Body):
     index: int | None = None  # of streamed calls, which clients assemble and send back
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates expect."""
+        """The call in the form that chat templates expect."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class Message(Body):
-    """One turn of a conversation; ``developer`` is OpenAI's newer name for ``system``. What other roles mean is up to
-    the chat template. ``reasoning`` is vLLM's newer name for ``reasoning_content``."""
+    """One message of a conversation. ``developer`` is OpenAI's newer name for ``system``; the chat template decides
+    what other roles mean. ``reasoning`` is vLLM's newer name for ``reasoning_content``."""
 
     role: Annotated[Name, Field(min_length=1)]
     content: Annotated[Parts | None, BeforeValidator(_as_parts, json_schema_input_type=Text | Parts)] = None
@@ -100,21 +100,21 @@ class Message(Body):
     @model_validator(mode="after")
     def _check(self) -> Message:
         if self.content is None and not self.tool_calls:
-            raise refusal("content", "content is required, but of an assistant's message with tool_calls")
+            raise refusal("content", "content is required, except in an assistant message with tool_calls")
         if self.tool_calls and self.role != "assistant":
-            raise refusal("tool_calls", f"tool_calls are of assistant messages, and this is a {self.role} message")
+            raise refusal("tool_calls", f"only assistant messages have tool_calls, and this is a {self.role} message")
         for name in ("reasoning_content", "reasoning"):
             if getattr(self, name) is not None and self.role != "assistant":
-                raise refusal(name, f"assistants have {name}, and this is a {self.role} message")
+                raise refusal(name, f"only assistant messages have {name}, and this is a {self.role} message")
         if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
             raise refusal("reasoning", "reasoning and reasoning_content differ; pass one of them")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            reason = "tool_call_id is required of tool messages, which answer the call of that id, and of no others"
+            reason = "tool messages need a tool_call_id, the id of the call that they answer; other messages have none"
             raise refusal("tool_call_id", reason)
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates expect: content is a string, even if empty."""
+        """The message in the form that chat templates expect: content is a string, even if empty."""
         optional = {
             "name": self.name,
             "tool_calls": [call.for_template() for call in self.tool_calls] or None,
@@ -129,7 +129,7 @@ class Message(Body):
 
 
 def _within_limits(value: Any) -> Any:
-    """All messages together, before any is checked individually."""
+    """Checks the size of all messages together, before any is validated."""
     if isinstance(value, list):
         messages = [message for message in value if isinstance(message, dict)]
         contents = [message.get("content") for message in messages]
@@ -152,22 +152,22 @@ def _list(value: Any) -> list[Any]:
 def _variables(value: dict[str, Any]) -> dict[str, Any]:
     for name in value:
         if name in RESERVED or not name.isidentifier():
-            raise wrong(f"{name[:40]!r} is no variable of a chat template that can be set here")
+            raise wrong(f"{name[:40]!r} cannot be set as a variable of the chat template")
     bounded(MAX_TEMPLATE_CHARS, value)
     return value
 
 
 def _few_values(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Checks that the arguments of all calls together have no more values than those of one may have, and all texts
-    no more characters, those of documents included."""
+    """Checks the totals of all messages: characters, text of documents included, and values in the arguments of
+    calls."""
     at_most(MAX_TEXT_CHARS, "characters", sum(len(turn["content"]) for turn in turns))
     calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
     bounded(MAX_TEXT_CHARS, calls)
     return turns
 
 
-# Validated as messages, kept as what templates expect: thousands of plain dictionaries are quick to receive from the
-# process that read them, models are not.
+# Messages are validated as models and kept as the dictionaries that templates expect. The process that reads bodies can
+# send thousands of plain dictionaries quickly; models are slow to send.
 if TYPE_CHECKING:
     Turn = dict[str, Any]
 else:
@@ -183,11 +183,11 @@ Turns = Annotated[
 Variables = Annotated[dict[str, Any], AfterValidator(_variables)]
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much a model is to think."""
+"""Values of ``reasoning_effort``."""
 
 
 class Conversation(Body):
-    """What makes up a chat's prompt."""
+    """The parts of a request that make up a chat's prompt."""
 
     messages: Turns | None = None
     tools: Tools = Field([])
@@ -201,34 +201,34 @@ class Conversation(Body):
     def _check_conversation(self) -> Conversation:
         for name in ("tools", "chat_template", "chat_template_kwargs", "reasoning_effort", "continue_final_message"):
             if self.messages is None and getattr(self, name):
-                raise refusal(name, f"{name} is for messages; leave it out, a prompt has no template")
+                raise refusal(name, f"{name} needs messages; leave it out, since a prompt uses no template")
         if self.continue_final_message:
             self._check_continued()
         return self
 
     def _check_continued(self) -> None:
         if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-            reason = "a message that is continued is not followed by another: leave add_generation_prompt out"
+            reason = "no message follows one that is continued: leave add_generation_prompt out"
             raise refusal("add_generation_prompt", reason)
         last = (self.messages or [{"role": ""}])[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
-            reason = "the last message must be the assistant's, without tool_calls: it is what is continued"
+            reason = "the last message, which is continued, must be the assistant's and have no tool_calls"
             raise refusal("continue_final_message", reason)
 
     @property
     def has_next_turn(self) -> bool:
-        """Whether the prompt ends where another turn of the assistant begins."""
+        """Whether the prompt ends with the opening of a new assistant message."""
         return self.add_generation_prompt and not self.continue_final_message
 
     @property
     def remote_prompt(self) -> array[int] | None:
-        """The prompt's token ids, where another server has made them of the messages."""
+        """The prompt's token ids, if another server has already rendered the messages."""
         return None
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the template gets besides messages and tools. Effort is a variable, as in vLLM; templates without it may
-        still have a switch for thinking."""
+        """Variables that the template gets besides messages and tools. ``reasoning_effort`` is one, as in vLLM; effort
+        "none" also sets ``enable_thinking`` to false, for templates that have that switch instead."""
         effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
             effort["enable_thinking"] = False
@@ -236,7 +236,7 @@ class Conversation(Body):
 
     @property
     def characters(self) -> int:
-        """Length of the conversation."""
+        """Characters of the conversation."""
         turns = self.messages or ()
         calls = sum(len(str(turn["tool_calls"])) for turn in turns if "tool_calls" in turn)
         texts = sum(len(turn["content"]) + len(turn.get("reasoning_content", "")) for turn in turns)
@@ -244,7 +244,7 @@ class Conversation(Body):
 
 
 def template_input(conversation: Conversation, template: str | None) -> tuple[list[Turn], dict[str, Any]]:
-    """Messages, and the other variables, for the conversation's own chat template or else for ``template`` (Jinja
+    """Messages and other variables for the conversation's own chat template, or else for ``template`` (Jinja
     source)."""
     turns, tools = _with_names(conversation.messages or []), conversation.tools
     variables = conversation.template_variables
@@ -259,8 +259,8 @@ def template_input(conversation: Conversation, template: str | None) -> tuple[li
 
 
 def in_words(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
-    """Messages without tools: they are explained in the system message; calls become the text of an answer with calls
-    (``output_schema.calls_schema``), and their results become the user's."""
+    """Messages for a template without tools. The system message explains the tools; calls become the text of an answer
+    (``output_schema.calls_schema``), and their results become user messages."""
     turns = [_in_words(turn) for turn in turns]
     if not tools:
         return turns
@@ -272,7 +272,7 @@ def in_words(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
 
 
 def _with_names(turns: list[Turn]) -> list[Turn]:
-    """Messages whose tool results have the name of the called tool, which some templates require."""
+    """Messages with the called tool's name on each tool result, which some templates require."""
     names = {call["id"]: call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())}
     return [
         {"name": names[turn["tool_call_id"]], **turn} if turn.get("tool_call_id") in names else turn for turn in turns
@@ -280,8 +280,8 @@ def _with_names(turns: list[Turn]) -> list[Turn]:
 
 
 def _harmony_turns(turns: list[Turn]) -> list[Turn]:
-    """Messages as gpt-oss's templates read them: thoughts are ``thinking``; each call is a message of its own, which
-    its result follows; and what was said before a call belongs to the thoughts, as such a message has room for one."""
+    """Messages as gpt-oss's templates read them. Reasoning is ``thinking``. Each call is a separate message, followed
+    by its result. Text before a call joins the reasoning, since a message with a call has room for only one text."""
     groups: list[list[Turn]] = []
     group_of: dict[str, list[Turn]] = {}
     for turn in turns:

@@ -1,5 +1,5 @@
-"""What an output has to follow: ``response_format``, vLLM's ``structured_outputs``, or the JSON schema of calls that
-``tool_choice`` forces. All are one text: a JSON schema, or other rules (``grammar_text``)."""
+"""Constraints on an output: ``response_format``, vLLM's ``structured_outputs``, or the JSON schema of calls that
+``tool_choice`` forces. Each is one text: a JSON schema, or another grammar (``grammar_text``)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ RESPONSE_FORMAT: dict[str, Any] = {
 }
 
 MAX_CHOICES = 4_096
-"""Texts that ``choice`` may have."""
+"""How many texts ``choice`` can list."""
 
 ANY_OBJECT = '{"type": "object"}'
 
 
 def format_text(value: Any) -> str | None:
-    """What the output has to follow, as text; None for plain text. The schema is in ``json_schema``, as OpenAI has it,
-    or beside ``type``, as llama.cpp and SGLang do. Raises PydanticCustomError."""
+    """The constraint of a ``response_format`` as text; None for plain text. Its schema is in ``json_schema``, as in
+    OpenAI's API, or beside ``type``, as in llama.cpp's and SGLang's. Raises PydanticCustomError."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
@@ -49,7 +49,7 @@ def format_text(value: Any) -> str | None:
 
 
 def checked_schema(named: Any) -> str:
-    """The schema, as JSON text, in the ``schema`` field of an object; raises PydanticCustomError."""
+    """The ``schema`` field of an object, as JSON text; raises PydanticCustomError."""
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise _refusal("json_schema needs a schema, an object")
@@ -62,7 +62,7 @@ def _dumped(schema: dict[str, Any]) -> str:
     except RecursionError as error:
         raise _refusal("the schema is nested too deeply") from error
     if len(text) > MAX_SCHEMA_CHARS:
-        raise _refusal(f"the schema has {len(text)} characters, {MAX_SCHEMA_CHARS} are supported")
+        raise _refusal(f"the schema has {len(text)} characters; at most {MAX_SCHEMA_CHARS} are supported")
     return text
 
 
@@ -75,8 +75,8 @@ Choices = Annotated[list[Rules], Field(min_length=1, max_length=MAX_CHOICES, fai
 
 
 class StructuredOutputs(Body):
-    """vLLM's ``structured_outputs``: one of the first six. A schema or tag may be an object or its JSON text; a grammar
-    is one in GBNF, which vLLM's EBNF is, too."""
+    """vLLM's ``structured_outputs``: exactly one of the first six fields. A schema or tag is an object or its JSON
+    text. A grammar is in GBNF, which includes vLLM's EBNF."""
 
     json_: Annotated[Rules | dict[str, Any] | None, Field(alias="json")] = None
     regex: Rules | None = None
@@ -98,7 +98,7 @@ class StructuredOutputs(Body):
 
     @property
     def text(self) -> str:
-        """What the output has to follow, as text; raises PydanticCustomError."""
+        """The constraint as text; raises PydanticCustomError."""
         if self.json_ is not None:
             return _dumped(_object("json", self.json_))
         if self.regex is not None:
@@ -126,8 +126,9 @@ def _refusal(message: str) -> PydanticCustomError:
 
 
 def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) -> str:
-    """The JSON schema, as JSON text, of an answer that calls tools, as in vLLM: the arguments of the named function, or
-    a list of objects with ``name`` and ``parameters``, with one item where calls may not be parallel."""
+    """The JSON schema, as JSON text, of an answer that calls tools, as in vLLM. For a named function it is the schema
+    of the arguments. Otherwise it is a list of objects with ``name`` and ``parameters``, with one item unless calls can
+    be ``parallel``."""
     functions = [tool["function"] for tool in tools if choice.name in (None, tool["function"]["name"])]
     if choice.name is not None and functions:
         return json.dumps(functions[0]["parameters"])
@@ -140,7 +141,7 @@ def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) ->
         }
         for number, function in enumerate(functions)
     ]
-    # Each function's schema is a separate document, whose references begin at its root.
+    # Each function's schema is a separate document, and its references start at its own root.
     documents = {
         str(number): _moved(function["parameters"], f"/$defs/{number}") for number, function in enumerate(functions)
     }
@@ -149,7 +150,7 @@ def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) ->
 
 
 def _moved(value: Any, path: str) -> Any:
-    """A schema with its references adjusted for its root now being at ``path``."""
+    """A schema whose root moves to ``path``, with its references adjusted."""
     if isinstance(value, list):
         return [_moved(part, path) for part in value]
     if not isinstance(value, dict):

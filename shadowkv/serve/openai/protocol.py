@@ -1,8 +1,8 @@
-"""Bodies of the requests: the supported parameters of the OpenAI API, vLLM's extra ones, and those of ``/cache``.
+"""Request bodies: the supported parameters of the OpenAI API, vLLM's extra ones, and those of ``/cache``.
 
-A parameter that is known to change the answer and is not supported is an error, never ignored; an unknown one has no
-effect. Every list is bounded (``limits.py``) and checked up to its first wrong item: an error for each of a million
-takes seconds and gigabytes.
+A parameter that would change the answer and is not supported is an error. An unknown parameter is ignored. Every list
+is bounded (``limits.py``), and its check stops at the first wrong item: a million errors would take seconds and
+gigabytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ from shadowkv.serve.openai.output_schema import (
 from shadowkv.serve.openai.tools import Choice, ToolChoice
 
 Tokens = array
-"""Token ids in 32 bits each: a list of a million has as many objects, and is slow to send between processes."""
+"""Token ids in 32 bits each. A list of a million ints is a million objects, which are slow to send between
+processes."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 TokenList = Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS)]
@@ -68,16 +69,16 @@ RULES = {
     **{"regex": "regex", "ebnf": "grammar"},  # SGLang's
     **{"grammar": "grammar", "json_schema": "json"},  # llama.cpp's
 }
-"""Parameters that are a kind of ``structured_outputs`` by another name, and which one."""
+"""Other names for the kinds of ``structured_outputs``."""
 
 COMPLETION_TOKENS = 16
-"""Length of a completion that does not specify one, as in the OpenAI API."""
+"""Length of a completion without ``max_tokens``, as in the OpenAI API."""
 
 
 def prompts_of(value: Any) -> list[str | Tokens]:
     """Every form of ``prompt`` that the OpenAI API accepts, as a list of texts and token ids.
 
-    Not left to a union type: that would try a list of a million tokens as each member, with an error per item.
+    This is not a union type, which would try a list of a million tokens as each member and report an error per item.
     """
     prompts = value if isinstance(value, list) and value and type(value[0]) is not int else [value]
     at_most(MAX_PROMPTS, "prompts", len(prompts))
@@ -108,7 +109,7 @@ def _is_tokens(value: Any) -> bool:
 def _packed(ids: list[int]) -> Tokens:
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token <= MAX_TOKEN_ID:
-            raise wrong(f"{token if abs(token) < 2**64 else 'a number of more than 64 bits'} is no token id")
+            raise wrong(f"{token if abs(token) < 2**64 else 'a number of more than 64 bits'} is not a token id")
     return array("i", ids)
 
 
@@ -116,7 +117,7 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class StreamOptions(Body):
-    """``stream_options``; the second needs the first, as in vLLM."""
+    """``stream_options``; ``continuous_usage_stats`` needs ``include_usage``, as in vLLM."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -136,7 +137,7 @@ class RepetitionDetection(Body):
 
     @property
     def params(self) -> RepetitionDetectionParams:
-        """The same for the engine; raises PydanticCustomError."""
+        """The same as the engine's parameters; raises PydanticCustomError."""
         try:
             return RepetitionDetectionParams(self.max_pattern_size, self.min_pattern_size, self.min_count)
         except ValueError as error:
@@ -156,7 +157,7 @@ StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fai
 
 
 def _biases(value: Any) -> Any:
-    """JSON's keys are strings; whatever is not a token id is left for the field's own check to refuse."""
+    """Converts the keys, which are strings in JSON, to token ids. The field's own check refuses other keys."""
     if not isinstance(value, dict):
         return value
     at_most(MAX_LOGIT_BIASES, "token ids", len(value))
@@ -173,9 +174,9 @@ SnapshotName = Annotated[str, Field(pattern=f"^{SNAPSHOT_NAME}$")]
 
 
 class KVTransferParams(Body):
-    """What a request says about other servers: whether one continues its prompt, or one has computed it, and as which
-    snapshots; and the token ids of a chat's prompt, which another server has made of its messages. Fields of vLLM's
-    connectors are dropped unread."""
+    """How a request is split between servers. It says whether another server continues its prompt, or has computed it
+    and as which snapshots. It can also have the token ids of a chat's prompt, if another server has rendered the
+    messages. Fields of vLLM's connectors are dropped unread."""
 
     prompt_token_ids: TokenIds | None = None
     do_remote_decode: bool = False
@@ -192,7 +193,7 @@ Stops = Annotated[StopStrings, BeforeValidator(_one_or_many, json_schema_input_t
 
 
 class TextRequest(Body):
-    """What says how a request for text is answered, in every API."""
+    """Parameters of a text request in every API."""
 
     model: Name | None = None
     priority: Int64 = 0
@@ -200,7 +201,7 @@ class TextRequest(Body):
 
 
 class Sampling(TextRequest):
-    """What all requests for text of OpenAI's and Anthropic's APIs have in common."""
+    """Parameters that all text requests of OpenAI's and Anthropic's APIs share."""
 
     min_tokens: int = SamplingParams.min_tokens
     temperature: float = SamplingParams.temperature
@@ -219,7 +220,7 @@ class Sampling(TextRequest):
 
 
 class GenerationRequest(Sampling):
-    """What completions and chat completions have in common."""
+    """Parameters that completions and chat completions share."""
 
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     best_of: int | None = None
@@ -262,7 +263,7 @@ class GenerationRequest(Sampling):
                 raise refusal("n_predict", "n_predict and max_tokens differ; pass one of them")
             self.max_tokens = self.n_predict
         if self.prompt_logprobs is not None and self.stream:
-            raise refusal("prompt_logprobs", "prompt_logprobs are not part of a stream: leave one of them out")
+            raise refusal("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out prompt_logprobs or stream")
         if self.logprob_token_ids and self.alternatives is None:
             raise refusal("logprob_token_ids", "logprob_token_ids is only allowed with logprobs")
         if "truncation_side" in self.model_fields_set and self.truncate_prompt_tokens is None:
@@ -274,12 +275,12 @@ class GenerationRequest(Sampling):
         rules = ("response_format", "structured_outputs", *RULES)
         given = [name for name in rules if getattr(self, name) is not None]
         if len(given) > 1:
-            raise refusal(given[1], f"pass one of {' and '.join(given)}: an output follows one kind of rules")
+            raise refusal(given[1], f"pass one of {' and '.join(given)}: an output follows one constraint")
         self._first_choice({}, None)
         return self
 
     def limit(self, room: int | None) -> int | None:
-        """Most tokens to generate; None is the number that the server reserves.
+        """The maximum number of tokens to generate; None means the number that the server reserves.
 
         Args:
             room: tokens left in the context; None is unlimited.
@@ -288,18 +289,20 @@ class GenerationRequest(Sampling):
 
     @property
     def alternatives(self) -> int | None:
-        """Log-probabilities to report per token, as in ``SamplingParams.logprobs``."""
+        """Number of log-probabilities to report per token, as in ``SamplingParams.logprobs``."""
         raise NotImplementedError
 
     @property
     def prompt_alternatives(self) -> int | None:
-        """The same for the prompt's tokens."""
+        """Number of log-probabilities to report per prompt token."""
         return self.prompt_logprobs
 
     def truncated(self, prompt: list[int], max_model_len: int, default_max_tokens: int) -> list[int]:
-        """A prompt's last tokens, or its first, as ``truncate_prompt_tokens`` says: -1 is as many as leave room for the
-        answer, of half of the context at most where its length is the server's default. Raises ApiError for more than
-        the context has."""
+        """A prompt's last tokens, or its first, as ``truncate_prompt_tokens`` says.
+
+        -1 leaves room for the answer; if the answer's length is the server's default, it reserves at most half of the
+        context. Raises ApiError if ``truncate_prompt_tokens`` exceeds the context.
+        """
         most = self.truncate_prompt_tokens
         if most is None:
             return prompt
@@ -315,12 +318,12 @@ class GenerationRequest(Sampling):
 
     @property
     def output_schema(self) -> str | None:
-        """What the output must follow: a JSON schema (as JSON text) or other rules (``grammar_text``)."""
+        """The constraint on the output: a JSON schema (as JSON text) or another grammar (``grammar_text``)."""
         return self.response_format if self.structured is None else self.structured.text
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """``structured_outputs``, or the same by another name."""
+        """``structured_outputs``, or the equivalent parameter of another name."""
         for name, kind in RULES.items():
             if (value := getattr(self, name)) is not None:
                 try:
@@ -331,18 +334,18 @@ class GenerationRequest(Sampling):
 
     @property
     def on_one_line(self) -> bool:
-        """Whether the JSON is to have no line ends and no more spaces than one after each comma and colon."""
+        """Whether JSON output has no line breaks, and at most one space after each comma and colon."""
         return self.calls_are_forced or (self.structured is not None and self.structured.disable_any_whitespace)
 
     @property
     def calls_are_forced(self) -> bool:
-        """Whether the schema is that of tool calls. They are on one line, as models are trained to write them: where
-        any white space is allowed, small ones write nothing else."""
+        """Whether the schema is that of tool calls. Calls are written on one line, as in the training data of models:
+        if any white space is allowed, small models write nothing else."""
         return False
 
     @property
     def parses_calls(self) -> bool:
-        """Whether the model chooses whether to call tools, in its own format."""
+        """Whether the model decides if it calls tools, in its own format."""
         return False
 
     @property
@@ -353,10 +356,10 @@ class GenerationRequest(Sampling):
     def sampling(
         self, defaults: Mapping[str, float] = MappingProxyType({}), room: int | None = None
     ) -> list[SamplingParams]:
-        """One for each choice of a prompt; those of a seeded request have the seeds of ``choice_seed``.
+        """Sampling parameters for each choice of a prompt; seeds of further choices come from ``choice_seed``.
 
         Args:
-            defaults: the model authors' recommended parameters, for what the request leaves out.
+            defaults: the parameters that the model's authors recommend, used where the request has none.
             room: tokens left in the context after the prompt; None is unlimited.
         """
         first = self._first_choice(defaults, room)
@@ -425,7 +428,7 @@ class CompletionRequest(GenerationRequest):
     def prompt_alternatives(self) -> int | None:
         if self.prompt_logprobs is not None or not self.echo:
             return self.prompt_logprobs
-        # Where nothing is to be generated, the engine treats that as a request to score the prompt.
+        # With max_tokens=0, the engine treats 0 as a request to score the prompt.
         return 0 if self.logprobs is None and self.max_tokens == 0 else self.logprobs
 
 
@@ -465,9 +468,7 @@ class ChatRequest(GenerationRequest, Conversation):
             reason = f"{name} leaves no room for calls of tools; leave it out, or pass tool_choice 'none'"
             raise refusal(name, reason)
         if chosen.is_forced and (self.min_tokens or self.ignore_eos):
-            raise refusal(
-                "tool_choice", f"tool_choice {chosen} says where the output ends: no min_tokens or ignore_eos"
-            )
+            raise refusal("tool_choice", f"tool_choice {chosen} ends the output: leave min_tokens and ignore_eos out")
         return self
 
     @property
@@ -482,7 +483,7 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @property
     def chosen_tools(self) -> Choice:
-        """``tool_choice``, or its default where it is omitted."""
+        """``tool_choice``, or its default."""
         return self.tool_choice or Choice("auto" if self.tools else "none")
 
     def limit(self, room: int | None) -> int | None:
@@ -530,7 +531,7 @@ class TokenizeRequest(Conversation):
         if sum(given) != 1:
             raise refusal("prompt", "pass either prompt, messages or content")
         if self.parse_special is not None and self.prompt is not None:
-            raise refusal("parse_special", "parse_special is for messages; leave it out, a prompt's are always parsed")
+            raise refusal("parse_special", "parse_special needs messages; leave it out, a prompt is always parsed")
         return self
 
     @property
@@ -563,7 +564,7 @@ SaveName = Annotated[
 def _one_prompt(value: Any) -> list[str | Tokens]:
     prompts = prompts_of(value)
     if len(prompts) > 1:
-        raise wrong(f"{len(prompts)} prompts are too many; one is saved under a name")
+        raise wrong(f"pass one prompt, and not {len(prompts)}: a name saves one")
     return prompts
 
 
@@ -590,5 +591,5 @@ class SaveRequest(RestoreRequest, Conversation):
         if (self.prompt is None) == (self.messages is None):
             raise refusal("prompt", "pass either prompt or messages")
         if self.parse_special and self.messages is None:
-            raise refusal("parse_special", "parse_special is for messages; leave it out, a prompt's are always parsed")
+            raise refusal("parse_special", "parse_special needs messages; leave it out, a prompt is always parsed")
         return self

@@ -1,4 +1,4 @@
-"""Routes of the OpenAI API and of vLLM: completions, chats, the token ids of texts, and those that are refused."""
+"""Routes of the OpenAI API and of vLLM: completions, chats, tokenization, and endpoints that are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ UNSERVED = ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/audio/trans
 
 
 class Invocation(Body):
-    """Body of Amazon SageMaker's ``/invocations``: a chat's if it has ``messages``, and a completion's otherwise. It is
+    """Body of Amazon SageMaker's ``/invocations``: a chat if it has ``messages``, otherwise a completion. It is then
     read again as that."""
 
     is_read_again = True
@@ -54,18 +54,18 @@ class Invocation(Body):
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a chat's."""
+        """Whether the body is a chat."""
         return self._is_chat
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> Invocation:
-        self._is_chat |= "messages" in (self.model_extra or {})  # FastAPI validates what was read again
+        self._is_chat |= "messages" in (self.model_extra or {})  # FastAPI validates the body a second time
         self.__pydantic_extra__ = {}
         return self
 
 
 def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
-    """``/v1/completions``, ``/v1/chat/completions``, batches of these and counts of their tokens, and either at
+    """``/v1/completions``, ``/v1/chat/completions``, batches of chats, counts of a chat's tokens, and
     ``/invocations``."""
     router = APIRouter(route_class=BodyRoute)
     completions, chats = Completions(engine.tokenizer, settings), ChatCompletions(engine.tokenizer, settings)
@@ -108,18 +108,18 @@ def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
 
 
 def token_routes(engine: EngineClient, served_name: str, settings: ServerSettings) -> APIRouter:
-    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM; lm_eval needs no other tokenizer. Their
-    work, including the formatting of answers, is done in threads."""
+    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM; lm_eval needs no other tokenizer.
+    Tokenization and the formatting of answers run in threads."""
     router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
 
     def tokenize_content(body: TokenizeRequest, content: str) -> Response:
-        """As llama.cpp: without a beginning unless that is asked for."""
+        """llama.cpp's ``/tokenize``: it adds special tokens only on request."""
         limit = tokenize_limit(engine.max_model_len)
         tokens = encode(tokenizer, content, limit, "content", add_special_tokens=body.add_special)
         return JSONResponse({"tokens": shown(body, tokens)})
 
     def shown(body: TokenizeRequest, tokens: list[int]) -> list[Any]:
-        """With each token's text, as in llama.cpp, if that is asked for."""
+        """Token ids, or ids with their texts if the request asks for pieces, as in llama.cpp."""
         if not body.with_pieces:
             return tokens
         return [{"id": token, "piece": token_text(tokenizer, token)} for token in tokens]
@@ -175,12 +175,12 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
 
 
 def unserved_routes() -> APIRouter:
-    """Routes for other kinds of models: each is refused clearly, and posted bodies are not read."""
+    """Routes for other kinds of models: each returns an error, and no body is read."""
     router = APIRouter()
 
     async def refuse() -> Response:
         served = "/v1/chat/completions, /v1/completions, /v1/responses or /v1/messages"
-        raise ApiError(f"this server generates text and nothing else: ask {served}", code="not_served")
+        raise ApiError(f"this server only generates text: use {served}", code="not_served")
 
     for url in UNSERVED:
         documented = {

@@ -1,4 +1,4 @@
-"""``tools`` and ``tool_choice``: functions that a model may call, and which of them an answer is to call."""
+"""``tools`` and ``tool_choice``: the functions that a model can call, and which ones an answer must call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shadowkv.serve.bodies.body import Body, Text, at_most, bounded, wrong
 from shadowkv.serve.bodies.limits import MAX_NAME_CHARS, MAX_TOOLS, MAX_TOOLS_CHARS
 
 NOTHING = {"type": "object", "properties": {}}
-"""Parameters of a function without any."""
+"""Parameters of a function that takes no arguments."""
 
 TOOL_CHOICE: dict[str, Any] = {
     "anyOf": [
@@ -32,13 +32,13 @@ FunctionName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 def _parameters(value: dict[str, Any]) -> dict[str, Any]:
     if value.get("type", "object") != "object":
-        raise wrong(f"type must be 'object', and is {str(value['type'])[:40]!r}: arguments have names")
+        raise wrong(f"type must be 'object', and not {str(value['type'])[:40]!r}: arguments have names")
     return {"type": "object", **value} if value else NOTHING
 
 
 class Function(Body):
-    """A function; ``parameters`` is the JSON schema of its arguments. ``strict`` is treated as in vLLM: arguments
-    follow the schema where ``tool_choice`` forces a call, and otherwise as far as the model does."""
+    """A function; ``parameters`` is the JSON schema of its arguments. ``strict`` has no effect, as in vLLM: arguments
+    always follow the schema if ``tool_choice`` forces a call, and otherwise the model alone decides."""
 
     name: FunctionName
     description: Text | None = None
@@ -53,12 +53,12 @@ class Tool(Body):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """What chat templates expect."""
+        """The tool in the form that chat templates expect."""
         return {"type": "function", "function": self.function.model_dump(exclude={"strict"}, exclude_none=True)}
 
 
 def within_limits(value: Any) -> Any:
-    """All tools together, before any is checked individually."""
+    """Checks the size of all tools together, before any is validated."""
     return bounded(MAX_TOOLS_CHARS, value)
 
 
@@ -72,7 +72,7 @@ def _different(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return tools
 
 
-# Validated as tools, kept as what templates expect, as messages are.
+# Tools are validated as models and kept as the dictionaries that templates expect, as messages are.
 if TYPE_CHECKING:
     TemplateTool = dict[str, Any]
 else:
@@ -87,12 +87,12 @@ Tools = Annotated[
 
 Kind = Literal["none", "auto", "required", "function"]
 WORDS: tuple[Kind, ...] = ("none", "auto", "required")
-"""Kinds that are given as a single word."""
+"""Kinds that a request can name by a single word."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which tools are to be called: ``name`` is the function's where ``kind`` is "function"."""
+    """Which tools an answer must call; ``name`` is the function's if ``kind`` is "function"."""
 
     kind: Kind
     name: str | None = None

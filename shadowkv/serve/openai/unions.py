@@ -1,4 +1,4 @@
-"""Unions of bodies that are discriminated by ``type``, with errors from the matching one alone."""
+"""Unions of bodies that are discriminated by ``type``; errors come from the matching body alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def union_by_type(kinds: dict[str, type[Body]], what: str, default: str | None =
 
     Args:
         kinds: bodies by their ``type``.
-        what: the others in words, for the refusal that says they are not supported.
-        default: type of a body that has none.
+        what: the unsupported types in words, for the error message.
+        default: the type of a body that names none.
     """
 
     def tag(value: Any) -> str | None:

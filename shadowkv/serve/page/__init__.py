@@ -1,1 +1,1 @@
-"""The page at ``/``, to watch long contexts at work."""
+"""The chat page at ``/``: ask questions about long documents and see which passages the answer used."""

@@ -1,4 +1,4 @@
-"""Text of a document to ask about: plain text or PDF, read in a separate process."""
+"""Extracts the text of a document, plain text or PDF, in a separate process."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from pypdfium2 import PdfPage
 
 MAX_DOCUMENT_BYTES = 20 * 2**20
-"""Size limit of a file: a PDF of a thousand pages of text has a few MB, anything larger is pictures."""
+"""Maximum size of a file in bytes. A PDF with a thousand pages of text has a few MB; anything larger is pictures."""
 
 DOCUMENT_SECONDS = 60.0
-"""Time limit for reading one; PDFium reads hundreds of pages a second."""
+"""Time limit for reading a document; PDFium reads hundreds of pages per second."""
 
 _DIVIDED = "\ufffe"
-"""PDFium's mark for a hyphen and the end of its line, within a word that goes on in the next one."""
+"""PDFium's mark for a word that a hyphen divides at the end of a line."""
 _OTHERS = re.compile("(?<=[^\\W\\d_])[\u2010\u00ad]\r\n(?=[^\\W\\d_])")
-"""The same with a hyphen that PDFium does not take for one: U+2010, as browsers write it, and soft ones."""
+"""Other divided words: their hyphens, U+2010 (which browsers write) and soft hyphens, are not hyphens to PDFium."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What was read: the text, and its number of pages, 0 where it had none."""
+    """A document's text, and its number of pages; 0 if it has no pages."""
 
     text: str
     pages: int
 
 
 def read_document(raw: bytes) -> Document:
-    """The text of a file; raises ApiError where none can be read."""
+    """The text of a file; raises ApiError if there is none."""
     document = _pdf(raw) if b"%PDF-" in raw[:1024] else Document(_plain(raw), 0)
     if not document.text.strip():
         scanned = "this PDF has no text, only pictures of it; pass it through OCR first"
@@ -55,14 +55,14 @@ def _plain(raw: bytes) -> str:
 
 
 def _pdf(raw: bytes) -> Document:
-    """Of the pages in order; must run in a process of its own, as PDFium is C++ and takes one call at a time."""
+    """The pages of a PDF, in order. This must run in its own process, as PDFium is C++ and takes one call at a time."""
     try:
         from pypdfium2 import PdfDocument, PdfiumError
         from pypdfium2.raw import FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY
     except ImportError:
-        raise _unreadable("PDFs need pypdfium2, which the server lacks: there, pip install pypdfium2") from None
+        raise _unreadable("PDFs need pypdfium2, which the server lacks; install it there with pip") from None
     try:
-        with PdfDocument(raw) as opened:  # without a password, or with one for changes alone
+        with PdfDocument(raw) as opened:  # no password, or one that only restricts changes
             pages, length = [], 0
             for page in opened:
                 pages.append(_page_text(page))
@@ -73,19 +73,19 @@ def _pdf(raw: bytes) -> Document:
     except PdfiumError as error:
         if error.err_code in (FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY):
             raise _unreadable("this PDF is encrypted; save it without a password") from None
-        raise _unreadable("this PDF cannot be read; it is damaged or not whole") from None
+        raise _unreadable("this PDF cannot be read; it is damaged or incomplete") from None
 
 
 def _page_text(page: PdfPage) -> str:
     found = page.get_textpage()
-    text = found.get_text_range()  # not get_text_bounded(), where a hyphen at the end of a line is lost
+    text = found.get_text_range()  # get_text_bounded() loses hyphens at the ends of lines
     found.close()
     page.close()
     return _OTHERS.sub(_DIVIDED, text).replace("\r\n", "\n").replace("\0", "").strip()
 
 
 def _whole_words(text: str) -> str:
-    """Words that lines have divided, in one piece; with a hyphen where they are written with it elsewhere."""
+    """Joins words that line ends divide; a word keeps its hyphen if it is written with one elsewhere."""
     hyphenated = set(re.findall(r"\b(\w{1,40})(?=-(\w{1,40}))", text.lower()))
 
     def joined(word: re.Match[str]) -> str:

@@ -1,5 +1,5 @@
-"""The page at ``/``: its files, which contain no data, the headers that keep anything else out of it, and what it
-requests besides the API: the text of a document, and what the server is doing."""
+"""Routes of the chat page at ``/``: its static files, with headers that block all other content, and its requests
+besides the API, for a document's text and the server's statistics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
-"""Only the page's own files, no script in markup, no frames; text becomes markup through DOMPurify alone."""
+"""Content security policy: only the page's own files, no inline scripts, no frames; text becomes markup only through
+DOMPurify."""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -45,7 +46,7 @@ FOLDER = files("shadowkv.serve.page") / "static"
 
 
 def _assets(folder: Traversable, path: str = "/page/") -> dict[str, Traversable]:
-    """Files that are sent, by their paths; what else is there says how others license theirs."""
+    """The files to serve, by path. Other files in the folder are licenses of libraries."""
     found: dict[str, Traversable] = {}
     for file in folder.iterdir():
         if file.is_dir():
@@ -58,18 +59,19 @@ def _assets(folder: Traversable, path: str = "/page/") -> dict[str, Traversable]
 ASSETS = _assets(FOLDER)
 
 PAGE_PATHS = frozenset(ASSETS)
-"""They are served without a key: the page asks for the key."""
+"""Paths that need no key: the page itself asks for the key."""
 
 MAX_SEGMENTS = 256
-"""Most segments that are reported: the page draws each."""
+"""Maximum number of reported segments: the page draws each of them."""
 
 BINARY = "application/octet-stream"
-"""The only type accepted, for the same reason that bodies must be JSON: web pages may not send it unasked."""
+"""The only accepted content type. As with JSON bodies, web pages of other origins cannot send it without a preflight
+request."""
 DOCUMENT = {"requestBody": {"required": True, "content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}}
 
 
 def page_assets() -> APIRouter:
-    """The routes of the page's files, which are read once."""
+    """Routes of the page's static files, which are read once."""
     router = APIRouter(include_in_schema=False)
     for path, file in ASSETS.items():
         media_type = f"{MEDIA_TYPES[file.name.rsplit('.')[-1]]}; charset=utf-8"
@@ -85,21 +87,21 @@ def _endpoint(content: bytes, media_type: str) -> Callable[[], Awaitable[Respons
 
 
 class DocumentText(Answer):
-    """Answer of ``/page/document``: the document's text, and its number of pages, 0 where it has none."""
+    """Answer of ``/page/document``: the document's text and its number of pages; 0 if it has no pages."""
 
     text: str
     pages: int
 
 
 class TierBytes(Answer):
-    """Bytes of a tier of the KV cache or of the prefix cache."""
+    """Bytes of a tier of the KV cache or the prefix cache."""
 
     used_bytes: int
     total_bytes: int
 
 
 class Segment(Answer):
-    """Tokens of a prompt that were computed together, and the tiers that they are in: device, host, disk."""
+    """A segment of a prompt, and the tiers that hold it: device, host, disk."""
 
     uid: str
     first: int
@@ -110,7 +112,7 @@ class Segment(Answer):
 
 
 class ServerStats(Answer):
-    """Answer of ``/page/stats``: counts from the start, what is in memory now, and where cached prompts are."""
+    """Answer of ``/page/stats``: counts since the start, current memory use, and the tiers of cached prompts."""
 
     policy: str
     compared: str | None
@@ -132,8 +134,8 @@ def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, c
     """The routes.
 
     Args:
-        documents: reads documents.
-        compared: name of the model that answers are compared with; None for none.
+        documents: reads documents in separate processes.
+        compared: name of the model that answers are compared with; None if there is none.
     """
     router, statuses = APIRouter(), (400, 401, 408, 413, 429, 500, 503)
 
@@ -159,13 +161,13 @@ def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, c
     @router.get(STATS_PATH, response_model=None, responses=responses(ServerStats, 401, 500, 503))
     async def get_stats(request: Request) -> Response:
         try:
-            # Of whom a segment is cannot be told from its name: where keys are apart none has another's.
+            # A segment's id does not show its owner, so none are listed if API keys have separate caches.
             segments, count = ([], 0) if prompt_owner() else await engine.segments(MAX_SEGMENTS)
             stats = await engine.stats()
         except Exception as error:
             return error_response(as_api_error(error), request.url.path)
         tiers: dict[str, Any] = {name: asdict(use) for name, use in stats.tiers.items()}
-        for name, tier in stats.prefixes.items():  # host memory for copies is not part of the KV cache's
+        for name, tier in stats.prefixes.items():  # host memory of the prefix cache is not part of the KV cache
             if name == "disk" or (name == "host" and not tiers.get(name, {}).get("total_bytes")):
                 tiers[name] = {"used_bytes": tier.used_bytes, "total_bytes": tier.total_bytes}
         answer = {

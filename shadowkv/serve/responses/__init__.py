@@ -1,1 +1,1 @@
-"""The OpenAI API's responses: ``/v1/responses``."""
+"""The OpenAI Responses API: ``/v1/responses``."""

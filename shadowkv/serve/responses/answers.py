@@ -1,4 +1,4 @@
-"""Shapes of the answers of ``/v1/responses``, for the OpenAPI schema."""
+"""Response models of ``/v1/responses``, for the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class OutputTextPart(Answer):
 
 
 class ReasoningTextPart(Answer):
-    """Text of the model's thoughts."""
+    """Text of the model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class OutputMessage(Answer):
-    """What the model says."""
+    """A message of the model."""
 
     type: Literal["message"]
     id: str
@@ -39,7 +39,7 @@ class OutputMessage(Answer):
 
 
 class OutputReasoning(Answer):
-    """What the model thinks."""
+    """Reasoning of the model."""
 
     type: Literal["reasoning"]
     id: str
@@ -49,7 +49,7 @@ class OutputReasoning(Answer):
 
 
 class OutputCall(Answer):
-    """What the model calls: ``arguments`` is JSON; ``namespace`` is there if the function has one."""
+    """A function call. ``arguments`` is JSON text; ``namespace`` is present if the function has one."""
 
     type: Literal["function_call"]
     id: str
@@ -61,14 +61,14 @@ class OutputCall(Answer):
 
 
 class InputTokensDetails(Answer):
-    """How many of a prompt's tokens were found in the cache."""
+    """Details of a prompt's tokens: how many were found in the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(Answer):
-    """How many of the generated tokens are thoughts."""
+    """Details of the generated tokens: how many are reasoning."""
 
     reasoning_tokens: int
 
@@ -90,14 +90,14 @@ class IncompleteDetails(Answer):
 
 
 class ResponseFailure(Answer):
-    """Why there is no answer."""
+    """The error of a failed response."""
 
     code: str
     message: str
 
 
 class RawMessage(Answer):
-    """A prompt or an answer as the model reads or writes it."""
+    """The prompt as the model reads it, or the answer as the model writes it."""
 
     type: Literal["raw_message_tokens"]
     message: str
@@ -105,8 +105,8 @@ class RawMessage(Answer):
 
 
 class Response(Answer):
-    """Answer of ``/v1/responses``; it repeats the request's parameters. The last two are there where
-    ``enable_response_messages`` asks for them."""
+    """Answer of ``/v1/responses``, which repeats the request's parameters. ``input_messages`` and ``output_messages``
+    are present if ``enable_response_messages`` asks for them."""
 
     id: str
     object: Literal["response"]
@@ -152,7 +152,7 @@ class DeletedResponse(Answer):
 
 
 class ItemList(Answer):
-    """Answer of ``/v1/responses/{id}/input_items``: newest first, unless ``order`` is "asc"."""
+    """Answer of ``/v1/responses/{id}/input_items``: the newest item first, unless ``order`` is "asc"."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

@@ -1,5 +1,5 @@
-"""Responses that are answered while no client waits (``background``): each is kept from its beginning, can be read at
-any time, and cancelled."""
+"""Background responses (``background``): they are stored from the beginning and answered while no client waits. Clients
+can read and cancel them at any time."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from shadowkv.serve.responses.output import ResponseOutput
 from shadowkv.serve.storage.store import Record, RecordStore
 
 UNFINISHED = ("queued", "in_progress")
-"""States of a response that has no answer yet."""
+"""Statuses of a response that has no answer yet."""
 
 BEAT_SECONDS = 5.0
-"""Seconds between two looks at the store: whether the response is still wanted, which another process may know, and
-that this one is still at work."""
+"""Seconds between two heartbeats. A heartbeat checks in the store whether another process has cancelled or deleted the
+response, and records that this process is still working on it."""
 
 LOST_SECONDS = 60.0
-"""Seconds without such a look after which the process that was at work is taken for gone."""
+"""Seconds without a heartbeat after which the process that was working on a response counts as gone."""
 
 MAX_OF_AN_OWNER = 32
-"""Responses that one process answers for an owner at a time: each writes to the store at every look."""
+"""Maximum number of responses that one process answers for an owner at a time: each writes to the store at every
+heartbeat."""
 
 NOT_FOUND = 404
 
 
 class Background:
-    """The responses at work in this process, all of which ``store`` keeps."""
+    """The unfinished background responses of this process, which are all in ``store``."""
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
@@ -38,10 +39,10 @@ class Background:
         self._answering: dict[str, asyncio.Task[None]] = {}
 
     async def begin(self, owner: str, items: list[Any], output: ResponseOutput) -> dict[str, Any]:
-        """Begins a response to the items of an input, and returns it as it is now, without an answer; raises ApiError
-        where it cannot be kept, or too many are at work."""
+        """Starts a response to the items of an input and returns it, without an answer. Raises ApiError if it cannot be
+        stored, or if the owner has too many unfinished ones."""
         if [*self._owners.values()].count(owner) >= MAX_OF_AN_OWNER:
-            reason = f"no more than {MAX_OF_AN_OWNER} responses may be at work in the background"
+            reason = f"at most {MAX_OF_AN_OWNER} responses can run in the background at once"
             raise ApiError(reason, status=429, code="rate_limit_exceeded")
         queued = {**output.answer, "status": "queued"}
         value = {"input": items, "response": queued, "seen": time.time()}
@@ -52,7 +53,7 @@ class Background:
         return queued
 
     async def get(self, owner: str, id: str) -> dict[str, Any]:
-        """A response that is kept, whether it was in the background or not; raises ApiError where there is none."""
+        """A stored response, in the background or not; raises ApiError if there is none."""
         record = await asyncio.to_thread(self._store.get, owner, "response", id)
         response: dict[str, Any] = record.value["response"]
         if response["status"] in UNFINISHED and time.time() > record.value["seen"] + LOST_SECONDS:
@@ -62,7 +63,7 @@ class Background:
         return response
 
     async def cancel(self, owner: str, id: str) -> dict[str, Any]:
-        """Ends the work on a response and returns it; one that has its answer stays as it is. Raises ApiError."""
+        """Cancels a response and returns it; a finished response stays unchanged. Raises ApiError."""
         record = await asyncio.to_thread(self._store.get, owner, "response", id)
         response = record.value["response"]
         if not response["background"]:
@@ -73,7 +74,7 @@ class Background:
         return response
 
     async def close(self) -> None:
-        """Ends all work: the server stops."""
+        """Stops all work, because the server stops."""
         tasks = [*self._owners]
         for task in tasks:
             task.cancel()
@@ -106,7 +107,7 @@ class Background:
             output.failure(as_api_error(error))
 
     async def _is_wanted(self, record: Record) -> bool:
-        """Whether a response is neither cancelled nor deleted; says that this process is at work."""
+        """Whether a response is neither cancelled nor deleted; also records the heartbeat."""
 
         def beat(value: dict[str, Any]) -> bool:
             value["seen"] = time.time()
@@ -115,12 +116,12 @@ class Background:
         try:
             value: dict[str, Any] = (await asyncio.to_thread(self._store.change, record, beat)).value
         except ApiError as error:
-            return error.status != NOT_FOUND  # otherwise the disk does not do its part, for now
+            return error.status != NOT_FOUND  # other errors are temporary failures of the disk
         return value["response"]["status"] in UNFINISHED
 
     async def _keep(self, record: Record, output: ResponseOutput) -> None:
-        """Keeps a response with its answer, or without where that leaves no room."""
-        with suppress(ApiError):  # it was deleted, or the disk does not do its part
+        """Stores a response with its answer, or as failed and without output if there is no room for the answer."""
+        with suppress(ApiError):  # it was deleted, or the disk fails
             try:
                 await self._change(record, output.answer, UNFINISHED, 0)
             except ApiError as error:
@@ -132,8 +133,8 @@ class Background:
     async def _change(
         self, record: Record, response: dict[str, Any], states: tuple[str, ...], content: int | None = None
     ) -> dict[str, Any]:
-        """Keeps ``response`` instead of one that is in one of ``states``; returns what is kept then. ``content`` is
-        that of ``RecordStore.change``."""
+        """Stores ``response`` in place of one whose status is in ``states``; returns the stored response. ``content``
+        as for ``RecordStore.change``."""
 
         def change(value: dict[str, Any]) -> bool:
             if value["response"]["status"] in states:

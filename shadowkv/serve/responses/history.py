@@ -1,4 +1,4 @@
-"""Responses that are kept: each with its own input, and the id of the one that it continues."""
+"""Stored responses as conversations: each has its own input, and the id of the response that it continues."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shadowkv.serve.bodies.limits import MAX_MESSAGES
 from shadowkv.serve.storage.store import RecordStore
 
 decode_body = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-"""A body's fields, each as its JSON: what it says is for ``read_body`` to check."""
+"""A body's fields, each as raw JSON; ``read_body`` checks their content."""
 
 
 CONTINUABLE = ("completed", "incomplete")
-"""States of a response that has an answer."""
+"""Statuses of a response that can be continued."""
 
 
 def input_items(raw: bytes) -> list[Any]:
@@ -26,17 +26,17 @@ def input_items(raw: bytes) -> list[Any]:
 
 
 class History:
-    """The kept responses of one owner.
+    """The stored responses of one owner.
 
     Args:
-        limit: bytes of the longest body: a conversation is one.
+        limit: maximum length of a body in bytes, which also limits a conversation.
     """
 
     def __init__(self, store: RecordStore, owner: str, limit: int) -> None:
         self._store, self._owner, self._limit = store, owner, limit
 
     def continued(self, raw: bytes, previous: str) -> bytes:
-        """A body whose ``input`` has before it all that was said up to the response ``previous``; raises ApiError."""
+        """The body with the conversation up to the response ``previous`` in front of its ``input``; raises ApiError."""
         turns, id = [_items(decode_body(_plain(raw))["input"])], previous
         size = len(raw)
         while id is not None:
@@ -56,7 +56,7 @@ class History:
         try:
             value: dict[str, Any] = self._store.get(self._owner, "response", id).value
             if (status := value["response"]["status"]) not in CONTINUABLE:
-                text = f"response {id[:80]!r} cannot be continued, as it has no answer: it is {status}"
+                text = f"response {id[:80]!r} cannot be continued: it has no answer, its status is {status}"
                 raise ApiError(text, param="previous_response_id")
         except ApiError as error:
             if error.status != 404:
@@ -66,7 +66,7 @@ class History:
                 text = (
                     f"response {previous[:80]!r} cannot be continued: {id[:80]!r}, an earlier one of its conversation,"
                 )
-                text += " has been deleted, or made room for others"
+                text += " has been deleted, or evicted"
             raise ApiError(
                 f"{text}: send the whole conversation as input",
                 status=404,
@@ -76,7 +76,7 @@ class History:
         return value
 
     async def add(self, raw: bytes, answer: dict[str, Any]) -> None:
-        """Keeps an answer, and the input of its body; where there is no room, the answer says that it is not kept."""
+        """Stores an answer and the input of its body; without room for them, ``store`` in the answer becomes false."""
         try:
             await asyncio.to_thread(self._add, raw, answer)
         except ApiError:
@@ -91,7 +91,7 @@ def _plain(raw: bytes) -> bytes:
 
 
 def _items(given: msgspec.Raw) -> bytes:
-    """The items of ``input``, as the inside of a JSON list."""
+    """The items of ``input``, as the text inside a JSON list."""
     text = bytes(given).strip()
     if text.startswith(b"["):
         return text[1:-1].strip()

@@ -1,4 +1,4 @@
-"""Items of ``input`` in the OpenAI API's responses, and their conversion to chat messages."""
+"""Input items of the Responses API, and their conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_TEXT = "images, audio and calls of built-in tools"
 
 
 class InputText(Body):
-    """A part of what was said to the model."""
+    """A text part of a message to the model."""
 
     type: Literal["input_text"]
     text: Text
@@ -32,7 +32,7 @@ class InputFile(FileSource):
 
 
 class OutputText(Body):
-    """A part of what the model said."""
+    """A text part of the model's message."""
 
     type: Literal["output_text"]
     text: Text
@@ -41,14 +41,14 @@ class OutputText(Body):
 
 
 class PlainText(Body):
-    """A part in the form of chats."""
+    """A text part as chats have it."""
 
     type: Literal["text"]
     text: Text
 
 
 class ReasoningText(Body):
-    """A part of the model's thoughts."""
+    """A text part of the model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: Text
@@ -76,23 +76,23 @@ def _checked(text: str) -> str:
 
 
 class Item(Body):
-    """Fields that all items may have, without effect."""
+    """Fields that every item can have; they have no effect."""
 
     id: Name | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class MessageItem(Item):
-    """Something said; ``developer`` is OpenAI's newer name for ``system``."""
+    """A message; ``developer`` is OpenAI's newer name for ``system``."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    phase: Literal["commentary", "final_answer"] | None = None  # of an assistant's; templates know none
+    phase: Literal["commentary", "final_answer"] | None = None  # of assistant messages; templates have no use for it
 
 
 class CallItem(Item):
-    """A call of a function in an earlier turn."""
+    """A function call in an earlier turn."""
 
     type: Literal["function_call"]
     call_id: Name
@@ -102,7 +102,7 @@ class CallItem(Item):
 
 
 class ResultItem(Item):
-    """What a call has returned."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -110,7 +110,7 @@ class ResultItem(Item):
 
 
 class ReasoningItem(Item):
-    """The model's thoughts in an earlier turn; a summary or encrypted content is not this model's thoughts."""
+    """The model's reasoning in an earlier turn; summaries and encrypted content are dropped."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field([])
@@ -132,8 +132,8 @@ else:
 
 
 def messages_of(items: Iterable[InputItem], instructions: str | None) -> list[dict[str, Any]]:
-    """The messages of a chat. Instructions and leading system messages are merged into one, as templates expect. What
-    the model thought, said and called up to the next item by another author is one turn, too."""
+    """The messages of a chat. The instructions and leading system messages become one message, as templates expect.
+    Consecutive reasoning, messages and calls of the model become one message, too."""
     messages: list[dict[str, Any]] = []
     systems = [] if instructions is None else [instructions]
     turn: _Turn | None = None
@@ -158,7 +158,7 @@ def messages_of(items: Iterable[InputItem], instructions: str | None) -> list[di
 
 @dataclass
 class _Turn:
-    """Consecutive items by the model."""
+    """Consecutive items of the model."""
 
     thoughts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""The answer of ``/v1/responses``, item by item: every event of a stream, and the response it adds up to."""
+"""Builds the answer of ``/v1/responses``, item by item: the events of a stream, and the response that they add up
+to."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ ENDS = ("response.completed", "response.incomplete")
 
 
 class ResponseOutput:
-    """The answer to one job, which asks for one choice.
+    """The answer to one job, which has one choice.
 
     Attributes:
         answer: the response, as far as it is complete.
@@ -32,15 +33,15 @@ class ResponseOutput:
     def __init__(self, job: Job) -> None:
         assert isinstance(job.body, ResponsesRequest)
         self._job, self._sequence = job, 0
-        self._keep = None if job.body.background else job.body.keep  # in the background, it is kept from its beginning
+        self._keep = None if job.body.background else job.body.keep  # a background response is already stored
         self._functions = job.body.functions
         self._item: dict[str, Any] | None = None
-        self._sent: list[str] = []  # the item's text: joined at its end, as answers may be long
-        self._scores: list[dict[str, Any]] = []  # of its tokens
+        self._sent: list[str] = []  # pieces of the item's text, joined at its end
+        self._scores: list[dict[str, Any]] = []  # log-probabilities of the item's tokens
         self._is_thinking = self._thinks()
-        self._new_scores: list[dict[str, Any]] = []  # of those whose text has not come yet
+        self._new_scores: list[dict[str, Any]] = []  # of tokens whose text is not sent yet
         self._call = -1
-        self._tokens: list[int] = []  # of the answer, where they are requested
+        self._tokens: list[int] = []  # of the answer, if requested
         self.answer = _asked(job, job.body)
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -52,7 +53,7 @@ class ResponseOutput:
                     begun = True
                     yield self._of_response("created")
                     yield self._of_response("in_progress")
-                if piece.prompt_progress is not None:  # as llama.cpp has it
+                if piece.prompt_progress is not None:  # as in llama.cpp
                     yield {**self._of_response("in_progress"), "prompt_progress": piece.prompt_progress}
                     continue
                 self._tokens += piece.token_ids
@@ -62,11 +63,11 @@ class ResponseOutput:
                 if piece.finish_reason is not None:
                     for event in self._end(piece.finish_reason):
                         if event["type"] in ENDS and self._keep is not None:
-                            await self._keep(self.answer)  # before the client knows of it and refers to it
+                            await self._keep(self.answer)  # stored before the client can refer to it
                         yield {**event, **timings} if event["type"] in ENDS else event
 
     def failure(self, error: ApiError) -> Event:
-        """The event that ends a stream that has failed."""
+        """The event that ends a failed stream."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self._write()
         self.answer |= {"status": "failed", "error": {"code": code, "message": error.message}}
@@ -88,12 +89,12 @@ class ResponseOutput:
             yield from self._argue(part)
 
     def _thinks(self) -> bool:
-        """Whether what was read last is a thought."""
+        """Whether the latest text is reasoning."""
         reasoning = self._job.reasoning[0]
         return reasoning is not None and reasoning.is_thinking
 
     def _delta(self, kind: str, part_kind: str, text: str) -> Iterator[Event]:
-        """More of a message's text, or of the thoughts."""
+        """Events for more text of a message or of reasoning."""
         if self._item is None or self._item["type"] != kind:
             yield from self._close("completed")
             more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
@@ -107,7 +108,7 @@ class ResponseOutput:
             yield self._of_item(f"{part_kind}.delta", content_index=0, delta=text, **self._logprobs(part_kind))
 
     def _logprobs(self, part_kind: str) -> dict[str, Any]:
-        """The scores of the tokens of a text that is about to be sent."""
+        """Log-probabilities of the tokens whose text is about to be sent."""
         if part_kind != "output_text":
             return {}
         scores, self._new_scores = self._new_scores, []
@@ -115,7 +116,7 @@ class ResponseOutput:
         return {"logprobs": scores}
 
     def _argue(self, part: CallPart) -> Iterator[Event]:
-        """A call, or more of a call's arguments."""
+        """Events for a new call, or for more of a call's arguments."""
         if part.index != self._call:
             yield from self._close("completed")
             self._call = part.index
@@ -131,7 +132,7 @@ class ResponseOutput:
             yield self._of_item("function_call_arguments.delta", delta=part.arguments)
 
     def _write(self) -> None:
-        """Writes what was generated so far into the current item."""
+        """Writes the text generated so far into the current item."""
         item, text = self._item, "".join(self._sent)
         if item is not None and item["type"] == "function_call":
             item["arguments"] = text
@@ -139,7 +140,7 @@ class ResponseOutput:
             item["content"][0]["text"] = text
 
     def _close(self, status: str) -> Iterator[Event]:
-        """The end of the current item, if there is one."""
+        """Events that end the current item, if any."""
         item = self._item
         if item is None:
             return
@@ -182,7 +183,7 @@ class ResponseOutput:
         yield self._of_response(status)
 
     def _raw(self, tokens: list[int]) -> dict[str, Any]:
-        """What the model reads or writes, as vLLM's ``enable_response_messages`` has it."""
+        """A prompt or an answer in the form of vLLM's ``enable_response_messages``."""
         text = self._job.tokenizer.decode(tokens, skip_special_tokens=False)
         return {"type": "raw_message_tokens", "message": text, "tokens": tokens}
 
@@ -213,8 +214,8 @@ def _part(kind: str) -> dict[str, Any]:
 
 
 def _scores(job: Job, piece: Piece) -> list[dict[str, Any]]:
-    """Log-probabilities of a piece's tokens, as a chat has them but for the bytes of half a character: an empty list,
-    as this API allows no null."""
+    """Log-probabilities of a piece's tokens, as in a chat. The bytes of part of a character are an empty list instead
+    of null, which this API does not allow."""
     content: list[dict[str, Any]] = chat_logprobs(job.tokenizer, piece.logprobs or ())["content"]
     for token in content:
         for score in (token, *token["top_logprobs"]):
@@ -223,7 +224,7 @@ def _scores(job: Job, piece: Piece) -> list[dict[str, Any]]:
 
 
 def _asked(job: Job, body: ResponsesRequest) -> dict[str, Any]:
-    """A response that has the request's parameters, and no output yet."""
+    """A response with the request's parameters, and no output yet."""
     params = job.choices[0].params
     return {
         "id": job.id,

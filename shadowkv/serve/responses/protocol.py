@@ -1,4 +1,4 @@
-"""Body of ``/v1/responses``."""
+"""Request body of ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = MappingProxyType({"messages": "input", "max_tokens": "max_output_tokens"
 
 
 class Format(Body):
-    """Form of the answer: ``json_schema`` goes with ``schema``."""
+    """Format of the answer; ``schema`` belongs to type ``json_schema``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
@@ -40,20 +40,20 @@ class Format(Body):
     def _check_schema(self) -> Format:
         if self.type == "json_schema":
             checked_schema({"schema": self.schema_})
-        else:  # of any depth, and without effect: answers do not repeat it
+        else:  # without effect and of any depth, and not repeated in answers
             self.name = self.description = self.schema_ = self.strict = None
         return self
 
     @property
     def repeated(self) -> dict[str, Any]:
-        """As answers have it."""
+        """The format as answers repeat it."""
         if self.type != "json_schema":
             return {"type": self.type}
         about = {"name": self.name or "", "description": self.description, "strict": bool(self.strict)}
         return {"type": self.type, **about, "schema": self.schema_}
 
     def as_response_format(self) -> dict[str, Any]:
-        """The equivalent in a chat."""
+        """The equivalent ``response_format`` of a chat."""
         return {"type": self.type, **({"json_schema": {"schema": self.schema_}} if self.type == "json_schema" else {})}
 
 
@@ -61,11 +61,11 @@ class TextConfig(Body):
     """``text``."""
 
     format: Format = Format()
-    verbosity: Literal["low", "medium", "high"] | None = None  # no model here knows it
+    verbosity: Literal["low", "medium", "high"] | None = None  # no model has a use for it
 
 
 class Reasoning(Body):
-    """``reasoning``; there are no summaries."""
+    """``reasoning``; this server makes no summaries."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -110,13 +110,13 @@ INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 
 def _known(value: str) -> str:
     if value not in INCLUDABLE:
-        raise wrong(f"only {' and '.join(map(repr, INCLUDABLE))} can be included; of the latter there is none")
+        raise wrong(f"include takes {' and '.join(map(repr, INCLUDABLE))}; the latter has no effect")
     return value
 
 
 class ResponsesRequest(Converted, Sampling):
-    """Body of ``/v1/responses``. One with ``previous_response_id`` is read again with what came before it as ``input``
-    (``history.py``). ``max_tool_calls`` limits built-in tools, of which there are none."""
+    """Body of ``/v1/responses``. A body with ``previous_response_id`` is read again, with the earlier conversation in
+    its ``input`` (``history.py``). ``max_tool_calls`` limits built-in tools, of which this server has none."""
 
     names = NAMES
     is_read_again = True
@@ -147,7 +147,7 @@ class ResponsesRequest(Converted, Sampling):
     @model_validator(mode="after")
     def _check_response(self) -> ResponsesRequest:
         if self.background and not self.store:
-            raise refusal("background", "background can only be used when `store` is true: its answer is read later")
+            raise refusal("background", "background can only be used when `store` is true, as its answer is read later")
         if self.background and self.stream:
             raise refusal("background", "background is not supported with stream; leave one out, and GET the response")
         if self.top_logprobs and LOGPROBS not in self.include:
@@ -156,16 +156,16 @@ class ResponsesRequest(Converted, Sampling):
 
     @property
     def functions(self) -> dict[str, tuple[FunctionTool, str | None]]:
-        """All functions and their namespaces, by the names that the model knows."""
+        """All functions and their namespaces, by their full names, which the model sees."""
         return functions_of(self.tools)
 
     @property
     def keep(self) -> Keep | None:
-        """Keeps the answer, if it is to be kept."""
+        """The function that stores the answer, if it is to be stored."""
         return self._keep if self.store else None
 
     def kept_by(self, keep: Keep) -> None:
-        """Has the answer kept, unless the request says otherwise."""
+        """Stores the answer with ``keep``, unless the request says otherwise."""
         self._keep = keep
 
     def as_chat(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``/v1/responses``: a chat whose answer is a list of items; and the answers that are kept."""
+"""Routes of ``/v1/responses``: a chat whose answer is a list of items, and the stored responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STATUSES = (401, 404, 429, 500, 503)
 
 
 class Responses(EventChat):
-    """``/v1/responses``."""
+    """The endpoint ``/v1/responses``."""
 
     url = "/v1/responses"
     request_type = ResponsesRequest
@@ -41,7 +41,7 @@ class Responses(EventChat):
     names = NAMES
 
     def new_id(self, body: ResponsesRequest, request_id: str | None) -> str:
-        # A client may send an id of a request again: what is kept must not be replaced.
+        # A client may reuse a request id, and a stored response must not be replaced.
         return super().new_id(body, request_id if body.keep is None else None)
 
     def output(self, job: Job) -> ResponseOutput:
@@ -51,8 +51,7 @@ class Responses(EventChat):
 def responses_routes(
     tokenizer: Tokenizer, settings: ServerSettings, respond: Responder, store: RecordStore, background: Background
 ) -> APIRouter:
-    """The routes; answers are kept in ``store``, if that is on, and made in ``background`` where a request asks for
-    that."""
+    """The routes. Answers are stored in ``store``, if that is on; ``background`` runs the background responses."""
     router, endpoint = APIRouter(route_class=BodyRoute), Responses(tokenizer, settings)
 
     @router.post(Responses.url, response_model=None, responses=responses(Response, *FOR_EVERY_TEXT, text=EVENT_STREAM))
@@ -71,7 +70,7 @@ def responses_routes(
         if not body.background:
             return await respond(endpoint, body, request)
         if not store.is_on:
-            text = "background needs a server that keeps answers, and this one keeps nothing (--storage-mib 0)"
+            text = "background needs stored responses, and this server stores nothing (--storage-mib 0)"
             raise ApiError(text, param="background", code="not_kept")
 
         async def begin() -> HTTPResponse:
@@ -84,7 +83,7 @@ def responses_routes(
     @router.get(f"{Responses.url}/{{id}}", response_model=None, responses=responses(Response, 400, *STATUSES))
     async def get_response(id: str, request: Request, stream: bool = False) -> dict[str, Any]:
         if stream:
-            text = "stream=true is not supported: a kept response cannot be streamed; leave it out, and ask again"
+            text = "stream=true is not supported for a stored response; leave it out"
             raise ApiError(text, param="stream")
         return await background.get(owner_of(request), id)
 

@@ -1,4 +1,4 @@
-"""``tools`` and ``tool_choice`` of ``/v1/responses``: functions, by themselves or in namespaces."""
+"""``tools`` and ``tool_choice`` of ``/v1/responses``: functions, alone or in namespaces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shadowkv.serve.openai.tools import WORDS, Function, FunctionName, within_li
 from shadowkv.serve.openai.unions import union_by_type
 
 SEPARATOR = "__"
-"""Between a namespace and a function's name, in the name that the model knows: as in vLLM."""
+"""Separates namespace and name in a function's full name, which the model sees; the same as in vLLM."""
 
 
 class FunctionTool(Function):
@@ -23,12 +23,12 @@ class FunctionTool(Function):
 
     @property
     def repeated(self) -> dict[str, Any]:
-        """As answers have it."""
+        """The tool as answers repeat it."""
         return {"strict": None, "description": None, **self.model_dump(exclude_none=True)}
 
 
 class NamespaceTool(Body):
-    """Functions with a name in common, such as those of one MCP server."""
+    """Functions in one namespace, such as those of one MCP server."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -37,7 +37,7 @@ class NamespaceTool(Body):
 
     @property
     def repeated(self) -> dict[str, Any]:
-        """As answers have it."""
+        """The tool as answers repeat it."""
         about = {"type": self.type, "name": self.name, "description": self.description}
         return {**about, "tools": [tool.repeated for tool in self.tools]}
 
@@ -49,13 +49,12 @@ else:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """A function's name for the model."""
+    """A function's full name, which the model sees."""
     return name if namespace is None else f"{namespace}{SEPARATOR}{name}"
 
 
 def functions_of(tools: Iterable[Tool]) -> dict[str, tuple[FunctionTool, str | None]]:
-    """All functions and their namespaces, by the names that the model knows; raises PydanticCustomError where two have
-    one name."""
+    """All functions and their namespaces, by their full names; raises PydanticCustomError if two names are equal."""
     functions: dict[str, tuple[FunctionTool, str | None]] = {}
     for tool in tools:
         namespace = tool.name if isinstance(tool, NamespaceTool) else None

@@ -1,1 +1,1 @@
-"""What clients have the server keep: files, responses and batches, each of the API key that has sent it"""
+"""Storage of files, responses and batches for clients, separate for each API key."""

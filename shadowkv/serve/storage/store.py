@@ -1,7 +1,7 @@
-"""What is kept for clients, in a folder that all processes for HTTP share: an SQLite database, and files beside it.
+"""Stores clients' data in a folder that all HTTP processes share: an SQLite database, and files beside it.
 
-Everything belongs to an owner, which is an API key, and counts towards that owner's limit. Responses, which a client
-has kept without asking, make room for what comes later; files and batches are removed by their owner alone.
+Every record belongs to an owner, which is an API key, and counts towards that owner's limit. Responses are stored by
+default, and the oldest are evicted when room is needed. Only their owner removes files and open batches.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 Kind = Literal["file", "response", "batch", "message_batch"]
 
 MIN_BYTES = 4096
-"""What a record counts at least: one without content takes room, too."""
+"""Minimum size of a record in bytes, since a record without content takes room, too."""
 
 OUTPUT = "batch_output"
-"""The purpose of the files that batches make."""
+"""Purpose of the files that batches write."""
 
 BUSY_SECONDS = 30.0
-"""How long a process may wait for another one's transaction; each takes milliseconds."""
+"""Maximum time that a process waits for another one's transaction, in seconds; each takes milliseconds."""
 
 TABLES = (
     "CREATE TABLE IF NOT EXISTS records (owner TEXT, kind TEXT, id TEXT, created REAL, used REAL, bytes INTEGER, "
@@ -52,7 +52,7 @@ OF_KEY = "FROM records WHERE owner = ? AND kind = ? AND id = ?"
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept under an id: ``value`` is JSON; ``created`` is in seconds since 1970."""
+    """A stored record: ``value`` is JSON; ``created`` is in seconds since 1970."""
 
     owner: str
     kind: Kind
@@ -65,10 +65,10 @@ class RecordStore:
     """The records of all owners.
 
     Args:
-        folder: where they are; None is a folder of this process's own, which goes with it.
-        limit: bytes of each owner; 0 keeps nothing.
+        folder: folder of the records; None for a temporary folder of this process.
+        limit: maximum bytes of each owner; 0 stores nothing.
 
-    Raises ApiError where a folder that is given cannot be used.
+    Raises ApiError if the given folder cannot be used.
     """
 
     def __init__(self, folder: Path | None, limit: int) -> None:
@@ -80,7 +80,7 @@ class RecordStore:
             self._remove_leftovers(folder, begin)
 
     def close(self) -> None:
-        """Removes the folder, if it is this process's own."""
+        """Removes the folder, if it is a temporary one."""
         if self._own is not None:
             self._own.remove()
 
@@ -94,8 +94,8 @@ class RecordStore:
                 database.execute(statement)
 
     def _remove_leftovers(self, folder: Path, begin: float) -> None:
-        """Removes what a server that was killed has left and no record counts, unless it was written after ``begin``:
-        the server's other processes are at work."""
+        """Removes files of killed servers that have no record, unless they were written after ``begin``, since other
+        processes of this server are already writing."""
         with self._transaction(folder) as database:
             kept = {id for (id,) in database.execute("SELECT id FROM records WHERE kind != 'response'")}
         for pattern in ("files/new-*", "files/*/file-*", "batches/*"):
@@ -106,18 +106,18 @@ class RecordStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept."""
+        """Whether anything is stored."""
         return bool(self.limit)
 
     @property
     def lock(self) -> Path:
-        """Locked by the server that answers the batches kept here."""
+        """The lock file of the server that answers the batches stored here."""
         return self._root / "lock"
 
     @property
     def _root(self) -> Path:
         if not self.limit:
-            raise ApiError("this server keeps nothing (--storage-mib 0)", code="not_kept")
+            raise ApiError("this server stores nothing (--storage-mib 0)", code="not_kept")
         with self._first:
             if self._folder is None:
                 self._own = HeldFolder("kept-")
@@ -126,16 +126,16 @@ class RecordStore:
         return self._folder
 
     def file(self, owner: str, id: str) -> Path:
-        """Where the content of a file is."""
+        """Path of a file's content."""
         return content_path(self._root, owner, id)
 
     def folder_of(self, owner: str) -> Path | None:
-        """The folder of an owner's files, for ``content_in``; None if nothing is kept."""
+        """The folder of an owner's files, for ``content_in``; None if nothing is stored."""
         return self._root / "files" / _folder_name(owner) if self.is_on else None
 
     @contextmanager
     def _transaction(self, folder: Path | None = None) -> Iterator[sqlite3.Connection]:
-        """Raises ApiError where the disk does not do its part."""
+        """A transaction; raises ApiError if the database fails."""
         root = folder or self._root
         try:
             database = sqlite3.connect(root / "records.sqlite", timeout=BUSY_SECONDS, isolation_level=None)
@@ -143,12 +143,12 @@ class RecordStore:
                 database.execute("PRAGMA journal_mode = WAL")
                 database.execute(
                     "PRAGMA synchronous = NORMAL"
-                )  # a power cut may take the last ones, and spoils nothing
+                )  # a power cut can lose the last transactions, but corrupts nothing
                 database.execute("BEGIN IMMEDIATE")
                 yield database
                 database.execute("COMMIT")
             finally:
-                database.close()  # which rolls back what is not committed
+                database.close()  # rolls back an uncommitted transaction
         except sqlite3.Error as error:
             raise storage_failed(error) from error
 
@@ -164,15 +164,15 @@ class RecordStore:
         is_open: bool = False,
         room_of: Record | None = None,
     ) -> Record:
-        """Keeps a record, instead of one of that id, and returns it.
+        """Stores a record, which replaces one with the same id, and returns it.
 
         Args:
             value: written as JSON.
-            content: bytes of a file beside it.
-            is_open: whether it is work that is still to be done.
-            room_of: another record of the owner, from whose content so many bytes become this one's.
+            content: bytes of a file beside the record.
+            is_open: whether the record is unfinished work.
+            room_of: another record of the owner, whose size is reduced by this record's size.
 
-        Raises ApiError where the owner's limit leaves no room.
+        Raises ApiError if the owner's limit leaves no room.
         """
         raw, key = msgspec.json.encode(value), (owner, kind, id)
         now, size = time.time(), max(MIN_BYTES, len(raw) + content)
@@ -190,8 +190,8 @@ class RecordStore:
         return Record(owner, kind, id, created, value)
 
     def change(self, record: Record, change: Callable[[Any], bool], content: int | None = None) -> Record:
-        """The record after ``change`` has been made to its value, by nobody else meanwhile; it returns whether it is
-        still to be worked at. ``content``, if given, is that of ``put``.
+        """Applies ``change`` to the record's value in a transaction and returns the new record. ``change`` returns
+        whether the record is still unfinished work. ``content``, if given, is as for ``put``.
 
         Raises ApiError if the record is gone, or the owner's limit leaves no room.
         """
@@ -215,15 +215,15 @@ class RecordStore:
     def _make_room(
         self, database: sqlite3.Connection, owner: str, size: int, grown: str = ""
     ) -> list[tuple[Kind, str]]:
-        """Removes the records of what makes room for ``size`` more bytes, but not that of the id ``grown``, which they
-        are for; returns their kinds and ids."""
+        """Removes the least recently used records until ``size`` more bytes fit, except the record with id ``grown``,
+        which needs them. Returns the removed records' kinds and ids."""
         removed: list[tuple[Kind, str]] = []
         (used,) = database.execute("SELECT COALESCE(SUM(bytes), 0) FROM records WHERE owner = ?", (owner,)).fetchone()
         of_oldest = "WHERE owner = ? AND kind IN ('response', 'batch') AND NOT open AND id != ? ORDER BY used LIMIT 1"
         while size > 0 and used + size > self.limit:
             oldest = database.execute(f"SELECT kind, id, bytes FROM records {of_oldest}", (owner, grown)).fetchone()
             if oldest is None:
-                text = f"{used + size} bytes are more than the {self.limit} that are kept for an API key"
+                text = f"{used + size} bytes exceed the limit of {self.limit} bytes for an API key"
                 raise ApiError(f"{text} (--storage-mib); delete files or batches", code="storage_full")
             database.execute(f"DELETE {OF_KEY}", (owner, *oldest[:2]))
             used -= oldest[2]
@@ -231,7 +231,7 @@ class RecordStore:
         return removed
 
     def get(self, owner: str, kind: Kind, id: str) -> Record:
-        """The record of that id; raises ApiError if the owner has none."""
+        """The owner's record with an id; raises ApiError if there is none."""
         key = (owner, kind, id)
         with self._transaction() as database:
             row = database.execute(f"SELECT created, value {OF_KEY}", key).fetchone()
@@ -250,8 +250,8 @@ class RecordStore:
         newest_first: bool = True,
         purpose: str | None = None,
     ) -> list[Record]:
-        """Up to ``limit`` records and one more where there are more, beginning after that of an id; of files, those
-        of a ``purpose`` if one is given."""
+        """Up to ``limit`` records, and one more if there are more, after the record with the id ``after``. ``purpose``
+        restricts files to one purpose."""
         order = "DESC" if newest_first else "ASC"
         values: list[Any] = [owner, kind]
         where = "owner = ? AND kind = ?"
@@ -267,21 +267,21 @@ class RecordStore:
         return [Record(owner, kind, id, created, msgspec.json.decode(value)) for id, created, value in rows]
 
     def remove(self, owner: str, kind: Kind, id: str) -> None:
-        """Removes a record and what belongs to it; raises ApiError if the owner has none of that id."""
+        """Removes a record and its content; raises ApiError if the owner has no such record."""
         with self._transaction() as database:
             if not database.execute(f"DELETE {OF_KEY}", (owner, kind, id)).rowcount:
                 raise _not_found(kind, id)
         self._remove_content(owner, [(kind, id)])
 
     def _remove_content(self, owner: str, removed: Iterable[tuple[Kind, str]]) -> None:
-        """Removes what was beside records that are gone."""
+        """Removes the content of records that are gone."""
         for kind, id in removed:
             if kind != "response":
                 _remove(self.file(owner, id) if kind == "file" else self.work_folder(id))
 
     def open_records(self) -> list[Record]:
-        """What is still to be worked at, of all owners, the first to come first."""
-        if self._folder is None:  # nobody has sent anything
+        """The unfinished work of all owners, oldest first."""
+        if self._folder is None:  # nothing was ever stored
             return []
         query = "SELECT owner, kind, id, created, value FROM records WHERE open = 1 ORDER BY created"
         with self._transaction() as database:
@@ -290,15 +290,15 @@ class RecordStore:
         return [Record(owner, kind, id, created, decode(raw)) for owner, kind, id, created, raw in rows]
 
     def work_folder(self, batch: str) -> Path:
-        """Where a batch is worked at, and what Anthropic's batches consist of."""
+        """Folder of a batch's work, and of the content of Anthropic's batches."""
         return self._root / "batches" / batch
 
     # -- files -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def new_file(self) -> Iterator[Path]:
-        """Where a file may be written that is then added; if it is not, it is removed in the end. Raises ApiError where
-        the disk does not do its part."""
+        """A context with the path of a new file, for ``add_file``. A file that is not added is removed at the end.
+        Raises ApiError if the disk fails."""
         folder = self._root / "files"
         path = folder / f"new-{secrets.token_hex(16)}"
         try:
@@ -310,8 +310,8 @@ class RecordStore:
             path.unlink(missing_ok=True)
 
     def add_file(self, owner: str, source: Path, name: str, purpose: str, room_of: Record | None = None) -> Record:
-        """Keeps a file, which is moved here; raises ApiError where the owner's limit leaves no room. ``room_of`` is as
-        for ``put``."""
+        """Stores a file by moving it here; ``room_of`` as for ``put``. Raises ApiError if the owner's limit leaves no
+        room."""
         id, size = f"file-{secrets.token_hex(16)}", source.stat().st_size
         path = self.file(owner, id)
         self.put(owner, "file", id, {"filename": name, "purpose": purpose, "bytes": size}, size, room_of=room_of)
@@ -327,7 +327,7 @@ class RecordStore:
 
 def _not_found(kind: Kind, id: str) -> ApiError:
     text = f"{kind.replace('_', ' ').capitalize()} with id {id[:80]!r} not found"
-    reason = "this API key has none of that id; it may have been deleted, or made room for others"
+    reason = "this API key has none of that id; it may have been deleted or evicted"
     return ApiError(f"{text}: {reason}", status=404, code=f"{kind}_not_found")
 
 
@@ -340,20 +340,20 @@ def _remove(path: Path) -> None:
 
 
 def storage_failed(error: Exception) -> ApiError:
-    """What a client is told; the log has the rest, which may be a path."""
-    logger.error("what clients have this server keep cannot be read or written: %s", error)
-    return ApiError("what this server keeps cannot be read or written now", status=503, code="storage_failed")
+    """The error for a client; the log has the details, which can contain a path."""
+    logger.error("the storage cannot be read or written: %s", error)
+    return ApiError("the server's storage cannot be read or written now", status=503, code="storage_failed")
 
 
 def content_path(folder: Path, owner: str, id: str) -> Path:
-    """Where the content of an owner's file is."""
+    """Path of the content of an owner's file."""
     return content_in(folder / "files" / _folder_name(owner), id)
 
 
 def content_in(folder: Path, id: str) -> Path:
-    """The same, in the folder of the owner's files; raises ApiError for what is no id of a file."""
+    """Path of a file's content, in the folder of its owner's files; raises ApiError if ``id`` is not a file id."""
     if not re.fullmatch(r"file-[0-9a-f]{32}", id):
-        raise ApiError(f"{id[:80]!r} is no id of a file here", status=404, code="file_not_found")
+        raise ApiError(f"{id[:80]!r} is not the id of a file", status=404, code="file_not_found")
     return folder / id
 
 

@@ -1,1 +1,1 @@
-"""From text to token ids, and from generated text to thoughts and tool calls."""
+"""Conversion of text to token ids, and parsers of reasoning and tool calls in generated text."""

@@ -1,4 +1,5 @@
-"""Arguments that models write as plain text, without JSON's quotes: a function's schema says what they are."""
+"""Arguments of tool calls that models write as plain text, without JSON's quotes: the function's schema gives their
+types."""
 
 from __future__ import annotations
 
@@ -17,25 +18,25 @@ KINDS: dict[type, str] = {
     list: "array",
     type(None): "null",
 }
-"""JSON schema's names of what values are."""
+"""JSON schema's names of the types of values."""
 
 ANYTHING = frozenset(KINDS.values())
 STRING = frozenset(("string",))
 OPTIONAL_STRING = frozenset(("string", "null"))
 
 WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
-"""In any case: templates show models Python's words as well."""
+"""Words for JSON values, in any case: templates also show models Python's words."""
 
 ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
-"""What reading a text can end with."""
+"""Exceptions of parsing a text as a value."""
 
 
 class ValueWriter:
-    """JSON of one value, as its text arrives: a string's at once, other values' when they are complete.
+    """Writes the JSON of one value while its text arrives: strings piece by piece, other values when they are complete.
 
     Args:
-        types: JSON types that it may have. A text that is none of the others is a string, even if that is not one of
-            them: nothing that a model wrote is lost.
+        types: JSON types of the value. A text of none of these types is written as a string, even if strings are not
+            among them: nothing that the model wrote is lost.
     """
 
     def __init__(self, types: frozenset[str]) -> None:
@@ -44,7 +45,7 @@ class ValueWriter:
         self._is_open = False
 
     def add(self, text: str) -> str:
-        """JSON that more text makes certain."""
+        """The JSON that is certain after more text."""
         self._held += text
         if self._types == OPTIONAL_STRING and len(self._held.strip()) > max(map(len, WORDS)):
             self._is_string = True
@@ -55,14 +56,14 @@ class ValueWriter:
         return opening + json.dumps(held, ensure_ascii=False)[1:-1]
 
     def end(self) -> str:
-        """The rest of the JSON."""
+        """The rest of the JSON, at the value's end."""
         return f'{self.add("")}"' if self._is_string else json_value(self._held, self._types)
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """JSON of a text as a value of one of ``types``: as it was written if it is one in JSON, and translated if it is a
-    word or a dictionary or list of Python's. As in vLLM null is taken for any type but a string, and what is none of
-    ``types`` is a string."""
+    """The JSON of a text as a value of one of ``types``. Valid JSON is kept; words and Python's dictionaries and lists
+    are translated. As in vLLM, null is accepted for any type but a string, and a text of none of the ``types`` becomes
+    a string."""
     core = text.strip()
     word = WORDS.get(core.lower())
     if word is not None and _is_of(json.loads(word), types):
@@ -81,13 +82,14 @@ def json_value(text: str, types: frozenset[str]) -> str:
 
 
 def properties(parameters: Any) -> Mapping[str, Any]:
-    """The arguments that a function's ``parameters`` (a JSON schema) name, with the schema of each."""
+    """The arguments in a function's ``parameters`` (a JSON schema), with the schema of each."""
     named = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return named if isinstance(named, Mapping) else {}
 
 
 def argument_types(parameters: Any, name: str) -> frozenset[str]:
-    """JSON types that a function's ``parameters`` (a JSON schema) allow for one of them; none where they do not say."""
+    """JSON types that a function's ``parameters`` (a JSON schema) allow for the argument ``name``; empty if the schema
+    has none."""
     types, seen = set[str](), set[str]()
     parts: list[Any] = [properties(parameters).get(name)]
     while parts:
@@ -120,7 +122,7 @@ def _is_of(value: Any, types: frozenset[str]) -> bool:
 
 def _python_value(text: str) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about escapes in its strings
+        warnings.simplefilter("ignore")  # warnings about escapes in strings
         return ast.literal_eval(text)
 
 
@@ -129,7 +131,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _referred(schema: Any, reference: str) -> Any:
-    """The part of a schema that a reference within it (``#/$defs/…``) means; None for others."""
+    """The part of a schema that an internal reference (``#/$defs/…``) points to; None for other references."""
     root, *steps = reference.split("/")
     part = schema if root == "#" else None
     for step in steps:

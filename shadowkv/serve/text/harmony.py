@@ -1,9 +1,9 @@
-"""gpt-oss's answers: messages of their own, each with a channel for what it is, in the format called Harmony.
+"""Parsers of Harmony, the answer format of gpt-oss: several messages, each with a channel that says what it is.
 
-``<|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>commentary to=functions.name
-<|constrain|>json<|message|>arguments<|call|>``: the prompt ends with ``<|start|>assistant``, and the token that ends
-the answer (``<|return|>`` or ``<|call|>``) is no part of its text. Thoughts and calls have a reader each; the first
-leaves to the second what is not its own, as it was written.
+An example: ``<|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>commentary to=functions.name
+<|constrain|>json<|message|>arguments<|call|>``. The prompt ends with ``<|start|>assistant``. The token that ends the
+answer (``<|return|>`` or ``<|call|>``) is not part of its text. The reasoning parser runs first and passes everything
+but reasoning on to the tool parser, unchanged.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ START, MESSAGE = "<|start|>", "<|message|>"
 
 STOPS = ("<|end|>", "<|call|>", "<|return|>")
 ENDS = (*STOPS, START)
-"""What a message's text ends before."""
+"""Marks that end a message's text."""
 
 HEADERS = (START, "<|channel|>", "<|constrain|>", MESSAGE, " to=")
-"""What a message's header begins with; anything else is text already."""
+"""Marks that begin a message's header; anything else is already text."""
 
 CHANNEL, RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
 
 FINAL = f"<|channel|>final{MESSAGE}"
-"""Header of an answer's text."""
+"""Header of the final answer's text."""
 
 FUNCTIONS = "functions."
-"""What recipients that are functions of the client begin with."""
+"""Prefix of recipients that are functions of the client."""
 
 
 def opening(prompt: str) -> str:
-    """What has to come before an answer that is text from its first token on, at this end of a prompt."""
+    """Text to append to a prompt so that the answer is plain text from its first token on; ``prompt`` is the end of the
+    prompt."""
     return "" if prompt.endswith(MESSAGE) else FINAL
 
 
 @dataclass(frozen=True)
 class Header:
-    """Of one message.
+    """The header of one message.
 
     Attributes:
         channel: ``analysis``, ``commentary`` or ``final``.
-        function: the name of the one that is called with the message.
+        function: name of the function that the message calls, if any.
     """
 
     channel: str
@@ -52,7 +53,7 @@ class Header:
 
     @classmethod
     def of(cls, text: str) -> Header:
-        """The header that a text is."""
+        """Parses the text of a header."""
         channel, recipient = CHANNEL.search(text), RECIPIENT.search(text)
         named = "" if recipient is None else recipient[1]
         function = named.removeprefix(FUNCTIONS) if named.startswith(FUNCTIONS) else None
@@ -60,17 +61,17 @@ class Header:
 
 
 class Messages(TextReader):
-    """Reads an answer message by message."""
+    """Base of the parsers: reads an answer message by message."""
 
     def _header(self) -> Reading[Header | None]:
-        """Reads the header of the next message; None where the answer ends before its text."""
+        """Reads the header of the next message; None if the answer ends before its text."""
         for beginning in HEADERS:
             if (yield from self._sees(beginning)):
                 break
         else:
             return None if self._ended and self._at == len(self._text) else Header("final")
         while (place := self._text.find(MESSAGE, self._at)) < 0:
-            if self._ended and not beginning.startswith("<"):  # two words of a text
+            if self._ended and not beginning.startswith("<"):  # " to=" was part of a text
                 self._at = self._begin
                 return Header("final")
             self._at = len(self._text) - (0 if self._ended else self._overlap(MESSAGE))
@@ -82,7 +83,7 @@ class Messages(TextReader):
         return Header.of(self._text[self._begin : self._at])
 
     def _stop(self) -> Reading[None]:
-        """Reads what ends a message."""
+        """Reads the mark that ends a message."""
         for stop in STOPS:
             if (yield from self._sees(stop)):
                 self._at += len(stop)
@@ -90,8 +91,8 @@ class Messages(TextReader):
 
 
 class HarmonyReasoning(Messages, ReasoningParser):
-    """Thoughts: the messages of the channel ``analysis``, a line end between them. Calls of functions are left where
-    they are."""
+    """Extracts reasoning: the messages of the channel ``analysis``, joined by line ends. Calls of functions stay in the
+    text."""
 
     def __init__(self, prompt: str) -> None:
         super().__init__(prompt)
@@ -120,8 +121,8 @@ class HarmonyReasoning(Messages, ReasoningParser):
 
 
 class Harmony(Messages, ToolParser):
-    """Calls: messages to functions, in whichever channel, where there are tools. All others are text, a line end
-    between them: the channel ``commentary`` is what a model says before a call, and ``final`` its answer."""
+    """Extracts tool calls, if there are tools: messages to functions, in any channel. All other messages are text,
+    joined by line ends: ``commentary`` is what the model says before a call, ``final`` is its answer."""
 
     def _read(self) -> Reading[None]:
         texts = 0

@@ -1,23 +1,24 @@
-"""Memory that long bodies and texts took goes back to the system, where the GNU C library would keep it."""
+"""Returns the memory of long bodies and texts to the system; the GNU C library would keep it."""
 
 from __future__ import annotations
 
 import ctypes
 
 M_MMAP_THRESHOLD, LARGE_BLOCK = -3, 2**17
-"""The parameter of ``mallopt`` (malloc.h), and the bytes from which on a block comes straight from the system; its
-default, which would otherwise grow with what was freed."""
+"""The parameter of ``mallopt`` (malloc.h), and its value: the size in bytes from which a block comes straight from the
+system. The value is the default, which would otherwise grow with freed blocks."""
 
 _library = ctypes.CDLL(None)
 
 
 def give_back_large_blocks() -> None:
-    """Has large blocks go back as soon as they are free, from now on."""
+    """From now on, large blocks return to the system as soon as they are freed."""
     if hasattr(_library, "mallopt"):
         _library.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def give_back_small_blocks() -> None:
-    """Gives back pages without any block in use; it takes milliseconds, in which the interpreter's lock is free."""
+    """Returns pages without any used block to the system; this takes milliseconds, in which the interpreter's lock is
+    free."""
     if hasattr(_library, "malloc_trim"):
         _library.malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, separated from the answer: text within ``<think>`` and ``</think>``."""
+"""Separates a model's reasoning from its answer: text within ``<think>`` and ``</think>``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from shadowkv.serve.text.text_reader import Reading, TextReader
 BEGIN, END = "<think>", "</think>"
 
 TAGGED = ("deepseek_r1", "qwen3", "glm45", "glm47", "minimax_m2")
-"""vLLM's names in ``--reasoning-parser`` for these tags."""
+"""vLLM's names in ``--reasoning-parser`` for models with these tags."""
 
 
 class ReasoningParser(TextReader):
-    """Reads one answer. Thoughts that do not end take up all of it; white space beside the tags is dropped.
+    """Reads one answer. If the reasoning does not end, the whole answer is reasoning. White space beside the tags is
+    dropped.
 
     Args:
-        prompt: its end, as some templates begin the thoughts themselves.
+        prompt: the end of the prompt, since some templates open the reasoning themselves.
     """
 
     def __init__(self, prompt: str) -> None:
@@ -26,11 +27,11 @@ class ReasoningParser(TextReader):
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the text read last belongs to the thoughts."""
+        """Whether the latest text is reasoning."""
         return self._said is self._thought
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
-        """What more text makes certain: of the thoughts, and of the answer."""
+        """The reasoning and the answer text that are certain after more text."""
         self._go_on(text, last)
         thought, answer = "".join(self._thought), "".join(self._answer)
         self._thought.clear()

@@ -1,4 +1,4 @@
-"""Calls whose arguments are plain text between tags: JSON is made of them by the function's schema."""
+"""Parsers of tool calls whose arguments are plain text between tags; the function's schema turns them into JSON."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from shadowkv.serve.text.tool_parser import ToolParser
 NOT_IN_NAMES = " \t\r\n<>"
 
 END = ""
-"""Follows what an answer ends with."""
+"""Marks the end of the answer among the followers of a tag."""
 
 
 class TaggedCalls(ToolParser):
-    """What formats of such calls share.
+    """Base of the parsers of tagged calls.
 
-    A value may itself contain tags: only one after which the call goes on, or ends, is its end. Strings are emitted as
-    they arrive, other values when they are complete; one that is cut off is left out.
+    A value may itself contain tags. A tag ends a value only if the call continues or ends after it. Strings are emitted
+    as they arrive, other values when they are complete. A value that is cut off is left out.
 
     Attributes:
         outer: tags around calls.
-        begins: marks a call may begin with.
-        value_ends: tags that end a value -> those of which one follows, white space between.
-        untyped: types of arguments of which the schema says nothing.
+        begins: marks that can begin a call.
+        value_ends: tags that can end a value -> tags of which one must follow, after optional white space.
+        untyped: types of arguments whose schema names no type.
     """
 
     outer: ClassVar[tuple[str, str]] = ("<tool_call>", "</tool_call>")
@@ -52,7 +52,7 @@ class TaggedCalls(ToolParser):
 
     @abstractmethod
     def _function(self) -> Reading[bool]:
-        """Reads a call within its outer tags; False where it is none."""
+        """Reads a call within its outer tags; False if it is not a call."""
 
     def _begin_call(self, name: str) -> None:
         self._open(name)
@@ -61,11 +61,11 @@ class TaggedCalls(ToolParser):
 
     @property
     def _parameters(self) -> object:
-        """The schema of the arguments of the function that is called."""
+        """The argument schema of the called function."""
         return self._functions.get(self._name, {}).get("parameters")
 
     def _argument(self, key: str) -> Reading[None]:
-        """Reads the value of an argument up to the tag that ends it, and emits both."""
+        """Reads the value of an argument up to the tag that ends it, and emits the key and the value."""
         writer = ValueWriter(argument_types(self._parameters, key) or self.untyped)
         self._write(f"{', ' if self._given else ''}{_quoted(key)}: ")
         self._given.append(key)
@@ -73,7 +73,7 @@ class TaggedCalls(ToolParser):
             self._write(writer.end())
 
     def _to_value_end(self, emit: Callable[[str], None]) -> Reading[bool]:
-        """Hands a value on up to the tag that ends it; False where the answer ends before."""
+        """Passes a value on to ``emit`` up to the tag that ends it; False if the answer ends first."""
         self._drop()
         while True:
             tag = self._end.search(self._text, self._at)
@@ -84,7 +84,7 @@ class TaggedCalls(ToolParser):
                 yield
                 continue
             is_end = None if tag is None else (yield from self._is_value_end(tag.group()))
-            if tag is None or is_end is None:  # what remains may be the beginning of the end
+            if tag is None or is_end is None:  # the rest may be the beginning of an end tag
                 self._at = len(self._text)
                 self._drop()
                 return False
@@ -93,7 +93,7 @@ class TaggedCalls(ToolParser):
                 return True
 
     def _is_value_end(self, tag: str) -> Reading[bool | None]:
-        """Whether a tag that comes next ends a value; None where the answer ends before that is known. Reads on."""
+        """Whether the next tag ends a value; None if the answer ends before that is known. Reads on."""
         self._at += len(tag)
         yield from self._blanks()
         followers = self.value_ends[tag]
@@ -107,9 +107,9 @@ class TaggedCalls(ToolParser):
 
 
 class Qwen3Coder(TaggedCalls):
-    """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``, a line for each tag and
-    value. As in vLLM the outer tags may be missing, and so may those that end a value: the function's end ends it, or
-    another parameter that it has and that was not given."""
+    """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``, with each tag and value on
+    its own line. As in vLLM the outer tags may be missing. The tag that ends a value may be missing, too: the
+    function's end ends the value, and so does another of its parameters that has no value yet."""
 
     _TAGS: ClassVar = {"</parameter>": ("<parameter=", "</function>", "</tool_call>"), "</function>": ("</tool_call>",)}
     value_ends: ClassVar = {
@@ -143,7 +143,7 @@ class Qwen3Coder(TaggedCalls):
     def _parameter(self) -> Reading[None]:
         key = yield from self._up_to(NOT_IN_NAMES)
         if not key or not (yield from self._sees(">")):
-            yield from self._to_value_end(lambda text: None)  # a tag that is not complete: left out, as in vLLM
+            yield from self._to_value_end(lambda text: None)  # an incomplete tag: left out, as in vLLM
             return
         self._at += 1
         if (yield from self._next()) == "\n":
@@ -162,8 +162,8 @@ class Qwen3Coder(TaggedCalls):
 
 
 class Glm45(TaggedCalls):
-    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``, of GLM-4.5 and 4.6 with line
-    ends between the tags, of GLM-4.7 without. A pair that is not complete is left out, as in vLLM."""
+    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``. GLM-4.5 and 4.6 have line ends
+    between the tags, GLM-4.7 has none. An incomplete pair is left out, as in vLLM."""
 
     value_ends: ClassVar = {"</arg_value>": ("<arg_key>", "</tool_call>")}
     untyped: ClassVar = ANYTHING
@@ -189,7 +189,7 @@ class Glm45(TaggedCalls):
 
 class MinimaxM2(TaggedCalls):
     """``<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke></minimax:tool_call>``,
-    with line ends between the tags, and as many calls within the outer ones as there are."""
+    with line ends between the tags. The outer tags can hold several calls."""
 
     outer: ClassVar = ("<minimax:tool_call>", "</minimax:tool_call>")
     begins: ClassVar = (outer[0], '<invoke name="')
@@ -206,7 +206,7 @@ class MinimaxM2(TaggedCalls):
             if key := (yield from self._named("parameter")):
                 yield from self._argument(key)
             else:
-                yield from self._to_value_end(lambda text: None)  # a tag that is not complete
+                yield from self._to_value_end(lambda text: None)  # an incomplete tag
             yield from self._passed("</parameter>")
         if (yield from self._sees("</invoke>")):
             self._write("}")
@@ -215,7 +215,7 @@ class MinimaxM2(TaggedCalls):
         return True
 
     def _named(self, tag: str) -> Reading[str]:
-        """Reads a tag with a name, up to its end: the name, empty where it is not that tag."""
+        """Reads a tag with a name, up to its end. Returns the name; empty if the next tag is another one."""
         if not (yield from self._passed(f"<{tag} name=")):
             return ""
         name = yield from self._up_to("\n<>")

@@ -1,4 +1,4 @@
-"""Reads text that arrives in pieces: the result does not depend on where pieces end."""
+"""Base of the parsers of generated text, which arrives in pieces: the result does not depend on where pieces end."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Reading = Generator[None, None, T]
-"""Reads on and returns a T; yields where more text is needed."""
+"""A generator that reads text and returns a T; it yields when it needs more text."""
 
 
 class TextReader(ABC):
-    """Reads one answer, from beginning to end."""
+    """Parses one answer, from beginning to end."""
 
     def __init__(self) -> None:
         self._text, self._ended = "", False
-        self._begin = self._at = 0  # what has been read and not yet emitted lies between
+        self._begin = self._at = 0  # the text between them is read, but not yet emitted
         self._said: list[str] = []
         self._steps = self._read()
 
     def _go_on(self, text: str, last: bool) -> None:
-        """Reads more text as far as possible."""
+        """Continues with more text, as far as possible; ``last`` marks the end of the answer."""
         self._text, self._at = self._text[self._begin :] + text, self._at - self._begin
         self._begin, self._ended = 0, last
         next(self._steps, None)
@@ -33,12 +33,12 @@ class TextReader(ABC):
         """Reads an answer to its end."""
 
     def _say(self) -> None:
-        """Emits what was read as text."""
+        """Emits the text that has been read."""
         self._said.append(self._text[self._begin : self._at])
         self._begin = self._at
 
     def _drop(self) -> None:
-        """Drops what was read: it is emitted in another form, or not at all."""
+        """Drops the text that has been read: it is emitted in another form, or not at all."""
         self._begin = self._at
 
     def _next(self) -> Reading[str]:
@@ -69,17 +69,17 @@ class TextReader(ABC):
         return True
 
     def _up_to(self, ends: str) -> Reading[str]:
-        """Reads up to a character of ``ends``, or to the end of the answer: what was read."""
+        """Reads up to a character of ``ends`` or the end of the answer, and returns what it has read."""
         begin = self._at - self._begin
         while (yield from self._next()) and self._text[self._at] not in ends:
             self._at += 1
         return self._text[self._begin + begin : self._at]
 
     def _until(self, *marks: str, emit: Callable[[], None] | None = None) -> Reading[bool]:
-        """Emits the text up to the first of ``marks``, without white space before it; False if none comes.
+        """Emits the text up to the first of ``marks``, without white space before it; False if none follows.
 
         Args:
-            emit: emits what was read, by default as text.
+            emit: emits the text that has been read, by default as plain text.
         """
         pattern = "|".join(map(re.escape, marks))
         while True:
@@ -106,7 +106,7 @@ class TextReader(ABC):
         return longest
 
     def _rest(self) -> Reading[None]:
-        """Emits all that follows as text."""
+        """Emits the rest of the answer as text."""
         while True:
             self._at = len(self._text)
             self._say()

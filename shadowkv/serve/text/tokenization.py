@@ -1,5 +1,5 @@
-"""Text to token ids for the server: what cannot fit is refused before it is tokenised, or after a part of it, and long
-texts take turns."""
+"""Tokenization for the server. A text that is too long is refused before it is tokenized, or after a part of it, and
+long texts take turns."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONG = 2**16
-"""Characters, or token ids, from which on a prompt is long."""
+"""Minimum size of a long prompt, in characters or token ids."""
 
 TURNS = 3 if (os.cpu_count() or 1) > 2 else 2
-"""Long prompts tokenised at a time, of each tenant one less: that leaves a core to the others."""
+"""How many long prompts are tokenized at a time; each tenant has one less, which leaves a core to the others."""
 
 FIRST_PART, NEXT_PART = 8, 4
-"""Characters per allowed token in the first part of a text, and the factor by which each next part is longer. English
-has four to five characters a token: one part suffices. Runs of one character have up to a hundred."""
+"""The first part of a text has ``FIRST_PART`` characters per allowed token; each further part is ``NEXT_PART`` times as
+long. English has four to five characters per token, so one part is enough. Runs of one character have up to a
+hundred."""
 
 MARGIN = 1.25
-"""A cut text may have a few tokens more than the whole one: its last word may be half of a longer token."""
+"""Tolerance for a part of a text: it can have a few more tokens than within the whole text, as its last word may be
+half of a longer token."""
 
 WORD_CHARS = 256
-"""A part ends at the end of a word, if there is one this near."""
+"""A part ends at the end of a word, if one ends within this many characters."""
 
 _turns = FairTurns(TURNS)
 _threads = ThreadPoolExecutor(TURNS, "shadowkv-tokenize")
@@ -44,8 +46,8 @@ _in_flight: set[Event] = set()
 
 
 async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
-    """What ``work`` returns, on a thread that the tenants share; of those with a ``size`` above ``LONG`` only a few run
-    at a time, and none longer than somebody waits for it. Raises ApiError where ``drop_long`` ends it."""
+    """The result of ``work``, run on a thread that the tenants share. If its ``size`` exceeds ``LONG``, only a few run
+    at a time, and ``work`` is stopped when its caller is cancelled. Raises ApiError if ``drop_long`` stops it."""
     if size <= LONG:
         return await in_thread(tenant, work)
     async with _turns.of(tenant):
@@ -63,16 +65,16 @@ async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
             raise server_stopping() from None
         except asyncio.CancelledError:
             unwanted.set()
-            await asyncio.wait((working,))  # the turn is free when its work has ended
+            await asyncio.wait((working,))  # the turn ends with its work
             raise
         finally:
             _in_flight.discard(unwanted)
-            if not _in_flight:  # nobody waits for it
+            if not _in_flight:  # no client waits for the time that this takes
                 _threads.submit(give_back_small_blocks)
 
 
 def drop_long() -> None:
-    """Refuses all long texts that are tokenised or wait for it, because the server ends."""
+    """Refuses all long texts that are being tokenized or waiting, because the server stops."""
     _turns.drop(server_stopping())
     for unwanted in _in_flight:
         unwanted.set()
@@ -85,9 +87,11 @@ def encode(tokenizer: Tokenizer, text: str, limit: int, param: str, add_special_
 
 
 def check_length(tokenizer: Tokenizer, limit: int, param: str, text: str) -> None:
-    """Raises ApiError, naming ``param``, for a text that has more than ``limit`` tokens by its length, or once a part
-    of it has many more: the rest is not looked at. Length tells little where tokens may be long, and nothing where a
-    normaliser may shrink the text.
+    """Raises ApiError, naming ``param``, for a text of more than ``limit`` tokens.
+
+    A lower bound from the text's length is checked first. Then parts of the text are tokenized, and the text is refused
+    at the first part with many more tokens than ``limit``. The bound from the length is weak if tokens can be long, and
+    useless if a normalizer can shrink the text.
     """
     least = tokenizer.least_tokens(text)
     if least > limit:
@@ -104,7 +108,7 @@ def check_length(tokenizer: Tokenizer, limit: int, param: str, text: str) -> Non
 
 
 def check_tokens(tokenizer: Tokenizer, tokens: Sequence[int], param: str) -> None:
-    """Raises ApiError, naming ``param``, for a token id that the model has not."""
+    """Raises ApiError, naming ``param``, for a token id that is not in the model's vocabulary."""
     vocab = tokenizer.vocab_size
     for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < vocab:
@@ -112,20 +116,21 @@ def check_tokens(tokenizer: Tokenizer, tokens: Sequence[int], param: str) -> Non
 
 
 def check_prompt(tokenizer: Tokenizer, prompt: Sequence[int], limit: int, param: str) -> None:
-    """Raises ApiError, naming ``param``, for a prompt of token ids that has more than ``limit``, or one that the model
-    has not."""
+    """Raises ApiError, naming ``param``, for a prompt of more than ``limit`` token ids, or with an id outside the
+    model's vocabulary."""
     if len(prompt) > limit:
         raise too_long(f"the prompt has {len(prompt)}", param, len(prompt), limit)
     check_tokens(tokenizer, prompt, param)
 
 
 def too_long(reason: str, param: str, tokens: int, limit: int) -> ApiError:
-    """The refusal of a prompt of ``tokens`` tokens or more, which no context of ``limit`` has room for."""
-    text = f"at most {counted(limit, 'token')} may come, but {reason}"
+    """The error for a prompt of ``tokens`` tokens or more that exceeds a context of ``limit`` tokens."""
+    text = f"at most {counted(limit, 'token')} are allowed, but {reason}"
     counts = {"n_prompt_tokens": tokens, "n_ctx": limit}
     return ApiError(text, param=param, code="context_length_exceeded", counts=counts)
 
 
 def tokenize_limit(max_model_len: int) -> int:
-    """Most tokens that ``/tokenize`` returns: a prompt's, or for short contexts more, to show how long a text is."""
+    """Maximum number of tokens that ``/tokenize`` returns: the context, or more for short contexts, to show how long a
+    text is."""
     return max(max_model_len, TOKENIZE_TOKENS)

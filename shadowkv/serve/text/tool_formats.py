@@ -1,4 +1,4 @@
-"""How models write tool calls, by vLLM's names in ``--tool-call-parser``, and how chat templates reveal the format."""
+"""Formats of tool calls, under vLLM's names in ``--tool-call-parser``, and their detection from chat templates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shadowkv.serve.text.tool_parser import ToolParser, call_id
 MISTRAL_ID_CHARS = 9
 
 HARMONY, HARMONY_THOUGHTS = "openai", "openai_gptoss"
-"""vLLM's names of gpt-oss's format, in ``--tool-call-parser`` and in ``--reasoning-parser``."""
+"""vLLM's names of gpt-oss's format in ``--tool-call-parser`` and ``--reasoning-parser``."""
 
 
 class Hermes(ToolParser):
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, of Hermes, Qwen2.5 and Qwen3; Qwen2.5-Coder begins an
-    answer with a code block of the same instead, which llama.cpp reads, too."""
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, of Hermes, Qwen2.5 and Qwen3. Qwen2.5-Coder instead
+    begins an answer with a code block that holds the call, which llama.cpp reads, too."""
 
     def _read(self) -> Reading[None]:
         yield from self._blanks()
@@ -29,7 +29,7 @@ class Hermes(ToolParser):
             yield from self._passed("```")
             self._drop()
         else:
-            self._at = self._begin  # it is text
+            self._at = self._begin  # not a call
         while (yield from self._until("<tool_call>")):
             yield from self._passed("<tool_call>")
             if not (yield from self._calls(",")):
@@ -40,7 +40,8 @@ class Hermes(ToolParser):
 
 
 class Llama3Json(ToolParser):
-    """An answer that is ``{"name": …, "parameters": {…}}``, or several with semicolons between, of Llama 3.1 to 3.3."""
+    """An answer that is ``{"name": …, "parameters": {…}}``, or several of these separated by semicolons, of Llama 3.1
+    to 3.3."""
 
     def _read(self) -> Reading[None]:
         yield from self._blanks()
@@ -50,7 +51,7 @@ class Llama3Json(ToolParser):
 
 
 class Mistral(ToolParser):
-    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of newer tokenisers."""
+    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of newer tokenizers."""
 
     def _read(self) -> Reading[None]:
         while (yield from self._until("[TOOL_CALLS]")):
@@ -81,8 +82,8 @@ class Mistral(ToolParser):
 
 
 class Listed(ToolParser):
-    """A JSON list of ``{"name": …, "parameters": {…}}``: what ``tool_choice`` "required" makes every model write. None
-    of it is text: an answer that is cut off before a call's arguments has no more calls."""
+    """A JSON list of ``{"name": …, "parameters": {…}}``, which ``tool_choice`` "required" makes every model write. No
+    part of it is text: if the answer is cut off before a call's arguments, that call is dropped."""
 
     def _read(self) -> Reading[None]:
         yield from self._blanks()
@@ -91,8 +92,8 @@ class Listed(ToolParser):
 
 
 class Generic(ToolParser):
-    """A JSON list of ``{"name": …, "parameters": {…}}``, or one such object, which may be in a code block: what models
-    write whose templates know no tools, and which are told of them in words. Anything else is text."""
+    """A JSON list of ``{"name": …, "parameters": {…}}`` or one such object, possibly in a code block. Models write this
+    if their templates have no tools and the system message explains them. Anything else is text."""
 
     def _read(self) -> Reading[None]:
         yield from self._blanks()
@@ -108,10 +109,11 @@ class Generic(ToolParser):
 
 
 class Named(ToolParser):
-    """The arguments of one function and nothing else: what a ``tool_choice`` that names it makes every model write.
+    """The arguments of one function and nothing else, which a ``tool_choice`` with the function's name makes every
+    model write.
 
     Args:
-        name: the function.
+        name: the function's name.
     """
 
     def __init__(self, name: str, new_id: Callable[[], str] = call_id) -> None:
@@ -129,22 +131,22 @@ class Named(ToolParser):
 
 
 def mistral_id() -> str:
-    """A new call's id, in the form that Mistral's templates require of earlier turns."""
+    """A new call's id, in the form that Mistral's templates require of earlier messages."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(MISTRAL_ID_CHARS))
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One format of calls.
+    """One format of tool calls.
 
     Attributes:
-        parser: reads the format.
-        signs: all of these in a chat template show that the model writes it.
-        others: signs of formats that share these but are written differently.
+        parser: the parser of the format.
+        signs: strings that, if all are in a chat template, show that the model writes the format.
+        others: strings of other formats that have the same signs.
         new_id: makes ids of calls.
-        reasoning: reads the thoughts, where they are told apart by the same marks: then an answer is read even if there
-            are no tools, and special tokens are part of what is read.
-        opening: what has to come between a prompt, whose end it gets, and an answer that follows a schema.
+        reasoning: the reasoning parser, if the format's own marks separate reasoning. Answers are then parsed even
+            without tools, and special tokens are part of the parsed text.
+        opening: from the end of a prompt, the text to append before an answer that follows a schema.
     """
 
     parser: type[ToolParser]
@@ -175,13 +177,14 @@ FORMATS = {
 }
 
 GENERIC = ToolFormat(Generic, ())
-"""How models write calls whose chat template has no place for tools: as the system message asks them to."""
+"""The format for chat templates without tools: the system message asks models to write it."""
 
 REASONING_PARSERS = (*TAGGED, HARMONY_THOUGHTS)
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat | None:
-    """The format with a name, or without one the chat template's; None if it has tools in an unknown format."""
+    """The format with a name or, without a name, that of the chat template; None if the template has tools in an
+    unknown format."""
     if name is not None:
         return FORMATS[name]
     others = None if names_tools(template) else GENERIC
@@ -189,5 +192,5 @@ def tool_format(name: str | None, template: str | None) -> ToolFormat | None:
 
 
 def names_tools(template: str | None) -> bool:
-    """Whether a chat template (Jinja source) has a place for tools."""
+    """Whether a chat template (Jinja source) uses tools."""
     return "tool" in (template or "")

@@ -1,4 +1,5 @@
-"""Tool calls in generated text that arrives in pieces: names and arguments are emitted as soon as they are known."""
+"""Base of the parsers of tool calls in generated text, which arrives in pieces. They emit names and arguments as soon
+as they are known."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from typing import Any
 from shadowkv.serve.text.text_reader import Reading, TextReader
 
 INSIDE, OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
-"""What changes the state of a JSON value within a string, and outside of any."""
+"""Characters that change the state of a JSON value, inside a string and outside."""
 
 ARGUMENTS = ("arguments", "parameters")
-"""Hermes and Mistral use the first, Llama the second."""
+"""Names of a call's arguments: Hermes and Mistral use the first, Llama the second."""
 
 
 def call_id() -> str:
@@ -25,7 +26,8 @@ def call_id() -> str:
 
 @dataclass
 class CallPart:
-    """Part of a call, or all of it: ``id`` and ``name`` come with its first part, ``arguments`` (JSON) in pieces."""
+    """A part of a call, or a whole call: the first part has ``id`` and ``name``; ``arguments`` (JSON) come in
+    pieces."""
 
     index: int
     id: str | None = None
@@ -34,14 +36,14 @@ class CallPart:
 
 
 class ToolParser(TextReader):
-    """Reads one answer.
+    """Parses one answer.
 
-    What only looks like the start of a call is text; white space beside a call is dropped; arguments stay as they were
-    written, and are cut short where the answer is.
+    A text that only looks like the start of a call is text. White space beside a call is dropped. Arguments stay as the
+    model wrote them, and are cut off where the answer is.
 
     Args:
         new_id: makes ids of calls.
-        tools: that may be called, as chat templates get them.
+        tools: the tools that can be called, in the form that chat templates get.
     """
 
     def __init__(self, new_id: Callable[[], str] = call_id, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -52,7 +54,7 @@ class ToolParser(TextReader):
         self._parts: list[CallPart] = []
 
     def push(self, text: str, last: bool = False) -> tuple[str, list[CallPart]]:
-        """What more text makes certain: text outside of calls, and parts of calls, at most one of each call."""
+        """The output that is certain after more text: text outside of calls, and at most one part of each call."""
         self._go_on(text, last)
         said, self._said = "".join(self._said), []
         parts, self._parts = self._parts, []
@@ -64,7 +66,7 @@ class ToolParser(TextReader):
         self.calls += 1
 
     def _argue(self) -> None:
-        """Emits what was read as part of the last call's arguments."""
+        """Emits the text that has been read as part of the last call's arguments."""
         self._write(self._text[self._begin : self._at])
         self._drop()
 
@@ -77,7 +79,7 @@ class ToolParser(TextReader):
             self._parts[-1].arguments += arguments
 
     def _calls(self, separator: str) -> Reading[bool]:
-        """Reads calls and their separators, as far as there are any; returns whether there is one."""
+        """Reads as many calls and separators as follow; returns whether there is a call."""
         before = self.calls
         while (yield from self._next()) == "{" and (yield from self._call()):
             yield from self._blanks()
@@ -86,7 +88,8 @@ class ToolParser(TextReader):
         return self.calls > before
 
     def _call(self) -> Reading[bool]:
-        """Reads ``{"name": …, "arguments": {…}}``, its fields in any order; anything else is left to be emitted."""
+        """Reads ``{"name": …, "arguments": {…}}``, its fields in any order. Anything else is left as text; returns
+        whether a call was emitted."""
         name, arguments, is_open = None, None, False
         self._at += 1
         while True:
@@ -138,7 +141,8 @@ class ToolParser(TextReader):
         return text if isinstance(text, str) else None
 
     def _value(self, is_arguments: bool = False) -> Reading[None]:
-        """Reads a JSON value, or as much as there is of it; if ``is_arguments``, it is emitted as the last call's."""
+        """Reads a JSON value, or as much of it as there is. If ``is_arguments``, emits it as the last call's
+        arguments."""
         depth, quoted = 0, False
         if (yield from self._next()) not in ('"', "{", "["):
             while (yield from self._next()) not in ("", ",", "}", "]"):

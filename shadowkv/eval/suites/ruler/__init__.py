@@ -1,8 +1,8 @@
 """RULER (Hsieh et al., arXiv:2404.06654): 13 synthetic tasks of any length, in its default configuration.
 
-Templates, answer beginnings and token limits are the published ones (github.com/NVIDIA/RULER, Apache-2.0). Where
-samples differ, they are stricter: keys, names and words are never repeated by accident, and prompt and answer fit the
-length together in every task.
+Templates, beginnings of answers and token limits are the published ones (github.com/NVIDIA/RULER, Apache-2.0). Samples
+differ only by being stricter: keys, names and words are never repeated by accident, and in every task prompt and answer
+fit the length together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shadowkv.eval.suites.ruler.aggregation import CommonWords, FrequentWords
 from shadowkv.eval.suites.ruler.variable_tracking import VariableTracking
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
-# Consecutive questions with own documents that are too long, after which the length counts as too short for the task.
+# Number of consecutive questions whose own documents are too long, after which the length is too short for the task.
 PATIENCE = 20
 
 
@@ -30,23 +30,23 @@ class Generator(Protocol):
 
     Attributes:
         least: units that a question needs.
-        most: number of units available, or None.
+        most: number of available units, or None.
     """
 
     least: int
     most: int | None
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """The question with that index; ``rng`` is fresh and the same on each call."""
+        """The question with an index; ``rng`` is fresh and the same on each call."""
         ...
 
 
 @dataclass(frozen=True)
 class Task:
-    """The meaning of a name in ``TASKS``.
+    """A task of ``TASKS``.
 
     Attributes:
-        generator: built from tokeniser, length in tokens, seed and data folder.
+        generator: built from tokenizer, length in tokens, seed and data folder.
         max_new_tokens: limit for an answer.
         metric: name in ``metrics.scoring.METRICS``.
     """
@@ -80,12 +80,12 @@ def samples(
 
     Args:
         task: one of ``TASKS``.
-        tokenizer: the model's; prompts and answers are measured with it.
-        length: tokens of prompt and answer together, at most; prompts reach at least 0.9 of it less the answer's,
-            except where the words run out (``cwe``) or documents are long beside it (``qa_1``, ``qa_2``).
-        seed: the same samples in every process; a larger ``count`` only adds samples.
+        tokenizer: the model's tokenizer, which measures prompts and answers.
+        length: maximum tokens of prompt and answer together. Prompts fill at least 0.9 of what the answer leaves,
+            except if the words run out (``cwe``) or documents are long compared with it (``qa_1``, ``qa_2``).
+        seed: gives the same samples in every process; a larger ``count`` only adds samples.
         data: folder with the task's files; missing ones are looked up in installed packages (``data.py``).
-        chat: in the tokeniser's chat template, with the answer's beginning after the assistant's header.
+        chat: whether to use the tokenizer's chat template, with the answer's beginning after the assistant's header.
 
     Raises ValueError for an unknown task and a length that is too short for it, FileNotFoundError for missing data.
     """
@@ -116,5 +116,5 @@ def samples(
 
 
 def _build(generator: Generator, task: str, seed: int, index: int) -> Callable[[int], Question]:
-    # A string seeds by its SHA-512 hash, the same in every process.
+    # A string seeds by its SHA-512 hash, which is the same in every process.
     return lambda units: generator.question(index, units, random.Random(f"{task}/{seed}/{index}"))

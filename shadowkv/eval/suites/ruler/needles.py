@@ -31,12 +31,12 @@ DEPTHS = [round(100 * step / 39) for step in range(40)]  # of needles in essays,
 
 @dataclass(frozen=True)
 class Config:
-    """One task of this kind.
+    """The configuration of a needle task.
 
     Attributes:
-        hay: what is around the needles; ``needle`` is more needles, one unit each.
+        hay: text around the needles; ``needle`` means more needles, one unit each.
         keys, values: their form.
-        num_keys, num_values: the needles are all keys, with ``num_values`` values each.
+        num_keys, num_values: every key has a needle for each of its ``num_values`` values.
         num_queries: number of keys asked for.
     """
 
@@ -107,7 +107,7 @@ class Needles:
         return _uuid(rng) if self.config.values == "uuids" else str(rng.randint(10**6, 10**7 - 1))
 
     def _in_essays(self, needles: list[str], words: int, rng: random.Random) -> str:
-        rounds = -(-words // len(self._essays))  # essays repeat where the length needs more than there are
+        rounds = -(-words // len(self._essays))  # essays repeat if the length needs more words
         sentences = sentences_of(" ".join((self._essays * rounds)[:words]))
         text, done = [], 0
         for needle, depth in zip(needles, sorted(rng.sample(DEPTHS, len(needles)))):

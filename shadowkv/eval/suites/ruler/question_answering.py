@@ -25,8 +25,8 @@ class Item:
     """A question of a data set.
 
     Attributes:
-        answers: any of them is right.
-        own: documents that it needs.
+        answers: the right answers, of which any one counts.
+        own: documents that the question needs.
         near: documents of the same article, which are added first.
     """
 
@@ -75,18 +75,16 @@ class QuestionAnswering:
         self.most: int | None = len(self._documents)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Its documents, then others of the same article, then any, shuffled.
+        """The question with its own documents, then others of the same article, then any others, all shuffled.
 
-        Raises ValueError where there are fewer questions.
+        Raises ValueError if there are fewer questions.
         """
         if index >= len(self._items):
-            raise ValueError(
-                f"there are only {len(self._items)} questions, and those that fit are fewer than asked for"
-            )
+            raise ValueError(f"there are only {len(self._items)} questions, and too few of them fit")
         item = self._items[index]
         documents = list(item.own)
         documents += rng.sample(item.near, min(len(item.near), max(units - len(documents), 0)))
-        # Drawn with spares for those that are already included.
+        # Spares are drawn for documents that are already included.
         taken = set(documents)
         spare = rng.sample(self._documents, min(len(self._documents), units + len(taken)))
         documents += [document for document in spare if document not in taken][: max(units - len(documents), 0)]

@@ -36,7 +36,7 @@ class VariableTracking:
         self._example_lines = example.text.count(NOISE)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """A new example, then the chain."""
+        """A solved example, then the chain."""
         example, asked = _chain(3, self._example_lines, rng), _chain(5, units, rng)
         solved = f" {example.text}{example.answer_prefix} {' '.join(example.references)}\n\n"
         return Question(f"{solved}\n\n{asked.text}", asked.answer_prefix, asked.references)

@@ -1,1 +1,1 @@
-"""Quantised checkpoints: one file for each format, which reads it into the forms that matrices have here."""
+"""Quantised checkpoints: one module per format, which reads it into the engine's forms of matrices."""

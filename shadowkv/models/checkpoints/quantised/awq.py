@@ -1,7 +1,7 @@
-"""AWQ (arXiv:2306.00978), packed for GEMM as AutoAWQ writes it (``awq/modules/linear/gemm.py`` there).
+"""AWQ (arXiv:2306.00978), packed for GEMM as AutoAWQ writes it (its ``awq/modules/linear/gemm.py``).
 
-``qweight``, int32 [K, N / 8], and ``qzeros``, int32 [G, N / 8], have eight codes of 4 bits of neighbouring output rows
-a word, in the order 0 2 4 6 1 3 5 7; ``scales`` are [G, N].
+``qweight``, int32 [K, N / 8], and ``qzeros``, int32 [G, N / 8], have eight 4-bit codes per word, of neighbouring output
+rows in the order 0 2 4 6 1 3 5 7; ``scales`` are [G, N].
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 _PARTS = ("qweight", "qzeros", "scales")
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word each of eight neighbours is."""
+"""Position in a word of each of eight neighbouring rows."""
 
 
 class AWQ:
-    """The format of a config; raises ValueError for what AutoAWQ packs in other ways."""
+    """AWQ as a config describes it; raises ValueError for AutoAWQ's other packings."""
 
     method = "awq"
     dtypes = ("I32",)
@@ -47,7 +47,7 @@ class AWQ:
             return {}
         qweight, qzeros, scales = need(entries, *_PARTS)
         if len(qweight.shape) != 2 or len(scales.shape) != 2:
-            raise ValueError(f"qweight is {qweight} and scales are {scales}, which are no matrices")
+            raise ValueError(f"qweight is {qweight} and scales are {scales}, which are not matrices")
         (columns, words), groups = qweight.shape, scales.shape[0]
         expect("qweight", qweight, (columns, words), "I32")
         expect("qzeros", qzeros, (groups, words), "I32")
@@ -71,5 +71,5 @@ class AWQ:
 
 
 def _in_order(codes: Tensor) -> Tensor:
-    """[K, N] as packed -> [K, N]."""
+    """Codes [K, N] in packed order -> [K, N] in row order."""
     return codes.unflatten(1, (-1, 8))[:, :, _PLACES].flatten(1)

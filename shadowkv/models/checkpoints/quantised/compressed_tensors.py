@@ -1,9 +1,9 @@
 """compressed-tensors, the format of llm-compressor (``compressors`` in vllm-project/compressed-tensors 0.20).
 
 - ``pack-quantized``: integers. ``weight_packed``, int32 [N, K * bits / 32]; ``weight_scale`` [N, G]; ``weight_shape``;
-  ``weight_zero_point``, int32 [N * bits / 32, G], where they are not symmetric.
+  ``weight_zero_point``, int32 [N * bits / 32, G], if they are not symmetric.
 - ``int-quantized``, ``float-quantized``, ``naive-quantized``: ``weight``, int8 or float8_e4m3fn [N, K], and
-  ``weight_scale``: one, one a row, or of floats one for every block.
+  ``weight_scale``: one, one per row, or for floats one per block.
 - ``nvfp4-pack-quantized``: ``weight_packed``, uint8 [N, K / 2], ``weight_scale``, float8_e4m3fn [N, K / 16], divided by
   ``weight_global_scale``. ``mxfp4-pack-quantized``: scales are exponents of two plus 127, uint8 [N, K / 32].
 """
@@ -50,15 +50,15 @@ _STRATEGIES = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the modules of a group of a config are quantised.
+    """How a group of modules in a config is quantised.
 
     Attributes:
         targets: names, regular expressions, or classes of modules.
         layout: one of ``FORMATS``.
-        bits: of a code.
-        group: columns that share a scale; None for one a row or fewer.
-        symmetric: integers have no zero points.
-        block: of floats, if scales are block-wise.
+        bits: bits of a code.
+        group: columns that share a scale; None if a row has at most one.
+        symmetric: whether integers have no zero points.
+        block: size of the blocks of floats, if scales are per block.
     """
 
     targets: tuple[str, ...]
@@ -70,7 +70,7 @@ class Scheme:
 
     @property
     def form(self) -> Form:
-        """What weights are read into, if scales are bfloat16 where they are plain."""
+        """The form that weights are read into, assuming that plain scales are bfloat16."""
         if self.layout in _FP4:
             return _FP4[self.layout]
         if self.layout == _FLOATS:
@@ -79,7 +79,7 @@ class Scheme:
 
 
 class CompressedTensors:
-    """The format of a config; raises ValueError for schemes whose tensors are others."""
+    """compressed-tensors as a config describes it; raises ValueError for unsupported schemes."""
 
     method = "compressed-tensors"
     dtypes = ("I8", "I32", "I64", "U8", FLOAT8)
@@ -100,7 +100,7 @@ class CompressedTensors:
         """As ``Format.find``."""
         kinds = {entry.dtype for name, entry in entries.items() if name in ("weight", "weight_packed")}
         if "weight_packed" not in entries and not kinds & {"I8", FLOAT8}:
-            return find_float8(module, entries, None)  # refuses other tensors in 8-bit floats
+            return find_float8(module, entries, None)  # raises for other tensors in 8-bit floats
         scheme = self._scheme_of(module)
         if scheme is None:
             raise ValueError(f"{module} is quantised, and no group of the config has it")
@@ -125,7 +125,7 @@ class CompressedTensors:
         codes, scale = tensors["weight"], tensors[weight.parts[1]]
         if codes.dtype == torch.int8:
             assert weight.form is not None
-            unsigned = codes.view(torch.uint8) ^ 128  # 128 more
+            unsigned = codes.view(torch.uint8) ^ 128  # adds 128
             return QuantisedRows((unsigned, scale.reshape(-1, 1).expand(len(codes), 1)), weight.form)
         blocks = [one.block for one in self._schemes if one.block is not None]
         fitting = [block for block in blocks if _has_blocks(weight, block, scale.shape)]
@@ -137,7 +137,8 @@ class CompressedTensors:
         return None if scheme is None else scheme.form
 
     def _scheme_of(self, module: str) -> Scheme | None:
-        """Names go before regular expressions, and both before classes, as in compressed-tensors."""
+        """The scheme of a module. As in compressed-tensors, names take precedence over regular expressions, and these
+        over classes."""
 
         def rank(target: str) -> int | None:
             if target == "Linear":
@@ -150,7 +151,7 @@ class CompressedTensors:
 
 
 def _scheme(name: str, group: Any, layout: Any) -> Scheme:
-    """A group of a config; raises ValueError where its weights are not of a known kind."""
+    """A group of a config; raises ValueError for unsupported kinds of weights."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise ValueError(f"config_groups.{name} has no weights")
@@ -167,7 +168,7 @@ def _scheme(name: str, group: Any, layout: Any) -> Scheme:
         raise ValueError(f"{what} is not {kinds} of {' or '.join(map(str, widths))} bits by "
                          f"{', '.join(_STRATEGIES[layout])}")  # fmt: skip
     if not symmetric and layout != _PACKED:
-        raise ValueError(f"{what} with zero points is not known")
+        raise ValueError(f"{what} with zero points is not supported")
     size = weights.get("group_size") if strategy == "group" else None
     if strategy == "group" and (type(size) is not int or size < 1):
         raise ValueError(f"{what}: group_size={str(size)[:60]} is not a number of columns")
@@ -179,22 +180,22 @@ def _scheme(name: str, group: Any, layout: Any) -> Scheme:
 
 
 def _has_blocks(weight: Found, block: Block, scale: torch.Size) -> bool:
-    """Whether scales of that shape are of such blocks."""
+    """Whether ``scale`` is the shape of scales for such blocks."""
     rows, columns = weight.shape
     return weight.form == float8_form(block) and scale == (-(-rows // block[0]), -(-columns // block[1]))
 
 
 def _find_integers(entries: Mapping[str, Entry]) -> Found:
-    """int8 with one scale, or one a row."""
+    """int8 with one scale in all, or one per row."""
     weight, scale = need(entries, "weight", "weight_scale")
     if len(weight.shape) != 2 or scale.shape not in ((), (1,), (1, 1), weight.shape[:1], (weight.shape[0], 1)):
-        raise ValueError(f"weight_scale is {scale}, not one or one a row of {weight}")
+        raise ValueError(f"weight_scale is {scale}, not one scale or one per row of {weight}")
     form = GroupForm("int8", None, scale_dtype("weight_scale", scale))
     return Found(weight.shape, form, ("weight", "weight_scale"))
 
 
 def _find_packed(entries: Mapping[str, Entry], read: Read, scheme: Scheme) -> Found:
-    """Integers in words."""
+    """Integers packed into words."""
     packed, scale, shape = need(entries, "weight_packed", "weight_scale", "weight_shape")
     expect("weight_shape", shape, (2,), "I64", "I32")
     rows, columns = read("weight_shape").tolist()
@@ -233,7 +234,7 @@ def _read_packed(weight: Found, tensors: Mapping[str, Tensor]) -> Stored:
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = unpack(zeros.T.contiguous(), bits)[:, :rows].T.contiguous()
-    elif zeros is not None:  # as they are, of releases before 0.9
+    elif zeros is not None:  # releases before 0.9 do not pack them
         zeros = (zeros.int() + (1 << (bits - 1))).to(torch.uint8)
     if weight.form is None:
         spread = unpack(packed, bits)[:, :columns]

@@ -1,4 +1,4 @@
-"""What a format of quantised checkpoints provides, and what several of them need."""
+"""The interface of a format of quantised checkpoints, and helpers that formats share."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.ops.quantised.rows import Form
 
 SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-"""Of scales that are plain numbers, by safetensors' names."""
+"""Types of plain scales, by safetensors' names."""
 
 FLOAT8 = "F8_E4M3"
-"""safetensors' name of the type of 8-bit floats."""
+"""safetensors' name of 8-bit floats."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a file's header says of a tensor: ``dtype`` by safetensors' names."""
+    """A tensor's entry in a file's header; ``dtype`` is safetensors' name."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -35,9 +35,9 @@ class Found:
     """A quantised weight in files.
 
     Attributes:
-        shape: of its numbers, [N, K], or [E, N, K] of experts, whose rows are read one after the other.
-        form: what it is read into; None where that is plain numbers.
-        parts: the last parts of its tensors' names.
+        shape: the shape of the numbers: [N, K], or [E, N, K] for experts, whose rows are read one after the other.
+        form: the form that it is read into; None if that is plain numbers.
+        parts: last components of its tensors' names.
     """
 
     shape: tuple[int, ...]
@@ -46,49 +46,49 @@ class Found:
 
 
 Read = Callable[[str], Tensor]
-"""A module's tensor by the last part of its name, on the CPU."""
+"""Reads a module's tensor onto the CPU, by the last component of its name."""
 
 
 class Format(Protocol):
-    """A format, as a ``quantization_config`` specifies it.
+    """A format, as a ``quantization_config`` describes it.
 
     Attributes:
-        method: its name there, ``quant_method``.
-        dtypes: that tensors have in its files besides plain numbers, by safetensors' names.
+        method: the config's ``quant_method``.
+        dtypes: types of tensors in the files besides plain numbers, by safetensors' names.
     """
 
     method: str
     dtypes: tuple[str, ...]
 
     def find(self, module: str, entries: Mapping[str, Entry], read: Read) -> Mapping[str, Found]:
-        """The quantised weights of a module, by the last part of the name that their numbers have in an unquantised
-        checkpoint; raises ValueError where its tensors do not fit the format.
+        """The quantised weights of a module, by the last component of their names in an unquantised checkpoint; raises
+        ValueError if its tensors do not fit the format.
 
         Args:
             module: its name in the files.
-            entries: all of its tensors, by the last parts of their names.
-            read: for the little that headers do not say.
+            entries: all of its tensors, by the last components of their names.
+            read: reads the few tensors whose content is needed here.
         """
         ...
 
     def read(self, weight: Found, tensors: Mapping[str, Tensor]) -> Stored:
-        """The weight, of its parts; raises ValueError where their numbers do not fit the format."""
+        """The weight, from its tensors; raises ValueError if their numbers do not fit the format."""
         ...
 
     def planned(self, module: str) -> Form | None:
-        """The form that a projection's weight has as far as the config says, without files; None for plain numbers."""
+        """The form of a projection's weight according to the config alone, without files; None for plain numbers."""
         ...
 
 
 def scale_dtype(name: str, entry: Entry) -> torch.dtype:
-    """Of plain scales; raises ValueError for another type."""
+    """The dtype of plain scales; raises ValueError for another type."""
     if entry.dtype not in SCALE_DTYPES:
         raise ValueError(f"{name} is {entry}, and scales are one of {', '.join(SCALE_DTYPES)}")
     return SCALE_DTYPES[entry.dtype]
 
 
 def need(entries: Mapping[str, Entry], *names: str) -> list[Entry]:
-    """Entries that there have to be; raises ValueError naming those that are missing."""
+    """The entries with these names; raises ValueError that names the missing ones."""
     missing = [name for name in names if name not in entries]
     if missing:
         raise ValueError(
@@ -98,18 +98,18 @@ def need(entries: Mapping[str, Entry], *names: str) -> list[Entry]:
 
 
 def expect(name: str, entry: Entry, shape: tuple[int, ...], *dtypes: str) -> None:
-    """Raises ValueError unless a tensor has the shape, and one of the types."""
+    """Raises ValueError unless a tensor has the shape and one of the types."""
     if entry.shape != shape or entry.dtype not in dtypes:
         raise ValueError(f"{name} is {entry}, not {' or '.join(dtypes)} {shape}")
 
 
 def group_size(columns: int, groups: int, stated: int | None) -> int | None:
-    """Columns that share a scale, where a row of ``columns`` has ``groups`` scales; None if it has one.
+    """Columns that share a scale, if a row of ``columns`` has ``groups`` scales; None if it has one.
 
     Args:
-        stated: what the config says, which decides where the last group may be cut off.
+        stated: the config's group size, which decides if the last group can be incomplete.
 
-    Raises ValueError if there is no such size.
+    Raises ValueError if no group size fits.
     """
     if columns < 1:
         raise ValueError("its rows are empty")

@@ -1,7 +1,7 @@
-"""Floats of 4 bits, e2m1, with scales in 8 bits: of NVFP4 floats, times one number of the tensor, and of MXFP4 (OCP's
-Microscaling Formats) powers of two.
+"""4-bit floats, e2m1, with 8-bit scales. NVFP4's scales are floats, multiplied by one number per tensor; MXFP4's (OCP's
+Microscaling Formats) are powers of two.
 
-Both are two a byte along a row, the first in the low half.
+Both pack two codes per byte along a row, the first in the low half.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MXFP4 = GroupForm("e2m1", 32, torch.float8_e8m0fnu)
 
 
 def find_fp4(entries: Mapping[str, Entry], form: GroupForm, codes: str, scales: str, factor: str | None) -> Found:
-    """A weight of tensors with these names; raises ValueError where they do not fit."""
+    """A weight in tensors of these names; raises ValueError if they do not fit."""
     names = (codes, scales) if factor is None else (codes, scales, factor)
     found = need(entries, *names)
     packed, scale = found[:2]
     if packed.dtype != "U8" or len(packed.shape) != 2 or len(scale.shape) != 2:
-        raise ValueError(f"{codes} is {packed} and {scales} {scale}: no U8 matrix with scales")
+        raise ValueError(f"{codes} is {packed} and {scales} {scale}: not a U8 matrix with scales")
     (rows, width), groups = packed.shape, scale.shape[1]
     expect(scales, scale, (rows, groups), FLOAT8 if form.factor else "U8")
     if (size := group_size(2 * width, groups, form.group)) != form.group:
@@ -36,8 +36,8 @@ def find_fp4(entries: Mapping[str, Entry], form: GroupForm, codes: str, scales: 
 
 
 def fp4_rows(form: GroupForm, codes: Tensor, scales: Tensor, factor: Tensor | None = None) -> QuantisedRows:
-    """Codes, uint8 [N, K / 2], with scales, uint8 or float8_e4m3fn [N, G], and what these are multiplied by: one number
-    for all rows."""
+    """Rows of codes, uint8 [N, K / 2], with ``scales``, uint8 or float8_e4m3fn [N, G]; ``factor`` is one number that
+    multiplies all scales."""
     scales = scales.view(form.scale)
     if factor is None:
         return QuantisedRows((codes, scales), form)

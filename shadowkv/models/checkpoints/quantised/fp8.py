@@ -1,7 +1,7 @@
-"""8-bit floats, float8_e4m3fn, with one scale, one a row, or one for every block: Hugging Face's ``fp8`` and
+"""8-bit floats, float8_e4m3fn, with one scale in all, one per row, or one per block: Hugging Face's ``fp8`` and
 ``fbgemm_fp8``.
 
-Qwen3's and DeepSeek's files have blocks (``finegrained_fp8.py`` in transformers). Other formats have the same tensors.
+Qwen3's and DeepSeek's files have blocks (``finegrained_fp8.py`` in transformers). Other formats use the same tensors.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Block = tuple[int, int]
 """Rows and columns that share a scale."""
 
 SCALES = ("weight_scale", "weight_scale_inv")
-"""Names beside ``weight``. The codes are multiplied by both: the second is the inverse of the quantiser's scale."""
+"""Names of scales beside ``weight``. Codes are multiplied by either: "inv" refers to the quantiser's own scale."""
 
 E8M0 = "F8_E8M0"
-"""safetensors' name of the type of scales that are powers of two."""
+"""safetensors' name of scales that are powers of two."""
 
 
 class FP8:
-    """The format of a config; raises ValueError for another kind of 8-bit floats.
+    """The format as a config describes it; raises ValueError for other 8-bit floats.
 
-    Static scales of activations are not used here: where activations are quantised, it is by their own largest number,
-    which loses less.
+    Static scales of activations are not used: where activations are quantised, it is by their own maximum, which loses
+    less.
     """
 
     dtypes = (FLOAT8, E8M0)
@@ -59,7 +59,7 @@ class FP8:
 
 
 def block_of(size: Any, name: str) -> Block | None:
-    """A config's size of blocks; raises ValueError if it is none."""
+    """A config's block size; raises ValueError if it is invalid."""
     if size is None:
         return None
     if isinstance(size, list) and len(size) == 2 and all(type(side) is int and side > 0 for side in size):
@@ -68,14 +68,15 @@ def block_of(size: Any, name: str) -> Block | None:
 
 
 def float8_form(block: Block | None) -> GroupForm:
-    """What scales become here: one a row, or one for the columns of a block, repeated for each of its rows."""
+    """The form of weights with such blocks. Scales are one per row, or one per group of a block's columns, repeated for
+    each row of the block."""
     return FP8_ROWS if block is None else GroupForm("e4m3", block[1], torch.float32)
 
 
 def find_float8(module: str, entries: Mapping[str, Entry], block: Block | None) -> dict[str, Found]:
-    """As ``Format.find``, of a module with one scale, one a row, or one for every block.
+    """``Format.find`` for a module with one scale in all, one per row, or one per block.
 
-    Raises ValueError where there is not one kind of scales, or they do not fit.
+    Raises ValueError unless there is exactly one kind of scales and it fits the weight.
     """
     floats = [name for name, entry in entries.items() if entry.dtype == FLOAT8 and name not in SCALES]
     for name in floats:
@@ -99,7 +100,7 @@ def find_float8(module: str, entries: Mapping[str, Entry], block: Block | None) 
 
 
 def read_float8(weight: Found, tensors: Mapping[str, Tensor], block: Block | None) -> QuantisedRows:
-    """As ``Format.read``, of what ``find_float8`` has found."""
+    """``Format.read`` for weights that ``find_float8`` has found."""
     codes, scale = (tensors[name] for name in weight.parts)
     assert weight.form is not None
     scale = scale.float()

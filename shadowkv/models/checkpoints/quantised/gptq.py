@@ -1,8 +1,8 @@
 """GPTQ (arXiv:2210.17323) as AutoGPTQ and GPTQModel write it (``qlinear_cuda_old.py`` in AutoGPTQ 0.7).
 
 ``qweight``, int32 [K * bits / 32, N], packs columns; ``qzeros``, int32 [G, N * bits / 32], packs rows; ``scales`` are
-[G, N], and ``g_idx`` [K] has the group of every column. ``checkpoint_format`` ``gptq`` has zero points less one, and
-``gptq_v2`` as they are.
+[G, N], and ``g_idx`` [K] has the group of every column. Zero points are stored minus one in ``checkpoint_format``
+``gptq``, and unchanged in ``gptq_v2``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 _PARTS = ("qweight", "qzeros", "scales")
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""checkpoint_format -> what is added to zero points."""
+"""checkpoint_format -> number to add to stored zero points."""
 
 
 class GPTQ:
-    """The format of a config; raises ValueError for what it cannot read.
+    """GPTQ as a config describes it; raises ValueError for unsupported variants.
 
-    Bits and sizes of groups of a module are those of its tensors: GPTQModel's ``dynamic`` may change them.
+    A module's bits and group size are taken from its tensors, since GPTQModel's ``dynamic`` can override the config.
     """
 
     method = "gptq"
@@ -53,7 +53,7 @@ class GPTQ:
             return {}
         qweight, qzeros, scales = need(entries, *_PARTS)
         if not len(qweight.shape) == len(qzeros.shape) == len(scales.shape) == 2:
-            raise ValueError(f"qweight is {qweight}, qzeros are {qzeros} and scales are {scales}: no matrices")
+            raise ValueError(f"qweight is {qweight}, qzeros are {qzeros} and scales are {scales}: not matrices")
         groups, rows = scales.shape
         bits = 32 * qzeros.shape[1] // max(1, rows)
         if bits not in (4, 8):

@@ -1,9 +1,8 @@
-"""NVIDIA's Model Optimizer: NVFP4 with two levels of scales, and 8-bit floats.
+"""NVIDIA's Model Optimizer: NVFP4 with two levels of scales, and 8-bit floats, as ``export/quant_utils.py`` and
+``qtensor/nvfp4_tensor.py`` in nvidia-modelopt 0.47 write them.
 
-As ``export/quant_utils.py`` and ``qtensor/nvfp4_tensor.py`` in nvidia-modelopt 0.47 have them.
-
-NVFP4: ``weight``, uint8 [N, K / 2]; ``weight_scale``, float8_e4m3fn [N, K / 16]; ``weight_scale_2``, float32, of the
-tensor: a number is their product. What the config says is in config.json, or in hf_quant_config.json beside it.
+NVFP4: ``weight``, uint8 [N, K / 2]; ``weight_scale``, float8_e4m3fn [N, K / 16]; ``weight_scale_2``, float32, one for
+the tensor. A number is the product of the three. The config is in config.json, or in hf_quant_config.json beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ ALGORITHMS: dict[str, Form] = {
 
 
 class ModelOpt:
-    """The format of a config; raises ValueError for an algorithm whose tensors are others."""
+    """ModelOpt's format as a config describes it; raises ValueError for unsupported algorithms."""
 
     method = "modelopt"
     dtypes = ("U8", FLOAT8)

@@ -17,7 +17,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class MXFP4Experts:
-    """The format of a config."""
+    """MXFP4 experts as a config describes them."""
 
     method = "mxfp4"
     dtypes = ("U8",)
@@ -26,7 +26,7 @@ class MXFP4Experts:
         list_of_names(stated.get("modules_to_not_convert"), "modules_to_not_convert")
 
     def find(self, module: str, entries: Mapping[str, Entry], read: Read) -> Mapping[str, Found]:
-        """As ``Format.find``: the numbers of ``NAME_blocks`` are called ``NAME``."""
+        """As ``Format.find``: the tensor ``NAME_blocks`` belongs to the weight ``NAME``."""
         found = {}
         for name in entries:
             if not name.endswith(_BLOCKS):
@@ -42,10 +42,10 @@ class MXFP4Experts:
         return found
 
     def read(self, weight: Found, tensors: Mapping[str, Tensor]) -> QuantisedRows:
-        """As ``Format.read``: rows of all experts, one after the other."""
+        """As ``Format.read``: the rows of all experts follow one another."""
         blocks, scales = (tensors[name] for name in weight.parts)
         return fp4_rows(MXFP4, blocks.flatten(2).flatten(0, 1), scales.flatten(0, 1))
 
     def planned(self, module: str) -> Form | None:
-        """As ``Format.planned``: experts' alone are quantised."""
+        """As ``Format.planned``: only experts are quantised."""
         return MXFP4 if ".experts." in module else None

@@ -1,4 +1,5 @@
-"""Which modules a config means: by names, parts of them, patterns with ``*``, or regular expressions after ``re:``."""
+"""Patterns for modules in a config: names, components of names, globs with ``*``, or regular expressions after
+``re:``."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ _REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
 
 
 def matches(module: str, pattern: str) -> bool:
-    """Whether a pattern means a module, or something that it is in; raises ValueError for a bad regular expression.
+    """Whether a pattern matches a module or a module that contains it; raises ValueError for a bad regular expression.
 
     Args:
         module: its name, ``model.layers.0.self_attn.q_proj``.
-        pattern: after ``re:`` a regular expression for how the name begins, as compressed-tensors has it; with ``*``
-            the whole name, as modelopt has it; otherwise the name, or whole parts of it, ``self_attn`` or ``layers.0``.
+        pattern: after ``re:`` a regular expression for the start of the name, as in compressed-tensors; with ``*`` a
+            glob for the whole name, as in modelopt; otherwise the name or components of it, such as
+            ``self_attn`` or ``layers.0``.
     """
     if pattern.startswith("re:"):
         return _compiled(pattern[3:]).match(module) is not None
@@ -26,7 +28,7 @@ def matches(module: str, pattern: str) -> bool:
 
 
 def any_matches(module: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns ``matches``."""
+    """Whether one of the patterns matches, as in ``matches``."""
     return any(matches(module, pattern) for pattern in patterns)
 
 
@@ -40,7 +42,8 @@ def list_of_names(value: object, name: str) -> tuple[str, ...]:
 
 
 def _compiled(expression: str) -> re.Pattern[str]:
-    """Files may be malicious: what can take long on a name of 60 characters is refused."""
+    """Compiles an expression; refuses one that could take long on a name of 60 characters, since files may be
+    malicious."""
     repeats = sum(expression.count(mark) for mark in "*+{")
     if _REPEATED_GROUP.search(expression) or repeats > MAX_REPEATS:
         raise ValueError(f"the regular expression {expression!r} repeats too much to be matched safely")

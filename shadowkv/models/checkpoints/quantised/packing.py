@@ -1,4 +1,4 @@
-"""Codes in int32 words, as quantised checkpoints pack them, and in bytes, as ``GroupForm`` has them."""
+"""Packs and unpacks codes: in int32 words, as in quantised checkpoints, and in bytes, as in ``GroupForm``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Codes along rows: int32 [N, W], the first code in the lowest bits -> uint8 [N, W * 32 / bits], of 4 or 8 bits."""
+    """Codes along rows: int32 [N, W], the first code in the lowest bits -> uint8 [N, W * 32 / bits]; ``bits`` is 4 or
+    8."""
     packed = words.contiguous().view(torch.uint8)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(1)
 
@@ -19,16 +20,16 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def in_any_order(codes: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor, bits: int) -> Tensor:
-    """Plain numbers of columns whose groups are in any order, as quantising by activations makes them.
+    """Dequantises columns whose groups are in any order, as activation order (``desc_act``) makes them.
 
     Args:
         codes: uint8 [N, K].
-        zeros: uint8 [N, G]; None for the middle of the codes.
+        zeros: zero points, uint8 [N, G]; None for the middle of the codes.
         scales: [N, G].
-        groups: of each column, [K].
+        groups: the group of each column, [K].
 
     Returns:
-        float32 [N, K]. Raises ValueError for a group that is not there.
+        float32 [N, K]. Raises ValueError for a group that does not exist.
     """
     groups = groups.long()
     if groups.min() < 0 or groups.max() >= scales.shape[1]:
@@ -39,5 +40,5 @@ def in_any_order(codes: Tensor, zeros: Tensor | None, scales: Tensor, groups: Te
 
 
 def in_order(groups: Tensor, size: int) -> bool:
-    """Whether columns with these groups, [K], are in groups of ``size``, one after the other."""
+    """Whether columns with these groups, [K], form groups of ``size``, one after the other."""
     return torch.equal(groups.long(), torch.arange(len(groups)) // size)

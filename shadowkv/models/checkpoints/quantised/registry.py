@@ -1,4 +1,4 @@
-"""Formats of quantised checkpoints by their config's ``quant_method``; a format's module is imported on request."""
+"""Formats of quantised checkpoints by the config's ``quant_method``; a format's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ SHAPES: dict[str, Form] = {
     "nvfp4": NVFP4,
     "mxfp4": MXFP4,
 }
-"""Forms of projections without files, by the names of ``load_settings.SHAPES_IN``: as most checkpoints have them."""
+"""Forms of projections for random weights and plans, by the names of ``load_settings.SHAPES_IN``: what most checkpoints
+have."""
 
 
 def format_of(method: str, stated: Mapping[str, Any]) -> Format:
-    """The format of a config; raises ValueError with the reason why there is none that reads it."""
+    """The format that a config describes; raises ValueError with the reason if there is none."""
     if method not in FORMATS:
         raise ValueError(f"formats that load are {', '.join(FORMATS)}")
     module, name = FORMATS[method]

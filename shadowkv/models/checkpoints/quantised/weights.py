@@ -1,4 +1,4 @@
-"""The weights of a directory in a format of quantised checkpoints."""
+"""Reads the weights of a directory in a format of quantised checkpoints."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.ops.quantised.rows import Form
 
 UNUSED = ("input_scale", "input_scale_ub", "input_global_scale", "output_scale", "activation_scale")
-"""Static scales of activations, which have dynamic ones here where they are quantised."""
+"""Static scales of activations. They are not used: activations are quantised with dynamic scales."""
 
 OF_CACHES = ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale")
-"""Scales of keys and values, which a cache policy stores in its own way."""
+"""Scales of keys and values. They are not used: the cache policy stores keys and values in its own way."""
 
 
 class QuantisedWeights:
     """The weights of a directory.
 
-    Which of them are quantised the files say: what a config lists as not converted is stored as plain numbers.
-    ``renamed`` is as in ``SafetensorsWeights``.
+    The files decide which of them are quantised: modules that a config lists as not converted are plain numbers in the
+    files. ``renamed`` is as in ``SafetensorsWeights``.
 
     Attributes:
-        shapes: of every weight's numbers, by its name in an unquantised checkpoint.
-        forms: those that weights are read in, by name.
-        scattered: names of weights that are read as plain numbers, since their columns' groups are in any order.
+        shapes: the shape of every weight's numbers, by its name in an unquantised checkpoint.
+        forms: the forms that quantised weights are read into, by name.
+        scattered: names of weights that are dequantised as they are read, since their columns' groups are in any order.
         of_caches: names of tensors of ``OF_CACHES``, which are not used.
 
-    Raises as ``SafetensorsWeights`` does, and ModelFileError where tensors are missing or do not fit.
+    Raises as ``SafetensorsWeights`` does, and ModelFileError if tensors are missing or do not fit.
     """
 
     def __init__(self, directory: Path, format: Format, renamed: Callable[[str], str | None] = str) -> None:
@@ -73,14 +73,14 @@ class QuantisedWeights:
         return self._files.read(f"{module}.{last}")
 
     def stream(self, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
-        """Name and CPU weight, read ahead; raises ModelFileError where numbers do not fit the format."""
+        """Names and CPU weights, read ahead; raises ModelFileError if numbers do not fit the format."""
         return read_ahead(
             Reading(name, sum(map(self._files.nbytes, self._parts(name))), partial(self._weight, name, pinned))
             for name in self.shapes
         )
 
     def _parts(self, name: str) -> list[str]:
-        """The tensors that a weight is read from."""
+        """The names of the tensors that a weight is read from."""
         found = self._found.get(name)
         return [name] if found is None else [f"{name.rpartition('.')[0]}.{part}" for part in found.parts]
 
