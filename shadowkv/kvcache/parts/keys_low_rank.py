@@ -56,8 +56,8 @@ class LowRankKeys(KeyPart):
 
     @classmethod
     def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> Settings:
-        """The default rank is 5/32 of H*d (the paper's 160 of 1,024). It is rounded up to a multiple of 32, because tensor
-        cores take 32 at a time, but not above H*d.
+        """The default rank is 5/32 of H*d (the paper's 160 of 1,024). It is rounded up to a multiple of 32, because
+        tensor cores take 32 at a time, but not above H*d.
 
         Narrow keys are less low-rank. In 8 and 4 bits they keep all dimensions: with half of them Qwen2.5-Coder-1.5B
         loses 0.9 points of RULER at 32K, with a standard error of 0.7. In 16 bits, and in Shard's 4 bits on average,
