@@ -86,7 +86,7 @@ MODEL = SimpleNamespace(
 )
 
 
-@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(16_000_000, 1_600_000), (12_000_000, 10**9)])
+@pytest.mark.parametrize(("device_bytes", "host_bytes"), [(28_000_000, 1_600_000), (26_000_000, 10**9)])
 @pytest.mark.parametrize("context", [200, 1500])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_largest_batch_fits_and_one_more_does_not(
