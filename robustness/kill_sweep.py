@@ -72,18 +72,18 @@ class Held:
     @classmethod
     def of(cls, directory: Path) -> Held:
         """Reads every byte."""
-        inventory = Inventory.of(directory)
+        inventory = Inventory(directory)
         rows = inventory.rows()
         bad = inventory.verify([row["name"] for row in rows], lambda count: None).keys() | inventory.bad.keys()
         pages, origin = set[str](), ""
         for row in rows:
-            chain = inventory.index.chain(row["name"])
-            if not chain or bad & {entry.name for entry in chain}:
+            chain = inventory.chain(row["name"])
+            if not chain or bad & {header.name for header in chain}:
                 continue
             tokens, origin = list[int](), row["origin"]
-            for entry in chain:
-                with SnapshotFile(directory, entry.name) as file:
-                    tokens[entry.head.start :] = file.token_ids().tolist()
+            for header in chain:
+                with SnapshotFile(directory, header.name) as file:
+                    tokens[header.start :] = file.token_ids().tolist()
             pages |= set(PageNames(origin).extend_to(tokens))
         temporary = [path.stat().st_size for path in directory.glob(f"{TEMPORARY}*")]
         files = frozenset(row["name"] for row in rows) | frozenset(inventory.bad)

@@ -91,12 +91,11 @@ def signals_are_put_back() -> Iterator[None]:
 def disks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than any takes that works, and though so small a model computes faster than it restores: what is found
     cached does not depend on the machine. A test that is about the waiting sets its own."""
-    for place, value in (("named.handovers", 120.0), ("copies.chains", 120.0)):
-        monkeypatch.setattr(f"shadowkv.prefix_cache.{place}.FETCH_SECONDS", value)
-        monkeypatch.setattr(f"shadowkv.prefix_cache.{place}.MAX_FETCH_SECONDS", value)
-    monkeypatch.setattr("shadowkv.prefix_cache.named.saves.MAX_FETCH_SECONDS", 120.0)
-    monkeypatch.setattr("shadowkv.prefix_cache.copies.disk_reports.OPENING_SECONDS", 120.0)
-    monkeypatch.setattr("shadowkv.prefix_cache.copies.chains.Chains.seconds", lambda *_: 0.0)
+    for place in ("saves", "chains"):
+        monkeypatch.setattr(f"shadowkv.prefix_cache.{place}.FETCH_SECONDS", 120.0)
+        monkeypatch.setattr(f"shadowkv.prefix_cache.{place}.MAX_FETCH_SECONDS", 120.0)
+    monkeypatch.setattr("shadowkv.prefix_cache.disk_reports.OPENING_SECONDS", 120.0)
+    monkeypatch.setattr("shadowkv.prefix_cache.chains.Chains.seconds", lambda *_: 0.0)
 
 
 @pytest.fixture(autouse=torch.cuda.is_available())

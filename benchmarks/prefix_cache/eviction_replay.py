@@ -35,8 +35,8 @@ from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.prefix_cache.cache import PrefixCache, Prompt
-from shadowkv.prefix_cache.copies.host import HostTier
-from shadowkv.prefix_cache.device.eviction import POLICIES, Eviction
+from shadowkv.prefix_cache.eviction import POLICIES, Eviction
+from shadowkv.prefix_cache.host import HostTier
 from shadowkv.prefix_cache.page_names import PageNames, origin
 
 SYSTEM, SHORTEST, LONGEST, TURN = 8, 16, 64, (1, 8)
@@ -123,7 +123,7 @@ def replay(policy: str, trace: Trace, host_share: float) -> dict[str, float]:
         while prefixes.busy:
             prefixes.advance(idle=False)
         prompt_tokens += len(tokens)
-    return {f"hit_rate_{tier}": prefixes.counts.hit_tokens[tier] / prompt_tokens for tier in ("device", "host")}
+    return {f"hit_rate_{tier}": prefixes.stats()[tier].hit_tokens / prompt_tokens for tier in ("device", "host")}
 
 
 def main(argv: list[str] | None = None) -> int:

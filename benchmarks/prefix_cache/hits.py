@@ -127,15 +127,14 @@ def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Ans
             host.append(ask(engine, case.prompt, args.steps, answer))
             forget_device(engine)
             print(f"{kv}: {number + 1} of {len(cases)} prompts", file=sys.stderr, flush=True)
-        counts = engine.scheduler.prefix_cache.counts.hit_tokens
-        expect(counts["host"], sum(hit.cached for hit in hits), "from host memory")
+        expect(engine.stats().prefixes["host"].hit_tokens, sum(hit.cached for hit in hits), "from host memory")
         settle(engine)
         engine.close()
         again = opened(args, kv, directory)
         for number, case in enumerate(cases):
             disk.append(ask(again, case.prompt, args.steps, full[number].tokens))
             forget_device(again)
-        expect(again.scheduler.prefix_cache.counts.hit_tokens["disk"], sum(hit.cached for hit in hits), "from the disk")
+        expect(again.stats().prefixes["disk"].hit_tokens, sum(hit.cached for hit in hits), "from the disk")
         shared = about(again) | {"kv": kv, "leader": "document" if alone else "document and other text"}
         again.close()
     shared |= {"prompts": len(cases), "document": args.document, "steps": args.steps, "cached_tokens": hits[0].cached}

@@ -34,7 +34,7 @@ from benchmarks.sweeps.rows import REUSE, Rows
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.outputs import TokenOutput
-from shadowkv.prefix_cache.device.eviction import POLICIES
+from shadowkv.prefix_cache.eviction import POLICIES
 
 CASES = ("shared", "one-by-one", "restore", "disk", "trace", "copies")
 COMPARED = ("shared", "one-by-one", "trace")
@@ -178,14 +178,14 @@ def forget_device(engine: Engine) -> None:
 def figures(engine: Engine, asked: Asked, wall: float, before: dict[str, int]) -> dict[str, float | None]:
     """Columns of a row; hit rates count prompt tokens."""
     p50, p99 = np.percentile(asked.to_first, (50, 99)).tolist()
-    hits = engine.scheduler.prefix_cache.counts.hit_tokens
-    rates = {f"hit_rate_{tier}": (hits[tier] - before[tier]) / asked.prompt for tier in hits}
+    rates = {f"hit_rate_{tier}": (count - before[tier]) / asked.prompt for tier, count in hits(engine).items()}
     return {"wall_s": wall, "ttft_p50_s": p50, "ttft_p99_s": p99, "output_tokens_per_s": asked.output / wall, **rates}
 
 
 def hits(engine: Engine) -> dict[str, int]:
-    """Tokens found so far."""
-    return dict(engine.scheduler.prefix_cache.counts.hit_tokens)
+    """Tokens found so far, by tier; 0 in those that there are not."""
+    tiers = engine.stats().prefixes
+    return {tier: tiers[tier].hit_tokens if tier in tiers else 0 for tier in ("device", "host", "disk")}
 
 
 def questions(engine: Engine, args: argparse.Namespace, count: int) -> list[list[int]]:
@@ -220,14 +220,15 @@ def restore(engine: Engine, tokens: int) -> dict[str, float | None]:
     """A document and one more token, several times; ``wall_s`` is the restore alone, from its launch."""
     document = engines.random_prompt(engine, tokens, random.Random(0))
     ask(engine, [document], 1)
-    before, asked, counts, walls = hits(engine), Asked(), engine.scheduler.prefix_cache.counts, []
+    before, asked, walls = hits(engine), Asked(), []
     for _ in range(5):
         forget_device(engine)
-        seconds, nbytes = counts.restore_seconds, counts.restored_bytes
+        then = engine.stats().prefixes["host"]
         asked += ask(engine, [document], 1)
         settle(engine)
-        walls.append(counts.restore_seconds - seconds)
-        print(f"restored {counts.restored_bytes - nbytes} bytes in {walls[-1]:.4f} s", flush=True)
+        now = engine.stats().prefixes["host"]
+        walls.append(now.restore_seconds - then.restore_seconds)
+        print(f"restored {now.restored_bytes - then.restored_bytes} bytes in {walls[-1]:.4f} s", flush=True)
     return figures(engine, asked, float(np.median(walls)), before)
 
 

@@ -22,7 +22,7 @@ from shadowkv.load_settings import (
     parse_object,
     parse_overrides,
 )
-from shadowkv.prefix_cache.device.eviction import POLICIES
+from shadowkv.prefix_cache.eviction import POLICIES
 from shadowkv.settings import (
     NOT_EMPTY,
     NOT_NEGATIVE,

@@ -49,7 +49,7 @@ from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel
-from shadowkv.prefix_cache.named.saves import Saves
+from shadowkv.prefix_cache.saves import Saves
 from shadowkv.prefix_cache.stats import TierStats
 from shadowkv.wording import SettingsError
 

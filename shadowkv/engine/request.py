@@ -14,7 +14,7 @@ from shadowkv.wording import counted
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shadowkv.prefix_cache.device.matches import Prompt
+    from shadowkv.prefix_cache.matches import Prompt
 
 
 class Constraint(Protocol):

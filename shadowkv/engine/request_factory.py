@@ -16,7 +16,7 @@ from shadowkv.engine.startup.prefix_cache import Origin
 from shadowkv.engine.structured.grammar import Grammars
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.ops.sample_tokens.weights import COLDEST
-from shadowkv.prefix_cache.device.matches import Prompt
+from shadowkv.prefix_cache.matches import Prompt
 from shadowkv.prefix_cache.page_names import PageNames
 
 WORDS_KEPT = 64

@@ -18,12 +18,12 @@ from typing import Any
 from tqdm import tqdm
 
 from shadowkv.command_line import Parser
+from shadowkv.prefix_cache.disk.archive import export_snapshots, import_snapshots
+from shadowkv.prefix_cache.disk.directory import remove_leftovers
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import BadSnapshot
+from shadowkv.prefix_cache.disk.header import BadSnapshot
 from shadowkv.prefix_cache.disk.inventory import Inventory
 from shadowkv.prefix_cache.disk.names import Names
-from shadowkv.prefix_cache.disk.scan import remove_leftovers
-from shadowkv.prefix_cache.named.archive import chosen, export_snapshots, import_snapshots
 from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.wording import counted
 
@@ -103,7 +103,7 @@ def _progress(total: int) -> Any:
 
 
 def _list(args: argparse.Namespace) -> int:
-    inventory = Inventory.of(args.dir)
+    inventory = Inventory(args.dir)
     rows = inventory.rows()
     if args.json:
         print(json.dumps(rows, indent=2))
@@ -119,7 +119,7 @@ def _list(args: argparse.Namespace) -> int:
         widths = [max(map(len, column)) for column in zip(*table)]
         for line in table:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
-        print(f"{counted(len(rows), 'snapshot')}, {_short_size(inventory.index.bytes)}")
+        print(f"{counted(len(rows), 'snapshot')}, {_short_size(inventory.bytes)}")
         for name, save in sorted(inventory.saves.items()):
             lost = "" if inventory.is_there(save) else " (lost)"
             print(f"saved as {name}: {counted(save.tokens, 'token')}, up to {save.snapshots[-1]}{lost}")
@@ -131,13 +131,13 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    inventory = Inventory.of(args.dir)
+    inventory = Inventory(args.dir)
     if args.remove and not args.names:
         # Before the long reads: a name might be saved anew during them.
         for name in inventory.bad_saves:
             Names(args.dir, FileSystem()).remove(name)
-    names = [inventory.named(name) for name in args.names] or [*inventory.index.names(), *inventory.bad]
-    sizes = [entry.head.nbytes for name in names if (entry := inventory.index.get(name))]
+    names = [inventory.named(name) for name in args.names] or [*inventory.known(), *inventory.bad]
+    sizes = [header.nbytes for name in names if (header := inventory.get(name))]
     with _progress(sum(sizes)) as bar:
         bad = inventory.verify(names, bar.update)
     bad_names = {} if args.names else inventory.bad_names(bad)
@@ -163,21 +163,21 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    inventory = Inventory.of(args.dir)
+    inventory = Inventory(args.dir)
     limit = 0.0 if args.all else None if args.max_gib is None else args.max_gib * 2**30
     kept = set() if args.all else inventory.pins
     surplus = inventory.surplus(limit, args.older_than, kept)
     if args.all:
         for name in [*inventory.saves, *inventory.bad_saves]:
             Names(args.dir, FileSystem()).remove(name)
-    names = [entry.name for entry in surplus] + (sorted(inventory.bad) if args.all else [])
+    names = [header.name for header in surplus] + (sorted(inventory.bad) if args.all else [])
     for name in names:
         inventory.remove(name)
-    leftovers, freed = remove_leftovers(args.dir, FileSystem()), sum(entry.file_bytes for entry in surplus)
+    leftovers, freed = remove_leftovers(args.dir, FileSystem()), sum(header.file_bytes for header in surplus)
     if args.json:
         print(json.dumps({"removed": names, "bytes": freed, "leftovers": leftovers}, indent=2))
     else:
-        pinned = f"; names keep {_short_size(inventory.index.size(kept))}" if kept else ""
+        pinned = f"; names keep {_short_size(inventory.size(kept))}" if kept else ""
         print(f"{counted(len(names), 'file')} removed, {_short_size(freed)}; {leftovers} half-written ones{pinned}")
     return 0
 
@@ -190,12 +190,12 @@ def _forget(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    inventory = Inventory.of(args.dir)
-    entries, saves = chosen(inventory, args.names)
-    with _progress(sum(entry.head.nbytes for entry in entries)) as bar:
-        export_snapshots(args.dir, entries, saves, args.file, bar.update)
+    inventory = Inventory(args.dir)
+    headers, saves = inventory.chosen(args.names)
+    with _progress(sum(header.nbytes for header in headers)) as bar:
+        export_snapshots(args.dir, headers, saves, args.file, bar.update)
     named = f", saved as {', '.join(saves)}" if saves else ""
-    print(f"{counted(len(entries), 'snapshot')} exported to {args.file}{named}")
+    print(f"{counted(len(headers), 'snapshot')} exported to {args.file}{named}")
     return 0
 
 

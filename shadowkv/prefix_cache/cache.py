@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,18 +18,16 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.prefix_cache.copies.copy import Copy
-from shadowkv.prefix_cache.copies.host import HostTier
-from shadowkv.prefix_cache.copies.lookups import Lookups
-from shadowkv.prefix_cache.copies.speeds import Speeds
-from shadowkv.prefix_cache.device.eviction import Eviction
-from shadowkv.prefix_cache.device.matches import Match, Prompt
-from shadowkv.prefix_cache.device.tree import Node, PrefixTree
-from shadowkv.prefix_cache.disk.index import Entry
+from shadowkv.prefix_cache.chains import Speeds
+from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
+from shadowkv.prefix_cache.eviction import Eviction
+from shadowkv.prefix_cache.host import HostTier
 from shadowkv.prefix_cache.lower_tiers import STEP_BYTES, LowerTiers
-from shadowkv.prefix_cache.named.saves import Saves
-from shadowkv.prefix_cache.stats import TierCounts, TierStats
+from shadowkv.prefix_cache.matches import Lookups, Match, Prompt
+from shadowkv.prefix_cache.saves import Saves
+from shadowkv.prefix_cache.stats import Counts, TierStats
+from shadowkv.prefix_cache.tree import Node, PrefixTree
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +67,7 @@ class PrefixCache:
 
     Attributes:
         version: counts additions: until it changes, a prompt without a match need not be looked up again.
+        counts: of what was found and evicted on the device.
         lower: the tiers below the device.
     """
 
@@ -76,20 +75,18 @@ class PrefixCache:
         self,
         cache: KVCache,
         host: HostTier | None = None,
-        disk: Callable[[Callable[[str, Entry], None]], DiskTier] | None = None,
+        disk: Callable[[Callable[[str, FileHeader], None]], DiskTier] | None = None,
         eviction: Eviction | None = None,
         step_bytes: int = STEP_BYTES,
     ) -> None:
         self._cache, self._tree = cache, PrefixTree()
         self._kept: OrderedDict[CachedSequence, Prompt] = OrderedDict()
         self._lookups = Lookups()
-        self.version, self.counts, self.speeds = 0, TierCounts(), Speeds()
+        self.version, self.counts, self.speeds = 0, Counts(), Speeds()
         self.lower: LowerTiers | None = None
-        self._copies: Mapping[Node, Copy] = {}
         if host is not None:
             eviction = eviction or Eviction()
             self.lower = LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds, eviction, step_bytes)
-            self._copies = self.lower.copies.of
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -116,7 +113,7 @@ class PrefixCache:
 
     def forget(self, prompt: Prompt) -> None:
         """Drops a prompt, if it has been looked up."""
-        self._lookups.forget(prompt, leave=self.lower is not None)
+        self._lookups.forget(prompt, None if self.lower is None else self.lower.copies)
 
     def match(self, prompt: Prompt) -> Match | None:
         """The longest prefix of ``prompt`` that is cached; among equals, a sequence that can be taken over."""
@@ -186,8 +183,8 @@ class PrefixCache:
         if self.lower is not None:
             with self._failing_alone():
                 for node in path:
-                    if (copy := self.lower.copies.of.get(node)) is not None:
-                        self.lower.offload.write(copy)
+                    if node.copy is not None:
+                        self.lower.offload.write(node.copy)
                     elif (source := self._source(node, sequence, prompt)) is not None:
                         self.lower.offload.store(node, *source)
 
@@ -223,12 +220,12 @@ class PrefixCache:
             assert self.lower is not None
             child = self.lower.chains.restore(list(match.steps), start, capacity, sequence)
             if sequence is not None:
-                self._tree.fork(child, sequence, match.steps[0].node.first)
+                self._tree.fork(child, sequence, match.steps[0].copy.node.first)
             for step in match.steps:
-                self._tree.join(child, step.node, step.stop)
+                self._tree.join(child, step.copy.node, step.stop)
             return child
         assert sequence is not None
-        self.counts.hit_tokens["device"] += match.tokens
+        self.counts.add(hit_tokens=match.tokens)
         if not match.takes_over:
             child = cache.fork(sequence, match.tokens, start, capacity)
             self._tree.fork(child, sequence, match.tokens // PAGE)
@@ -266,7 +263,7 @@ class PrefixCache:
             return False
         del self._kept[victim]
         self.release(victim)
-        self.counts.device_evictions += 1
+        self.counts.add(evictions=1)
         return True
 
     @property
@@ -287,14 +284,14 @@ class PrefixCache:
 
     def stats(self) -> dict[str, TierStats]:
         """What each tier holds and has done; may be called from any thread."""
-        use, counts = self._cache.use()["device"], self.counts
-        device = TierStats(use.used_bytes, use.total_bytes, counts.hit_tokens["device"], counts.device_evictions)
+        use = self._cache.use()["device"]
+        device = self.counts.now(use.used_bytes, use.total_bytes)
         lower = self.lower  # the engine's thread may give it up meanwhile
         return {"device": device, **({} if lower is None else lower.stats())}
 
     def segments(self, limit: int) -> tuple[list[PrefixSegment], int]:
         """Where cached prompts are, at most ``limit`` segments, and how many there are; on the engine's thread."""
-        return segments_of(self._tree, self._copies, self._kept, limit)
+        return segments_of(self._tree, self._kept, limit)
 
     @property
     def opening(self) -> bool:
@@ -335,31 +332,28 @@ class PrefixCache:
             self.lower.close()
 
 
-def segments_of(
-    nodes: Iterable[Node], copies: Mapping[Node, Copy], kept: Collection[CachedSequence], limit: int
-) -> tuple[list[PrefixSegment], int]:
+def segments_of(nodes: Iterable[Node], kept: Collection[CachedSequence], limit: int) -> tuple[list[PrefixSegment], int]:
     """The segments of ``nodes`` in order of their positions, and how many there are in all.
 
     Args:
-        copies: of nodes, below the device.
         kept: finished sequences that the prefix cache keeps; a node's other holders are running.
         limit: on their number; those nearest to the device are returned first.
     """
 
     def distance(node: Node) -> tuple[bool, bool, float]:
-        copy = copies.get(node)
-        return not node.holders, copy is None or not copy.on_host, -node.used
+        return not node.holders, node.copy is None or not node.copy.on_host, -node.used
 
     nearest = sorted(nodes, key=distance)
     shown = sorted(nearest[:limit], key=lambda node: node.first)
-    return [_segment(node, copies.get(node), kept) for node in shown], len(nearest)
+    return [_segment(node, kept) for node in shown], len(nearest)
 
 
-def _segment(node: Node, copy: Copy | None, kept: Collection[CachedSequence]) -> PrefixSegment:
+def _segment(node: Node, kept: Collection[CachedSequence]) -> PrefixSegment:
+    copy = node.copy
     places = {
         "device": bool(node.holders),
         "host": copy is not None and copy.on_host,
-        "disk": copy is not None and copy.entry is not None,
+        "disk": copy is not None and copy.file is not None,
     }
     running = any(sequence not in kept for sequence in node.holders)
     tiers = tuple(tier for tier, is_there in places.items() if is_there)

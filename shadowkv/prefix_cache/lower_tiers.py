@@ -15,21 +15,18 @@ from typing import Any
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.prefix_cache.copies.chains import Chains
-from shadowkv.prefix_cache.copies.copy import Copies
-from shadowkv.prefix_cache.copies.disk_reports import DiskReports
-from shadowkv.prefix_cache.copies.host import HostTier
-from shadowkv.prefix_cache.copies.mover import Mover
-from shadowkv.prefix_cache.copies.offload import Offload
-from shadowkv.prefix_cache.copies.speeds import Speeds
-from shadowkv.prefix_cache.device.eviction import Eviction
-from shadowkv.prefix_cache.device.matches import Step
-from shadowkv.prefix_cache.device.tree import Node, PrefixTree
-from shadowkv.prefix_cache.disk.index import Entry
+from shadowkv.prefix_cache.chains import Chains, Speeds
+from shadowkv.prefix_cache.copies import Copies
+from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.named.handovers import Handovers
-from shadowkv.prefix_cache.named.saves import Saves
-from shadowkv.prefix_cache.stats import TierCounts, TierStats
+from shadowkv.prefix_cache.disk_reports import DiskReports
+from shadowkv.prefix_cache.eviction import Eviction
+from shadowkv.prefix_cache.host import HostTier, Mover
+from shadowkv.prefix_cache.matches import Step
+from shadowkv.prefix_cache.offload import Offload
+from shadowkv.prefix_cache.saves import Saves
+from shadowkv.prefix_cache.stats import Counts, TierStats
+from shadowkv.prefix_cache.tree import Node, PrefixTree
 
 STEP_BYTES = 2**28
 """Most bytes launched at a time while others decode: 5 ms on a bus of 50 GB/s."""
@@ -42,7 +39,7 @@ class LowerTiers:
         tree: whose nodes are copied; nodes for snapshots on disk are added to it.
         host: may be so small that it only holds what is in transit from and to the disk.
         disk: makes the disk tier; None without one.
-        counts, speeds: updated here.
+        device_counts, speeds: updated here.
         eviction: says which copies in host memory go first.
         step_bytes: most bytes of copies launched in a step.
 
@@ -51,8 +48,7 @@ class LowerTiers:
         offload: makes them; those on their way down.
         chains: brings them back; those on their way up.
         disk: the tier; None without one.
-        saves: what is saved and restored by name; None without a disk tier.
-        handovers: what is expected from other servers; None without a disk tier.
+        saves: what is saved, restored by name or expected from other servers; None without a disk tier.
     """
 
     def __init__(
@@ -60,24 +56,25 @@ class LowerTiers:
         cache: KVCache,
         tree: PrefixTree,
         host: HostTier,
-        disk: Callable[[Callable[[str, Entry], None]], DiskTier] | None,
-        counts: TierCounts,
+        disk: Callable[[Callable[[str, FileHeader], None]], DiskTier] | None,
+        device_counts: Counts,
         speeds: Speeds,
         eviction: Eviction,
         step_bytes: int = STEP_BYTES,
     ) -> None:
-        self._step_bytes = step_bytes
-        self._mover, self._counts = Mover(host, cache.device), counts
-        self.copies = Copies(tree, host, counts, eviction)
-        self._reports = DiskReports(tree, self.copies, cache.snapshots.form)
+        self._step_bytes, self._counts = step_bytes, Counts()
+        self.copies = Copies(tree, host, self._counts, eviction)
+        self._reports = DiskReports(self.copies, cache.snapshots.form)
         self.disk = self._reports.disk = None if disk is None else disk(self._reports.report)
-        self.offload = Offload(cache, self.copies, self._mover, self.disk, counts)
-        self.chains = Chains(cache, self.copies, self._mover, self.disk, counts, speeds)
-        self.saves: Saves | None = None
-        self.handovers: Handovers | None = None
+        counts = {"device": device_counts, "host": self._counts}
         if self.disk is not None:
-            self.handovers = Handovers(self.copies, self._reports, self.disk, speeds)
-            self.saves = Saves(tree, self.copies, self._reports, self.offload, self.chains, self.disk)
+            counts["disk"] = self.disk.counts
+        mover = Mover(host, cache.device)
+        self.offload = Offload(cache, self.copies, mover, self.disk)
+        self.chains = Chains(cache, self.copies, mover, self.disk, counts, speeds)
+        self.saves: Saves | None = None
+        if self.disk is not None:
+            self.saves = Saves(self.copies, self._reports, self.offload, self.chains, self.disk, speeds)
 
     def hit(self, path: list[Node]) -> None:
         """Records that a request need not compute these nodes, wherever they were found: their copies stay longer."""
@@ -92,7 +89,7 @@ class LowerTiers:
     @property
     def busy(self) -> bool:
         """Whether ``advance`` has work to do or wait for."""
-        asked = (self.saves is not None and self.saves.busy) or (self.handovers is not None and self.handovers.busy)
+        asked = self.saves is not None and self.saves.busy
         return asked or self.offload.busy or self.chains.busy or self._reports.busy
 
     def advance(self) -> None:
@@ -102,8 +99,6 @@ class LowerTiers:
         self.offload.advance(self._step_bytes)
         if self.saves is not None:
             self.saves.advance()
-        if self.handovers is not None:
-            self.handovers.advance()
 
     def wait(self, seconds: float) -> None:
         """Waits up to ``seconds`` for what is on its way."""
@@ -121,46 +116,15 @@ class LowerTiers:
 
     def stats(self) -> dict[str, TierStats]:
         """What each tier holds and has done; may be called from any thread."""
-        host, counts = self.copies.host, self._counts
-        tiers = {
-            "host": TierStats(
-                host.used_bytes,
-                host.total_bytes,
-                counts.hit_tokens["host"],
-                counts.host_evictions,
-                counts.copied_bytes,
-                counts.refused,
-                counts.restores,
-                counts.restored_bytes,
-                counts.restore_seconds,
-            )
-        }
-        if self.disk is not None:
-            disk = self.disk.stats()
-            tiers["disk"] = TierStats(
-                disk.bytes,
-                self.disk.limit_bytes,
-                counts.hit_tokens["disk"],
-                disk.evictions,
-                disk.written_bytes,
-                disk.refused,
-                disk.hits,
-                disk.restored_bytes,
-                disk.restore_seconds,
-                disk.corrupt,
-                disk.write_errors,
-                disk.read_errors,
-                disk.pinned_bytes,
-            )
-        return tiers
+        host = self.copies.host
+        tiers = {"host": self._counts.now(host.used_bytes, host.total_bytes)}
+        return tiers if self.disk is None else tiers | {"disk": self.disk.stats()}
 
     def abandon(self) -> None:
         """Drops all reads on the device, whatever state it is in; nothing of it is used any more."""
         self.offload.abandon()
         if self.saves is not None:
             self.saves.abandon()
-        if self.handovers is not None:
-            self.handovers.abandon()
         if self.disk is not None:
             self.disk.close(0.0)
 

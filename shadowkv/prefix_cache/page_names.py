@@ -100,17 +100,6 @@ def page_names(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
         yield (begin + len(page)) // 4, link
 
 
-def snapshot_name(key_digest: str, salt: str | None, token_ids: TokenIds) -> str:
-    """The name of the snapshot that ends with the last of these tokens; the first is the prompt's first.
-
-    Raises ValueError where there is none.
-    """
-    names = [name for _, name in page_names(origin(key_digest, salt), token_ids)]
-    if not names:
-        raise ValueError("a snapshot of no token has no name")
-    return names[-1]
-
-
 def new_uid() -> str:
     """A name for the bytes of one snapshot: two with the same tokens may differ in rounding."""
     return secrets.token_hex(16)

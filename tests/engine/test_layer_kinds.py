@@ -175,7 +175,7 @@ def test_prompts_come_back_from_every_tier(family: str, tmp_path: Path) -> None:
     longer = first + prompt(4, 70)
     whole = len(first) // 64 * 64
     assert ask(engine, longer) == (greedy(model[1], longer), whole)
-    assert engine.scheduler.prefix_cache.counts.hit_tokens["host"] == whole
+    assert engine.scheduler.prefix_cache.stats()["host"].hit_tokens == whole
     settle(engine)
     engine.close()
     engine = engine_of(model, **options)

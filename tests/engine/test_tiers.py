@@ -42,7 +42,7 @@ def test_what_left_the_device_comes_back_from_host_memory(make: Any, kv: str) ->
             settle(engine)
         if kv == "full":
             assert answers[0] == fresh(make, DOCUMENT + prompt(seed, 100), kv=kv)
-    assert engine.scheduler.prefix_cache.counts.hit_tokens["host"] >= 4 * len(DOCUMENT)
+    assert engine.scheduler.prefix_cache.stats()["host"].hit_tokens >= 4 * len(DOCUMENT)
     evict_device(engine)
     engine.close()
 
@@ -117,7 +117,7 @@ def test_little_host_memory_is_used_again(make: Any) -> None:
         ask(engine, prompt(seed, 900))
         settle(engine)
     evict_device(engine)
-    assert engine.scheduler.prefix_cache.counts.host_evictions > 0
+    assert engine.scheduler.prefix_cache.stats()["host"].evictions > 0
     assert ask(engine, prompt(7, 900) + [1])[1] == 896
     evict_device(engine)
     assert ask(engine, prompt(0, 900) + [1])[1] == 0
@@ -179,8 +179,8 @@ def test_staging_holds_a_layer_of_any_snapshot(make: Any, kv: str) -> None:
         answer, _ = ask(engine, prompt(length, length))
         ask(engine, prompt(length, length) + answer + prompt(1, 30))
         settle(engine)
-        lower = engine.scheduler.prefix_cache.lower
-        sizes = [copy.header.layer_bytes for copy in lower.copies.of.values()]
+        tree = engine.scheduler.prefix_cache._tree
+        sizes = [node.copy.header.layer_bytes for node in tree if node.copy]
         assert max(sizes) <= engine.cache.layout.snapshot_layer_bytes(2048)
         if length == 2000:
             assert engine.cache.layout.snapshot_layer_bytes(2048) < 2 * max(sizes)
@@ -238,12 +238,12 @@ def test_policies_that_skip_layers_answer_as_before_from_every_tier(tiny: Path, 
     evict_device(engine)
     from_host, cached_tokens = ask(engine, question)
     assert computed[1] == 0 and cached_tokens >= len(DOCUMENT)
-    assert engine.scheduler.prefix_cache.counts.hit_tokens["host"] == cached_tokens
+    assert engine.scheduler.prefix_cache.stats()["host"].hit_tokens == cached_tokens
     settle(engine)
     engine.close()
     engine = open_engine("turbo:values=dense,skip_layers=1")
     assert ask(engine, question) == (from_host, cached_tokens)
-    assert engine.scheduler.prefix_cache.counts.hit_tokens["disk"] == cached_tokens
+    assert engine.scheduler.prefix_cache.stats()["disk"].hit_tokens == cached_tokens
     engine.close()
     if layers == 2:
         assert computed[0] == from_host == ask(open_engine("full"), question)[0]

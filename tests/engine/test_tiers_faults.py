@@ -29,7 +29,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.request import EngineDead
 from shadowkv.engine.scheduling.scheduler import Leader, Sharing
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
-from shadowkv.prefix_cache.copies.copy import RETRY_SECONDS
+from shadowkv.prefix_cache.chains import RETRY_SECONDS
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from tests.local_engine import LocalEngine
 
@@ -155,8 +155,8 @@ def test_a_disk_that_hangs_is_not_waited_for(make: Any, tmp_path: Path, monkeypa
     while engine.scheduler.prefix_cache.opening:
         pass
     disk.go_on.clear()
-    monkeypatch.setattr("shadowkv.prefix_cache.copies.speeds.Speeds.computing_seconds", lambda _, tokens: tokens * 1e-3)
-    monkeypatch.setattr("shadowkv.prefix_cache.copies.chains.FETCH_SECONDS", 1.0)
+    monkeypatch.setattr("shadowkv.prefix_cache.chains.Speeds.computing_seconds", lambda _, tokens: tokens * 1e-3)
+    monkeypatch.setattr("shadowkv.prefix_cache.chains.FETCH_SECONDS", 1.0)
     began = time.monotonic()
     engine.add_request("x", QUESTION, GREEDY)
     outputs = drain(engine)
@@ -226,7 +226,7 @@ def out_of_pages(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize(
     "place",
-    ["open_reading", "kvcache.snapshots.layers.Reading.read_layer", "restore", "prefix_cache.copies.mover.Mover.up"],
+    ["open_reading", "kvcache.snapshots.layers.Reading.read_layer", "restore", "prefix_cache.host.Mover.up"],
 )
 @pytest.mark.parametrize("fault", [no_memory, out_of_pages, broken])
 def test_what_fails_between_tiers_costs_no_request(

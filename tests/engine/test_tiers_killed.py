@@ -23,7 +23,7 @@ import json, random, sys
 sys.path.append("tests/engine")
 from test_engine import GREEDY
 from test_tiers_killed import question
-from shadowkv.prefix_cache.copies.speeds import Speeds
+from shadowkv.prefix_cache.chains import Speeds
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 
@@ -39,7 +39,7 @@ while True:
         number, tokens = asked[output.request_id]
         tokens += output.token_ids
         if output.finish_reason is not None:
-            from_disk = engine.scheduler.prefix_cache.counts.hit_tokens["disk"]
+            from_disk = engine.scheduler.prefix_cache.stats()["disk"].hit_tokens
             print(json.dumps([number, tokens, from_disk, output.error]), flush=True)
 """
 
@@ -73,6 +73,6 @@ def test_a_server_that_is_killed_leaves_nothing_bad_behind(make: Any, tiny: Path
         assert ask(engine, question(number))[0] == answer
     settle(engine)
     disk = engine.scheduler.prefix_cache.lower.disk.stats()
-    assert disk.hits and not disk.corrupt
+    assert disk.restores and not disk.corrupt
     assert_nothing_left(engine)
     engine.close()

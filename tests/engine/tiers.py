@@ -25,10 +25,10 @@ def evict_device(engine: Engine) -> None:
 
 def evict_host(engine: Engine, count: int = 10**9) -> None:
     """Drops up to so many copies in host memory that nobody uses."""
-    lower = engine.scheduler.prefix_cache.lower
-    for copy in list(lower.copies.of.values()):
-        if count and copy.slabs is not None and not copy.users:
-            copy.leave_host()
+    cache = engine.scheduler.prefix_cache
+    for copy in [node.copy for node in cache._tree]:
+        if count and copy is not None and copy.slabs is not None and not copy.users:
+            cache.lower.copies.evict(copy)
             count -= 1
 
 
@@ -37,19 +37,19 @@ def assert_consistent(engine: Engine) -> None:
     cache = engine.scheduler.prefix_cache
     lower, tree = cache.lower, cache._tree
     nodes = list(tree)
-    copies = lower.copies.of
-    assert all(copy.node is node for node, copy in copies.items())
-    assert {node for node in nodes if node.copied} == copies.keys()
-    slabs = [slab for copy in copies.values() for slab in copy.slabs or ()]
+    copies = [node.copy for node in nodes if node.copy is not None]
+    assert all(node.copy is None or node.copy.node is node for node in nodes)
+    assert set(lower.copies.by_uid.values()) <= set(copies)
+    slabs = [slab for copy in copies for slab in copy.slabs or ()]
     host = lower.copies.host
     assert sorted(slabs + host._free) == list(range(host.num_slabs))
     in_flight = [] if lower.offload.job is None else [lower.offload.job.copy]
     arriving = [copy for chain in lower.chains.arriving for copy in chain.copies]
     for node in nodes:
-        assert node.holders or node.children or node.copied
+        assert node.holders or node.children or node.copy
         assert node.parent is None or (node in node.parent.children and node.parent in nodes)
         assert all(end <= node.end and node in tree.path_of(sequence) for sequence, end in node.holders.items())
-        if (copy := copies.get(node)) is not None:
+        if (copy := node.copy) is not None:
             uses = bool(copy.fetching) + bool(copy.writing) + in_flight.count(copy) + arriving.count(copy)
             assert copy.users == uses + cache._lookups.uses[copy]
             assert copy.header.length == 64 * node.end

@@ -215,8 +215,8 @@ def test_cuts(header: SnapshotHeader) -> None:
 
 
 FORMS = {
-    "turbo": "f5b583fee94aff1613f095dfc09b7b2b4c4ccbbea995175ef15edc46cc8ba30a",
-    "turbo:keys=low-rank-int8": "f895ecc37da72c4c3f27bbd1b678a643377d1e49844271db7bdc3f6d02bf6c67",
+    "turbo": "fbe4402fadb6680a1c836767029f4481836db43059928a67b52cdf5f3d5c4947",
+    "turbo:keys=low-rank-int8": "636398817ace06938dc4e2c82eb624847fc6eb8c189b77816a7d96444b6777d4",
 }
 """Forms of policies of rank 16, as long as their snapshots are read."""
 

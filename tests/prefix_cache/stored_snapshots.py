@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from shadowkv.prefix_cache.disk.head import Head
-from shadowkv.prefix_cache.disk.index import Entry
+from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.page_names import CacheKey, page_names, snapshot_name
+from shadowkv.prefix_cache.page_names import CacheKey, new_uid, origin, page_names
 
 KEY = CacheKey(
     model="blake2b:0a1b",
@@ -36,21 +36,38 @@ def prompt(seed: int, length: int = 200) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 128_256, length, dtype=np.int64)
 
 
-def data_of(head: Head) -> bytes:
+def data_of(header: FileHeader) -> bytes:
     """What a snapshot's layers hold: something that its uid decides."""
-    return np.random.default_rng(int(head.uid, 16)).bytes(head.nbytes)
+    return np.random.default_rng(int(header.uid, 16)).bytes(header.nbytes)
 
 
-def head_of(
-    ids: np.ndarray, parent: Head | None = None, *, key: CacheKey = KEY, salt: str | None = None, **others: Any
-) -> Head:
-    """The head of a snapshot of all these tokens, or of those behind its parent's."""
-    given = {"layers": LAYERS, "layer_bytes": LAYER_BYTES, "header": {"form": "f00d", "start": 0}} | others
-    if parent is not None:
-        given |= {"parent": parent.name, "parent_uid": parent.uid}
-    start = 0 if parent is None else parent.length
-    name = snapshot_name(key.digest, salt, ids)
-    return Head.new(key, name=name, origin=key.origin(salt), start=start, length=len(ids), **given)
+def snapshot_name(key_digest: str, salt: str | None, token_ids: Any) -> str:
+    """The name of the snapshot that ends with the last of these tokens; the first is the prompt's first."""
+    return [name for _, name in page_names(origin(key_digest, salt), token_ids)][-1]
+
+
+def header_of(
+    ids: np.ndarray, parent: FileHeader | None = None, *, key: CacheKey = KEY, salt: str | None = None, **others: Any
+) -> FileHeader:
+    """The header of a snapshot of all these tokens, or of those behind its parent's."""
+    given = {
+        "parent": parent.name if parent else "",
+        "parent_uid": parent.uid if parent else "",
+        "uid": new_uid(),
+        "layers": LAYERS,
+        "layer_bytes": LAYER_BYTES,
+        "contents": {"form": "f00d", "start": 0},
+    }
+    return FileHeader(
+        name=snapshot_name(key.digest, salt, ids),
+        origin=key.origin(salt),
+        start=0 if parent is None else parent.length,
+        length=len(ids),
+        key=key.digest,
+        facts=key.facts,
+        created=int(time.time()),
+        **given | others,
+    )
 
 
 def names_of(ids: np.ndarray, key: CacheKey = KEY, salt: str | None = None) -> list[str]:
@@ -58,35 +75,35 @@ def names_of(ids: np.ndarray, key: CacheKey = KEY, salt: str | None = None) -> l
     return [name for _, name in page_names(key.origin(salt), ids)]
 
 
-def found(tier: DiskTier, names: list[str]) -> list[Entry]:
+def found(tier: DiskTier, names: list[str]) -> list[FileHeader]:
     """The longest of these snapshots that is there with all that it continues, itself last."""
     for name in reversed(names):
         chain = [tier.lookup(name)]
-        while chain[0] is not None and chain[0].head.parent:
-            parent = tier.lookup(chain[0].head.parent)
-            fits = parent is not None and parent.head.uid == chain[0].head.parent_uid
+        while chain[0] is not None and chain[0].parent:
+            parent = tier.lookup(chain[0].parent)
+            fits = parent is not None and parent.uid == chain[0].parent_uid
             chain.insert(0, parent if fits else None)
         if chain[0] is not None:
             return chain
     return []
 
 
-def put(tier: DiskTier, ids: np.ndarray, parent: Head | None = None, **others: Any) -> Head:
+def put(tier: DiskTier, ids: np.ndarray, parent: FileHeader | None = None, **others: Any) -> FileHeader:
     """Stores a snapshot and waits until it is there."""
-    head = head_of(ids, parent, **others)
-    assert tier.put(head, ids[head.start :], [data_of(head)]).result(PATIENCE)
-    return head
+    header = header_of(ids, parent, **others)
+    assert tier.put(header, ids[header.start :], [data_of(header)]).result(PATIENCE)
+    return header
 
 
-def keep(tier: DiskTier, name: str, head: Head, tokens: int | None = None) -> None:
+def keep(tier: DiskTier, name: str, header: FileHeader, tokens: int | None = None) -> None:
     """Saves all that leads to a snapshot under a name."""
-    tier.keep(name, tokens or head.length, tier.chain(head.name)).result(PATIENCE)
+    tier.keep(name, tokens or header.length, tier.chain(header.name)).result(PATIENCE)
 
 
-def read(tier: DiskTier, entry: Entry, ids: np.ndarray) -> bytes:
-    """The data of an entry."""
-    buffers = [bytearray(700), bytearray(entry.head.nbytes - 700)]
-    tier.read(entry, buffers, ids[entry.head.start : entry.head.length]).result(PATIENCE)
+def read(tier: DiskTier, header: FileHeader, ids: np.ndarray) -> bytes:
+    """The data of a file."""
+    buffers = [bytearray(700), bytearray(header.nbytes - 700)]
+    tier.read(header, buffers, ids[header.start : header.length]).result(PATIENCE)
     return b"".join(buffers)
 
 

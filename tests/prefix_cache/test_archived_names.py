@@ -33,8 +33,8 @@ def named(tmp_path):
         first = put(tier, IDS[:128])
         second = put(tier, IDS[:250], first)
         other = put(tier, prompt(8))
-        for name, head, tokens in (("long", second, 200), ("short", first, 128), ("other", other, 200)):
-            keep(tier, name, head, tokens)
+        for name, header, tokens in (("long", second, 200), ("short", first, 128), ("other", other, 200)):
+            keep(tier, name, header, tokens)
     return directory, first, second, other
 
 
@@ -48,7 +48,7 @@ def test_names_go_along_with_what_they_keep(named, tmp_path, capsys):
     assert code == 0 and text.splitlines()[-1] == "names/long.json: imported"
     with opened(target, first.file_bytes + second.file_bytes + 1) as tier:
         save, chain = tier.kept("long").result(PATIENCE)
-        assert save == saved(directory)["long"] and [entry.head.uid for entry in chain] == [first.uid, second.uid]
+        assert save == saved(directory)["long"] and [entry.uid for entry in chain] == [first.uid, second.uid]
         assert not tier.put(other, prompt(8), [data_of(other)]).result(PATIENCE)  # nothing makes room for it
     assert [path.stat().st_mode & 0o777 for path in (target / "names", target / "names/long.json")] == [0o700, 0o600]
     for number, (text, names) in enumerate(
@@ -80,7 +80,7 @@ def test_a_name_that_is_there_is_not_overwritten(named, tmp_path, capsys):
     assert run(capsys, "export", "--dir", directory, "short", "other", archive)[0] == 0
     with opened(target) as tier:
         keep(tier, "short", put(tier, IDS[:128], uid=first.uid))
-        keep(tier, "other", tier.chain(first.name)[-1].head)
+        keep(tier, "other", tier.chain(first.name)[-1])
     before = (target / "names" / "short.json").read_text(), (target / "names" / "other.json").read_text()
     code, text, _ = run(capsys, "import", "--dir", target, archive)
     assert (code, text.splitlines()[2:]) == (
@@ -106,8 +106,8 @@ def test_hostile_names_are_refused(named, tmp_path, capsys):
     def text(tokens=128, snapshots=(first.name,), key=KEY.digest):
         return to_json(Save.new(key, tokens, snapshots)).encode()
 
-    def file(head):
-        return (head.file_name, (directory / head.file_name).read_bytes(), {})
+    def file(header):
+        return (header.file_name, (directory / header.file_name).read_bytes(), {})
 
     link = {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}
     cases = [
@@ -135,7 +135,7 @@ def test_hostile_names_are_refused(named, tmp_path, capsys):
     assert code == 1 and "\x1b" not in output and len(lines) == len(cases)
     for line, (*_, problem) in zip(lines, cases):
         assert ": refused: " in line and problem in line
-    assert sorted(os.listdir(target)) == sorted(head.file_name for head in (first, second, other))
+    assert sorted(os.listdir(target)) == sorted(header.file_name for header in (first, second, other))
     assert sorted(os.listdir(tmp_path)) == ["a.tar", "cache", "target"]
 
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from stored_snapshots import data_of, found, head_of, names_of, opened, prompt, put, read
+from stored_snapshots import data_of, found, header_of, names_of, opened, prompt, put, read
 
 from shadowkv.prefix_cache.__main__ import main
 from shadowkv.prefix_cache.disk.files import write_snapshot
@@ -107,7 +107,7 @@ def test_a_chain_goes_from_one_directory_to_another(stored, tmp_path, capsys):
     code, text, _ = run(capsys, "export", "--dir", directory, second.name[:10], second.file_name, archive)
     assert (code, text) == (0, f"2 snapshots exported to {archive}\n")
     code, text, _ = run(capsys, "import", "--dir", target, archive)
-    assert (code, text.splitlines()) == (0, [f"{head.file_name}: imported" for head in (first, second)])
+    assert (code, text.splitlines()) == (0, [f"{header.file_name}: imported" for header in (first, second)])
     assert target.stat().st_mode & 0o777 == 0o700
     assert "there already" in run(capsys, "import", "--dir", target, archive)[1]
     with opened(target) as tier:
@@ -140,7 +140,7 @@ def tar_of(path, *members):
 
 def test_hostile_members_are_refused(stored, tmp_path, capsys):
     directory, first, second, other = stored
-    good, bad = ((directory / head.file_name).read_bytes() for head in (first, other))
+    good, bad = ((directory / header.file_name).read_bytes() for header in (first, other))
     bad = bad[:-1500] + bytes([bad[-1500] ^ 1]) + bad[-1499:]
     archive, target = tmp_path / "a.tar", tmp_path / "target"
     link = {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}
@@ -209,7 +209,7 @@ def test_what_is_there_and_of_no_use_is_replaced_by_an_import(stored, tmp_path, 
     (target / first.file_name).write_bytes(b"bad")
     assert run(capsys, "import", "--dir", target, archive)[0] == 0
     with opened(target) as tier:
-        assert [entry.head.uid for entry in found(tier, names_of(IDS[:250]))] == [first.uid, second.uid]
+        assert [entry.uid for entry in found(tier, names_of(IDS[:250]))] == [first.uid, second.uid]
 
 
 @pytest.mark.parametrize(
@@ -246,4 +246,4 @@ def test_wrong_use_is_a_line_and_changes_nothing(stored, tmp_path, capsys, monke
 
 def test_a_snapshot_of_other_ids_has_no_parent_to_go_with(stored):
     with pytest.raises(ValueError, match="go together"):
-        head_of(IDS, parent_uid=new_uid())
+        header_of(IDS, parent_uid=new_uid())

@@ -7,19 +7,19 @@ import time
 
 import pytest
 from faulty_disks import HELD_SECONDS, BrokenDisk, FullDisk, HeldDisk, ReadOnlyDisk
-from stored_snapshots import KEY, LIMIT, PATIENCE, data_of, found, head_of, names_of, opened, prompt, put, read
+from stored_snapshots import KEY, LIMIT, PATIENCE, data_of, found, header_of, names_of, opened, prompt, put, read
 
-from shadowkv.prefix_cache.disk.head import BadSnapshot
+from shadowkv.prefix_cache.disk.header import BadSnapshot
 from shadowkv.prefix_cache.disk.tier import DiskTier
 
 IDS = prompt(7, 128)
-SIZE = head_of(IDS).file_bytes
+SIZE = header_of(IDS).file_bytes
 
 
 def offer(tier, ids, **others):
     """Whether a snapshot is stored."""
-    head = head_of(ids, **others)
-    return tier.put(head, ids, [data_of(head)]).result(PATIENCE)
+    header = header_of(ids, **others)
+    return tier.put(header, ids, [data_of(header)]).result(PATIENCE)
 
 
 def damage(path, how):
@@ -42,12 +42,12 @@ def damage(path, how):
 @pytest.mark.parametrize("before", [True, False])
 def test_a_damaged_file_is_never_served(tmp_path, caplog, how, before):
     with opened(tmp_path) as tier:
-        head, other = put(tier, IDS), put(tier, prompt(1))
-    path = tmp_path / head.file_name
+        header, other = put(tier, IDS), put(tier, prompt(1))
+    path = tmp_path / header.file_name
     if before:
         damage(path, how) if how != "empty" else path.write_bytes(b"")
     with opened(tmp_path) as tier:
-        if entry := tier.lookup(head.name):
+        if entry := tier.lookup(header.name):
             if not before:
                 damage(path, how) if how != "empty" else path.write_bytes(b"")
             with pytest.raises(BadSnapshot):
@@ -62,16 +62,16 @@ def test_a_damaged_file_is_never_served(tmp_path, caplog, how, before):
 @pytest.mark.parametrize("late", [False, True])
 def test_on_a_full_disk_others_make_room(tmp_path, caplog, late):
     with opened(tmp_path, files=FullDisk(tmp_path, 3 * SIZE, late)) as tier:
-        heads = [put(tier, prompt(seed, 128)) for seed in range(5)]
+        headers = [put(tier, prompt(seed, 128)) for seed in range(5)]
         assert tier.stats().evictions == 2 and tier.stats().write_errors == 0
-        assert [tier.lookup(head.name) is None for head in heads] == [True, True, False, False, False]
+        assert [tier.lookup(header.name) is None for header in headers] == [True, True, False, False, False]
     assert len(os.listdir(tmp_path)) == 3 and not caplog.records
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_disk_that_stays_full_is_left_alone_for_a_while(tmp_path, caplog, monkeypatch, late):
     with opened(tmp_path) as tier:
-        head = put(tier, IDS)
+        header = put(tier, IDS)
     with opened(tmp_path, files=FullDisk(tmp_path, SIZE, late), pause_seconds=300.0, key=KEY) as tier:
         ids = prompt(1, 128)
         assert not offer(tier, ids, layer_bytes=2 * SIZE)
@@ -82,15 +82,15 @@ def test_a_disk_that_stays_full_is_left_alone_for_a_while(tmp_path, caplog, monk
         now = time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: now() + 300)
         assert offer(tier, prompt(2, 128))
-        assert tier.lookup(head.name) is None
+        assert tier.lookup(header.name) is None
     assert len(os.listdir(tmp_path)) == 1
 
 
 def test_data_that_can_be_had_once_get_no_second_try(tmp_path):
     with opened(tmp_path, files=FullDisk(tmp_path, SIZE, late=True)) as tier:
         put(tier, IDS)
-        head = head_of(prompt(1, 128))
-        assert not tier.put(head, prompt(1, 128), iter([data_of(head)])).result(PATIENCE)
+        header = header_of(prompt(1, 128))
+        assert not tier.put(header, prompt(1, 128), iter([data_of(header)])).result(PATIENCE)
         assert tier.stats().write_errors == 1 and tier.stats().evictions == 0
 
 
@@ -112,11 +112,11 @@ def test_a_limit_of_file_size_is_a_write_error(tmp_path, caplog):
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_directory_that_is_read_only_is_read(tmp_path, caplog, number):
     with opened(tmp_path) as tier:
-        head = put(tier, IDS)
+        header = put(tier, IDS)
         bad = put(tier, prompt(1, 128))
     damage(tmp_path / bad.file_name, "flipped")
     with opened(tmp_path, files=ReadOnlyDisk(number), limit=SIZE) as tier:
-        assert read(tier, found(tier, names_of(IDS))[0], IDS) == data_of(head)
+        assert read(tier, found(tier, names_of(IDS))[0], IDS) == data_of(header)
         with pytest.raises(BadSnapshot, match="not served, and cannot be removed"):
             read(tier, tier.lookup(bad.name), prompt(1, 128))
         assert not offer(tier, prompt(2, 128)) and not offer(tier, prompt(3, 128))
@@ -137,25 +137,25 @@ def test_pauses_grow_while_it_fails(tmp_path, caplog):
 
 def test_data_that_cannot_be_read_are_a_miss_and_stay(tmp_path, caplog):
     with opened(tmp_path) as tier:
-        head = put(tier, IDS)
+        header = put(tier, IDS)
     with opened(tmp_path, files=BrokenDisk()) as tier:
         with pytest.raises(OSError, match="Input/output"):
-            read(tier, tier.lookup(head.name), IDS)
+            read(tier, tier.lookup(header.name), IDS)
         assert tier.stats().read_errors == 1 and tier.stats().misses == 1 and tier.stats().corrupt == 0
         assert len(caplog.records) == 1 and "Input/output error" in caplog.text
-    assert (tmp_path / head.file_name).exists()
+    assert (tmp_path / header.file_name).exists()
 
 
 @pytest.mark.parametrize("held", [("names", "open", "read", "write"), ("read",), ("write",)])
 def test_a_disk_that_stands_still_makes_nobody_wait(tmp_path, caplog, held):
     """It stands still, and its callers go on; all that they asked for comes to pass when it moves again."""
     with opened(tmp_path) as tier:
-        heads = [put(tier, prompt(seed, 128)) for seed in range(4)]
+        headers = [put(tier, prompt(seed, 128)) for seed in range(4)]
     disk, new, buffers = HeldDisk(), prompt(9, 128), [bytearray(3000) for _ in range(4)]
     with opened(tmp_path, files=disk) as tier:
         disk.held = held
-        begin, head = time.monotonic(), head_of(new)
-        written = tier.put(head, new, [data_of(head)])
+        begin, header = time.monotonic(), header_of(new)
+        written = tier.put(header, new, [data_of(header)])
         reads = []
         for number, buffer in enumerate(buffers):
             (entry,) = found(tier, names_of(prompt(number, 128)))
@@ -167,7 +167,7 @@ def test_a_disk_that_stands_still_makes_nobody_wait(tmp_path, caplog, held):
         disk.go_on.set()
         assert written.result(PATIENCE)
         assert [future.result(PATIENCE) > 0 for future in reads] == [True] * 4
-        assert [bytes(buffer) for buffer in buffers] == [data_of(head) for head in heads]
+        assert [bytes(buffer) for buffer in buffers] == [data_of(header) for header in headers]
     assert not caplog.records
 
 

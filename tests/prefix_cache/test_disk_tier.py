@@ -9,16 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from faulty_disks import HELD_SECONDS, HeldDisk
-from stored_snapshots import KEY, LIMIT, PATIENCE, data_of, found, head_of, names_of, opened, prompt, put, read
+from stored_snapshots import KEY, LIMIT, PATIENCE, data_of, found, header_of, names_of, opened, prompt, put, read
 
 from shadowkv.prefix_cache.disk.files import SnapshotGone, write_snapshot
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import file_name
+from shadowkv.prefix_cache.disk.header import file_name
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.page_names import new_uid
 
 IDS = prompt(7, 400)
-SIZE = head_of(IDS[:128]).file_bytes
+SIZE = header_of(IDS[:128]).file_bytes
 
 
 def wait_for(condition, seconds=PATIENCE):
@@ -38,14 +38,14 @@ def test_a_chain_is_found_read_and_found_again_after_a_restart(tmp_path):
     assert stat.S_IMODE((tmp_path / "a" / "cache").stat().st_mode) == 0o700
     with opened(tmp_path / "a" / "cache") as tier:
         chain = found(tier, names_of(IDS[:250]))
-        assert [entry.head.uid for entry in chain] == [first.uid, second.uid]
-        assert [entry.head.uid for entry in found(tier, names_of(IDS))] == [first.uid]
+        assert [entry.uid for entry in chain] == [first.uid, second.uid]
+        assert [entry.uid for entry in found(tier, names_of(IDS))] == [first.uid]
         assert [read(tier, entry, IDS) for entry in chain] == [data_of(first), data_of(second)]
         assert np.array_equal(tier.token_ids(chain[1]).result(PATIENCE), IDS[128:250])
         assert found(tier, names_of(prompt(8))) == []
         stats = tier.stats()
-        assert (stats.hits, stats.misses, stats.files, stats.restored_bytes) == (2, 0, 2, 6000)
-        assert stats.bytes == sum(path.stat().st_size for path in (tmp_path / "a" / "cache").iterdir())
+        assert (stats.restores, stats.misses, stats.files, stats.restored_bytes) == (2, 0, 2, 6000)
+        assert stats.used_bytes == sum(path.stat().st_size for path in (tmp_path / "a" / "cache").iterdir())
         assert stats.restore_seconds > 0
 
 
@@ -70,8 +70,8 @@ def test_a_continuation_fits_only_the_very_bytes_that_it_was_computed_on(tmp_pat
         first = put(tier, IDS[:128])
         second = put(tier, IDS[:250], first)
         stranger = replace(first, uid=new_uid())
-        head = head_of(IDS[:200], stranger)
-        assert not tier.put(head, IDS[128:200], [data_of(head)]).result(PATIENCE)
+        header = header_of(IDS[:200], stranger)
+        assert not tier.put(header, IDS[128:200], [data_of(header)]).result(PATIENCE)
         assert tier.stats().refused == 1
     # As after the first was lost and computed anew: its continuation is of no use, until it is computed anew, too.
     (tmp_path / first.file_name).unlink()
@@ -87,7 +87,7 @@ def test_a_continuation_fits_only_the_very_bytes_that_it_was_computed_on(tmp_pat
 
 def test_what_is_there_already_stays(tmp_path):
     with opened(tmp_path) as tier, opened(tmp_path) as other:
-        first, second = put(tier, IDS[:128]), head_of(IDS[:128])
+        first, second = put(tier, IDS[:128]), header_of(IDS[:128])
         assert not other.put(second, IDS[:128], [data_of(second)]).result(PATIENCE)
         assert read(other, found(other, names_of(IDS))[0], IDS) == data_of(first)
 
@@ -112,7 +112,7 @@ def test_a_file_that_was_replaced_since_it_was_found_is_a_miss(tmp_path):
     with opened(tmp_path) as tier:
         first = put(tier, IDS[:128])
         entry = tier.lookup(first.name)
-        again = replace(head_of(IDS[:128]), name=first.name)
+        again = replace(header_of(IDS[:128]), name=first.name)
         write_snapshot(tmp_path, again, IDS[:128], [data_of(again)], replace_existing=lambda: True)
         with pytest.raises(SnapshotGone, match="not what it was"):
             read(tier, entry, IDS)
@@ -125,7 +125,7 @@ def test_a_good_file_that_has_taken_the_place_of_a_bad_one_stays(tmp_path):
         def read(self, descriptor, buffer, offset):
             count = super().read(descriptor, buffer, offset)
             if offset == 4096 and not again:
-                again.append(replace(head_of(IDS[:128]), name=first.name))
+                again.append(replace(header_of(IDS[:128]), name=first.name))
                 write_snapshot(tmp_path, again[0], IDS[:128], [data_of(again[0])], replace_existing=lambda: True)
                 buffer[0] ^= 1
             return count
@@ -160,34 +160,34 @@ def test_changes_in_one_tick_of_the_clock_are_seen(tmp_path):
     with opened(tmp_path) as tier:
         time.sleep(0.1)
         before = tmp_path.stat().st_mtime_ns
-        head = head_of(IDS[:128])
-        write_snapshot(tmp_path, head, IDS[:128], [data_of(head)])
+        header = header_of(IDS[:128])
+        write_snapshot(tmp_path, header, IDS[:128], [data_of(header)])
         os.utime(tmp_path, ns=(before, before))
-        wait_for(lambda: tier.lookup(head.name))
+        wait_for(lambda: tier.lookup(header.name))
 
 
 def test_the_least_recently_used_goes_first_and_what_it_continues_last(tmp_path):
     with opened(tmp_path, limit=4 * SIZE) as tier:
         prompts = [prompt(seed, 128) for seed in range(4)]
-        heads = [put(tier, ids) for ids in prompts]
-        for age, head in enumerate(heads):
-            os.utime(tmp_path / head.file_name, (1000 + age, 1000 + age))
+        headers = [put(tier, ids) for ids in prompts]
+        for age, header in enumerate(headers):
+            os.utime(tmp_path / header.file_name, (1000 + age, 1000 + age))
     with opened(tmp_path, limit=4 * SIZE) as tier:
         # The oldest is read, the second oldest used by another server, which this one sees only on the disk.
-        read(tier, tier.lookup(heads[0].name), prompts[0])
-        os.utime(tmp_path / heads[1].file_name)
+        read(tier, tier.lookup(headers[0].name), prompts[0])
+        os.utime(tmp_path / headers[1].file_name)
         newer = put(tier, prompt(10, 128))
-        left = {head.name for head in (newer, *heads) if tier.lookup(head.name) is not None}
-        assert left == {newer.name, heads[0].name, heads[1].name, heads[3].name}
+        left = {header.name for header in (newer, *headers) if tier.lookup(header.name) is not None}
+        assert left == {newer.name, headers[0].name, headers[1].name, headers[3].name}
         assert tier.stats().evictions == 1 and tier.stats().files == 4
     with opened(tmp_path, limit=4 * SIZE) as tier:
         # A continuation keeps what it continues, and is not written at its cost.
-        child = put(tier, np.append(prompts[0], IDS[:72]), heads[0])
-        os.utime(tmp_path / heads[0].file_name, (1, 1))
+        child = put(tier, np.append(prompts[0], IDS[:72]), headers[0])
+        os.utime(tmp_path / headers[0].file_name, (1, 1))
         for seed in (11, 12):
             put(tier, prompt(seed, 128))
         assert found(tier, names_of(np.append(prompts[0], IDS[:72])))[-1].name == child.name
-        assert tier.stats().bytes <= 4 * SIZE
+        assert tier.stats().used_bytes <= 4 * SIZE
     assert len(os.listdir(tmp_path)) == 4
 
 
@@ -209,15 +209,15 @@ def test_a_continuation_is_not_written_at_the_cost_of_what_it_continues(tmp_path
         second = put(tier, IDS[:256], first)
         assert tier.lookup(other.name) is None
         assert [entry.name for entry in found(tier, names_of(IDS[:256]))] == [first.name, second.name]
-        third = head_of(IDS[:384], second)
+        third = header_of(IDS[:384], second)
         assert not tier.put(third, IDS[256:384], [data_of(third)]).result(PATIENCE)
         assert tier.stats().files == 2 and tier.stats().refused == 1
 
 
 def test_what_is_larger_than_the_limit_is_refused(tmp_path):
     with opened(tmp_path, limit=SIZE - 1) as tier:
-        head = head_of(IDS[:128])
-        assert not tier.put(head, IDS[:128], [data_of(head)]).result(PATIENCE)
+        header = header_of(IDS[:128])
+        assert not tier.put(header, IDS[:128], [data_of(header)]).result(PATIENCE)
         assert tier.stats().refused == 1 and os.listdir(tmp_path) == []
 
 
@@ -225,33 +225,33 @@ def test_puts_never_wait_and_are_refused_when_too_many_do(tmp_path):
     disk = HeldDisk("write")
     tier = DiskTier(tmp_path, LIMIT, KEY, files=disk, queue_bytes=7000)
     prompts = [prompt(seed, 128) for seed in range(4)]
-    heads = [head_of(ids) for ids in prompts]
+    headers = [header_of(ids) for ids in prompts]
     begin = time.monotonic()
-    futures = [tier.put(heads[0], prompts[0], [data_of(heads[0])])]
-    twice = tier.put(heads[0], prompts[0], [data_of(heads[0])])
-    futures += [tier.put(head, ids, [data_of(head)]) for head, ids in zip(heads[1:], prompts[1:])]
+    futures = [tier.put(headers[0], prompts[0], [data_of(headers[0])])]
+    twice = tier.put(headers[0], prompts[0], [data_of(headers[0])])
+    futures += [tier.put(header, ids, [data_of(header)]) for header, ids in zip(headers[1:], prompts[1:])]
     assert time.monotonic() - begin < HELD_SECONDS / 2
     assert [future.done() for future in futures] == [False, False, True, True]
     assert twice.result(0) is False and tier.stats().refused == 3
     disk.go_on.set()
     assert [future.result(PATIENCE) for future in futures] == [True, True, False, False]
-    late = tier.put(heads[2], prompts[2], [data_of(heads[2])])
+    late = tier.put(headers[2], prompts[2], [data_of(headers[2])])
     assert late.result(PATIENCE)
     assert tier.close()
 
 
 def test_data_may_be_made_while_they_are_written(tmp_path):
     with opened(tmp_path) as tier:
-        head, slab = head_of(IDS[:128]), bytearray(100)
-        data = data_of(head)
+        header, slab = header_of(IDS[:128]), bytearray(100)
+        data = data_of(header)
 
         def slabs():
             for begin in range(0, len(data), 100):
                 slab[:] = data[begin : begin + 100]
                 yield slab
 
-        assert tier.put(head, IDS[:128], slabs()).result(PATIENCE)
-        assert read(tier, tier.lookup(head.name), IDS) == data
+        assert tier.put(header, IDS[:128], slabs()).result(PATIENCE)
+        assert read(tier, tier.lookup(header.name), IDS) == data
 
 
 def test_data_that_fail_are_not_stored(tmp_path, caplog):
@@ -260,8 +260,8 @@ def test_data_that_fail_are_not_stored(tmp_path, caplog):
         raise RuntimeError("the device is gone")
 
     with opened(tmp_path) as tier:
-        assert not tier.put(head_of(IDS[:128]), IDS[:128], slabs()).result(PATIENCE)
-        assert not tier.put(head_of(IDS[:129]), IDS[:129], [bytes(1)]).result(PATIENCE)
+        assert not tier.put(header_of(IDS[:128]), IDS[:128], slabs()).result(PATIENCE)
+        assert not tier.put(header_of(IDS[:129]), IDS[:129], [bytes(1)]).result(PATIENCE)
         assert tier.stats().write_errors == 2 and os.listdir(tmp_path) == []
         assert "the device is gone" in caplog.text and "1 bytes of data instead of 3000" in caplog.text
         put(tier, IDS[:128])
@@ -277,19 +277,19 @@ def test_leftovers_of_killed_writers_go_when_they_are_old(tmp_path):
 
 def test_closing_writes_what_waits(tmp_path):
     tier = DiskTier(tmp_path, LIMIT, KEY)
-    heads = [(head_of(prompt(seed)), prompt(seed)) for seed in range(20)]
-    futures = [tier.put(head, ids, [data_of(head)]) for head, ids in heads]
+    headers = [(header_of(prompt(seed)), prompt(seed)) for seed in range(20)]
+    futures = [tier.put(header, ids, [data_of(header)]) for header, ids in headers]
     assert tier.close(PATIENCE)
     assert all(future.result(0) for future in futures)
-    assert tier.put(*heads[0], [data_of(heads[0][0])]).cancelled()
-    assert tier.read(tier.lookup(heads[0][0].name), [bytearray(3000)], heads[0][1]).cancelled()
+    assert tier.put(*headers[0], [data_of(headers[0][0])]).cancelled()
+    assert tier.read(tier.lookup(headers[0][0].name), [bytearray(3000)], headers[0][1]).cancelled()
 
 
 def test_closing_takes_no_longer_than_it_may(tmp_path):
     disk = HeldDisk("write")
     tier = DiskTier(tmp_path, LIMIT, KEY, files=disk)
-    heads = [(head_of(prompt(seed)), prompt(seed)) for seed in range(2)]
-    futures = [tier.put(head, ids, [data_of(head)] * 1) for head, ids in heads]
+    headers = [(header_of(prompt(seed)), prompt(seed)) for seed in range(2)]
+    futures = [tier.put(header, ids, [data_of(header)] * 1) for header, ids in headers]
     assert disk.reached.wait(PATIENCE)
     begin = time.monotonic()
     assert not tier.close(0.2)
@@ -317,7 +317,7 @@ def test_what_cannot_be_a_directory_is_an_error(tmp_path):
 def test_names_alone_say_nothing(tmp_path):
     with opened(tmp_path) as tier:
         first = put(tier, IDS[:128])
-    other = head_of(IDS[:192])
+    other = header_of(IDS[:192])
     (tmp_path / first.file_name).rename(tmp_path / file_name(other.name))
     with opened(tmp_path) as tier:
         assert found(tier, names_of(IDS)) == []

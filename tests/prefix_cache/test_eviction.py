@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from shadowkv.prefix_cache.copies.copy import Copies
-from shadowkv.prefix_cache.copies.host import HostTier
-from shadowkv.prefix_cache.device.eviction import POLICIES, Eviction, keep_score
-from shadowkv.prefix_cache.device.tree import Node, PrefixTree
-from shadowkv.prefix_cache.stats import TierCounts
+from shadowkv.prefix_cache.copies import Copies
+from shadowkv.prefix_cache.eviction import POLICIES, Eviction, keep_score
+from shadowkv.prefix_cache.host import HostTier
+from shadowkv.prefix_cache.stats import Counts
+from shadowkv.prefix_cache.tree import Node, PrefixTree
 
 
 class Clock:
@@ -88,7 +88,7 @@ def test_lru_is_the_order_of_uses_whatever_the_tree_says() -> None:
 def kept(policy: str, tree: PrefixTree) -> Copies:
     """A copy of a slab of each node fills the host."""
     host = HostTier(len(tree), torch.device("cpu"), slab_bytes=1)
-    copies = Copies(tree, host, TierCounts(), Eviction(policy))
+    copies = Copies(tree, host, Counts(), Eviction(policy))
     for node in tree:
         copy = copies.add(node, None, None)  # type: ignore[arg-type]
         copy.slabs, copy.ready = host.take(1), True
@@ -100,11 +100,11 @@ def kept(policy: str, tree: PrefixTree) -> Copies:
 def test_what_is_used_or_spared_stays(policy: str) -> None:
     tree = tree_of(*[None] * 6)
     nodes, copies = list(tree), kept(policy, tree)
-    copies.of[nodes[0]].users = 1
+    nodes[0].copy.users = 1
     assert copies.room(5, {nodes[2]}) is None
-    assert copies.of.keys() == set(nodes)
+    assert {node for node in nodes if node.copy} == set(nodes)
     assert copies.room(4, {nodes[2]}) is not None
-    assert copies.of.keys() == {nodes[0], nodes[2]}
+    assert {node for node in nodes if node.copy} == {nodes[0], nodes[2]}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

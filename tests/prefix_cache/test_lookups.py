@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shadowkv.prefix_cache.copies.lookups import Lookups
-from shadowkv.prefix_cache.device.matches import Match, Prompt
+from shadowkv.prefix_cache.matches import Lookups, Match, Prompt
 from shadowkv.prefix_cache.page_names import PageNames
 
 
@@ -14,5 +13,5 @@ def test_prompts_that_wait_for_the_disk_are_counted() -> None:
     for prompt, match in zip(prompts, matches, strict=True):
         lookups.note(prompt, match, changes=0)
     assert lookups.deferred == 1
-    lookups.forget(prompts[2], leave=False)
+    lookups.forget(prompts[2], None)
     assert lookups.deferred == 0

@@ -12,17 +12,17 @@ from dataclasses import replace
 
 import pytest
 from faulty_disks import FullDisk, ReadOnlyDisk, failure
-from stored_snapshots import KEY, LIMIT, PATIENCE, head_of, keep, opened, prompt, put
+from stored_snapshots import KEY, LIMIT, PATIENCE, header_of, keep, opened, prompt, put
 from test_cache_command import damage, run
 
 from shadowkv.prefix_cache.disk.files import SnapshotGone
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import file_name
+from shadowkv.prefix_cache.disk.header import file_name
 from shadowkv.prefix_cache.disk.names import Names, Save
 from shadowkv.prefix_cache.protocol import UnknownName, UnusableName
 
 IDS = prompt(7, 400)
-SIZE = head_of(IDS[:128]).file_bytes
+SIZE = header_of(IDS[:128]).file_bytes
 
 
 def test_what_a_name_keeps_is_found_again_after_a_restart(tmp_path):
@@ -37,7 +37,7 @@ def test_what_a_name_keeps_is_found_again_after_a_restart(tmp_path):
     with opened(tmp_path) as tier:
         save, chain = tier.kept("a.b-C_1").result(PATIENCE)
         assert (save.tokens, save.snapshots) == (192, (first.name, second.name))
-        assert [entry.head.uid for entry in chain] == [first.uid, second.uid]
+        assert [entry.uid for entry in chain] == [first.uid, second.uid]
         with pytest.raises(UnknownName, match="nothing is saved as 'other'"):
             tier.kept("other").result(PATIENCE)
         keep(tier, "a.b-C_1", first)
@@ -75,8 +75,8 @@ def test_what_names_keep_is_not_evicted(tmp_path, caplog):
         keep(tier, "other", others[2])
         keep(tier, "third", others[3])
         # There is no room left: what is kept stays, and what is new is refused.
-        head = head_of(prompt(9, 128))
-        assert not tier.put(head, prompt(9, 128), [bytes(head.nbytes)]).result(PATIENCE)
+        header = header_of(prompt(9, 128))
+        assert not tier.put(header, prompt(9, 128), [bytes(header.nbytes)]).result(PATIENCE)
         assert (tier.stats().refused, tier.stats().pinned_bytes, tier.stats().evictions) == (1, 3 * SIZE, 2)
         keep(tier, "mine", others[3])  # in place of what it kept
         put(tier, prompt(9, 128))
@@ -87,7 +87,7 @@ def test_what_another_server_has_named_is_not_evicted(tmp_path):
     with opened(tmp_path, 3 * SIZE, watch_seconds=60) as mine:  # it sees the first of their files, and not the second
         first = put(mine, IDS[:128])
         with opened(tmp_path) as others:
-            second = put(others, IDS[:192], next(entry.head for entry in others.chain(first.name)))
+            second = put(others, IDS[:192], others.chain(first.name)[0])
             keep(others, "theirs", second)
         for seed in range(4):
             put(mine, prompt(seed, 128))
@@ -118,12 +118,12 @@ def test_what_another_server_names_while_this_one_evicts_stays(tmp_path):
 
 def test_a_name_for_what_has_just_been_removed_is_refused(tmp_path):
     with opened(tmp_path) as tier:
-        head = put(tier, IDS[:128])
-        chain = tier.chain(head.name)
-        (tmp_path / head.file_name).unlink()
+        header = put(tier, IDS[:128])
+        chain = tier.chain(header.name)
+        (tmp_path / header.file_name).unlink()
         with pytest.raises(SnapshotGone, match="is not there any more"):
             tier.keep("x", 128, chain).result(PATIENCE)
-        assert not (tmp_path / "names").exists() and tier.lookup(head.name) is None
+        assert not (tmp_path / "names").exists() and tier.lookup(header.name) is None
 
 
 def test_what_is_gone_or_of_another_key_is_not_served(tmp_path):
@@ -171,13 +171,13 @@ def changed(**fields):
 )
 def test_a_file_that_is_not_what_was_written_is_refused(tmp_path, harm):
     with opened(tmp_path) as tier:
-        head = put(tier, IDS[:128])
-        keep(tier, "x", head)
+        header = put(tier, IDS[:128])
+        keep(tier, "x", header)
         path = tmp_path / "names" / "x.json"
         path.write_text(harm(path.read_text()), encoding="latin-1")
         with pytest.raises(UnusableName, match=r"names/x\.json is not what was written: .*; save it anew"):
             tier.kept("x").result(PATIENCE)
-        keep(tier, "x", head)
+        keep(tier, "x", header)
         assert tier.kept("x").result(PATIENCE)[0].tokens == 128
 
 
@@ -216,12 +216,12 @@ def test_bad_files_are_told_of_once(tmp_path, caplog):
 
 def test_a_disk_that_takes_no_name(tmp_path):
     with opened(tmp_path) as tier:
-        head = put(tier, IDS[:128])
-        keep(tier, "x", head)
+        header = put(tier, IDS[:128])
+        keep(tier, "x", header)
     before = (tmp_path / "names" / "x.json").read_text()
     for disk in (ReadOnlyDisk(), FullDisk(tmp_path, 100)):
         with opened(tmp_path, files=disk) as tier, pytest.raises(OSError):
-            keep(tier, "x", head, 64)
+            keep(tier, "x", header, 64)
     assert (tmp_path / "names" / "x.json").read_text() == before
     assert not list(tmp_path.glob(".tmp-*"))
 
@@ -234,9 +234,9 @@ def test_nothing_is_evicted_while_the_names_cannot_be_read(tmp_path):
             return super().stat(path)
 
     with opened(tmp_path, SIZE, files=Unreadable()) as tier:
-        head, new = put(tier, IDS[:128]), head_of(prompt(1, 128))
+        header, new = put(tier, IDS[:128]), header_of(prompt(1, 128))
         assert not tier.put(new, prompt(1, 128), [bytes(new.nbytes)]).result(PATIENCE)
-        assert tier.lookup(head.name) and tier.stats().write_errors == 1
+        assert tier.lookup(header.name) and tier.stats().write_errors == 1
 
 
 def test_commands_know_names(tmp_path, capsys):

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from stored_snapshots import PATIENCE, data_of, found, head_of, names_of, opened, prompt, put, read
+from stored_snapshots import PATIENCE, data_of, found, header_of, names_of, opened, prompt, put, read
 
 from shadowkv.prefix_cache.__main__ import main
 from shadowkv.prefix_cache.disk.files import SnapshotGone
 
 PROMPTS = [prompt(seed, 256) for seed in range(6)]
-SIZE = head_of(PROMPTS[0][:128]).file_bytes
+SIZE = header_of(PROMPTS[0][:128]).file_bytes
 SECONDS = 3.0
 
 
@@ -32,18 +32,18 @@ def hammer(directory: Path, seed: int, results) -> None:
             parent = None
             try:
                 for entry in chain:
-                    if read(tier, entry, ids) != data_of(entry.head):
+                    if read(tier, entry, ids) != data_of(entry):
                         wrong.append(f"{entry.name} is not what was written")
-                    if parent is not None and entry.head.parent_uid != parent.uid:
+                    if parent is not None and entry.parent_uid != parent.uid:
                         wrong.append(f"{entry.name} continues something else")
-                    parent = entry.head
+                    parent = entry
                     counts["read"] += 1
             except SnapshotGone:
                 counts["gone"] += 1
                 continue
             if len(chain) < 2:
-                head = head_of(ids if chain else ids[:128], parent)
-                stored = tier.put(head, ids[head.start : head.length], [data_of(head)]).result(PATIENCE)
+                header = header_of(ids if chain else ids[:128], parent)
+                stored = tier.put(header, ids[header.start : header.length], [data_of(header)]).result(PATIENCE)
                 counts["stored"] += bool(stored)
             if chance.random() < 0.1:
                 (directory / f"{chance.choice(names_of(ids))}.safetensors").unlink(missing_ok=True)
@@ -76,7 +76,7 @@ from pathlib import Path
 directory, tests, place = sys.argv[1:]
 sys.path.insert(0, tests)
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from stored_snapshots import data_of, head_of, opened, prompt
+from stored_snapshots import data_of, header_of, opened, prompt
 
 def stop_at(here):
     if here == place:
@@ -102,15 +102,15 @@ def slabs(data):
         yield data[begin : begin + 100]
 
 with opened(Path(directory), files=Disk()) as tier:
-    head = head_of(prompt(0))
-    tier.put(head, prompt(0), slabs(data_of(head))).result()
+    header = header_of(prompt(0))
+    tier.put(header, prompt(0), slabs(data_of(header))).result()
 """
 
 
 @pytest.mark.parametrize("place", ["reserve", "0", "100", "2900", "sync", "publish"])
 def test_a_writer_that_is_killed_leaves_nothing_that_is_served(tmp_path, place):
     with opened(tmp_path) as tier:
-        head = put(tier, PROMPTS[1])
+        header = put(tier, PROMPTS[1])
     command = [sys.executable, "-c", WRITER, str(tmp_path), str(Path(__file__).parent), place]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "here\n"
@@ -120,7 +120,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_served(tmp_path, place):
     with opened(tmp_path) as tier:
         assert tier.stats().files == 1 and tier.stats().corrupt == 0
         assert found(tier, names_of(prompt(0))) == []
-        assert read(tier, found(tier, names_of(PROMPTS[1]))[0], PROMPTS[1]) == data_of(head)
+        assert read(tier, found(tier, names_of(PROMPTS[1]))[0], PROMPTS[1]) == data_of(header)
         assert put(tier, prompt(0))
     os.utime(tmp_path / left[0], (1, 1))
     with opened(tmp_path):
@@ -130,8 +130,8 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_served(tmp_path, place):
 @pytest.mark.parametrize("cut", [0, 10, 5000, 600_000])
 def test_what_a_killed_writer_leaves_is_not_looked_at(tmp_path, cut):
     with opened(tmp_path) as tier:
-        head = put(tier, PROMPTS[0])
-    path = tmp_path / head.file_name
+        header = put(tier, PROMPTS[0])
+    path = tmp_path / header.file_name
     path.rename(tmp_path / ".tmp-1-0123456789abcdef")
     os.truncate(tmp_path / ".tmp-1-0123456789abcdef", cut)
     with opened(tmp_path) as tier:

@@ -16,30 +16,37 @@ import pytest
 import safetensors
 import xxhash
 from safetensors.numpy import load_file
-from stored_snapshots import LAYER_BYTES, LAYERS, PATIENCE, data_of, head_of, prompt
+from stored_snapshots import LAYER_BYTES, LAYERS, PATIENCE, data_of, header_of, prompt
 
-from shadowkv.prefix_cache.disk.files import SnapshotFile, read_head, write_snapshot
-from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import ALIGNMENT, MAX_HEADER_BYTES, BadSnapshot, Head, decode, encode, header_bytes
-from shadowkv.prefix_cache.disk.workers import Workers
+from shadowkv.prefix_cache.disk.files import SnapshotFile, read_header, write_snapshot
+from shadowkv.prefix_cache.disk.filesystem import FileSystem, Workers
+from shadowkv.prefix_cache.disk.header import (
+    ALIGNMENT,
+    MAX_HEADER_BYTES,
+    BadSnapshot,
+    FileHeader,
+    decode,
+    encode,
+    header_bytes,
+)
 
 IDS = prompt(3)
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> tuple[Path, Head]:
-    """A file and its head."""
-    head = head_of(IDS)
-    stored = write_snapshot(tmp_path, head, IDS, [data_of(head)])
+def written(tmp_path: Path) -> tuple[Path, FileHeader]:
+    """A file and its header."""
+    header = header_of(IDS)
+    stored = write_snapshot(tmp_path, header, IDS, [data_of(header)])
     assert stored is not None
-    return tmp_path / head.file_name, stored
+    return tmp_path / header.file_name, stored
 
 
 def read_all(path: Path) -> bytes:
     """Everything that a file is asked for on the way of serving it."""
     with SnapshotFile(path.parent, path.name.removesuffix(".safetensors")) as file:
         file.expect(IDS)
-        data = bytearray(file.head.nbytes)
+        data = bytearray(file.header.nbytes)
         file.read_into([data])
         file.verify()
         return bytes(data)
@@ -62,7 +69,7 @@ def with_metadata(path: Path, **changed: str) -> None:
 
 
 def test_the_bytes_of_a_header_never_change():
-    head = Head(
+    header = FileHeader(
         name="1" * 40,
         origin="2" * 40,
         parent="3" * 40,
@@ -72,69 +79,69 @@ def test_the_bytes_of_a_header_never_change():
         length=130,
         layers=2,
         layer_bytes=10,
-        header={"b": [1, 2.5, None], "a": "é"},
+        contents={"b": [1, 2.5, None], "a": "é"},
         key="6" * 40,
         facts={"model": "m"},
         created=1_700_000_000,
         checksum="7" * 32,
         token_checksum="8" * 32,
     )
-    raw = encode(head)
+    raw = encode(header)
     assert len(raw) == 4096
     assert xxhash.xxh3_128_hexdigest(raw) == "7aac5dd5302e5930fa2e22b8cb2ba5ef"
-    assert decode(Path("file"), "1" * 40, raw, 4096 + 20 + 4 * 66) == head
+    assert decode(Path("file"), "1" * 40, raw, 4096 + 20 + 4 * 66) == header
 
 
 def test_what_was_written_is_read(written):
-    path, head = written
-    assert read_all(path) == data_of(head)
-    assert read_head(path.parent, head.name)[0] == head
-    assert head.file_bytes == path.stat().st_size
+    path, header = written
+    assert read_all(path) == data_of(header)
+    assert read_header(path.parent, header.name)[0] == header
+    assert header.file_bytes == path.stat().st_size
     assert path.stat().st_mode & 0o777 == 0o600
     assert os.listdir(path.parent) == [path.name]
 
 
 def test_other_programs_can_read_it(written):
-    path, head = written
+    path, header = written
     tensors = load_file(path)
     assert sorted(tensors) == [*(f"layer.{layer:03d}" for layer in range(LAYERS)), "token_ids"]
-    assert b"".join(tensors[f"layer.{layer:03d}"].tobytes() for layer in range(LAYERS)) == data_of(head)
+    assert b"".join(tensors[f"layer.{layer:03d}"].tobytes() for layer in range(LAYERS)) == data_of(header)
     assert np.array_equal(tensors["token_ids"], IDS)
     with safetensors.safe_open(path, "numpy") as file:
-        assert json.loads(file.metadata()["header"]) == head.header
-        assert file.metadata()["checksum"] == xxhash.xxh3_128_hexdigest(data_of(head))
+        assert json.loads(file.metadata()["header"]) == header.contents
+        assert file.metadata()["checksum"] == xxhash.xxh3_128_hexdigest(data_of(header))
 
 
 def test_nothing_says_the_salt(tmp_path):
-    head = head_of(IDS, salt="of-one-tenant")
-    write_snapshot(tmp_path, head, IDS, [data_of(head)])
-    assert b"of-one-tenant" not in (tmp_path / head.file_name).read_bytes()
+    header = header_of(IDS, salt="of-one-tenant")
+    write_snapshot(tmp_path, header, IDS, [data_of(header)])
+    assert b"of-one-tenant" not in (tmp_path / header.file_name).read_bytes()
 
 
 @pytest.mark.parametrize("cut", [1, 7, 999, 3000])
 def test_data_may_come_in_any_pieces(tmp_path, cut):
-    head = head_of(IDS)
-    data = data_of(head)
+    header = header_of(IDS)
+    data = data_of(header)
     slabs = (np.frombuffer(data[begin : begin + cut], np.uint8) for begin in range(0, len(data), cut))
-    write_snapshot(tmp_path, head, IDS, slabs)
-    assert read_all(tmp_path / head.file_name) == data
+    write_snapshot(tmp_path, header, IDS, slabs)
+    assert read_all(tmp_path / header.file_name) == data
 
 
 def test_several_threads_read_a_large_file_into_several_buffers(tmp_path, monkeypatch):
     monkeypatch.setattr("shadowkv.prefix_cache.disk.files.READ_BLOCK", 10_000)
-    head = head_of(IDS, layer_bytes=333_333)
-    data, buffers = data_of(head), [np.zeros(size, np.uint8) for size in (1, 399_998, 600_000)]
-    write_snapshot(tmp_path, head, IDS, [data])
+    header = header_of(IDS, layer_bytes=333_333)
+    data, buffers = data_of(header), [np.zeros(size, np.uint8) for size in (1, 399_998, 600_000)]
+    write_snapshot(tmp_path, header, IDS, [data])
     readers = Workers(4, "read")
-    with SnapshotFile(tmp_path, head.name) as file:
+    with SnapshotFile(tmp_path, header.name) as file:
         file.read_into(buffers, readers)
         assert b"".join(part.tobytes() for part in buffers) == data
-        raw = bytearray((tmp_path / head.file_name).read_bytes())
+        raw = bytearray((tmp_path / header.file_name).read_bytes())
         raw[500_000] ^= 1
-        (tmp_path / head.file_name).write_bytes(raw)
+        (tmp_path / header.file_name).write_bytes(raw)
         with pytest.raises(BadSnapshot, match="checksum of its data"):
             file.read_into(buffers, readers)
-        os.truncate(tmp_path / head.file_name, 700_000)
+        os.truncate(tmp_path / header.file_name, 700_000)
         with pytest.raises(BadSnapshot, match="cut off"):
             file.read_into(buffers, readers)
         assert readers.close(PATIENCE)
@@ -142,8 +149,8 @@ def test_several_threads_read_a_large_file_into_several_buffers(tmp_path, monkey
 
 @pytest.mark.parametrize("sizes", [[2999], [3001], [], [1000, 1000]])
 def test_buffers_of_another_size_are_refused(written, sizes):
-    path, head = written
-    with SnapshotFile(path.parent, head.name) as file, pytest.raises(ValueError, match="3000"):
+    path, header = written
+    with SnapshotFile(path.parent, header.name) as file, pytest.raises(ValueError, match="3000"):
         file.read_into([bytearray(size) for size in sizes])
 
 
@@ -152,13 +159,13 @@ def test_buffers_of_another_size_are_refused(written, sizes):
 )
 def test_what_is_not_as_the_head_says_is_not_written(tmp_path, ids, slabs):
     with pytest.raises(ValueError):
-        write_snapshot(tmp_path, head_of(IDS), ids, slabs)
+        write_snapshot(tmp_path, header_of(IDS), ids, slabs)
     assert os.listdir(tmp_path) == []
 
 
 def test_who_comes_second_keeps_out_unless_the_first_is_of_no_use(written):
     path, first = written
-    second = replace(head_of(IDS), name=first.name)
+    second = replace(header_of(IDS), name=first.name)
     assert write_snapshot(path.parent, second, IDS, [data_of(second)]) is None
     assert read_all(path) == data_of(first)
     assert write_snapshot(path.parent, second, IDS, [data_of(second)], replace_existing=lambda: True) is not None
@@ -202,9 +209,9 @@ def test_every_bit_of_the_data_counts(written):
 
 
 def test_a_file_that_was_cut_anywhere_is_bad(written):
-    path, head = written
+    path, header = written
     raw = path.read_bytes()
-    begin = len(raw) - head.nbytes - 4 * head.tokens
+    begin = len(raw) - header.nbytes - 4 * header.tokens
     for size in [0, 1, 7, 8, 9, 100, begin - 1, begin, begin + 1, begin + LAYER_BYTES, len(raw) - 801, len(raw) - 1]:
         path.write_bytes(raw[:size])
         with pytest.raises(BadSnapshot, match=r"cut off|bytes instead of"):
@@ -282,7 +289,7 @@ def test_what_is_no_header_is_bad(written, raw):
 
 
 def test_what_is_no_file_is_not_read(tmp_path):
-    name = head_of(IDS).name
+    name = header_of(IDS).name
     (tmp_path / f"{name}.safetensors").mkdir()
     with pytest.raises(BadSnapshot, match="not a regular file"):
         SnapshotFile(tmp_path, name)
@@ -297,8 +304,8 @@ def test_what_is_no_file_is_not_read(tmp_path):
 
 
 def test_other_tokens_are_not_served(written):
-    path, head = written
-    with SnapshotFile(path.parent, head.name) as file:
+    path, header = written
+    with SnapshotFile(path.parent, header.name) as file:
         other = IDS.copy()
         other[-1] += 1
         with pytest.raises(BadSnapshot, match="of other tokens"):
@@ -308,16 +315,16 @@ def test_other_tokens_are_not_served(written):
 
 
 def test_ids_are_true_by_a_checksum_of_their_own(written):
-    path, head = written
+    path, header = written
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    with SnapshotFile(path.parent, head.name) as file, pytest.raises(BadSnapshot, match="of its token ids"):
+    with SnapshotFile(path.parent, header.name) as file, pytest.raises(BadSnapshot, match="of its token ids"):
         file.token_ids()
 
 
 def test_buffers_are_left_alone_when_a_read_has_failed(written, monkeypatch):
-    path, head = written
+    path, header = written
     monkeypatch.setattr("shadowkv.prefix_cache.disk.files.READ_BLOCK", 1000)
     failed, ended = threading.Event(), threading.Event()
 
@@ -333,15 +340,15 @@ def test_buffers_are_left_alone_when_a_read_has_failed(written, monkeypatch):
             return super().read(descriptor, buffer, offset)
 
     readers = Workers(2, "read")
-    with SnapshotFile(path.parent, head.name, Disk()) as file, pytest.raises(OSError, match="broken"):
+    with SnapshotFile(path.parent, header.name, Disk()) as file, pytest.raises(OSError, match="broken"):
         file.read_into([bytearray(3000)], readers)
     assert ended.is_set()
     assert readers.close(PATIENCE)
 
 
 def test_readers_that_have_ended_keep_nobody(written):
-    path, head = written
+    path, header = written
     readers = Workers(2, "read")
     assert readers.close(PATIENCE)
-    with SnapshotFile(path.parent, head.name) as file, pytest.raises(CancelledError):
+    with SnapshotFile(path.parent, header.name) as file, pytest.raises(CancelledError):
         file.read_into([bytearray(3000)], readers)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shadowkv.prefix_cache.copies.speeds import LONG, Speeds
+from shadowkv.prefix_cache.chains import LONG, Speeds
 
 
 def test_short_prompts_correct_the_guess_until_there_is_a_long_one() -> None:
@@ -28,7 +28,7 @@ def test_what_is_left_of_a_cached_prompt_tells_nothing() -> None:
 def test_the_last_measurements_count_most() -> None:
     speeds = Speeds()
     for seconds in (1.0, 1.0, 2.0):
-        speeds.host(1000, seconds)
-    assert 1.2 < speeds.host_seconds(1000) < 1.5
+        speeds.host.add(1000, seconds)
+    assert 1.2 < speeds.host.seconds(1000) < 1.5
     speeds.forget()
-    assert speeds.host_seconds(1000) == Speeds().host_seconds(1000)
+    assert speeds.host.seconds(1000) == Speeds().host.seconds(1000)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.prefix_cache.device.tree import PrefixTree
 from shadowkv.prefix_cache.page_names import PageNames, common_pages, origin
+from shadowkv.prefix_cache.tree import PrefixTree
 
 ORIGIN = origin(40 * "0")
 

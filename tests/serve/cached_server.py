@@ -70,8 +70,8 @@ class Client:
                 cache.advance(idle=True)
             while cache.evict():
                 pass
-            for copy in [copy for copy in cache.lower.copies.of.values() if copy.slabs is not None]:
-                copy.leave_host()
+            for copy in [node.copy for node in cache._tree if node.copy and node.copy.slabs is not None]:
+                cache.lower.copies.evict(copy)
             answer.set_result(None)
 
         asyncio.run(self.engine.ask(forget, 300))

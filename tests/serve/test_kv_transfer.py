@@ -91,12 +91,12 @@ def test_snapshots_that_are_late_are_waited_for_and_others_computed(
         text, cached = ask(decode, PROMPT, max_tokens=8, kv_transfer_params=params)
         assert cached == 640 and time.monotonic() - began > 0.5
 
-        monkeypatch.setattr("shadowkv.prefix_cache.named.handovers.FETCH_SECONDS", 0.3)
+        monkeypatch.setattr("shadowkv.prefix_cache.saves.FETCH_SECONDS", 0.3)
         params["remote_snapshots"] = [40 * "a"]
         began = time.monotonic()
         assert ask(decode, tokens(3), max_tokens=8, kv_transfer_params=params)[1] == 0
         assert 0.3 < time.monotonic() - began < 60
-        assert not decode.engine.engine.scheduler.prefix_cache.lower.handovers.busy
+        assert not decode.engine.engine.scheduler.prefix_cache.lower.saves.busy
         decode.forget_above_the_disk()
         data = bytearray((tmp_path / "cache" / file).read_bytes())
         data[len(data) // 2] ^= 4

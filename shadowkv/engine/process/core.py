@@ -28,8 +28,8 @@ from shadowkv.engine.request import EngineDead, Request, RequestError
 from shadowkv.engine.warmup import SERVER_SECONDS, GraphGrid, warm_up
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.known import advice
-from shadowkv.prefix_cache.named.saves import Saves
 from shadowkv.prefix_cache.protocol import NotDone, SaveError, settle
+from shadowkv.prefix_cache.saves import Saves
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -192,11 +192,10 @@ class EngineCore:
         names, tokens = question.names, question.tokens
 
         def expect(answer: Future[Any]) -> None:
-            lower = engine.scheduler.prefix_cache.lower
-            if lower is None or lower.handovers is None:  # the tiers below the device have failed
+            if engine.saves is None:  # the tiers below the device have failed
                 settle(answer, False)
             else:
-                lower.handovers.expect(names, tokens, answer)
+                engine.saves.expect(names, tokens, answer)
 
         return expect
 

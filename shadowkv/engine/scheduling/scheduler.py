@@ -27,7 +27,7 @@ from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.prefix_cache.cache import PrefixCache
-from shadowkv.prefix_cache.device.matches import Match, Prompt
+from shadowkv.prefix_cache.matches import Match, Prompt
 from shadowkv.prefix_cache.page_names import common_pages
 from shadowkv.wording import counted
 

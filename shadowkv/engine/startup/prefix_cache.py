@@ -17,11 +17,11 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 from shadowkv.prefix_cache.cache import PrefixCache
-from shadowkv.prefix_cache.copies.host import HostTier
-from shadowkv.prefix_cache.device.eviction import Eviction
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.index import Entry
+from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
+from shadowkv.prefix_cache.eviction import Eviction
+from shadowkv.prefix_cache.host import HostTier
 from shadowkv.prefix_cache.lower_tiers import STEP_BYTES
 from shadowkv.prefix_cache.page_names import CacheKey, origin
 from shadowkv.wording import GIB, SettingsError
@@ -47,7 +47,7 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
     key, limit = cache_key(config, loaded, cache), int(config.disk_gib * GIB)
     directory = Path(config.kv_disk_dir)
 
-    def disk(report: Callable[[str, Entry], None]) -> DiskTier:
+    def disk(report: Callable[[str, FileHeader], None]) -> DiskTier:
         with _named(directory):
             return DiskTier(directory, limit, key, report)
 

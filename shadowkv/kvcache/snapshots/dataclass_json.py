@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 Value = TypeVar("Value")
@@ -18,21 +17,12 @@ def to_json(value: Any) -> str:
     return json.dumps(asdict(value), separators=(",", ":"))
 
 
-def from_json(kind: type[Value], text: str | bytes, former: Mapping[str, Any] | None = None) -> Value:
-    """A ``kind`` from what ``to_json`` made of one, now or before it had all the fields that have defaults; raises
-    ValueError that says what is wrong.
-
-    Args:
-        former: fields of the outermost object that earlier files have, each with the only value that it may have.
-    """
+def from_json(kind: type[Value], text: str | bytes) -> Value:
+    """A ``kind`` from what ``to_json`` made of one; raises ValueError that says what is wrong."""
     if len(text) > MAX_BYTES:
         raise ValueError(f"the text has {len(text)} bytes, more than {MAX_BYTES}")
     try:
-        plain = json.loads(text, object_pairs_hook=_once)
-        for name, value in (former or {}).items():
-            if isinstance(plain, dict) and name in plain and repr(plain[name]) == repr(value):
-                del plain[name]
-        return cast(Value, _read(kind, plain, kind.__name__))
+        return cast(Value, _read(kind, json.loads(text, object_pairs_hook=_once), kind.__name__))
     except RecursionError:
         raise ValueError("the text is nested too deeply") from None
 
@@ -59,8 +49,7 @@ def _read(kind: Any, plain: Any, name: str) -> Any:
 
 def _read_object(kind: Any, plain: Any, name: str) -> Any:
     names = [field.name for field in fields(kind)]
-    needed = {field.name for field in fields(kind) if field.default is MISSING}
-    if not isinstance(plain, dict) or not needed <= set(plain) <= set(names):
+    if not isinstance(plain, dict) or set(plain) != set(names):
         raise ValueError(f"{name} is {_shown(plain)}, not an object with exactly {', '.join(names)}")
     kinds = get_type_hints(kind)
     return kind(**{field: _read(kinds[field], value, f"{name}.{field}") for field, value in plain.items()})

@@ -8,11 +8,10 @@ wrong with it (``contradictions``).
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -41,10 +40,6 @@ DTYPES = {
 
 MOST = {"tokens": 2**31, "layers": 2**12, "fields": 2**10, "axes": 8, "bytes of a layer": 2**40}
 """Limits for everything that a header counts: numbers above are rejected as nonsense."""
-
-
-FORMER: dict[str, object] = {"skip_layers": 0, "exact_fields": []}
-"""Fields of headers of a single group of layers that say nothing: headers are those from before there were groups."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +115,6 @@ class Cut(NamedTuple):
     segments: tuple[SnapshotSegment, ...]
     tail_tokens: int
     observed: bool
-
-    def end(self, start: int) -> int:
-        """Position after its last token, where the snapshot begins at ``start``."""
-        return (self.segments[-1].compressed(start) if self.segments else start) + self.tail_tokens
 
 
 @dataclass(frozen=True)
@@ -221,15 +212,12 @@ class SnapshotHeader:
 
     def to_json(self) -> str:
         """JSON for ``from_json``."""
-        fields = asdict(self)
-        if not (self.other_groups or self.window):  # as from before there were groups
-            fields = {x: value for x, value in fields.items() if x not in ("layers", "window", "other_groups")} | FORMER
-        return json.dumps(fields, separators=(",", ":"))
+        return dataclass_json.to_json(self)
 
     @staticmethod
     def from_json(text: str | bytes) -> SnapshotHeader:
         """A header from untrusted text; raises ValueError that says what is wrong."""
-        header = dataclass_json.from_json(SnapshotHeader, text, FORMER)
+        header = dataclass_json.from_json(SnapshotHeader, text)
         if header.layers and not header.other_groups:
             raise ValueError(f"this is no header of a snapshot: layers {header.layers} are not all of the model's")
         return header

@@ -1,7 +1,7 @@
 """Snapshots as files: written under a temporary name and renamed when complete, and read only as far as their
 checksums hold.
 
-A file is ``<name>.safetensors``: its header (``head.py``), the bytes of all layers, and the ids of the tokens that it
+A file is ``<name>.safetensors``: its header (``header.py``), the bytes of all layers, and the ids of the tokens that it
 covers.
 """
 
@@ -15,18 +15,15 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, decode, encode, file_name, header_bytes
+from shadowkv.prefix_cache.disk.filesystem import FileSystem, Workers
+from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, decode, encode, file_name, header_bytes
 from shadowkv.prefix_cache.page_names import TokenIds, id_bytes
-
-if TYPE_CHECKING:
-    from shadowkv.prefix_cache.disk.workers import Workers
 
 TEMPORARY = ".tmp-"
 
@@ -42,50 +39,50 @@ class SnapshotGone(Exception):
 
 def write_snapshot(
     directory: Path,
-    head: Head,
+    header: FileHeader,
     token_ids: TokenIds,
     slabs: Iterable[Buffer],
     *,
     replace_existing: Callable[[], bool] = lambda: False,
     go_on: Callable[[], bool] = lambda: True,
     files: FileSystem | None = None,
-) -> Head | None:
-    """Writes a file; returns its head with the checksums, or None if a file of its name is there and stays.
+) -> FileHeader | None:
+    """Writes a file; returns its header with the checksums, or None if a file of its name is there and stays.
 
     ``slabs`` are the bytes of all layers in order, split anywhere; each is used up before the next is requested.
     ``replace_existing`` is called when the file is complete, ``go_on`` before each slab. Raises OSError where the file
-    cannot be written, InterruptedError if it is not to go on, ValueError where data or ids do not match ``head``;
+    cannot be written, InterruptedError if it is not to go on, ValueError where data or ids do not match ``header``;
     in those cases nothing is left of the file.
     """
     files = files or FileSystem()
     ids = id_bytes(token_ids)
-    if len(ids) != 4 * head.tokens:
-        raise ValueError(f"{len(ids) // 4} token ids for tokens {head.start} to {head.length}")
-    begin = len(encode(head))
+    if len(ids) != 4 * header.tokens:
+        raise ValueError(f"{len(ids) // 4} token ids for tokens {header.start} to {header.length}")
+    begin = len(encode(header))
     temporary = temporary_path(directory)
     descriptor = files.create(temporary)
     try:
         try:
-            files.reserve(descriptor, head.file_bytes)
-            checksum, offset, end = xxhash.xxh3_128(), begin, begin + head.nbytes
+            files.reserve(descriptor, header.file_bytes)
+            checksum, offset, end = xxhash.xxh3_128(), begin, begin + header.nbytes
             for slab in slabs:
                 if not go_on():
-                    raise InterruptedError(f"{head.name} was given up")
+                    raise InterruptedError(f"{header.name} was given up")
                 data = as_bytes(slab)
                 if offset + len(data) > end:
-                    raise ValueError(f"more data than {head.nbytes} bytes")
+                    raise ValueError(f"more data than {header.nbytes} bytes")
                 checksum.update(data)
                 _write(files, descriptor, data, offset)
                 offset += len(data)
             if offset != end:
-                raise ValueError(f"{offset - begin} bytes of data instead of {head.nbytes}")
+                raise ValueError(f"{offset - begin} bytes of data instead of {header.nbytes}")
             _write(files, descriptor, memoryview(ids), end)
-            head = replace(head, checksum=checksum.hexdigest(), token_checksum=xxhash.xxh3_128_hexdigest(ids))
-            _write(files, descriptor, memoryview(encode(head)), 0)
+            header = replace(header, checksum=checksum.hexdigest(), token_checksum=xxhash.xxh3_128_hexdigest(ids))
+            _write(files, descriptor, memoryview(encode(header)), 0)
             files.sync(descriptor)
         finally:
             os.close(descriptor)
-        return head if files.publish(temporary, directory / head.file_name, replace_existing()) else None
+        return header if files.publish(temporary, directory / header.file_name, replace_existing()) else None
     finally:
         files.remove(temporary)
 
@@ -125,23 +122,25 @@ class SnapshotFile:
                 raise BadSnapshot(self.path, "not a regular file")
             prefix = self._read(0, 8)
             self._begin = header_bytes(self.path, prefix, self.status.st_size)
-            self.head: Head = decode(self.path, name, prefix + self._read(8, self._begin - 8), self.status.st_size)
+            self.header: FileHeader = decode(
+                self.path, name, prefix + self._read(8, self._begin - 8), self.status.st_size
+            )
         except BaseException:
             os.close(self._descriptor)
             raise
 
     def token_ids(self) -> npt.NDArray[np.uint32]:
         """The ids of the tokens that it covers."""
-        raw = self._read(self._begin + self.head.nbytes, 4 * self.head.tokens)
-        if xxhash.xxh3_128_hexdigest(raw) != self.head.token_checksum:
+        raw = self._read(self._begin + self.header.nbytes, 4 * self.header.tokens)
+        if xxhash.xxh3_128_hexdigest(raw) != self.header.token_checksum:
             raise BadSnapshot(self.path, "the checksum of its token ids is another")
         return np.frombuffer(raw, "<u4")
 
     def expect(self, token_ids: TokenIds) -> None:
         """Raises BadSnapshot if it holds other tokens, ValueError if their number differs."""
         ids = id_bytes(token_ids)
-        if len(ids) != 4 * self.head.tokens:
-            raise ValueError(f"{len(ids) // 4} token ids for tokens {self.head.start} to {self.head.length}")
+        if len(ids) != 4 * self.header.tokens:
+            raise ValueError(f"{len(ids) // 4} token ids for tokens {self.header.start} to {self.header.length}")
         if self.token_ids().tobytes() != ids:
             raise BadSnapshot(self.path, "it is of other tokens")
 
@@ -156,8 +155,8 @@ class SnapshotFile:
             for begin in range(0, len(view), READ_BLOCK):
                 blocks.append((view[begin : begin + READ_BLOCK], offset + begin))
             offset += len(view)
-        if offset != self._begin + self.head.nbytes:
-            raise ValueError(f"buffers of {offset - self._begin} bytes for {self.head.nbytes} of data")
+        if offset != self._begin + self.header.nbytes:
+            raise ValueError(f"buffers of {offset - self._begin} bytes for {self.header.nbytes} of data")
         checksum = xxhash.xxh3_128()
         if readers is None:
             for block, at in blocks:
@@ -173,19 +172,19 @@ class SnapshotFile:
                 for read in reads:
                     read.cancel()
                 wait(reads)
-        if checksum.hexdigest() != self.head.checksum:
+        if checksum.hexdigest() != self.header.checksum:
             raise BadSnapshot(self.path, "the checksum of its data is another")
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
         """Reads everything; ``progress`` is called with byte counts."""
         self.token_ids()
-        checksum, block = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BLOCK, self.head.nbytes)))
-        for begin in range(0, self.head.nbytes, READ_BLOCK):
-            part = block[: self.head.nbytes - begin]
+        checksum, block = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BLOCK, self.header.nbytes)))
+        for begin in range(0, self.header.nbytes, READ_BLOCK):
+            part = block[: self.header.nbytes - begin]
             self._fill(part, self._begin + begin)
             checksum.update(part)
             progress(len(part))
-        if checksum.hexdigest() != self.head.checksum:
+        if checksum.hexdigest() != self.header.checksum:
             raise BadSnapshot(self.path, "the checksum of its data is another")
 
     def stream(self) -> BinaryIO:
@@ -225,7 +224,7 @@ class SnapshotFile:
         self.close()
 
 
-def read_head(directory: Path, name: str, files: FileSystem | None = None) -> tuple[Head, os.stat_result]:
-    """Head and status of a file; raises as ``SnapshotFile`` does."""
+def read_header(directory: Path, name: str, files: FileSystem | None = None) -> tuple[FileHeader, os.stat_result]:
+    """Header and status of a file; raises as ``SnapshotFile`` does."""
     with SnapshotFile(directory, name, files) as file:
-        return file.head, file.status
+        return file.header, file.status

@@ -1,90 +1,81 @@
-"""What a directory of snapshots holds: what is there, what is bad, and what can be removed."""
+"""What a directory of snapshots holds when it is read once, and what of it can be removed: for ``shadowkv cache``."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shadowkv.prefix_cache.disk.files import SnapshotFile, read_head
+from shadowkv.prefix_cache.disk.directory import Index, snapshot_names
+from shadowkv.prefix_cache.disk.files import SnapshotFile, read_header
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import BadSnapshot, file_name
-from shadowkv.prefix_cache.disk.index import Entry, Index
+from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, file_name
 from shadowkv.prefix_cache.disk.names import Names, Save
-from shadowkv.prefix_cache.disk.scan import snapshot_names
-from shadowkv.prefix_cache.protocol import UnusableName, is_snapshot_name
+from shadowkv.prefix_cache.protocol import is_snapshot_name
 from shadowkv.wording import counted
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """What is in a directory.
+class Inventory(Index):
+    """The files of a directory that have a good header, and what is wrong with the others. Raises OSError where the
+    directory cannot be read.
 
     Attributes:
-        directory: the directory.
-        index: files with a good header.
-        bad: what is wrong with the others, by name.
+        path: of the directory.
+        bad: what is wrong with files, by the names of their snapshots.
         saves: what was saved under which name.
         bad_saves: what is wrong with the files of other names.
     """
 
-    directory: Path
-    index: Index
-    bad: dict[str, BadSnapshot]
-    saves: dict[str, Save] = field(default_factory=dict)
-    bad_saves: dict[str, UnusableName] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, directory: Path) -> Inventory:
-        """Reads all headers; raises OSError where the directory cannot be read."""
-        inventory = cls(directory, Index(), {}, *Names(directory, FileSystem()).all())
-        for name in sorted(snapshot_names(directory, FileSystem())):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.bad: dict[str, BadSnapshot] = {}
+        self.saves, self.bad_saves = Names(path, FileSystem()).all()
+        for name in sorted(snapshot_names(path, FileSystem())):
             try:
-                head, status = read_head(directory, name)
-                inventory.index.add(Entry(head, status.st_size, status.st_mtime))
+                header, status = read_header(path, name)
+                self.insert(header, status.st_mtime)
             except FileNotFoundError:
                 pass  # a server has removed it
             except BadSnapshot as error:
-                inventory.bad[name] = error
+                self.bad[name] = error
             except OSError as error:
-                inventory.bad[name] = BadSnapshot(directory / file_name(name), f"it cannot be read, {error.strerror}")
-        return inventory
+                self.bad[name] = BadSnapshot(path / file_name(name), f"it cannot be read, {error.strerror}")
 
     def named(self, text: str) -> str:
         """The one name that begins with ``text``, which may also be a file name; raises ValueError if there is not
         exactly one."""
         text = Path(text).name.removesuffix(file_name(""))
-        matching = [name for name in [*self.index.names(), *self.bad] if name.startswith(text)]
+        matching = [name for name in [*self.known(), *self.bad] if name.startswith(text)]
         if len(matching) == 1 and text:
             return matching[0]
         these = f"the names of {counted(len(matching), 'snapshot')} begin" if matching else "no snapshot's name begins"
-        raise ValueError(f"{these} with {text!r} in {self.directory}{'' if is_snapshot_name(text) else ' (see ls)'}")
+        raise ValueError(f"{these} with {text!r} in {self.path}{'' if is_snapshot_name(text) else ' (see ls)'}")
 
     def rows(self) -> list[dict[str, Any]]:
         """Every snapshot's facts, the most recently used first."""
         return [
             {
-                "name": entry.name,
-                "start": entry.head.start,
-                "length": entry.head.length,
-                "file_bytes": entry.file_bytes,
-                "used": entry.used,
-                "created": entry.head.created,
-                "parent": entry.head.parent,
-                "usable": bool(self.index.chain(entry.name)),
-                "origin": entry.head.origin,
-                "key": entry.head.key,
-                "facts": dict(entry.head.facts),
-                "saved_as": sorted(name for name, save in self.saves.items() if entry.name in save.snapshots),
+                "name": header.name,
+                "start": header.start,
+                "length": header.length,
+                "file_bytes": header.file_bytes,
+                "used": used,
+                "created": header.created,
+                "parent": header.parent,
+                "usable": bool(self.chain(header.name)),
+                "origin": header.origin,
+                "key": header.key,
+                "facts": dict(header.facts),
+                "saved_as": sorted(name for name, save in self.saves.items() if header.name in save.snapshots),
             }
-            for entry in sorted(self.index.entries(), key=lambda entry: (-entry.used, entry.name))
+            for header, used in sorted(self.with_uses(), key=lambda file: (-file[1], file[0].name))
         ]
 
     def is_there(self, save: Save) -> bool:
         """Whether everything that a name keeps is there."""
-        return save.is_of(self.index.chain(save.snapshots[-1]))
+        return save.is_of(self.chain(save.snapshots[-1]))
 
     def bad_names(self, bad: Collection[str]) -> dict[str, str]:
         """What is wrong with which names: their files are bad, or what they keep is missing or ``bad``."""
@@ -104,28 +95,64 @@ class Inventory:
         bad = {name: error for name, error in self.bad.items() if name in set(names)}
         for name in sorted(set(names) - set(bad)):
             try:
-                with SnapshotFile(self.directory, name) as file:
+                with SnapshotFile(self.path, name) as file:
                     file.verify(progress)
             except FileNotFoundError:
                 pass  # a server has removed it
             except BadSnapshot as error:
                 bad[name] = error
             except OSError as error:
-                bad[name] = BadSnapshot(self.directory / file_name(name), f"it cannot be read, {error.strerror}")
+                bad[name] = BadSnapshot(self.path / file_name(name), f"it cannot be read, {error.strerror}")
         return bad
 
-    def surplus(self, limit: float | None = None, age: float | None = None, keep: Collection[str] = ()) -> list[Entry]:
+    def surplus(
+        self, limit: float | None = None, age: float | None = None, keep: Collection[str] = ()
+    ) -> list[FileHeader]:
         """What to remove so that at most ``limit`` bytes stay and nothing unused for ``age`` seconds; in order, and
         nothing that is to ``keep``."""
-        entries, total = self.index.by_age(keep), self.index.bytes
-        surplus = []
-        for entry in entries:
+        surplus, total = [], self.bytes
+        for header, used in self.by_age(keep):
             over = limit is not None and total > limit
-            if over or (age is not None and time.time() - entry.used > age):
-                surplus.append(entry)
-                total -= entry.file_bytes
+            if over or (age is not None and time.time() - used > age):
+                surplus.append(header)
+                total -= header.file_bytes
         return surplus
 
     def remove(self, name: str) -> None:
         """Removes a snapshot's file; raises OSError."""
-        FileSystem().remove(self.directory / file_name(name))
+        FileSystem().remove(self.path / file_name(name))
+
+    def chains(self, names: Sequence[str]) -> list[FileHeader]:
+        """Snapshots and what they continue, each once and after what it continues; ValueError for an unusable one."""
+        headers: dict[str, FileHeader] = {}
+        for name in names:
+            if name in self.bad:
+                raise ValueError(str(self.bad[name]))
+            chain = self.chain(name)
+            if not chain:
+                raise ValueError(f"what {name} continues is not there, or not what it was computed on")
+            headers |= {header.name: header for header in chain}
+        return list(headers.values())
+
+    def chosen(self, texts: Sequence[str]) -> tuple[list[FileHeader], dict[str, Save]]:
+        """What to export for each text, which is a saved name or else the beginning of a snapshot's name.
+
+        A saved name gives its chain and the name itself; a snapshot gives its chain and all names that keep nothing
+        else. Raises ValueError and UnusableName for what is missing or unusable.
+        """
+        saves: dict[str, Save] = {}
+        snapshots = []
+        for text in texts:
+            if text in self.bad_saves:
+                raise self.bad_saves[text]
+            if (save := self.saves.get(text)) is None:
+                snapshots.append(self.named(text))
+            elif self.is_there(save):
+                saves[text] = save
+            else:
+                raise ValueError(f"what is saved as {text!r} is not all there, or not what was saved")
+        along = {header.name for header in self.chains(snapshots)}
+        for name, save in self.saves.items():
+            if along.issuperset(save.snapshots) and self.is_there(save):
+                saves[name] = save
+        return self.chains(snapshots + [save.snapshots[-1] for save in saves.values()]), saves

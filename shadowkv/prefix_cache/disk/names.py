@@ -19,8 +19,7 @@ from pathlib import Path
 from shadowkv.kvcache.snapshots.dataclass_json import MAX_BYTES, from_json, to_json
 from shadowkv.prefix_cache.disk.files import temporary_path
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import MAX_NUMBER
-from shadowkv.prefix_cache.disk.index import Entry
+from shadowkv.prefix_cache.disk.header import MAX_NUMBER, FileHeader
 from shadowkv.prefix_cache.protocol import UnknownName, UnusableName, check_kept_name, is_snapshot_name
 
 logger = logging.getLogger(__name__)
@@ -67,12 +66,12 @@ class Save:
         """A save made now."""
         return cls(FORMAT, key, tokens, snapshots, int(time.time()))
 
-    def is_of(self, chain: Sequence[Entry]) -> bool:
+    def is_of(self, chain: Sequence[FileHeader]) -> bool:
         """Whether these are the snapshots that it lists, of its key, and hold the number of tokens it says."""
         return (
-            tuple(entry.name for entry in chain) == self.snapshots
-            and all(entry.head.key == self.key for entry in chain)
-            and chain[-1].head.start < self.tokens <= chain[-1].head.length
+            tuple(header.name for header in chain) == self.snapshots
+            and all(header.key == self.key for header in chain)
+            and chain[-1].start < self.tokens <= chain[-1].length
         )
 
 

@@ -9,17 +9,13 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
+from shadowkv.prefix_cache.disk.directory import Directory
 from shadowkv.prefix_cache.disk.files import Buffer, SnapshotGone, write_snapshot
-from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import Head, file_name
-from shadowkv.prefix_cache.disk.index import Entry, Index
-from shadowkv.prefix_cache.disk.names import Names, Save
-from shadowkv.prefix_cache.disk.workers import Workers
+from shadowkv.prefix_cache.disk.filesystem import Workers
+from shadowkv.prefix_cache.disk.header import FileHeader, file_name
+from shadowkv.prefix_cache.disk.names import Save
 from shadowkv.prefix_cache.page_names import TokenIds
-from shadowkv.prefix_cache.stats import Counts
 
 logger = logging.getLogger(__name__)
 
@@ -35,62 +31,46 @@ GIVING_UP_SECONDS = 1.0
 """Time for a writer that has been told to give up to remove its unfinished file."""
 
 
-@dataclass(frozen=True)
-class WriterLimits:
-    """Limits on what is written.
+class Writer:
+    """The writing half of a disk tier, which removes nothing that names keep.
 
-    Attributes:
-        directory_bytes: of all files.
+    Args:
+        complete: says whether the directory's files are all known, before which none is removed to make room.
+        limit_bytes: of all files.
         queue_bytes: of snapshots waiting to be written; one may always wait.
         pause_seconds: without writes after a failed one, doubled after each further failure.
     """
 
-    directory_bytes: int
-    queue_bytes: int
-    pause_seconds: float
-
-
-class Writer:
-    """The writing half of a disk tier, which removes nothing that ``names`` keep.
-
-    ``look`` takes up a file that the index may lack; ``complete`` says whether the index has all files, before which
-    none is removed to make room for others.
-    """
-
     def __init__(
         self,
-        directory: Path,
-        limits: WriterLimits,
-        index: Index,
-        counts: Counts,
-        files: FileSystem,
-        names: Names,
-        *,
-        look: Callable[[str], object],
+        directory: Directory,
         complete: Callable[[], bool],
-        event: Callable[[str, Entry], None],
+        *,
+        limit_bytes: int,
+        queue_bytes: int,
+        pause_seconds: float,
     ) -> None:
-        self._directory, self._limits, self._index, self._counts, self._files = directory, limits, index, counts, files
-        self._names = names
-        self._look, self._complete, self._event = look, complete, event
+        self._directory, self._complete = directory, complete
+        self._limit_bytes, self._queue_bytes, self._pause_seconds = limit_bytes, queue_bytes, pause_seconds
+        self._names, self._counts = directory.names, directory.counts
         self._lock = threading.Lock()
         self._waiting: dict[str, int] = {}
-        self._paused_until, self._pause, self._reason = 0.0, limits.pause_seconds, ""
+        self._paused_until, self._pause, self._reason = 0.0, pause_seconds, ""
         self._give_up = threading.Event()
         self._thread = Workers(1, "cache-write")
 
-    def put(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
+    def put(self, header: FileHeader, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
         """Queues a snapshot; the future says whether it is on the disk, after which data and ids may be reused."""
-        size = head.nbytes
+        size = header.nbytes
         with self._lock:
-            full = bool(self._waiting) and sum(self._waiting.values()) + size > self._limits.queue_bytes
-            refused = full or head.name in self._waiting or time.monotonic() < self._paused_until
+            full = bool(self._waiting) and sum(self._waiting.values()) + size > self._queue_bytes
+            refused = full or header.name in self._waiting or time.monotonic() < self._paused_until
             if not refused:
-                self._waiting[head.name] = size
+                self._waiting[header.name] = size
         if refused:
             return self._refused()
-        future = self._thread.submit(self._write, head, token_ids, slabs)
-        future.add_done_callback(lambda _: self._done(head.name))
+        future = self._thread.submit(self._write, header, token_ids, slabs)
+        future.add_done_callback(lambda _: self._done(header.name))
         return future
 
     @property
@@ -109,20 +89,18 @@ class Writer:
         self._check_there(save)
         self._names.write(name, save)
         for snapshot in save.snapshots:  # a server that is evicting and has not seen the name sees that they are used
-            with suppress(OSError):
-                self._files.touch(self._directory / file_name(snapshot), time.time())
+            self._directory.touch(snapshot)
         self._check_there(save)
         with suppress(OSError):  # it is saved; only the size of what names keep is known a little later
             self._names.refresh()
 
     def _check_there(self, save: Save) -> None:
         for snapshot in save.snapshots:
-            path = self._directory / file_name(snapshot)
+            path = self._directory.path / file_name(snapshot)
             try:
-                self._files.stat(path)
+                self._directory.files.stat(path)
             except FileNotFoundError:
-                if (entry := self._index.remove(snapshot)) is not None:
-                    self._event("lost", entry)
+                self._directory.lost(snapshot)
                 raise SnapshotGone(f"{path} is not there any more") from None
 
     def _done(self, name: str) -> None:
@@ -143,14 +121,16 @@ class Writer:
         self._thread.close(GIVING_UP_SECONDS)
         return False
 
-    def _write(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer]) -> bool:
-        if self._stays(head.name):
+    def _write(self, header: FileHeader, token_ids: TokenIds, slabs: Iterable[Buffer]) -> bool:
+        if self._stays(header.name):
             return False
-        ancestors = self._ancestors(head)
-        if ancestors is None or not self._index.fits(head) or time.monotonic() < self._paused_until:
+        ancestors = self._ancestors(header)
+        if ancestors is None or not self._directory.fits(header) or time.monotonic() < self._paused_until:
             return self._refused().result()
         try:
-            written = self._make_room(head.file_bytes, ancestors) and self._attempt(head, token_ids, slabs, ancestors)
+            written = self._make_room(header.file_bytes, ancestors) and self._attempt(
+                header, token_ids, slabs, ancestors
+            )
         except InterruptedError:
             return False
         except OSError as error:
@@ -158,20 +138,19 @@ class Writer:
             return False
         except (ValueError, RuntimeError, MemoryError):
             self._counts.add(write_errors=1)
-            logger.exception("%s is not stored", head.name)
+            logger.exception("%s is not stored", header.name)
             return False
         if written is False:
             return self._refused().result()
-        self._pause = self._limits.pause_seconds
+        self._pause = self._pause_seconds
         if written is None:
             return False
-        entry = Entry(written, written.file_bytes, time.time())
-        self._index.add(entry)
-        self._counts.add(writes=1, written_bytes=entry.file_bytes)
-        self._event("stored", entry)
+        self._directory.stored(written)
         return True
 
-    def _attempt(self, head: Head, token_ids: TokenIds, slabs: Iterable[Buffer], keep: set[str]) -> Head | None:
+    def _attempt(
+        self, header: FileHeader, token_ids: TokenIds, slabs: Iterable[Buffer], keep: set[str]
+    ) -> FileHeader | None:
         """Writes a file; if the disk is full and the data can be iterated again, evicts others and tries once more."""
         begun = False
 
@@ -180,45 +159,44 @@ class Writer:
             begun = True
             return not self._give_up.is_set()
 
-        def attempt() -> Head | None:
+        def attempt() -> FileHeader | None:
             return write_snapshot(
-                self._directory,
-                head,
+                self._directory.path,
+                header,
                 token_ids,
                 slabs,
-                replace_existing=lambda: not self._stays(head.name),
+                replace_existing=lambda: not self._stays(header.name),
                 go_on=go_on,
-                files=self._files,
+                files=self._directory.files,
             )
 
         try:
             return attempt()
         except OSError as error:
             again = not begun or iter(slabs) is not slabs
-            if error.errno != errno.ENOSPC or not again or not self._evict(head.file_bytes, keep):
+            if error.errno != errno.ENOSPC or not again or not self._evict(header.file_bytes, keep):
                 raise
         return attempt()
 
     def _stays(self, name: str) -> bool:
         """Whether a file of this name is there and usable."""
-        entry = self._entry(name)
-        return entry is not None and self._index.fits(entry.head)
+        header = self._header(name)
+        return header is not None and self._directory.fits(header)
 
-    def _entry(self, name: str) -> Entry | None:
-        if self._index.get(name) is None:
-            self._look(name)
-        return self._index.get(name)
+    def _header(self, name: str) -> FileHeader | None:
+        """The header of a file, which the directory may not know yet."""
+        return self._directory.get(name) or self._directory.look(name)
 
-    def _ancestors(self, head: Head) -> set[str] | None:
+    def _ancestors(self, header: FileHeader) -> set[str] | None:
         """Names of all that a snapshot continues; None if one of them is missing, as it could not be read then."""
         names: set[str] = set()
-        name = head.parent
+        name = header.parent
         while name:
-            entry = self._entry(name)
-            if entry is None or name in names:
+            ancestor = self._header(name)
+            if ancestor is None or name in names:
                 return None
             names.add(name)
-            name = entry.head.parent
+            name = ancestor.parent
         return names
 
     def _failed(self, error: OSError) -> None:
@@ -226,7 +204,7 @@ class Writer:
         self._reason = error.strerror or str(error)
         logger.warning(
             "%s cannot be written to: %s; nothing is stored there for %g s, and requests go on without",
-            self._directory,
+            self._directory.path,
             self._reason,
             self._pause,
         )
@@ -235,33 +213,30 @@ class Writer:
 
     def _make_room(self, size: int, keep: set[str]) -> bool:
         """Evicts until ``size`` more bytes are within the limit; returns whether there is room then."""
-        limit = self._limits.directory_bytes
-        over = self._index.bytes + size - limit
+        limit = self._limit_bytes
+        over = self._directory.bytes + size - limit
         if over <= 0 or (size <= limit and not self._complete()):
             return True
-        kept = self._index.size(keep | self._names.refresh())
+        kept = self._directory.size(keep | self._names.refresh())
         return size + kept <= limit and self._evict(over, keep) >= over
 
     def _evict(self, size: int, keep: set[str]) -> int:
         """Evicts files of ``size`` bytes or slightly more, if there are enough; returns the number of bytes."""
         freed = 0
         for _ in range(EVICTION_ROUNDS if self._complete() else 0):
-            for entry in self._index.by_age(keep | self._names.refresh()):
+            for header, used in self._directory.by_age(keep | self._names.refresh()):
                 if freed >= size:
                     return freed
-                freed += self._remove(entry)
+                freed += self._remove(header, used)
         return freed
 
-    def _remove(self, entry: Entry) -> int:
-        """Removes a file, unless another server has used it; returns how many bytes that frees."""
-        path = self._directory / file_name(entry.name)
+    def _remove(self, header: FileHeader, used: float) -> int:
+        """Removes a file last ``used`` then, unless another server has used it since; returns how many bytes that
+        frees."""
         with suppress(FileNotFoundError):  # another server removed it first
-            used = self._files.stat(path).st_mtime
-            if used > entry.used + CLOCK_SECONDS:
-                self._index.used(entry.name, used)
+            changed = self._directory.files.stat(self._directory.path / header.file_name).st_mtime
+            if changed > used + CLOCK_SECONDS:
+                self._directory.use(header.name, changed)
                 return 0
-            self._files.remove(path)
-        self._index.remove(entry.name)
-        self._counts.add(evictions=1)
-        self._event("evicted", entry)
-        return entry.file_bytes
+        self._directory.evict(header)
+        return header.file_bytes

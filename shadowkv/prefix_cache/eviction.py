@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shadowkv.prefix_cache.device.tree import Node
+    from shadowkv.prefix_cache.tree import Node
 
 Score = Callable[["Node", float], float]
 """Score of a node, at a time in seconds by the clock of ``Node.used``."""

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from shadowkv.kvcache.snapshots.dataclass_json import MAX_BYTES, from_json, to_json
-from shadowkv.prefix_cache.disk.files import SnapshotFile, read_head, temporary_path
+from shadowkv.prefix_cache.disk.directory import Index
+from shadowkv.prefix_cache.disk.files import SnapshotFile, read_header, temporary_path
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.head import BadSnapshot, Head, file_name
-from shadowkv.prefix_cache.disk.index import Entry, Index
-from shadowkv.prefix_cache.disk.inventory import Inventory
+from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, file_name
 from shadowkv.prefix_cache.disk.names import FOLDER, SUFFIX, Names, Save, name_file
 from shadowkv.prefix_cache.protocol import KEPT_NAME, UnusableName, is_snapshot_name
 from shadowkv.wording import counted
@@ -33,46 +32,9 @@ MAX_AT_ONCE = 16 * 2**20
 _NAME_FILE = re.compile(f"{FOLDER}/({KEPT_NAME}){re.escape(SUFFIX)}")
 
 
-def chains(inventory: Inventory, names: Sequence[str]) -> list[Entry]:
-    """Snapshots and what they continue, each once and after what it continues; ValueError for an unusable one."""
-    entries: dict[str, Entry] = {}
-    for name in names:
-        if name in inventory.bad:
-            raise ValueError(str(inventory.bad[name]))
-        chain = inventory.index.chain(name)
-        if not chain:
-            raise ValueError(f"what {name} continues is not there, or not what it was computed on")
-        entries |= {entry.name: entry for entry in chain}
-    return list(entries.values())
-
-
-def chosen(inventory: Inventory, texts: Sequence[str]) -> tuple[list[Entry], dict[str, Save]]:
-    """What to export for each text, which is a saved name or else the beginning of a snapshot's name.
-
-    A saved name gives its chain and the name itself; a snapshot gives its chain and all names that keep nothing else.
-    Raises ValueError and UnusableName for what is missing or unusable.
-    """
-    saves: dict[str, Save] = {}
-    snapshots = []
-    for text in texts:
-        if text in inventory.bad_saves:
-            raise inventory.bad_saves[text]
-        if (save := inventory.saves.get(text)) is None:
-            snapshots.append(inventory.named(text))
-        elif inventory.is_there(save):
-            saves[text] = save
-        else:
-            raise ValueError(f"what is saved as {text!r} is not all there, or not what was saved")
-    along = {entry.name for entry in chains(inventory, snapshots)}
-    for name, save in inventory.saves.items():
-        if along.issuperset(save.snapshots) and inventory.is_there(save):
-            saves[name] = save
-    return chains(inventory, snapshots + [save.snapshots[-1] for save in saves.values()]), saves
-
-
 def export_snapshots(
     directory: Path,
-    entries: Sequence[Entry],
+    headers: Sequence[FileHeader],
     saves: Mapping[str, Save],
     target: Path,
     progress: Callable[[int], object] = lambda count: None,
@@ -89,10 +51,10 @@ def export_snapshots(
             os.fdopen(FileSystem().create(temporary), "wb") as raw,
             tarfile.open(fileobj=raw, mode="w", format=tarfile.GNU_FORMAT) as archive,
         ):
-            for entry in entries:
-                with SnapshotFile(directory, entry.name) as file, file.stream() as stream:
+            for header in headers:
+                with SnapshotFile(directory, header.name) as file, file.stream() as stream:
                     file.verify(progress)
-                    member = tarfile.TarInfo(file.head.file_name)
+                    member = tarfile.TarInfo(file.header.file_name)
                     member.size, member.mtime, member.mode = file.status.st_size, int(file.status.st_mtime), 0o600
                     archive.addfile(member, stream)
             for name, save in saves.items():
@@ -169,11 +131,11 @@ def _take_snapshot(directory: Path, name: str, stream: IO[bytes], progress: Call
             os.fsync(target.fileno())
         with SnapshotFile(directory, name, temporary=temporary) as file:
             file.verify()
-            head = file.head
-        if head.parent and not _is_there(directory, head.parent, head.parent_uid):
+            header = file.header
+        if header.parent and not _is_there(directory, header.parent, header.parent_uid):
             return "refused: what it continues is not there, or not what it was computed on"
         replace = not _is_of_use(directory, name)
-        return "imported" if files.publish(temporary, directory / head.file_name, replace) else "there already"
+        return "imported" if files.publish(temporary, directory / header.file_name, replace) else "there already"
     finally:
         files.remove(temporary)
 
@@ -197,17 +159,17 @@ def _take_name(directory: Path, name: str, data: bytes) -> str:
     return "there already"
 
 
-def _used(directory: Path, snapshots: Sequence[str]) -> list[Entry]:
+def _used(directory: Path, snapshots: Sequence[str]) -> list[FileHeader]:
     """The chain of these snapshots, marked as used now so that no server evicts them before it sees what keeps them;
     empty where one is missing."""
     index = Index()
     for name in snapshots:
         try:
-            head, status = read_head(directory, name)
-            FileSystem().touch(directory / head.file_name, time.time())
+            header, status = read_header(directory, name)
+            FileSystem().touch(directory / header.file_name, time.time())
         except (OSError, BadSnapshot):
             return []
-        index.add(Entry(head, status.st_size, status.st_mtime))
+        index.insert(header, status.st_mtime)
     return index.chain(snapshots[-1])
 
 
@@ -217,18 +179,18 @@ def _copy(source: IO[bytes], target: IO[bytes], progress: Callable[[int], object
         progress(len(data))
 
 
-def _head(directory: Path, name: str) -> Head | None:
+def _header(directory: Path, name: str) -> FileHeader | None:
     try:
-        return read_head(directory, name)[0]
+        return read_header(directory, name)[0]
     except (OSError, BadSnapshot):
         return None
 
 
 def _is_there(directory: Path, name: str, uid: str) -> bool:
-    head = _head(directory, name)
-    return head is not None and head.uid == uid
+    header = _header(directory, name)
+    return header is not None and header.uid == uid
 
 
 def _is_of_use(directory: Path, name: str) -> bool:
-    head = _head(directory, name)
-    return head is not None and (not head.parent or _is_there(directory, head.parent, head.parent_uid))
+    header = _header(directory, name)
+    return header is not None and (not header.parent or _is_there(directory, header.parent, header.parent_uid))

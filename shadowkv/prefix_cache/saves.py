@@ -1,4 +1,4 @@
-"""Prompts saved and restored by name: requests that wait until the prompt is on the disk or back in host memory.
+"""Requests that wait for the disk: prompts saved and restored by name, and snapshots that another server hands over.
 
 Nothing here blocks: the engine's thread polls between its steps, and disk work is done on the disk's threads.
 """
@@ -6,24 +6,32 @@ Nothing here blocks: the engine's thread polls between its steps, and disk work 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.prefix_cache.copies.chains import MAX_FETCH_SECONDS, Chains
-from shadowkv.prefix_cache.copies.copy import Copies
-from shadowkv.prefix_cache.copies.disk_reports import DiskReports
-from shadowkv.prefix_cache.copies.offload import Offload
-from shadowkv.prefix_cache.device.matches import Step
-from shadowkv.prefix_cache.device.tree import Node, PrefixTree
+from shadowkv.prefix_cache.chains import FETCH_SECONDS, MAX_FETCH_SECONDS, Chains, Speeds
+from shadowkv.prefix_cache.copies import Copies
 from shadowkv.prefix_cache.disk.files import SnapshotGone
-from shadowkv.prefix_cache.disk.index import Entry
+from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.names import Save
 from shadowkv.prefix_cache.disk.tier import DiskTier
+from shadowkv.prefix_cache.disk_reports import DiskReports
+from shadowkv.prefix_cache.matches import Step
+from shadowkv.prefix_cache.offload import Offload
 from shadowkv.prefix_cache.protocol import Answer, ComputedTwice, NotDone, Saved, SaveError, settle
+from shadowkv.prefix_cache.tree import Node
 
 logger = logging.getLogger(__name__)
+
+FAILED = "the tiers below the device have failed; the server's log says why"
+
+LOOK_SECONDS = 0.02
+"""Seconds between two looks for a file that was not there yet."""
 
 
 @dataclass(eq=False)
@@ -41,7 +49,6 @@ class _Saving:
     name: str | None
     pages: int
     nodes: list[Node]
-    answer: Answer
     again: set[Node] = field(default_factory=set)
     keeping: tuple[Saved, Future[None]] | None = None
 
@@ -55,64 +62,105 @@ class _Restoring:
     """
 
     name: str
-    kept: Future[tuple[Save, list[Entry]]]
-    answer: Answer
+    kept: Future[tuple[Save, list[FileHeader]]]
     asked: bool = False
 
 
+@dataclass(eq=False)
+class _Expecting:
+    """Snapshots that another server writes.
+
+    Attributes:
+        until: when to stop waiting, by ``time.monotonic``.
+        looking: the search for those that are not known, repeated at ``next_look`` if they were not there.
+    """
+
+    names: tuple[str, ...]
+    until: float
+    looking: Future[bool] | None = None
+    next_look: float = 0.0
+
+
+class _Request(NamedTuple):
+    """A request that is not done yet.
+
+    Attributes:
+        outcome: the answer, an exception included, or None while it is on its way.
+        failure: the answer if the tiers fail.
+    """
+
+    answer: Future[Any]
+    outcome: Callable[[], object]
+    failure: object
+
+
 class Saves:
-    """Requests by name that are not done yet; to be used on the engine's thread.
+    """Requests that are not done yet; to be used on the engine's thread. A caller that cancels its answer has given up.
 
     Args:
-        tree, copies, reports: where a prompt's nodes are.
+        copies, reports: where a prompt's nodes are.
         offload, chains: bring them down and up.
         disk: stores them.
+        speeds: how long computing a prompt takes, which limits the wait for another server.
     """
 
     def __init__(
         self,
-        tree: PrefixTree,
         copies: Copies,
         reports: DiskReports,
         offload: Offload,
         chains: Chains,
         disk: DiskTier,
+        speeds: Speeds,
     ) -> None:
-        self._tree, self._copies, self._reports = tree, copies, reports
+        self._copies, self._reports, self._speeds = copies, reports, speeds
         self._offload, self._chains, self._disk = offload, chains, disk
-        self._saving: list[_Saving] = []
-        self._restoring: list[_Restoring] = []
+        self._requests: list[_Request] = []
 
     @property
     def busy(self) -> bool:
         """Whether there are requests."""
-        return bool(self._saving or self._restoring)
+        return bool(self._requests)
 
     def save(self, name: str | None, pages: list[str], answer: Answer) -> None:
         """Has the cached part of a prompt kept on the disk, or, without a name, only written there; ``pages`` are names
         of those that can be shared."""
-        along = list(self._tree.along(pages))
+        along = list(self._copies.tree.along(pages))
         reached = max((end for _, end in along), default=0)
-        nodes = [node for node, end in along if end == reached]
-        self._saving.append(_Saving(name, reached, nodes, answer))
+        saving = _Saving(name, reached, [node for node, end in along if end == reached])
+        self._requests.append(_Request(answer, partial(self._save, saving), NotDone(FAILED)))
 
     def restore(self, name: str, answer: Answer) -> None:
         """Has what a name keeps brought to host memory."""
-        self._restoring.append(_Restoring(name, self._disk.kept(name), answer))
+        restoring = _Restoring(name, self._disk.kept(name))
+        self._requests.append(_Request(answer, partial(self._restore, restoring), NotDone(FAILED)))
+
+    def expect(self, names: tuple[str, ...], tokens: int, answer: Future[bool]) -> None:
+        """Waits until the prefix tree has a chain of snapshots, of ``tokens`` in all, that another server was asked to
+        write, at most as long as computing them would take; the answer says whether it has them."""
+        seconds = min(max(FETCH_SECONDS, self._speeds.computing_seconds(tokens)), MAX_FETCH_SECONDS)
+        expecting = _Expecting(names, time.monotonic() + seconds)
+        self._requests.append(_Request(answer, partial(self._expect, expecting), failure=False))
 
     def advance(self) -> None:
         """Checks the progress of every request; call it right after the tiers' own ``advance``."""
-        if self.busy:
+        if self._requests:
             self._reports.take()  # so that a finished write is seen as there before it is seen as no longer on its way
-            self._saving = [one for one in self._saving if not self._ended(one.answer, self._save(one))]
-            self._restoring = [one for one in self._restoring if not self._ended(one.answer, self._restore(one))]
+            self._requests = [request for request in self._requests if not self._ended(request)]
 
     @staticmethod
-    def _ended(answer: Answer, outcome: Saved | SaveError | None) -> bool:
+    def _ended(request: _Request) -> bool:
+        outcome = request.outcome()
         if outcome is None:
-            return answer.cancelled()
-        settle(answer, outcome)
+            return request.answer.cancelled()
+        settle(request.answer, outcome)
         return True
+
+    def abandon(self) -> None:
+        """Answers all requests: nothing more is done for them."""
+        for request in self._requests:
+            settle(request.answer, request.failure)
+        self._requests = []
 
     def _save(self, saving: _Saving) -> Saved | SaveError | None:
         """The result, None while it is on its way."""
@@ -125,8 +173,8 @@ class Saves:
             saving.keeping = None  # a file was removed: it may be written once more
         for node in saving.nodes:
             if chain := self._disk.chain(node.names[-1]):
-                names = tuple(entry.name for entry in chain)
-                saved = Saved(saving.pages * PAGE, sum(entry.file_bytes for entry in chain), names)
+                names = tuple(file.name for file in chain)
+                saved = Saved(saving.pages * PAGE, sum(file.file_bytes for file in chain), names)
                 if saving.name is None:
                     return saved
                 saving.keeping = saved, self._disk.keep(saving.name, saved.tokens, chain)
@@ -147,7 +195,7 @@ class Saves:
         return all(self._comes_alone(link, again) for link in [*reversed([*node.ancestors]), node])
 
     def _comes_alone(self, node: Node, again: set[Node]) -> bool:
-        copy = self._copies.of.get(node)
+        copy = node.copy
         if self._is_there(node):
             return True
         if copy is None:
@@ -161,8 +209,8 @@ class Saves:
         return copy.writing is not None or self._is_there(node)
 
     def _is_there(self, node: Node) -> bool:
-        entry = self._disk.lookup(node.names[-1])
-        return entry is not None and entry.head.uid == node.uid
+        file = self._disk.lookup(node.names[-1])
+        return file is not None and file.uid == node.uid
 
     def _is_anothers(self, node: Node) -> bool:
         """Whether the disk holds the same tokens with other bytes, for a node or for one that it continues."""
@@ -175,7 +223,7 @@ class Saves:
         if (failure := _failure(restoring.kept, f"{restoring.name!r} cannot be read")) is not None:
             return failure
         save, chain = restoring.kept.result()
-        copies = [copy for entry in chain if (copy := self._copies.by_uid.get(entry.head.uid)) is not None]
+        copies = [copy for file in chain if (copy := self._copies.by_uid.get(file.uid)) is not None]
         if len(copies) < len(chain):
             if self._reports.busy:
                 return None
@@ -183,11 +231,11 @@ class Saves:
         if not restoring.asked:
             restoring.asked = True
             for copy in copies:
-                copy.again = 0.0  # a request by name need not wait
+                copy.retry_at = 0.0  # a request by name need not wait
         stops = [*(copy.node.first for copy in copies[1:]), save.tokens // PAGE]
-        steps = [Step(copy.node, stop) for copy, stop in zip(copies, stops, strict=True)]
+        steps = [Step(copy, stop) for copy, stop in zip(copies, stops, strict=True)]
         if self._chains.fetch(steps, MAX_FETCH_SECONDS) == 0.0:
-            return Saved(save.tokens, sum(entry.file_bytes for entry in chain))
+            return Saved(save.tokens, sum(file.file_bytes for file in chain))
         if any(copy.fetching is not None for copy in copies):
             return None  # as long as the caller is patient
         return NotDone(
@@ -195,11 +243,25 @@ class Saves:
             "(--kv-offload-gib), or its files cannot be read; the server's log says more"
         )
 
-    def abandon(self) -> None:
-        """Answers all requests: nothing more is done for them."""
-        for answer in [one.answer for one in self._saving] + [one.answer for one in self._restoring]:
-            settle(answer, NotDone("the tiers below the device have failed; the server's log says why"))
-        self._saving, self._restoring = [], []
+    def _expect(self, expecting: _Expecting) -> bool | None:
+        """Whether the snapshots are there, None while they may still come."""
+        now, complete, looking = time.monotonic(), False, expecting.looking
+        if looking is not None and looking.done():
+            complete = not looking.cancelled() and looking.exception() is None and looking.result()
+            expecting.looking, expecting.next_look = (looking if complete else None), now + LOOK_SECONDS
+        self._reports.take()  # including what has just been found
+        missing = [name for name in expecting.names if not self._is_known(name)]
+        # All files are there and read, but some are unusable: from another model, for example.
+        useless = complete and not self._reports.busy
+        if not missing or useless or now > expecting.until:
+            return not missing
+        if expecting.looking is None and now >= expecting.next_look:
+            expecting.looking = self._disk.look(missing)
+        return None
+
+    def _is_known(self, name: str) -> bool:
+        file = self._disk.lookup(name)
+        return file is not None and file.uid in self._copies.by_uid
 
 
 def _failure(done: Future[Any], what: str) -> SaveError | None:

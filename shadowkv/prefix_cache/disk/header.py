@@ -1,5 +1,7 @@
 """The header of a snapshot's file: a safetensors header that can be written in exactly one way.
 
+``files.py`` writes and reads it, ``directory.py`` keeps those of all files.
+
 ``__metadata__`` says everything, and the rest follows from it: tensors ``layer.000`` … of ``layer_bytes`` uint8 each,
 in order and without gaps, then ``token_ids`` as uint32. Spaces pad it to a multiple of 4,096 bytes. A header is read
 by rewriting what its metadata says: any byte that differs is an error, and so is any that ``header_checksum`` does
@@ -11,15 +13,15 @@ from __future__ import annotations
 import json
 import re
 import struct
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from shadowkv.prefix_cache.page_names import CacheKey, canonical, new_uid
+from shadowkv.prefix_cache.page_names import canonical
 from shadowkv.prefix_cache.protocol import is_snapshot_name
 
 FORMAT = "shadowkv-snapshot"
@@ -31,7 +33,8 @@ MAX_NUMBER = 10**15
 """Limit for numbers of bytes, tokens and seconds."""
 
 ALIGNMENT = 4096
-CHECKSUM_CHARS = 32
+NO_CHECKSUM = "0" * 32
+"""Stands where a checksum is not known yet."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 _UID = re.compile(r"[0-9a-f]{32}")
@@ -55,7 +58,7 @@ class BadSnapshot(Exception):
 
 
 @dataclass(frozen=True)
-class Head:
+class FileHeader:
     """What a file says about its snapshot. Raises ValueError for impossible values.
 
     Attributes:
@@ -68,8 +71,9 @@ class Head:
         length: number of tokens from the prompt's first to its last.
         layers: of the model; the data are as many pieces. 1 where layers differ in size: all are in one piece.
         layer_bytes: length of each.
-        header: what the cache needs to load the data, a JSON object that is not interpreted here.
-        key: digest of everything the bytes depend on.
+        contents: the cache's ``SnapshotHeader`` as a JSON object, which is not interpreted here. In the file it is
+            called ``header``.
+        key: digest of everything the bytes depend on (``CacheKey``).
         facts: the same, in readable form.
         created: in seconds since 1970.
         checksum: xxh3-128 of the data of all layers; known only once they have been written.
@@ -85,12 +89,12 @@ class Head:
     length: int
     layers: int
     layer_bytes: int
-    header: Mapping[str, Any]
+    contents: Mapping[str, Any]
     key: str
     facts: Mapping[str, Any]
     created: int
-    checksum: str = field(default="0" * CHECKSUM_CHARS)
-    token_checksum: str = field(default="0" * CHECKSUM_CHARS)
+    checksum: str = NO_CHECKSUM
+    token_checksum: str = NO_CHECKSUM
 
     def __post_init__(self) -> None:
         for name in ("name", "origin", "parent", "key"):
@@ -112,39 +116,6 @@ class Head:
         if not 0 <= self.created <= MAX_NUMBER:
             raise ValueError(f"created {self.created} is no time")
 
-    @classmethod
-    def new(
-        cls,
-        key: CacheKey,
-        *,
-        name: str,
-        origin: str,
-        start: int,
-        length: int,
-        layers: int,
-        layer_bytes: int,
-        header: Mapping[str, Any],
-        parent: str = "",
-        parent_uid: str = "",
-        uid: str | None = None,
-    ) -> Head:
-        """The head of a snapshot that is about to be written; ``uid`` is a new one by default."""
-        return cls(
-            name,
-            origin,
-            parent,
-            uid or new_uid(),
-            parent_uid,
-            start,
-            length,
-            layers,
-            layer_bytes,
-            header,
-            key.digest,
-            key.facts,
-            int(time.time()),
-        )
-
     @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
@@ -155,10 +126,10 @@ class Head:
         """Number of tokens that it covers itself."""
         return self.length - self.start
 
-    @property
+    @cached_property
     def file_bytes(self) -> int:
         """Bytes of the whole file."""
-        return len(encode(self)) + self.nbytes + 4 * self.tokens
+        return len(_encode_without_checksum(self)) + self.nbytes + 4 * self.tokens
 
     @property
     def file_name(self) -> str:
@@ -171,40 +142,41 @@ def file_name(name: str) -> str:
     return f"{name}.safetensors"
 
 
-def encode(head: Head) -> bytes:
+def encode(header: FileHeader) -> bytes:
     """The bytes of a file before its data; their number does not depend on the checksums."""
-    blank = _encode(head, "0" * CHECKSUM_CHARS)
-    return _encode(head, xxhash.xxh3_128_hexdigest(blank))
+    blank = _encode_without_checksum(header)
+    # The first of the checksums is the header's own.
+    return blank.replace(NO_CHECKSUM.encode(), xxhash.xxh3_128_hexdigest(blank).encode(), 1)
 
 
-def _encode(head: Head, header_checksum: str) -> bytes:
+def _encode_without_checksum(header: FileHeader) -> bytes:
     metadata = {
         "format": FORMAT,
         "version": VERSION,
-        "header_checksum": header_checksum,
-        "checksum": head.checksum,
-        "token_checksum": head.token_checksum,
-        "name": head.name,
-        "origin": head.origin,
-        "parent": head.parent,
-        "uid": head.uid,
-        "parent_uid": head.parent_uid,
-        "start": str(head.start),
-        "length": str(head.length),
-        "layers": str(head.layers),
-        "layer_bytes": str(head.layer_bytes),
-        "created": str(head.created),
-        "key": head.key,
-        "facts": canonical(head.facts),
-        "header": canonical(head.header),
+        "header_checksum": NO_CHECKSUM,
+        "checksum": header.checksum,
+        "token_checksum": header.token_checksum,
+        "name": header.name,
+        "origin": header.origin,
+        "parent": header.parent,
+        "uid": header.uid,
+        "parent_uid": header.parent_uid,
+        "start": str(header.start),
+        "length": str(header.length),
+        "layers": str(header.layers),
+        "layer_bytes": str(header.layer_bytes),
+        "created": str(header.created),
+        "key": header.key,
+        "facts": canonical(header.facts),
+        "header": canonical(header.contents),
     }
     content: dict[str, Any] = {"__metadata__": metadata}
-    width = head.layer_bytes
-    for layer in range(head.layers):
+    width = header.layer_bytes
+    for layer in range(header.layers):
         begin = layer * width
         content[f"layer.{layer:03d}"] = {"dtype": "U8", "shape": [width], "data_offsets": [begin, begin + width]}
-    offsets = [head.nbytes, head.nbytes + 4 * head.tokens]
-    content["token_ids"] = {"dtype": "U32", "shape": [head.tokens], "data_offsets": offsets}
+    offsets = [header.nbytes, header.nbytes + 4 * header.tokens]
+    content["token_ids"] = {"dtype": "U32", "shape": [header.tokens], "data_offsets": offsets}
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
@@ -224,8 +196,8 @@ def header_bytes(path: Path, prefix: bytes, size: int) -> int:
     return int(8 + length)
 
 
-def decode(path: Path, name: str, raw: bytes, size: int) -> Head:
-    """The head in ``raw``, the first bytes of a file of ``size`` bytes; raises BadSnapshot unless it is that of
+def decode(path: Path, name: str, raw: bytes, size: int) -> FileHeader:
+    """The header in ``raw``, the first bytes of a file of ``size`` bytes; raises BadSnapshot unless it is that of
     ``name``."""
     try:
         content = json.loads(raw[8:])
@@ -234,7 +206,7 @@ def decode(path: Path, name: str, raw: bytes, size: int) -> Head:
             raise ValueError("it is no snapshot")
         if metadata["version"] != VERSION:
             raise BadSnapshot(path, f"version {str(metadata['version'])[:20]!r}, this is {VERSION}")
-        head = Head(
+        header = FileHeader(
             name=metadata["name"],
             origin=metadata["origin"],
             parent=metadata["parent"],
@@ -244,24 +216,24 @@ def decode(path: Path, name: str, raw: bytes, size: int) -> Head:
             length=_number(metadata["length"]),
             layers=_number(metadata["layers"]),
             layer_bytes=_number(metadata["layer_bytes"]),
-            header=_object(metadata["header"]),
+            contents=_object(metadata["header"]),
             key=metadata["key"],
             facts=_object(metadata["facts"]),
             created=_number(metadata["created"]),
             checksum=metadata["checksum"],
             token_checksum=metadata["token_checksum"],
         )
-        same = encode(head) == raw
+        same = encode(header) == raw
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadSnapshot(path, f"not a snapshot's header ({type(error).__name__}: {str(error)[:100]})") from error
     if not same:
         raise BadSnapshot(path, "the header's checksum is another")
-    if head.name != name:
-        raise BadSnapshot(path, f"it is the file of {head.name}")
-    expected = len(raw) + head.nbytes + 4 * head.tokens
+    if header.name != name:
+        raise BadSnapshot(path, f"it is the file of {header.name}")
+    expected = len(raw) + header.nbytes + 4 * header.tokens
     if size != expected:
         raise BadSnapshot(path, f"{size} bytes instead of {expected}")
-    return head
+    return header
 
 
 def _number(text: str) -> int:

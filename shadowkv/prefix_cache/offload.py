@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import deque
@@ -17,11 +18,11 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.layers import Reading
-from shadowkv.prefix_cache.copies.copy import Copies, Copy
-from shadowkv.prefix_cache.copies.mover import Mover
-from shadowkv.prefix_cache.device.tree import Node
+from shadowkv.prefix_cache.copies import Copies
+from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.stats import TierCounts
+from shadowkv.prefix_cache.host import Mover
+from shadowkv.prefix_cache.tree import Copy, Node
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class Offload:
         job: the one on its way to the host.
     """
 
-    def __init__(self, cache: KVCache, copies: Copies, mover: Mover, disk: DiskTier | None, counts: TierCounts) -> None:
-        self._cache, self._copies, self._mover, self._disk, self._counts = cache, copies, mover, disk, counts
+    def __init__(self, cache: KVCache, copies: Copies, mover: Mover, disk: DiskTier | None) -> None:
+        self._cache, self._copies, self._mover, self._disk = cache, copies, mover, disk
         self._waiting: deque[tuple[Copy, Reading]] = deque()
         self._writing: set[Copy] = set()
         self._too_large = 0
@@ -54,7 +55,7 @@ class Offload:
 
     def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
         """Has a node copied whose pages ``sequence`` all has; ``token_ids`` begin with the prompt's first."""
-        if node.copied or not self._copies.host.num_slabs or (node.parent and not node.parent.copied):
+        if node.copy or not self._copies.host.num_slabs or (node.parent and not node.parent.copy):
             return
         start, stop = node.first * PAGE, node.end * PAGE
         try:
@@ -73,8 +74,31 @@ class Offload:
             self._write(self._disk, copy)
 
     def _write(self, disk: DiskTier, copy: Copy) -> None:
-        if copy.write(disk):
-            self._writing.add(copy)
+        """Queues a copy for the disk, unless its tokens are there already."""
+        node, header, parent = copy.node, copy.header, copy.node.parent
+        there = disk.lookup(node.names[-1])
+        if there is not None:
+            copy.file = there if there.uid == node.uid else None  # else the same tokens, computed elsewhere
+            return
+        layers, layer_bytes = header.pieces
+        file = FileHeader(
+            name=node.names[-1],
+            origin=node.origin,
+            parent=parent.names[-1] if parent else "",
+            uid=node.uid,
+            parent_uid=parent.uid if parent else "",
+            start=header.start,
+            length=header.length,
+            layers=layers,
+            layer_bytes=layer_bytes,
+            contents=json.loads(header.to_json()),
+            key=disk.key.digest,
+            facts=disk.key.facts,
+            created=int(time.time()),
+        )
+        copy.users += 1
+        copy.writing = disk.put(file, copy.token_ids, self._copies.buffers(copy))
+        self._writing.add(copy)
 
     @property
     def busy(self) -> bool:
@@ -91,7 +115,8 @@ class Offload:
         for copy in list(self._writing):
             if copy.writing is None or copy.writing.done():
                 self._writing.discard(copy)
-                copy.end_write()
+                copy.writing = None  # the disk tier reports what it has stored
+                self._copies.leave(copy)
         while limit > 0 and (self.job is not None or self._begin()):
             assert self.job is not None
             try:
@@ -112,8 +137,8 @@ class Offload:
         while self._waiting:
             copy, reading = self._waiting[0]
             node = copy.node
-            if node.parent is None or node.parent.copied:
-                copy.take_slabs(set(node.ancestors))
+            if node.parent is None or node.parent.copy is not None:
+                copy.slabs = self._copies.room(copy.header.nbytes, set(node.ancestors))
             self._waiting.popleft()
             if copy.slabs is None:
                 self._refuse(copy, reading)
@@ -131,8 +156,8 @@ class Offload:
                 "a cached prompt of %d bytes is not copied: --kv-offload-gib leaves room for %d", nbytes, total
             )
         reading.close()
-        copy.leave()
-        self._counts.refused += 1
+        self._copies.leave(copy)
+        self._copies.counts.add(refused=1)
 
     def _end(self, done: bool) -> None:
         job, self.job = self.job, None
@@ -142,12 +167,12 @@ class Offload:
         job.reading.close()
         job.copy.ready = done
         if done:
-            self._counts.copied_bytes += job.copy.header.nbytes
+            self._copies.counts.add(copied_bytes=job.copy.header.nbytes)
             if self._disk is not None:
                 self._write(self._disk, job.copy)
         else:
-            self._counts.refused += 1
-        job.copy.leave()
+            self._copies.counts.add(refused=1)
+        self._copies.leave(job.copy)
 
     def finish(self, deadline: float) -> None:
         """Makes all copies that there is time for; nothing is read on the device afterwards."""
@@ -162,7 +187,7 @@ class Offload:
             while self._waiting:
                 copy, reading = self._waiting.popleft()
                 reading.close()
-                copy.leave()
+                self._copies.leave(copy)
 
     def abandon(self) -> None:
         """Drops all reads on the device, whatever state it is in."""

@@ -1,4 +1,4 @@
-"""A radix tree over pages of token ids, and which sequences can be forked after which of them.
+"""A radix tree over pages of token ids: which sequences have them on the device, and their copies in the tiers below.
 
 A node is pages that were computed together after a page of its parent. Its first page's name stands for
 all tokens from the first on, so a prompt finds every node on its path by looking up its own names. Several nodes may
@@ -7,11 +7,18 @@ have the same tokens, where several requests computed them at once: the longest 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
+
 from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
+from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.page_names import PageNames, common_pages, new_uid
 
 
@@ -28,7 +35,7 @@ class Node:
         children: nodes that begin behind one of its pages.
         origin: what names of its prompt build on.
         uid: identifies the exact bytes: what continues them was computed on them.
-        copied: whether there is a copy of its pages below the device: then they stay, even without a holder.
+        copy: of its pages below the device; None without one. With one they stay, even without a holder.
         used: when it was last used, in seconds by the clock of ``Eviction``.
         hits: number of requests so far that did not have to compute its pages.
     """
@@ -41,7 +48,7 @@ class Node:
     children: list[Node] = field(default_factory=list)
     origin: str = ""
     uid: str = field(default_factory=new_uid)
-    copied: bool = False
+    copy: Copy | None = None
     used: float = 0.0
     hits: int = 0
 
@@ -57,6 +64,66 @@ class Node:
         while node is not None:
             yield node
             node = node.parent
+
+
+@dataclass(eq=False)
+class Copy:
+    """A snapshot of a node's pages, in host memory, on disk or both.
+
+    ::
+
+        Offload.store: read from the device ──┐
+                                              on_host ── Offload.write ── file
+        Chains.fetch: read from the disk ─────┘
+
+    ``Copies.evict`` takes it from host memory, and ``DiskReports`` learns that its file is gone. Where it is in neither
+    tier and nobody uses it, its node has no copy any more.
+
+    Attributes:
+        node: whose pages it has.
+        header: what it holds.
+        token_ids: uint32 [length - start].
+        slabs: in the host tier; None where it is not there.
+        file: in the disk tier; None where it is not there.
+        ready: whether ``slabs`` hold its bytes, which may still be on their way from the device or the disk.
+        users: how many read or write its slabs, or wait to.
+        from_disk: whether it has come from the disk since its last use.
+        evicted: whether the disk had it and has evicted it: it is not written there again.
+        fetching: the read from the disk while it is in progress.
+        retry_at: when the disk may be tried next, by ``time.monotonic``: later where it could not be read.
+        writing: the write to the disk while it is in progress.
+    """
+
+    node: Node
+    header: SnapshotHeader
+    token_ids: npt.NDArray[np.uint32]
+    slabs: list[int] | None = None
+    file: FileHeader | None = None
+    ready: bool = False
+    users: int = 0
+    from_disk: bool = False
+    evicted: bool = False
+    fetching: Future[float] | None = None
+    retry_at: float = 0.0
+    writing: Future[bool] | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether all its bytes are in host memory."""
+        return self.ready and self.slabs is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is there, or will be once requested."""
+        return self.on_host or (self.file is not None and time.monotonic() >= self.retry_at)
+
+    def can_be_written(self, evicted: bool) -> bool:
+        """Whether it is only in host memory, and what it continues is on the disk or on its way there. One that the
+        disk has ``evicted`` is written again only if so."""
+        if not self.on_host or self.file or self.writing or (self.evicted and not evicted):
+            return False
+        parent = self.node.parent
+        return parent is None or (parent.copy is not None and bool(parent.copy.file or parent.copy.writing))
 
 
 class PrefixTree:
@@ -117,7 +184,7 @@ class PrefixTree:
     @staticmethod
     def _can_grow(node: Node, end: int) -> bool:
         """Whether pages from ``end`` on can be added to the node: only its one holder has them."""
-        return len(node.holders) == 1 and not node.children and not node.copied and node.end == end
+        return len(node.holders) == 1 and not node.children and node.copy is None and node.end == end
 
     def fork(self, child: CachedSequence, parent: CachedSequence, pages: int) -> None:
         """Records that ``child`` shares the first ``pages`` with ``parent``."""
@@ -165,7 +232,7 @@ class PrefixTree:
 
     def prune(self, node: Node | None) -> None:
         """Removes pages without a holder: the last ones of a node, or the whole node and then those of its parent."""
-        while node is not None and not node.copied:
+        while node is not None and node.copy is None:
             held = [*node.holders.values(), *(child.first for child in node.children)]
             if held:
                 del node.names[max(held) - node.first :]

@@ -1,0 +1,102 @@
+"""Copies of nodes below the device, and room for them in host memory; ``Offload`` makes them, ``Chains`` uses them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowkv.kvcache.snapshots.header import SnapshotHeader
+from shadowkv.prefix_cache.disk.header import FileHeader
+from shadowkv.prefix_cache.eviction import Eviction
+from shadowkv.prefix_cache.host import HostTier
+from shadowkv.prefix_cache.stats import Counts
+from shadowkv.prefix_cache.tree import Copy, Node, PrefixTree
+
+
+class Copies:
+    """Copies of a tree's nodes in host memory, on disk or on their way there; used on the engine's thread.
+
+    Args:
+        tree: whose nodes have them.
+        host: holds their bytes.
+        counts: of what host memory evicts, updated here.
+        eviction: says which copies go first.
+
+    Attributes:
+        by_uid: all of them, by the uid of their bytes.
+    """
+
+    def __init__(self, tree: PrefixTree, host: HostTier, counts: Counts, eviction: Eviction) -> None:
+        self.host, self.tree, self.counts, self.eviction = host, tree, counts, eviction
+        self.by_uid: dict[str, Copy] = {}
+
+    def add(
+        self,
+        node: Node,
+        header: SnapshotHeader,
+        token_ids: npt.NDArray[np.uint32],
+        *,
+        file: FileHeader | None = None,
+        users: int = 0,
+    ) -> Copy:
+        """A copy of a node that has none; see ``Copy``."""
+        self.tree.changes += 1
+        node.copy = self.by_uid[node.uid] = Copy(node, header, token_ids, file=file, users=users)
+        return node.copy
+
+    def drop(self, copy: Copy) -> None:
+        """Forgets a copy, which must be unused."""
+        assert not copy.users
+        self.tree.changes += 1
+        if copy.slabs is not None:
+            self.host.give(copy.slabs)
+        copy.node.copy = None
+        if self.by_uid.get(copy.node.uid) is copy:  # else a file of it has become a separate node
+            del self.by_uid[copy.node.uid]
+        self.tree.prune(copy.node)
+
+    def leave(self, copy: Copy) -> None:
+        """Records that a use of a copy is over."""
+        self.tree.changes += 1
+        copy.users -= 1
+        if not copy.users and not copy.ready:
+            if copy.slabs is not None:
+                self.host.give(copy.slabs)
+                copy.slabs = None
+            if copy.file is None:
+                self.drop(copy)
+
+    def room(self, nbytes: int, spare: set[Node] | None = None) -> list[int] | None:
+        """Slabs for a copy; unused copies of nodes that are not to ``spare`` are evicted, if that makes enough room."""
+        slabs = self.host.take(nbytes)
+        if slabs is not None or self.host.slabs_of(nbytes) > self.host.num_slabs:
+            return slabs
+        others = {
+            node: copy
+            for node in self.tree
+            if (copy := node.copy) is not None and copy.on_host and not copy.users and node not in (spare or ())
+        }
+        lacking = self.host.slabs_of(nbytes) - self.host.free_slabs
+        if sum(len(copy.slabs or ()) for copy in others.values()) < lacking:
+            return None
+        for victim in self.eviction.order(others):
+            if lacking <= 0:
+                break
+            lacking -= len(others[victim].slabs or ())
+            self.evict(others[victim])
+        return self.host.take(nbytes)
+
+    def evict(self, copy: Copy) -> None:
+        """Evicts a copy from host memory; it must be there, and unused."""
+        assert copy.slabs is not None and not copy.users
+        self.tree.changes += 1
+        self.host.give(copy.slabs)
+        copy.slabs, copy.ready = None, False
+        self.counts.add(evictions=1)
+        if copy.file is None:
+            self.drop(copy)
+
+    def buffers(self, copy: Copy) -> list[npt.NDArray[np.uint8]]:
+        """A copy's slabs, as the disk tier takes them."""
+        assert copy.slabs is not None
+        return [part.numpy() for part, _ in self.host.pieces(copy.slabs, 0, copy.header.nbytes)]

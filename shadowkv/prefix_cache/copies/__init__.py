@@ -1,1 +1,0 @@
-"""Copies below the device, in host memory and on disk: made, evicted, brought back"""

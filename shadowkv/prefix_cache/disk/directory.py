@@ -1,0 +1,283 @@
+"""What is in a directory of snapshots, as it changes: other servers may use it, too.
+
+``Index`` has the headers of its files, ``Directory`` keeps them up to date and reports changes, and ``Scanner`` looks
+for changes by others on its own thread. The disk tier has one of each; ``shadowkv cache`` reads an ``Inventory``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from shadowkv.prefix_cache.disk.files import TEMPORARY, read_header
+from shadowkv.prefix_cache.disk.filesystem import FileSystem
+from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, file_name
+from shadowkv.prefix_cache.disk.names import CLOCK_NANOSECONDS, Names
+from shadowkv.prefix_cache.protocol import is_snapshot_name
+from shadowkv.prefix_cache.stats import Counts
+
+logger = logging.getLogger(__name__)
+
+TEMPORARY_SECONDS = 3600.0
+"""Age from which a temporary file is abandoned: one that is being written is as old as its last write."""
+
+SUFFIX = file_name("")
+
+
+class Index:
+    """Headers of snapshots' files by name, and when each was last read or written, in seconds since 1970, by any
+    process; every method may be called from any thread, and none waits for a disk."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._headers: dict[str, FileHeader] = {}
+        self._used: dict[str, float] = {}
+        self._bytes = 0
+
+    @property
+    def num_files(self) -> int:
+        """Number of files."""
+        return len(self._headers)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files on the disk."""
+        return self._bytes
+
+    def insert(self, header: FileHeader, used: float) -> None:
+        """Adds a file, replacing any with its name."""
+        nbytes = header.file_bytes
+        with self._lock:
+            self._drop(header.name)
+            self._headers[header.name], self._used[header.name] = header, used
+            self._bytes += nbytes
+
+    def take(self, name: str) -> FileHeader | None:
+        """Removes a file; returns its header if it was there."""
+        with self._lock:
+            return self._drop(name)
+
+    def _drop(self, name: str) -> FileHeader | None:
+        header = self._headers.pop(name, None)
+        if header is not None:
+            del self._used[name]
+            self._bytes -= header.file_bytes
+        return header
+
+    def use(self, name: str, seconds: float) -> None:
+        """Records when a file was used."""
+        with self._lock:
+            if name in self._used:
+                self._used[name] = max(seconds, self._used[name])
+
+    def get(self, name: str) -> FileHeader | None:
+        """The header of a file."""
+        return self._headers.get(name)
+
+    def known(self) -> set[str]:
+        """All names."""
+        with self._lock:
+            return set(self._headers)
+
+    def size(self, names: Collection[str]) -> int:
+        """Total bytes on the disk of the named files, where present."""
+        with self._lock:
+            return sum(self._headers[name].file_bytes for name in names if name in self._headers)
+
+    def with_uses(self) -> list[tuple[FileHeader, float]]:
+        """All headers, each with the file's last use."""
+        with self._lock:
+            return [(header, self._used[name]) for name, header in self._headers.items()]
+
+    def chain(self, name: str) -> list[FileHeader]:
+        """The snapshots that lead to one, from a prompt's first token on, with itself last; empty if one of them is
+        missing or is not what the next was computed on."""
+        chain: list[FileHeader] = []
+        with self._lock:
+            while name:
+                header = self._headers.get(name)
+                if header is None or not self.fits(header):
+                    return []
+                chain.append(header)
+                name = header.parent
+        return chain[::-1]
+
+    def fits(self, header: FileHeader) -> bool:
+        """Whether the snapshot that this one continues is there, and is the one that it was computed on."""
+        if not header.parent:
+            return True
+        parent = self._headers.get(header.parent)
+        # A parent begins before it, so no chain is a cycle, whatever files say. The parent may be longer: what
+        # continues a page in its middle need not reach its end.
+        return (
+            parent is not None
+            and parent.uid == header.parent_uid
+            and parent.origin == header.origin
+            and parent.start < header.start <= parent.length
+        )
+
+    def by_age(self, keep: Collection[str] = ()) -> list[tuple[FileHeader, float]]:
+        """All but those to ``keep``, in eviction order, each with the time of its last use: first what no other
+        continues, then the least recently used. A snapshot counts as used when the newest that continues it was, and
+        is evicted after that one."""
+        files = self.with_uses()
+        used = {header.name: seconds for header, seconds in files}
+        for header in sorted((header for header, _ in files), key=lambda header: -header.start):
+            if header.parent in used:
+                used[header.parent] = max(used[header.parent], used[header.name])
+        others = [(header, used[header.name]) for header, _ in files if header.name not in keep]
+        return sorted(others, key=lambda file: (self.fits(file[0]), file[1], -file[0].start))
+
+
+class Directory(Index):
+    """The index of a directory that this process serves and others may change.
+
+    Args:
+        path: of the directory.
+        files: how the disk is accessed.
+        counts: of what was evicted or corrupt, updated here.
+        report: called with what happened to which file: "found", "stored", "evicted", "lost" or "bad".
+    """
+
+    def __init__(
+        self, path: Path, files: FileSystem, counts: Counts, report: Callable[[str, FileHeader], None]
+    ) -> None:
+        super().__init__()
+        self.path, self.files, self.counts, self._report = path, files, counts, report
+        self.names = Names(path, files)
+        self._barred: set[str] = set()
+
+    def look(self, name: str) -> FileHeader | None:
+        """Reads the header of one file, if it is there and good; waits for the disk."""
+        try:
+            header, status = read_header(self.path, name, self.files)
+        except FileNotFoundError:
+            return None
+        except BadSnapshot as error:
+            self.discard(error, name)
+            return None
+        except OSError as error:
+            if name not in self._barred:
+                self._barred.add(name)
+                logger.warning("%s cannot be read: %s", self.path / file_name(name), error.strerror or error)
+            return None
+        self.insert(header, status.st_mtime)
+        self._report("found", header)
+        return header
+
+    def look_for_changes(self, go_on: Callable[[], bool]) -> None:
+        """Looks for files that others have added or removed, as long as it is to ``go_on``; raises OSError where the
+        directory cannot be listed."""
+        known = self.known()  # before the listing: what is written in between would otherwise seem lost
+        there = snapshot_names(self.path, self.files)
+        for name in known - there:
+            self.lost(name)
+        self._barred &= there
+        for name in sorted(there - known - self._barred):
+            if not go_on():
+                return
+            self.look(name)
+
+    def stored(self, header: FileHeader) -> None:
+        """Records a file that has just been written."""
+        self.insert(header, time.time())
+        self.counts.add(copied_bytes=header.file_bytes)
+        self._report("stored", header)
+
+    def lost(self, name: str) -> None:
+        """Records that a file is gone."""
+        if (header := self.take(name)) is not None:
+            self._report("lost", header)
+
+    def evict(self, header: FileHeader) -> None:
+        """Removes a file to make room; raises OSError."""
+        self.files.remove(self.path / header.file_name)
+        self.take(header.name)
+        self.counts.add(evictions=1)
+        self._report("evicted", header)
+
+    def discard(self, error: BadSnapshot, name: str) -> None:
+        """Removes a file that is not what was written; one that cannot be removed is not looked at any more."""
+        header = self.take(name)
+        self.counts.add(corrupt=1)
+        try:
+            self.files.remove(error.path)
+            error.action = "removed"
+        except OSError as failure:
+            self._barred.add(name)
+            error.action = f"not served, and cannot be removed: {failure.strerror or failure}"
+        logger.warning("%s", error)
+        if header is not None:
+            self._report("bad", header)
+
+    def touch(self, name: str) -> None:
+        """Records that a file is used now, also on the disk where that is possible."""
+        now = time.time()
+        self.use(name, now)
+        with suppress(OSError):  # read-only or gone: its age on the disk does not matter then
+            self.files.touch(self.path / file_name(name), now)
+
+
+class Scanner:
+    """Reads the header of every file of a directory, then looks for changes every ``interval`` seconds, on a thread.
+
+    Attributes:
+        done: set when the first scan is over.
+    """
+
+    def __init__(self, directory: Directory, interval: float) -> None:
+        self._directory, self._interval = directory, interval
+        self._stop, self.done = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cache-scan", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float) -> bool:
+        """Stops it after the file that it is reading; returns whether that took at most ``timeout`` seconds."""
+        self._stop.set()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        directory, files = self._directory, self._directory.files
+        try:
+            remove_leftovers(directory.path, files)
+        except OSError as error:
+            logger.warning("%s: what was left half written stays: %s", directory.path, error.strerror or error)
+        seen, complained = None, False
+        while not self._stop.is_set():
+            try:
+                changed = files.stat(directory.path).st_mtime_ns
+                if changed != seen or time.time_ns() - changed < CLOCK_NANOSECONDS:
+                    directory.look_for_changes(lambda: not self._stop.is_set())
+                directory.names.refresh()
+                seen, complained = changed, False
+            except OSError as error:
+                if not complained:
+                    logger.warning("%s cannot be listed: %s", directory.path, error.strerror or error)
+                seen, complained = None, True
+            self.done.set()
+            self._stop.wait(self._interval)
+
+
+def snapshot_names(directory: Path, files: FileSystem) -> set[str]:
+    """Names of the files in a directory that are snapshots by their name; raises OSError."""
+    names = (name.removesuffix(SUFFIX) for name in files.names(directory) if name.endswith(SUFFIX))
+    return {name for name in names if is_snapshot_name(name)}
+
+
+def remove_leftovers(directory: Path, files: FileSystem, older_than: float = TEMPORARY_SECONDS) -> int:
+    """Removes what killed writers have left behind; returns the number of files. Raises OSError."""
+    count = 0
+    for name in files.names(directory):
+        if name.startswith(TEMPORARY):
+            try:
+                if time.time() - files.stat(directory / name).st_mtime > older_than:
+                    files.remove(directory / name)
+                    count += 1
+            except FileNotFoundError:
+                pass  # its writer removed it first
+    return count
