@@ -23,7 +23,7 @@ DEFAULT = "turbo:prefill=sparse"
 POLICIES = {
     "`full`, score": "full",
     "`full`, sparse prefill": "full:prefill=sparse",
-    "`turbo`, sparse prefill (default)": DEFAULT,
+    "`turbo`, sparse prefill (default up to 4c124996)": DEFAULT,
 }
 
 
