@@ -103,7 +103,7 @@ def reuse() -> Plot:
 def answers() -> Plot:
     """What the default and sparse prefill alone lose on a held-out seed."""
     series: dict[str, list[Values]] = {}
-    for label, kv in (("turbo, sparse prefill (default)", DEFAULT), ("full, sparse prefill", "full:prefill=sparse")):
+    for label, kv in (("turbo, sparse prefill", DEFAULT), ("full, sparse prefill", "full:prefill=sparse")):
         scores = (ruler(folder)[length, "all", kv] for folder, length in HELD_OUT.values())
         series[label] = [score.difference or () for score in scores]
     return Plot("intervals", "points of RULER lost or gained, beside full attention", series, tuple(HELD_OUT))

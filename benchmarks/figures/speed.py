@@ -128,7 +128,7 @@ PROMPTS = {
     "`full`, `--prefill dense`": ("full", "dense"),
     "`turbo`, `--prefill dense`": ("turbo", "dense"),
     "vLLM 0.26.0": ("bf16", "dense", "none", VLLM),
-    "`turbo`, sparse (default)": ("turbo", "auto"),
+    "`turbo`, sparse": ("turbo", "auto"),
     "`turbo`, sparse, `--quantization fp8`": ("turbo", "auto", "fp8"),
 }
 """Policy and prefill, then quantization and engine, of each row of the table of prompts."""
