@@ -185,7 +185,8 @@ class EngineConfig:
     max_queued_seqs: int = setting(
         1024,
         SCHEDULING,
-        "maximum number of waiting requests of one client (an API key, or else an address); further ones are refused",
+        "maximum number of waiting requests of one client (an API key, or else an address); all clients together can "
+        "have twice as many; further requests are refused",
         metavar="N",
         check=at_least(1),
     )

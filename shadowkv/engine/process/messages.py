@@ -18,7 +18,7 @@ from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.structured.json_schema import Effort
 
-VERSION = 5
+VERSION = 6
 """Version of these messages."""
 
 ID_BYTES = 4

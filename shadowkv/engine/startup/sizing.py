@@ -156,7 +156,7 @@ def tables_bytes(layout: Layout) -> int:
 
 def staging_bytes(layout: Layout) -> int:
     """Device bytes for copies between device and host: one layer of the longest sequence to the host, and two back
-    (``prefix_cache/copies/mover.py``)."""
+    (``prefix_cache/host.py``)."""
     return 3 * layout.snapshot_layer_bytes(layout.max_model_len)
 
 
