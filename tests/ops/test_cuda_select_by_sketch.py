@@ -392,6 +392,19 @@ def test_wrong_arguments_are_named(seed):
         cuda.select_by_sketch(*args)
 
 
+@pytest.mark.parametrize("length", [math.nan, math.inf])
+def test_a_query_that_is_not_finite_ends_and_leaves_other_rows_alone(seed, length):
+    args = list(problem([300] * 2, [64] * 2, 192))
+    sampling = Sampling(torch.full((2,), 128).cuda(), torch.arange(2).cuda())
+    expected = cuda.select_by_sketch(*args, sampling)[0][1]
+    lengths = args[0].length.clone()
+    lengths[0] = length
+    args[0] = replace(args[0], length=lengths)
+    selected = cuda.select_by_sketch(*args, sampling)[0]
+    assert torch.equal(selected[1], expected)
+    assert selected[0].max() < 300 * 64
+
+
 def test_the_newest_tokens_are_sampled_where_values_weigh_more_than_their_bins(seed):
     """Values at the upper end of a bin, by whose middles a kernel estimates sums: at this sharpness they weigh twice as
     much as those."""

@@ -12,6 +12,7 @@
 namespace shadowkv {
 
 constexpr int kSearches = 4;   // places that a thread searches for at once
+constexpr int kShrinkRounds = 8;
 constexpr int kBinsAtOnce = 4; // summed one after the other: a thread's share in a block of 16 warps
 
 // Chris Wellons' lowbias32.
@@ -95,7 +96,7 @@ struct Chances {
   __device__ __forceinline__ uint32_t of_value(float value) const {
     // The nearest whole number is in the last bits of a sum with 2^23, as conversions are slow.
     constexpr uint32_t kZero = 0x4b000000;
-    const float chance = value > edge ? certain : fminf(weight_of(value) * scale, certain);
+    const float chance = value > edge ? certain : fminf(fmaxf(weight_of(value) * scale, 0.f), certain); // NaN: 0
     return __float_as_uint(chance + 0x1p23f) - kZero;
   }
 
@@ -189,13 +190,13 @@ __device__ __forceinline__ Chosen systematic_sample(
   uint32_t all = sum_chances(shared, chances, values, groups, sums);
   const uint32_t start = uniform >> (32 - bits), certain = num_top << bits, room = (to_select - num_top) << bits;
   // Where bins are wide, values can weigh more than the middles of their bins: without this, the values that come last,
-  // the newest tokens, would be left out. A shrunk chance can still be `certain`, hence the loop.
+  // the newest tokens, would be left out. A shrunk chance can still be `certain`, hence several rounds.
 #pragma unroll 1
-  while (all + start >> bits > to_select) {
+  for (int round = 0; round < kShrinkRounds && all + start >> bits > to_select; ++round) {
     chances.scale *= kCaution * float(room) / float(all - certain);
     all = sum_chances(shared, chances, values, groups, sums);
   }
-  const uint32_t count = all + start >> bits;
+  const uint32_t count = min(all + start >> bits, to_select);
   take_at_steps(chances, values, groups, sums, start, bits, count, use);
   __syncthreads();
   return {count, chances.edge};

@@ -122,9 +122,12 @@ class DecodePlanner:
             sequence, number = has_segment.nonzero()
             slot, last = tables.segment_slots[slots[sequence], number], number == count[sequence] - 1
         first, end = tables.first[slot], tables.end[slot]
-        budget = spec.budget_chunks(np.where(last, numbers.length[sequence], end) - first)
-        if isinstance(spec.budget, int):  # a count is for the whole sequence: segments share it
-            budget = -(-budget * (end - first) // np.maximum(1, numbers.compressed[sequence]))
+        length = numbers.length[sequence]
+        if isinstance(spec.budget, float):
+            budget = spec.budget_chunks(np.where(last, length, end) - first)
+        else:  # a count, and the least of the default, are for the whole sequence: segments share them
+            whole = spec.budget_chunks(length)
+            budget = -(-whole * (end - first) // np.maximum(1, numbers.compressed[sequence]))
         budget = np.where(end > first, budget, 0)
         sampled = spec.sampled_chunks(budget, end - first - tables.static_tokens[slot])
         seed = row_seeds(tables.seed[slots[sequence]], numbers.length[sequence], first)

@@ -59,18 +59,22 @@ class LowRankKeys(KeyPart):
         """The default rank is 5/32 of H*d (the paper's 160 of 1,024). It is rounded up to a multiple of 32, because
         tensor cores take 32 at a time, but not above H*d.
 
-        Narrow keys are less low-rank. In 8 and 4 bits they keep all dimensions: with half of them Qwen2.5-Coder-1.5B
-        loses 0.9 points of RULER at 32K, with a standard error of 0.7. In 16 bits, and in Shard's 4 bits on average,
-        they keep half. A single kv head shares no subspace with others and always keeps all dimensions."""
+        Narrow keys are less low-rank. In 8 and 4 bits they keep all dimensions up to 256, as many as kernels take: with
+        half of them Qwen2.5-Coder-1.5B loses 0.9 points of RULER at 32K, with a standard error of 0.7. In 16 bits, and
+        in Shard's 4 bits on average, they keep half. A single kv head shares no subspace with others and always keeps
+        all dimensions."""
         settings: LowRankKeys.Settings = cls.settings_of(spec)
         if settings.rank is not None:
             return settings
-        codec, narrow, part = LATENT_CODECS[spec.keys], shape.kv_dim < NARROW, 5 / 32
-        if shape.num_kv_heads == 1 or (narrow and codec.largest is not None and codec.bits is None):
-            part = 1.0
-        elif narrow:
-            part = 1 / 2
-        rank = round(shape.kv_dim * part)
+        codec, width = LATENT_CODECS[spec.keys], shape.kv_dim
+        if shape.num_kv_heads == 1:
+            rank = width
+        elif width >= NARROW:
+            rank = round(width * 5 / 32)
+        elif codec.largest is not None and codec.bits is None:
+            rank = min(width, 256)
+        else:
+            rank = round(width / 2)
         return replace(settings, rank=min(-(-rank // 32) * 32, shape.kv_dim))
 
     @classmethod

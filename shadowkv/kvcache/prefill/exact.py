@@ -35,8 +35,9 @@ class ExactPrompts:
         cu_seqlens: int32 [MAX_PROMPTS + 2], where each sequence's new tokens begin; the last ones may be empty.
         cu_seqlens_k: int32 [MAX_PROMPTS + 2], the same of all tokens that a sequence attends to: cached ones, of which
             a window holds the newest, and then new ones.
-        sources: int64 [T + MAX_CACHED], where the keys and values of those are (``ops/gather_context``).
-        keys, values: [T + MAX_CACHED, H, d] after and without RoPE, of the layer at work.
+        sources: int64 [K], where the keys and values of those are (``ops/gather_context``). K is T plus the most cached
+            tokens that they can attend to.
+        keys, values: [K, H, d] after and without RoPE, of the layer at work.
     """
 
     positions: Tensor
@@ -91,7 +92,8 @@ def exact_prompts(lengths: Tensor, pages: Tensor, rows: int, tables: Tables, win
     page_id = tables.exact[slot[sequence], page % num_pages[sequence]].long()
     padding_page = tables.exact[tables.padding_slot, 0].long()
 
-    row = torch.arange(rows + MAX_CACHED, device=lengths.device)
+    most = MAX_CACHED if window is None else min(MAX_CACHED, MAX_PROMPTS * window)
+    row = torch.arange(rows + most, device=lengths.device)
     sequence = torch.searchsorted(key_starts[1:], row, right=True).clamp(max=MAX_PROMPTS)
     within = row - key_starts[sequence] - attended[sequence]  # below 0: cached
     before = cached[sequence] + within
@@ -129,6 +131,7 @@ class ExactPrefill:
         """Stores keys (before RoPE) and values [T, H, d] where they remain, once what a window's ring has in their
         place has been read."""
         pages = self.store.k[layer], self.store.v[layer]
+        part.keys = part.values = None  # those of the layer before: their memory is reused
         rope_keys = self.ops.apply_rope(k, part.positions, self.store.rotary)
         part.keys, part.values = self.ops.gather_context(rope_keys, v, *pages, part.sources, part.cu_seqlens_k[-1:])
         self.ops.append_tokens(k, v, part.positions, self.store.rotary, *pages, part.write_page, part.write_offset)
