@@ -146,12 +146,12 @@ def test_too_little_memory_for_one_sequence_names_both_amounts(make: Any) -> Non
 
 
 def test_more_host_memory_than_is_free_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"kv": "shadowkv", "max_num_seqs": 30, "gpu_memory_utilization": 1.0, "host_memory_gib": 1.0}
+    settings = {"kv": "shadowkv:budget=256", "max_num_seqs": 30, "gpu_memory_utilization": 1.0, "host_memory_gib": 1.0}
     taken = make(**settings).stats().tiers["host"].total_bytes
     monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: taken)
     make(**settings)
     monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: taken - 1)
-    with pytest.raises(MemoryError, match=r"take \d+\.\d+ MiB of host memory, \d+\.\d+ MiB are free\. Lower host"):
+    with pytest.raises(MemoryError, match=r"take \d+\.\d+ MiB of host memory, \d+\.\d+ MiB is free\. Lower host"):
         make(**settings)
 
 

@@ -111,7 +111,7 @@ def test_answers_are_the_same_and_dense_ones_say_so(build: Any) -> None:
 
 
 def test_later_segments_have_their_own_positions(build: Any) -> None:
-    engine = build("quest", max_model_len=2048)
+    engine = build("quest:budget=256", max_model_len=2048)
     first = prompt(4, 300)
     engine.add_request("first", first, PLAIN)
     answer = tokens(drain(engine)["first"])

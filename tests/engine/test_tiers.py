@@ -193,7 +193,7 @@ def test_more_host_memory_than_is_free_is_refused(make: Any, tmp_path: Path, mon
         make(kv="full", kv_offload_gib=1.0)
     with pytest.raises(MemoryError, match=told.format("Set")):
         make(kv="full", kv_disk_dir=str(tmp_path))
-    settings = {"kv": "shadowkv", "max_num_seqs": 30, "gpu_memory_utilization": 1.0, "host_memory_gib": 1.0}
+    settings = {"kv": "shadowkv:budget=256", "max_num_seqs": 30, "gpu_memory_utilization": 1.0, "host_memory_gib": 1.0}
     taken = make(**settings).stats().tiers["host"].total_bytes
     monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: taken + 2**26)
     make(**settings, kv_offload_gib=0.0625)

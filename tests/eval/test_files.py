@@ -41,7 +41,7 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
     PredictionFile(path).append(predicted(1))
     for bad in ("{", '{"task": "t"}'):
         path.write_text(path.read_text().splitlines()[0] + "\n" + bad + "\n")
-        with pytest.raises(ValueError, match="line 2 is no prediction"):
+        with pytest.raises(ValueError, match="line 2 is not a prediction"):
             PredictionFile(path)
 
 

@@ -98,7 +98,7 @@ def test_files_that_are_missing_or_wrong_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="row 0 has no 'context'"):
         made("qasper", tmp_path)
     (tmp_path / "qasper.jsonl").write_text("\n{\n")
-    with pytest.raises(ValueError, match=r"qasper.jsonl, row 0 is no JSON object"):
+    with pytest.raises(ValueError, match=r"qasper.jsonl, row 0 is not a JSON object"):
         made("qasper", tmp_path)
     with pytest.raises(ValueError, match="no data set 'squad'"):
         made("squad", tmp_path)

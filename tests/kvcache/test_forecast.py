@@ -51,3 +51,20 @@ def test_what_does_not_follow_from_lengths_is_not_known() -> None:
     stream, other = Stream(0, host.allocate(500, 600)), host.allocate(40, 60)
     prefill(host, [(stream, 500)])
     assert host.forecast_decode([stream.sequence], [(other, 40)]) is None
+
+
+@pytest.mark.parametrize("kv", ["turbo:budget=0.5", "turbo", "quest:budget=64", "shadowkv:budget=0.3,place=device"])
+def test_no_segment_selects_more_than_a_graph_has_columns_for(kv: str) -> None:
+    """Also where the tail waits, exact, for a segment of its own, and where a later turn has begun one."""
+    cache = make_cache(preset(kv))
+    stream = Stream(0, cache.allocate(1000, 2600))
+    prefill(cache, [(stream, 1000)])
+    for turn in (600, 1):
+        for _ in range(turn):
+            plan = cache.plan_decode([stream.sequence])
+            (own,), (shapes,) = plan.groups, cache.rounded(plan, 4).groups
+            assert (own.segments.top_k + own.segments.sampled).max() <= own.max_budget <= shapes.max_budget
+            decode(cache, [stream])
+        if turn > 1:
+            cache.extend(stream.sequence, stream.length + 700, 2600)
+            prefill(cache, [(stream, 700)])

@@ -250,7 +250,7 @@ def test_a_worker_is_killed(tiny_model: Path) -> None:
         for _ in range(STREAMS):
             assert one.ask(max_tokens=2)[0].status_code == one.health() == 200
         assert (
-            "an HTTP process has ended (SIGKILL: the system may have run out of memory); it is not started again"
+            "an HTTP process has ended (SIGKILL: the system may have run out of memory); it is not restarted"
             in one.log.read_text()
         )
         family = one.family()

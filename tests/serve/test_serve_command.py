@@ -89,7 +89,7 @@ def test_where_few_files_may_be_open(monkeypatch, capsys, caplog, hard, flags, l
     else:
         assert served == [limit] and raised == [(min(hard, limit + FILES_BESIDE), hard)]
         assert [record.getMessage() for record in caplog.records] == (
-            [f"{told}: it is {limit}"] if not flags and limit < 2048 else []
+            [f"{told}: {limit} is used"] if not flags and limit < 2048 else []
         )
 
 

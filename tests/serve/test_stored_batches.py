@@ -394,7 +394,7 @@ def test_a_full_disk_keeps_no_batch_of_messages(tmp_path, monkeypatch):
 
 
 def test_a_server_that_keeps_nothing_says_so():
-    refused = pytest.raises(openai.BadRequestError, match="keeps nothing")
+    refused = pytest.raises(openai.BadRequestError, match="stores nothing")
     with serving(storage_mib=0) as url, openai_client(url) as client, refused:
         upload(client, b"x")
 

@@ -128,6 +128,8 @@ class DecodePlanner:
         else:  # a count, and the least of the default, are for the whole sequence: segments share them
             whole = spec.budget_chunks(length)
             budget = -(-whole * (end - first) // np.maximum(1, numbers.compressed[sequence]))
+        # At most what ``rounded`` leaves room for: a tail that waits for a segment of its own can be longer.
+        budget = np.minimum(budget, spec.budget_chunks(end - first + spec.local + PAGE))
         budget = np.where(end > first, budget, 0)
         sampled = spec.sampled_chunks(budget, end - first - tables.static_tokens[slot])
         seed = row_seeds(tables.seed[slots[sequence]], numbers.length[sequence], first)
