@@ -154,7 +154,7 @@ def test_every_request_has_a_line(engine, caplog):
         ("POST", ASK, {"json": {"prompt": "BUG"}, **named}),
     )
     first, second, forged, failed, last = messages(caplog)
-    told = f"prompt_tokens=9 cached_tokens=4 completion_tokens={4 * len(REPLY)} ttft=-"
+    told = f"prompt_tokens=9 cached_tokens=4 completion_tokens={4 * len(REPLY)} ttft="
     assert first.startswith(f"127.0.0.1:123 POST {ASK} 200 id=me {told}") and " duration=" in first
     assert second.startswith(f"127.0.0.1:123 POST {ASK} 400 id=me duration=")
     assert forged.split()[1:4] == ["GET", "/forged%20200%20id=me%0aduration", "404"]
