@@ -11,7 +11,8 @@ from torch import Tensor
 
 class Part(Protocol):
     """New tokens of one kind in a group of layers: of a decode step (``DecodeBatch``), of prompts (``PrefillBlock``),
-    or of prompts that stay exact, which a CUDA graph can capture (``ExactPrompts``)."""
+    or of prompts that stay exact, which a CUDA graph can capture (``ExactPrompts``). Layers with a recurrent state have
+    one kind for all (``RecurrentPart``)."""
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +38,7 @@ class Batch:
     Each part attends by itself, to its own sequences. Everything else in a layer sees one batch.
 
     Attributes:
-        groups: the parts, for each group of layers.
+        groups: the parts, for each group of layers; then, for layers with a recurrent state, ``RecurrentPart``s.
         needed: int64 [n], the tokens that need attention; of the others only keys and values are stored. None if all
             need attention.
     """

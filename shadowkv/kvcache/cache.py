@@ -12,21 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.batch import Batch
+from shadowkv.kvcache.batch import Batch, Part
 from shadowkv.kvcache.decode.attention import ExactLayers, QueryHook, SelectionHook
 from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.decode.planning import padded, rounded
 from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.memory.streams import upload
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
 from shadowkv.kvcache.prefill.exact import exact_prompts, lengths_of, pages_of
 from shadowkv.kvcache.prefill.sparse import BlockHook, SparsePrefill
+from shadowkv.kvcache.recurrent.batch import NewTokens, RecurrentPart, step, step_rows
+from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.pools import SequencePools
@@ -57,7 +62,8 @@ class KVCache:
         weights: for each layer of the model, the weights that the policy's parts need, by name; None if they need none.
 
     Attributes:
-        groups: the groups of layers.
+        groups: the groups of layers with attention.
+        recurrent: the states of layers with a recurrent state; None if there are none.
         sparse: attention over blocks of keys; None if the policy's prefill is not sparse.
         snapshots: turns sequences into bytes and back.
     """
@@ -96,8 +102,11 @@ class KVCache:
             )
             for number, group in enumerate(layout.groups)
         ]
-        self._places = [(self.groups[number], at) for number, at in layout.places]
-        self.pools = SequencePools(layout, [group.pool for group in self.groups])
+        of_groups = (self.groups[number] if number < len(self.groups) else None for number, _ in layout.places)
+        self._places = [(group, at) for group, (_, at) in zip(of_groups, layout.places, strict=True)]
+        recurrent = layout.recurrent
+        self.recurrent = None if recurrent is None else RecurrentStates(recurrent, slots, self.device)
+        self.pools = SequencePools(layout, [group.pool for group in self.groups], self.recurrent)
         self.snapshots = Snapshots(self.pools, rope, self.device)
 
     # -- sequences -------------------------------------------------------------------------------------------------
@@ -167,12 +176,14 @@ class KVCache:
 
     def use(self) -> dict[str, TierUse]:
         """Bytes of each tier. Any thread can call it."""
-        return {
-            name: TierUse(sum(tier.used_bytes for tier in tiers), sum(tier.total_bytes for tier in tiers))
-            for name, tiers in (
-                (name, [group.store.tiers[name] for group in self.groups]) for name in self.groups[0].store.tiers
-            )
+        tiers = {name: [group.store.tiers[name] for group in self.groups] for name in self.groups[0].store.tiers}
+        use = {
+            name: TierUse(sum(tier.used_bytes for tier in same), sum(tier.total_bytes for tier in same))
+            for name, same in tiers.items()
         }
+        if self.recurrent is not None:
+            use["recurrent states"] = TierUse(self.recurrent.used_bytes, self.recurrent.total_bytes)
+        return use
 
     @property
     def fetches(self) -> FetchCounts | None:
@@ -207,12 +218,37 @@ class KVCache:
         for group in self.groups:
             own = [(sequence.of_group(group.number), count) for sequence, count in sequences]
             groups.append(group.prefill.batch(own, bounds, groups[0] if groups else shared))
-        return PrefillBatch(groups)
+        return PrefillBatch(groups, self._recurrent_tokens(sequences))
+
+    def _recurrent_tokens(self, sequences: list[tuple[CachedSequence, int]]) -> list[NewTokens] | None:
+        """The new tokens for layers with a recurrent state, and the checkpoints that are written on the way."""
+        if self.recurrent is None:
+            return None
+        tokens, start = list[NewTokens](), 0
+        for sequence, count in sequences:
+            cached, own = sequence.length, sequence.recurrent
+            assert own is not None, "a sequence of this cache has recurrent states"
+            checkpoints = self.recurrent.plan_checkpoints(own, cached, self._fork_point_after(sequence, cached + count))
+            tokens.append(NewTokens(own, start, start + count, cached, checkpoints))
+            start += count
+        return tokens
+
+    def _fork_point_after(self, sequence: CachedSequence, length: int) -> int:
+        """The largest number of tokens after which a sequence can be forked behind a prompt up to ``length``, as far as
+        pages are concerned."""
+        point = (length - 1) // PAGE * PAGE
+        for group in self.groups:
+            own = sequence.of_group(group.number)
+            after = group.layout.growth.compressed(own.segment_state, length, length == own.capacity)
+            if after.tokens:
+                point = min(point, after.tokens)
+        return point
 
     def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
         """Stores one layer's new tokens, compressed if the policy compresses the sequence."""
         group, at = self._places[layer]
-        group.prefill.finish_layer(at, batch.groups[group.number])
+        if group is not None:
+            group.prefill.finish_layer(at, batch.groups[group.number])
 
     def leave_prefill(self) -> None:
         """Must be called when a prefill ends or is abandoned. Later work waits for the stores that are still
@@ -224,13 +260,17 @@ class KVCache:
         """Makes the new tokens part of their sequences, after the last layer."""
         for group, own in zip(self.groups, batch.groups, strict=True):
             group.prefill.end(own)
+        for new in batch.new:
+            if self.recurrent is not None and new.sequence.recurrent is not None:
+                self.recurrent.end_prefill(new.sequence.recurrent, new.sequence.length)
 
     # -- prompts that stay exact -----------------------------------------------------------------------------------
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether a CUDA graph can capture the attention of prompts that stay exact."""
-        return all(group.exact.captured for group in self.groups)
+        """Whether a CUDA graph can capture the attention of prompts that stay exact. None can capture what prompts do
+        to recurrent states: where their spans end is different each time."""
+        return self.recurrent is None and all(group.exact.captured for group in self.groups)
 
     def stays_exact(self, sequence: CachedSequence, tokens: int) -> bool:
         """Whether ``tokens`` new tokens of a prompt can be part of ``exact_prompts``.
@@ -279,7 +319,11 @@ class KVCache:
         plans = [group.planner.plan(group.sequences(sequences)) for group in self.groups]
         alone = all(plan.of_sequence is None for plan in plans)  # micro-batches need one segment per row
         parts = max(plan.micro_batches for plan in plans) if alone else 1
-        return DecodePlan(tuple(replace(plan, micro_batches=parts) for plan in plans))
+        recurrent = None
+        if self.recurrent is not None:
+            states = [sequence.recurrent for sequence in sequences if sequence.recurrent is not None]
+            recurrent = step_rows(states, plans[0].sequences.length)
+        return DecodePlan(tuple(replace(plan, micro_batches=parts) for plan in plans), recurrent)
 
     def forecast_decode(
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
@@ -297,7 +341,8 @@ class KVCache:
             if plan is None:
                 return None
             plans.append(plan)
-        return DecodePlan(tuple(plans))
+        rows = len(sequences) + len(joining)
+        return DecodePlan(tuple(plans), self._padding_rows(rows))
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> Batch:
         """The batch of a planned step.
@@ -308,16 +353,28 @@ class KVCache:
                 compresses due pages.
         """
         of_groups = [None] * len(self.groups) if numbers is None else plan.split(numbers)
-        of_all = zip(self.groups, plan.groups, of_groups, strict=True)
-        return Batch(tuple((group.decode.batch(own, part),) for group, own, part in of_all))
+        parts = list[tuple[Part, ...]]()
+        for group, own, part in zip(self.groups, plan.groups, of_groups):
+            parts.append((group.decode.batch(own, part),))
+        if plan.recurrent is not None:
+            rows = upload(torch.from_numpy(plan.recurrent), self.device) if numbers is None else of_groups[-1]
+            assert rows is not None
+            parts.append((step(*rows.view(2, -1)),))
+        return Batch(tuple(parts))
 
     def rounded(self, plan: DecodePlan, max_batch: int, batch: int | None = None) -> DecodePlan:
         """``plan`` with its shapes rounded up, so that few captured graphs serve many steps. ``batch`` sets the number
         of rows; None rounds it up too."""
         of_all = zip(self.groups, plan.groups, strict=True)
-        return DecodePlan(
-            tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
-        )
+        groups = tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
+        recurrent = self._padding_rows(len(groups[0].sequences.slot))
+        if recurrent is not None and plan.recurrent is not None:
+            recurrent[:, : plan.num_rows] = plan.recurrent
+        return DecodePlan(groups, recurrent)
+
+    def _padding_rows(self, count: int) -> np.ndarray | None:
+        """``DecodePlan.recurrent`` of padding rows."""
+        return None if self.recurrent is None else np.full((2, count), self.recurrent.padding)
 
     def padded_compression(self, number: int, numbers: np.ndarray) -> np.ndarray:
         """A group's ``GroupPlan.compression``, padded to a rounded number of pages."""
@@ -339,9 +396,10 @@ class KVCache:
 
     def exact_layers(self) -> ExactLayers | None:
         """Exact pages of all layers, for an op that appends tokens and attends to exact pages itself. None if there are
-        several groups of layers, a window, or values fetched from the host."""
+        several groups of layers, recurrent states, a window, or values fetched from the host."""
         group = self.groups[0]
-        if len(self.groups) > 1 or group.layout.window is not None or group.decode.fetching is not None:
+        several = len(self.groups) > 1 or self.recurrent is not None
+        if several or group.layout.window is not None or group.decode.fetching is not None:
             return None
         return ExactLayers(group.store.k, group.store.v, group.store.rotary, group.decode.attend_beside)
 
@@ -386,14 +444,16 @@ class KVCache:
         return None if self.sparse is None else self.sparse.take_density()
 
     def place(self, layer: int) -> tuple[LayerGroup, int]:
-        """The group of a layer of the model, and the layer's number within the group."""
-        return self._places[layer]
+        """The group of a layer of the model with attention, and the layer's number within the group."""
+        group, at = self._places[layer]
+        assert group is not None, f"layer {layer} has no attention"
+        return group, at
 
     # -- calls of the model's attention ----------------------------------------------------------------------------
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
         """Stores keys (before RoPE) and values [T, H, d] of the batch's new tokens."""
-        group, at = self._places[layer]
+        group, at = self.place(layer)
         group.append(at, k, v, batch.groups[group.number])
 
     def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
@@ -406,8 +466,18 @@ class KVCache:
         | selected | tail], or to all tokens if the sequence is dense or the policy does not select. ``sinks``, float32
         [H_q], are scores of one more position in every softmax, whose value is 0 (``ops/add_sinks``).
         """
-        group, at = self._places[layer]
+        group, at = self.place(layer)
         return group.start(at, q, batch.groups[group.number], sinks)
+
+    # -- calls of the model's recurrent layers ---------------------------------------------------------------------
+
+    def states(self, layer: int, batch: Batch) -> tuple[dict[str, Tensor], tuple[RecurrentPart, ...]]:
+        """The recurrent states of a layer, by name [rows, *shape], and the parts of the batch that read and write
+        them."""
+        assert self.recurrent is not None, f"layer {layer} has attention"
+        _, at = self._places[layer]
+        parts = cast("tuple[RecurrentPart, ...]", batch.groups[len(self.groups)])
+        return {name: array[at] for name, array in self.recurrent.arrays.items()}, parts
 
 
 class FanOut:
@@ -443,6 +513,10 @@ class FanOut:
     def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
         """Starts a block's attention."""
         return self.caches[0].start(layer, q, batch, sinks)
+
+    def states(self, layer: int, batch: Batch) -> tuple[dict[str, Tensor], tuple[RecurrentPart, ...]]:
+        """The recurrent states of a layer."""
+        return self.caches[0].states(layer, batch)
 
     def finish_prefill(self, layer: int, batch: PrefillBatch) -> None:
         """Stores a layer's new tokens in every cache."""

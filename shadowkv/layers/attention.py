@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shadowkv.kvcache.recurrent.batch import RecurrentPart
 from shadowkv.layers.norm import JointNorm, RMSNorm
 from shadowkv.layers.spec import LayerSpec, projection
 
@@ -31,6 +32,11 @@ class Cache(Protocol):
         """
         ...
 
+    def states(self, layer: int, batch: Any) -> tuple[dict[str, Tensor], tuple[RecurrentPart, ...]]:
+        """The recurrent states of a layer that has them, by name, and the parts of the batch that read and write
+        them."""
+        ...
+
 
 class Attention(nn.Module):
     """One projection to queries, keys and values, attention by the cache, and an output projection."""
@@ -47,14 +53,16 @@ class Attention(nn.Module):
         self.num_kv_heads = shape.num_kv_heads
         self.head_dim = shape.head_dim
         self.query_dim = shape.num_query_heads * shape.head_dim
-        self.qkv_dim = self.query_dim + 2 * shape.kv_dim
+        self.output_gate = spec.output_gate
+        self.query_rows = self.query_dim * (2 if spec.output_gate else 1)
+        self.qkv_dim = self.query_rows + 2 * shape.kv_dim
         self.qkv = projection(
             spec,
             "attention.qkv",
             spec.hidden_size,
             self.qkv_dim,
             bias=spec.qkv_bias,
-            borders=(self.query_dim,),
+            borders=(self.query_rows,),
         )
         self.out = projection(spec, "attention.out", self.query_dim, spec.hidden_size, bias=spec.out_bias)
         eps, dtype, device = spec.rms_norm_eps, spec.norm_dtype, spec.device
@@ -81,16 +89,25 @@ class Attention(nn.Module):
         The returned function finishes it and returns [n, D], for the n tokens whose attention the batch needs.
         """
         qkv = self.qkv(x)
-        self._store(qkv[:, self.query_dim :], cache, batch)
-        q = qkv[:, : self.query_dim].unflatten(-1, (self.num_query_heads, self.head_dim))
+        self._store(qkv[:, self.query_rows :], cache, batch)
+        q, gate = qkv[:, : self.query_rows].unflatten(-1, (self.num_query_heads, -1)), None
+        if self.output_gate:
+            q, gate = q.chunk(2, dim=-1)
         if self.query_norm is not None:
             q = self.query_norm(q)
         finish = cache.start(self.layer, q, batch, self.sinks)
-        return lambda: self.group.sum(self.out(batch.of_needed(finish().flatten(-2))))
+        return lambda: self._finish(finish(), gate, batch)
+
+    def _finish(self, attended: Tensor, gate: Tensor | None, batch: Any) -> Tensor:
+        """The layer's output from attention [T, Hq, d]."""
+        attended = batch.of_needed(attended.flatten(-2))
+        if gate is not None:
+            attended = attended * batch.of_needed(gate.flatten(-2)).sigmoid()
+        return self.group.sum(self.out(attended))
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
         """Stores keys and values of normalised hidden states [T, D] in the cache, without attention."""
-        self._store(self.qkv.rows(x, self.query_dim, self.qkv_dim), cache, batch)
+        self._store(self.qkv.rows(x, self.query_rows, self.qkv_dim), cache, batch)
 
     def _store(self, kv: Tensor, cache: Cache, batch: Any) -> None:
         k, v = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).split(self.num_kv_heads, dim=1)

@@ -1,4 +1,5 @@
-"""The decoder layer: attention, and an MLP or experts, around the residual stream. ``forward.py`` calls it."""
+"""The decoder layer: attention or linear attention, and an MLP or experts, around the residual stream. ``forward.py``
+calls it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shadowkv.layers.attention import Attention, Cache
+from shadowkv.layers.gated_delta_net import GatedDeltaNet
 from shadowkv.layers.mlp import MLP
 from shadowkv.layers.moe import MixtureOfExperts
 from shadowkv.layers.norm import RMSNorm
@@ -28,11 +30,19 @@ class DecoderLayer(nn.Module):
             return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device)
 
         self.attention_norm = norm()
-        self.attention = Attention(spec, layer)
+        self.attention = Attention(spec, layer) if spec.linear is None else None
+        self.linear_attention = None if spec.linear is None else GatedDeltaNet(spec, spec.linear, layer)
         self.mlp_norm = norm()
         self.mlp = MLP(spec, spec.intermediate_size) if spec.experts is None else MixtureOfExperts(spec, spec.experts)
         self.post_attention_norm = norm() if spec.post_norms else None
         self.post_mlp_norm = norm() if spec.post_norms else None
+
+    @property
+    def _mixer(self) -> Attention | GatedDeltaNet:
+        """What mixes the tokens of a sequence."""
+        mixer = self.attention or self.linear_attention
+        assert mixer is not None
+        return mixer
 
     def start(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> Callable[[], tuple[Tensor, Tensor]]:
         """Starts the layer, up to the point where attention can have to wait for the host.
@@ -46,13 +56,13 @@ class DecoderLayer(nn.Module):
                 added in the same launch as the next norm.
         """
         x, normed = self._normalised(x, added)
-        finish = self.attention.start(normed, cache, batch)
+        finish = self._mixer.start(normed, cache, batch)
         return lambda: self._finish(batch.of_needed(x), finish())
 
     def append(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> None:
         """Runs the layer for tokens that need no attention: only stores their keys and values. Arguments are as in
         ``start``."""
-        self.attention.append(self._normalised(x, added)[1], cache, batch)
+        self._mixer.append(self._normalised(x, added)[1], cache, batch)
 
     def _normalised(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual stream with ``added``, and its norm, which is the input of attention."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.shape import LayerKind, ModelShape, StateArray
 from shadowkv.layers.group import Group
 from shadowkv.layers.linear import FP8Linear, Linear
 from shadowkv.layers.quantised_matrix import QuantisedLinear, RowBlock
@@ -41,15 +41,60 @@ class Experts:
         return self.held or (0, self.routing.experts)
 
 
+CONVOLUTION, RECURRENT = "convolution", "recurrent"
+"""Names of the states of a layer with linear attention."""
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The linear attention that replaces attention in some layers (``GatedDeltaNet``).
+
+    Attributes:
+        key_heads: heads of queries and keys; divides ``value_heads``.
+        value_heads: heads of values.
+        key_dim, value_dim: dimensions of a head.
+        kernel: inputs of the convolution.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Dimensions of all heads of keys, or of queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Dimensions of all heads of values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def kind(self) -> LayerKind:
+        """The layers' kind: what a cache keeps of a sequence."""
+        matrix = self.value_heads, self.key_dim, self.value_dim
+        inputs = StateArray(CONVOLUTION, (self.channels, self.kernel - 1))
+        return LayerKind(state=(inputs, StateArray(RECURRENT, matrix)))
+
+
 @dataclass(frozen=True)
 class LayerSpec:
-    """The spec of one decoder layer. Layers of a model differ only in ``experts`` and ``row_blocks``.
+    """The spec of one decoder layer. Layers of a model differ only in ``experts``, ``linear`` and ``row_blocks``.
 
     Attributes:
         shape: heads and head dimensions.
         hidden_size: D, width of the residual stream.
         intermediate_size: I, width of the MLP.
         experts: the mixture of experts that replaces the MLP; None for an MLP.
+        linear: the linear attention that replaces attention; None for attention.
         rms_norm_eps: added to the mean square in every RMSNorm.
         activation: activation of the MLP's gate, one of ``ops/gated_activation``'s. Names are those of Hugging Face
             configs, if they have one.
@@ -59,6 +104,8 @@ class LayerSpec:
         normed_heads: if all heads of a token are normalised together instead, the whole model's numbers of query and kv
             heads; else None.
         sinks: whether every softmax has one more position, with a learned score per head and a value of 0 (gpt-oss).
+        output_gate: whether each head's output is multiplied by the sigmoid of a second query projection, of which the
+            rows follow those of the head's query.
         post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
             stream.
         quantization: ``fp8`` if projections multiply 8-bit floats; else None.
@@ -73,6 +120,7 @@ class LayerSpec:
     hidden_size: int
     intermediate_size: int
     experts: Experts | None
+    linear: LinearAttention | None
     rms_norm_eps: float
     activation: str
     qkv_bias: bool
@@ -80,6 +128,7 @@ class LayerSpec:
     qk_norm: bool
     normed_heads: tuple[int, int] | None
     sinks: bool
+    output_gate: bool
     post_norms: bool
     quantization: str | None
     row_blocks: Mapping[str, tuple[RowBlock, ...]]

@@ -61,6 +61,7 @@ class Decoder(nn.Module):
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             experts=None,
+            linear=None,
             rms_norm_eps=config.rms_norm_eps,
             activation=config.activation,
             qkv_bias=config.qkv_bias,
@@ -68,6 +69,7 @@ class Decoder(nn.Module):
             qk_norm=config.qk_norm,
             normed_heads=config.normed_heads,
             sinks=config.sinks,
+            output_gate=config.output_gate,
             post_norms=config.post_norms,
             quantization=config.quantization,
             row_blocks={},
@@ -79,7 +81,12 @@ class Decoder(nn.Module):
         self.embedding = self._table(row_blocks.get("embedding"))
         self.layers = nn.ModuleList(
             DecoderLayer(
-                replace(spec, experts=config.experts_of(layer), row_blocks=_within(f"layers.{layer}.", row_blocks)),
+                replace(
+                    spec,
+                    experts=config.experts_of(layer),
+                    linear=config.linear_of(layer),
+                    row_blocks=_within(f"layers.{layer}.", row_blocks),
+                ),
                 layer,
             )
             for layer in range(config.num_layers)

@@ -11,7 +11,7 @@ from shadowkv.models.checkpoints.files import ModelFileError, is_there, read_jso
 from shadowkv.models.checkpoints.quantised.format import Format
 from shadowkv.models.configs.config_json import are_token_ids
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families.overrides import overridden_config
+from shadowkv.models.overrides import overridden_config
 from shadowkv.models.quantization import read_quantization
 
 GENERATION_CONFIG = "generation_config.json"

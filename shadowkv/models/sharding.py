@@ -17,6 +17,7 @@ from operator import itemgetter
 from shadowkv.kvcache.parts import key_part, resolve
 from shadowkv.kvcache.policy.shape import share
 from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.layers.spec import LinearAttention
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
@@ -151,6 +152,18 @@ class Shard:
         return self._inner("the shared expert's intermediate_size", width) if width else (0, 0)
 
     @property
+    def linear_heads(self) -> Span:
+        """The key heads of linear attention of this rank, which has their value heads, too."""
+        assert self.whole.linear is not None, "there is no linear attention"
+        heads = self.whole.linear.key_heads
+        if self.size > heads:
+            reason = (
+                f"tensor_parallel_size={self.size} is more than the {counted(heads, 'key head')} of linear attention"
+            )
+            raise SettingsError(reason, ["tensor_parallel_size"])
+        return share(heads, self.rank, self.size)
+
+    @property
     def vocabulary(self) -> Span:
         """Tokens whose embeddings and logits this rank has: equally many on every rank, except the last ones."""
         each, count = vocabulary_rows(self.whole, self.size), self.whole.vocab_size
@@ -166,6 +179,10 @@ class Shard:
             num_kv_heads=_length(self.kv_heads),
             intermediate_size=_length(self.inner) if whole.has_mlps else whole.intermediate_size,
         )
+        if whole.linear is not None and self.size > 1:
+            heads = _length(self.linear_heads)
+            groups = whole.linear.value_heads // whole.linear.key_heads
+            config = config.with_linear(replace(whole.linear, key_heads=heads, value_heads=heads * groups))
         if whole.experts is None or self.size == 1:
             return config
         experts = replace(
@@ -217,12 +234,15 @@ class Shard:
         queries, keys = _times(self.query_heads, dim), _times(self.kv_heads, dim)
         if self.size == 1:
             return None
+        if module.startswith("linear_attention") and whole.linear is not None:
+            return self._cut_linear(name, whole.linear)
         if module.startswith(("mlp.experts.", "mlp.shared.")):
             return self._cut_experts(module, kind)
         if name in ("embedding", "head"):
             return Cut((self.vocabulary,))
         if module == "attention.qkv":
-            return Cut((queries, _moved(keys, q), _moved(keys, q + kv)))
+            gated = 2 if whole.output_gate else 1
+            return Cut((_times(queries, gated), _moved(keys, q * gated), _moved(keys, q * gated + kv)))
         if name == "attention.sinks":
             return Cut((self.query_heads,))
         if whole.normed_heads is not None and module in ("attention.query_norm", "attention.key_norm"):
@@ -234,6 +254,24 @@ class Shard:
                 return Cut(((0, whole.hidden_size),) if self.rank == 0 else ())
             return Cut(((0, whole.hidden_size),), queries if module == "attention.out" else self.inner)
         return None
+
+    def _cut_linear(self, name: str, linear: LinearAttention) -> Cut | None:
+        """``cut`` for linear attention."""
+        groups = linear.value_heads // linear.key_heads
+        heads = _times(self.linear_heads, groups)
+        keys, values = _times(self.linear_heads, linear.key_dim), _times(heads, linear.value_dim)
+        channels = keys, _moved(keys, linear.keys), _moved(values, 2 * linear.keys)
+        rows = {
+            "qkvz.weight": (*channels, _moved(values, linear.channels)),
+            "convolution": channels,
+            "beta_decay.weight": (heads, _moved(heads, linear.value_heads)),
+            "log_rate": (heads,),
+            "rate_bias": (heads,),
+        }
+        name = name.removeprefix("linear_attention.")
+        if name == "out.weight":
+            return Cut(((0, self.whole.hidden_size),), values)
+        return Cut(rows[name]) if name in rows else None
 
     def _cut_experts(self, module: str, kind: str) -> Cut:
         """``cut`` for the rows of all experts, which follow one another, or for the shared expert."""

@@ -10,6 +10,7 @@ from shadowkv.ops.apply_rope.reference import apply_rope
 from shadowkv.ops.attend_blocks.reference import attend_blocks
 from shadowkv.ops.attend_coded.reference import attend_coded
 from shadowkv.ops.attend_selected.reference import attend_selected
+from shadowkv.ops.causal_convolution.reference import causal_convolution
 from shadowkv.ops.choose_experts.reference import choose_experts
 from shadowkv.ops.chunk_mean_scores.reference import chunk_mean_scores
 from shadowkv.ops.decode_layers.reference import decode_layers
@@ -18,6 +19,7 @@ from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.fetch_chunks.reference import fetch_chunks
 from shadowkv.ops.find_outliers.reference import find_outliers
 from shadowkv.ops.gated_activation.reference import gated_activation
+from shadowkv.ops.gated_delta_rule.reference import gated_delta_rule
 from shadowkv.ops.gather_context.reference import gather_context
 from shadowkv.ops.grouped_matmul.reference import grouped_matmul
 from shadowkv.ops.grouped_quantised_matmul.reference import grouped_quantised_matmul
@@ -58,6 +60,7 @@ class References:
         self.attend_blocks = attend_blocks
         self.attend_coded = attend_coded
         self.attend_selected = attend_selected
+        self.causal_convolution = causal_convolution
         self.choose_experts = choose_experts
         self.chunk_mean_scores = chunk_mean_scores
         self.decode_layers = decode_layers
@@ -66,6 +69,7 @@ class References:
         self.fetch_chunks = fetch_chunks
         self.find_outliers = find_outliers
         self.gated_activation = gated_activation
+        self.gated_delta_rule = gated_delta_rule
         self.gather_context = gather_context
         self.grouped_matmul = grouped_matmul
         self.grouped_quantised_matmul = grouped_quantised_matmul

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.policy.shape import LayerKind
+from shadowkv.kvcache.recurrent.batch import RecurrentPart, Round
 from shadowkv.models import Decoder
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
+from shadowkv.ops.recurrence import Spans
 from shadowkv.ops.registry import Ops
 
 
@@ -45,6 +47,8 @@ class DenseCache:
         }
         self.rotary = RotaryTables(rope, max_positions)
         self.windows = {layer: kind.window for layer, kind in enumerate(kinds)}
+        self.kinds = kinds
+        self.recurrent: dict[int, dict[str, Tensor]] = {}
         self.kept: dict[int, list[tuple[Tensor, Tensor, DenseBatch]]] = {}
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch) -> None:
@@ -69,6 +73,16 @@ class DenseCache:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), -1)
         weights = scores.softmax(-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", weights, values.to(weights.dtype)).to(q.dtype)
+
+    def states(self, layer: int, batch: DenseBatch) -> tuple[dict[str, Tensor], tuple[RecurrentPart, ...]]:
+        """The states of all sequences by their numbers, and one part of the whole batch."""
+        rows, lengths = batch.sequences.unique_consecutive(return_counts=True)
+        if layer not in self.recurrent:
+            count = int(rows.max()) + 1
+            state = self.kinds[layer].state
+            self.recurrent[layer] = {array.name: torch.zeros(count, *array.shape) for array in state}
+        spans = Spans(None if len(rows) == len(batch.sequences) else tuple(lengths.tolist()), rows, rows)
+        return self.recurrent[layer], (RecurrentPart(len(batch.sequences), (Round(None, spans),)),)
 
     def rotate(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         rotary = self.tables.get(layer, self.rotary)

@@ -62,6 +62,16 @@ MINIMAX = {
     "rotary_dim": 8,
 }
 
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 4},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "rope_theta": 5e5},
@@ -131,6 +141,15 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe-qk-norm": {**GLM_EXPERTS, "use_qk_norm": True, "norm_topk_prob": False, "n_shared_experts": 2},
     "gpt_oss": GPT_OSS,
     "gpt_oss-no-attention-bias": {**GPT_OSS, "attention_bias": False, "num_hidden_layers": 3},
+    "qwen3_5": QWEN3_5,
+    "qwen3_5-more-full": {
+        **{**QWEN3_5, "num_hidden_layers": 5, "linear_num_value_heads": 2, "tie_word_embeddings": True},
+        "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    },
+    "qwen3_5_moe": {
+        **{**QWEN3_5, "model_type": "qwen3_5_moe_text", "num_experts": 8, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    },
     "minimax_m2": MINIMAX,
     "minimax_m2-all-rotates": {**MINIMAX, "rotary_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 3},
     "glm4-no-bias": {"model_type": "glm4", "head_dim": 16, "attention_bias": False},

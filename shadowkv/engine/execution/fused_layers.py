@@ -61,7 +61,7 @@ class FusedLayers:
         row_blocks = [block for matrix in matrices for block in matrix.row_blocks]
         known = all(block.form is None or isinstance(block.form, BlockForm) for block in row_blocks)
         config = model.config
-        plain = config.activation == "silu" and not (config.sinks or config.wide_norms)
+        plain = config.activation == "silu" and not (config.sinks or config.output_gate or config.wide_norms)
         return kernel and alone and known and plain and cache.exact_layers() is not None
 
     def __call__(self, x: Tensor, step: Batch) -> Tensor:
@@ -82,7 +82,7 @@ class FusedLayers:
 
 def _layer(layer: DecoderLayer, k_pages: Tensor, v_pages: Tensor) -> op.Layer:
     attention, mlp = layer.attention, layer.mlp
-    assert isinstance(mlp, MLP), "experts do not fit"
+    assert isinstance(mlp, MLP) and attention is not None, "experts and linear attention do not fit"
     return op.Layer(
         layer.attention_norm.weight,
         _projection(attention.qkv),

@@ -14,6 +14,7 @@ from torch import Tensor
 from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.kvcache.recurrent.batch import RecurrentPart
 from shadowkv.kvcache.sequences.sequence import Tables
 from shadowkv.ops.sampling import Sampling
 
@@ -111,9 +112,15 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The plan of a decode step of B sequences, for all groups of layers."""
+    """The plan of a decode step of B sequences, for all layers.
+
+    Attributes:
+        groups: the plans of all groups of layers.
+        recurrent: int64 [2, B], rows of the recurrent states before and after the step; None if no layer has one.
+    """
 
     groups: tuple[GroupPlan, ...]
+    recurrent: np.ndarray | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -131,12 +138,15 @@ class DecodePlan:
         return len(self.groups[0].sequences.slot)
 
     def packed(self) -> np.ndarray:
-        """All numbers in one array, int64 [n], group by group."""
-        return np.concatenate([group.packed() for group in self.groups])
+        """All numbers in one array, int64 [n], group by group, then those of recurrent states."""
+        recurrent = () if self.recurrent is None else (self.recurrent.ravel(),)
+        return np.concatenate([*(group.packed() for group in self.groups), *recurrent])
 
     def split(self, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Splits ``numbers`` int64 [n], which a plan of this shape has packed, into those of each group."""
-        return numbers.split([group.count for group in self.groups])
+        """Splits ``numbers`` int64 [n], which a plan of this shape has packed, into those of each group, and of
+        recurrent states if there are any."""
+        recurrent = () if self.recurrent is None else (self.recurrent.size,)
+        return numbers.split([*(group.count for group in self.groups), *recurrent])
 
 
 @dataclass(frozen=True)
@@ -198,7 +208,7 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
     host."""
     if count == 1:
         return [batch]
-    of_groups = [cast(DecodeBatch, part).split(count) for (part,) in batch.groups]
+    of_groups = [cast(DecodeBatch | RecurrentPart, part).split(count) for (part,) in batch.groups]
     return [Batch(tuple((part,) for part in of_all)) for of_all in zip(*of_groups, strict=True)]
 
 

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # a command's help shows presets, without PyTorch
     from shadowkv.ops.apply_rope.tables import RopeConfig
 
 
+class StateArray(NamedTuple):
+    """An array of a sequence's recurrent state in one layer, in float32."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class LayerKind:
-    """The kind of a layer's attention.
+    """The kind of a layer: full attention, attention to a window, or a recurrent state.
 
     Attributes:
         window: number of newest tokens that a query attends to, its own included; None for all tokens.
         rope: the layer's own RoPE; None for the model's. Only layers with a window can have their own.
+        state: arrays of one sequence's recurrent state, in layers that have one instead of attention; else empty.
     """
 
     window: int | None = None
     rope: RopeConfig | None = None
+    state: tuple[StateArray, ...] = ()
 
     def __str__(self) -> str:
+        if self.state:
+            return "a recurrent state"
         return "full attention" if self.window is None else f"a window of {self.window}"
 
 
@@ -33,7 +44,7 @@ class ModelShape:
     """Sizes of the attention of a decoder, or of some of its layers. All layers have the same sizes.
 
     Attributes:
-        num_layers: decoder layers.
+        num_layers: decoder layers, those with a recurrent state included.
         num_query_heads: query heads per layer.
         num_kv_heads: key-value heads per layer; divides ``num_query_heads``.
         head_dim: dimensions of one head.

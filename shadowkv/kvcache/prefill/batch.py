@@ -16,6 +16,9 @@ from shadowkv.kvcache.compression.plans import StoragePlan, StoragePlanner
 from shadowkv.kvcache.memory.streams import Numbers, upload
 from shadowkv.kvcache.parts.base import OBSERVED, STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.recurrent.batch import NewTokens as RecurrentTokens
+from shadowkv.kvcache.recurrent.batch import RecurrentPart
+from shadowkv.kvcache.recurrent.batch import block as recurrent_block
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import ExactRows
 
@@ -280,6 +283,9 @@ class PrefillBlock:
 class PrefillBatch:
     """New tokens of one or a few sequences, packed, in all groups of layers: what a cache makes of it and is told.
 
+    Args:
+        recurrent: each sequence's tokens for layers with a recurrent state; None if there are none.
+
     Attributes:
         groups: as each group of layers has them.
         new: the tokens of each sequence, in order, as the first group has it.
@@ -287,20 +293,26 @@ class PrefillBatch:
         starts: int32 [S + 1], where each sequence's tokens begin.
     """
 
-    def __init__(self, groups: Sequence[GroupPrefill]) -> None:
-        self.groups = tuple(groups)
+    def __init__(self, groups: Sequence[GroupPrefill], recurrent: Sequence[RecurrentTokens] | None = None) -> None:
+        self.groups, self._recurrent = tuple(groups), recurrent
         self.new, self.num_tokens, self.starts = groups[0].new, groups[0].num_tokens, groups[0].starts
 
     def block(self, start: int, stop: int) -> Batch:
         """Tokens ``start`` to ``stop``."""
-        return Batch(tuple((group.block(start, stop),) for group in self.groups))
+        return Batch((*((group.block(start, stop),) for group in self.groups), *self._of_recurrent(start, stop)))
 
     def ends(self, start: int, stop: int) -> Batch:
         """The same, where attention is needed of sequences' last tokens alone, and of the block's last where queries of
         the sequence that goes on behind it are learned from."""
         blocks = [group.block(start, stop) for group in self.groups]
         needed = upload(torch.tensor([end - 1 - start for _, end in blocks[0].ends]).long(), self.starts.device)
-        return Batch(tuple((block.of_ends(),) for block in blocks), needed)
+        return Batch((*((block.of_ends(),) for block in blocks), *self._of_recurrent(start, stop)), needed)
+
+    def _of_recurrent(self, start: int, stop: int) -> tuple[tuple[RecurrentPart], ...]:
+        """The part for layers with a recurrent state; empty if there are none."""
+        if self._recurrent is None:
+            return ()
+        return ((recurrent_block(self._recurrent, start, stop, self.starts.device),),)
 
     def are_ends(self, blocks: Sequence[tuple[int, int]]) -> Tensor:
         """Which of the tokens that ``ends`` of these blocks need are last ones of sequences, int64 [S]."""

@@ -13,6 +13,7 @@ from shadowkv.kvcache.memory.arenas import Blocks, Field
 from shadowkv.kvcache.parts import Parts, resolve
 from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, KVSpec
+from shadowkv.kvcache.recurrent.layout import RecurrentLayout
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 
 EXACT = "exact"
@@ -35,7 +36,9 @@ class Layout:
 
     Attributes:
         groups: the groups. The first one has the layers that the policy compresses, if there are any.
-        places: for each layer of the model, the number of its group, and its number within the group.
+        recurrent: the layers with a recurrent state; None if there are none.
+        places: for each layer of the model, the number of its group, and its number within the group. Layers with a
+            recurrent state count as one more group.
 
     Raises ValueError if the policy cannot be used.
     """
@@ -55,7 +58,13 @@ class Layout:
             GroupLayout(of_group, shape, kind, dtype, max_model_len, fetch_buffer, layers, name if number else "")
             for number, (name, of_group, kind, layers) in enumerate(named)
         )
-        place_of = {layer: (n, at) for n, group in enumerate(self.groups) for at, layer in enumerate(group.layers)}
+        self.recurrent = RecurrentLayout.of(shape)
+        recurrent = () if self.recurrent is None else (self.recurrent,)
+        place_of = {
+            layer: (number, at)
+            for number, group in enumerate((*self.groups, *recurrent))
+            for at, layer in enumerate(group.layers)
+        }
         self.places = [place_of[layer] for layer in range(shape.num_layers)]
 
     @property
@@ -141,8 +150,9 @@ class Layout:
         return self.joined(group.fixed_blocks(sequences) for group in self.groups)
 
     def fixed_bytes(self, sequences: int) -> int:
-        """Device bytes of ``fixed_blocks``, with one more of each for padding rows."""
-        return sum(group.fixed_bytes(sequences) for group in self.groups)
+        """Device bytes of ``fixed_blocks``, with one more of each for padding rows, and of recurrent states."""
+        recurrent = 0 if self.recurrent is None else self.recurrent.nbytes(sequences)
+        return recurrent + sum(group.fixed_bytes(sequences) for group in self.groups)
 
     def demand(self, start: int, capacity: int) -> Blocks:
         """Blocks of a new sequence with a prompt up to ``start`` tokens and a maximum length of ``capacity`` tokens: of

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline
@@ -16,10 +17,11 @@ class SequencePools:
 
     Args:
         pools: the pools of the layout's groups, in order.
+        recurrent: the recurrent states; None if no layer has one.
     """
 
-    def __init__(self, layout: Layout, pools: Sequence[SequencePool]) -> None:
-        self.layout, self.pools = layout, list(pools)
+    def __init__(self, layout: Layout, pools: Sequence[SequencePool], recurrent: RecurrentStates | None = None) -> None:
+        self.layout, self.pools, self.recurrent = layout, list(pools), recurrent
 
     @property
     def total(self) -> Blocks:
@@ -33,8 +35,9 @@ class SequencePools:
 
     @property
     def changes(self) -> int:
-        """A counter that grows whenever a sequence takes, shares or frees blocks."""
-        return sum(blocks.changes for pool in self.pools for blocks in pool.pools.values())
+        """A counter that grows whenever a sequence takes, shares or frees blocks, or a checkpoint comes or goes."""
+        recurrent = 0 if self.recurrent is None else self.recurrent.changes
+        return recurrent + sum(blocks.changes for pool in self.pools for blocks in pool.pools.values())
 
     def growth(self, sequence: CachedSequence, start: int, capacity: int) -> Blocks:
         """Additional blocks that ``sequence`` needs to grow to ``start`` tokens by a prompt, then to ``capacity`` by
@@ -66,7 +69,9 @@ class SequencePools:
             point = length
             for number, pool in enumerate(self.pools):
                 point = pool.fork_point(sequence.of_group(number), point)
-            if point == length or len(self.pools) == 1:
+            if sequence.recurrent is not None:
+                point = sequence.recurrent.fork_point(point)
+            if point == length or (len(self.pools) == 1 and sequence.recurrent is None):
                 return point
             length = point
 
@@ -88,6 +93,8 @@ class SequencePools:
 
     def forked(self, parent: CachedSequence, length: int) -> list[Outline]:
         """The outline of a fork of ``parent``, in each group. Raises ValueError if ``length`` is no fork point."""
+        if parent.recurrent is not None and parent.recurrent.fork_point(length) != length:
+            raise ValueError(f"a sequence of {parent.length} tokens has no state to be forked after {length}")
         return [pool.forked(parent.of_group(number), length) for number, pool in enumerate(self.pools)]
 
     def fork(self, parent: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
@@ -115,6 +122,8 @@ class SequencePools:
             raise
         first, *other_groups = in_groups
         first.other_groups = tuple(other_groups)
+        if self.recurrent is not None:
+            first.recurrent = self.recurrent.begin(None if parent is None else parent.recurrent, first.length)
         if parent is not None and any(outline.copied for outline in outlines):
             self.await_layers(parent)
             for number, (pool, outline) in enumerate(zip(self.pools, outlines, strict=True)):
@@ -128,19 +137,27 @@ class SequencePools:
             self._require(self.growth(sequence, start, capacity))
         for number, pool in enumerate(self.pools):
             pool.extend(sequence.of_group(number), start, capacity)
+        if self.recurrent is not None and sequence.recurrent is not None:
+            self.recurrent.resume(sequence.recurrent, sequence.length)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Removes the tokens after ``length``. Raises ValueError if one of them is ``fixed``."""
         for number, pool in enumerate(self.pools):
             pool.truncate(sequence.of_group(number), length)
+        if sequence.recurrent is not None:
+            sequence.recurrent.since = length
 
     def trim(self, sequence: CachedSequence) -> None:
         """Frees the blocks that a finished sequence holds for future tokens. It can be extended again."""
         for number, pool in enumerate(self.pools):
             pool.trim(sequence.of_group(number))
+        if self.recurrent is not None and sequence.recurrent is not None:
+            self.recurrent.pause(sequence.recurrent, sequence.length)
 
     def release(self, sequence: CachedSequence) -> None:
         """Frees all blocks of a sequence. The sequence must not be used again."""
+        if self.recurrent is not None and sequence.recurrent is not None:
+            self.recurrent.release(sequence.recurrent)
         for number, pool in enumerate(self.pools):
             pool.release(sequence.of_group(number))
 

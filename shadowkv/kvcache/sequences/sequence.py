@@ -19,6 +19,7 @@ import torch
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, SegmentState, cut_short
 from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.recurrent.states import RecurrentSequence
 from shadowkv.kvcache.sequences.group_layout import PageCount
 
 
@@ -108,6 +109,7 @@ class CachedSequence:
         readings: for each open reading, the position up to which it reads (``snapshots.layers.Reading``).
         pending_layers: in the first group of a restored sequence, the layers of all groups that are still arriving;
             else None.
+        recurrent: in the first group, the sequence's recurrent states; None if no layer has one.
         path: the segments, in order.
         dense: ids of the exact pages of a dense sequence; with a window, as a ring.
         ring: ids of the exact pages of a compressed sequence's tail, as a ring.
@@ -132,6 +134,7 @@ class CachedSequence:
     slot_reserve: list[int] = field(default_factory=list)
     state_reserve: list[int] = field(default_factory=list)
     other_groups: tuple[CachedSequence, ...] = ()
+    recurrent: RecurrentSequence | None = None
     window: int | None = None
     begin: int = 0
 
@@ -164,9 +167,11 @@ class CachedSequence:
     @property
     def fixed(self) -> int:
         """Number of first tokens that must not be removed: the compressed ones, those that other sequences or open
-        readings read in the same pages, and those that a window needs."""
+        readings read in the same pages, and those that a window or a recurrent state needs."""
         whole = self.oldest + self.window if self.window is not None and self.oldest else 0
-        return max(self.compressed, self.shared, *self.readings, whole, *(one.fixed for one in self.other_groups))
+        recurrent = 0 if self.recurrent is None else self.recurrent.fixed(self.length)
+        others = (one.fixed for one in self.other_groups)
+        return max(self.compressed, self.shared, *self.readings, whole, recurrent, *others)
 
     @property
     def oldest(self) -> int:

@@ -209,10 +209,11 @@ def build_config(
         embedding_scale=embedding_scale,
         query_scale=query_scale,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        normed_heads=None,  # families set normed_heads, experts and dense_layers
+        normed_heads=None,  # families set normed_heads, experts, dense_layers and linear
         experts=None,
         dense_layers=(),
         layer_kinds=kinds,
+        linear=None,
         quantization=None,  # set by the loader
         eos_token_ids=_token_ids(hf.get("eos_token_id")),
         bos_token_id=next(iter(_token_ids(hf.get("bos_token_id"))), None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
-from shadowkv.layers.spec import Experts
+from shadowkv.layers.spec import Experts, LinearAttention
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.grouped_matmul.cuda import MAX_EXPERTS
@@ -30,11 +30,12 @@ class ModelConfig:
         dense_layers: numbers of the layers with an MLP, in a model with experts.
         draft_layers: number of layers after the last one that draft tokens, whose weights are not read.
         layer_kinds: the kind of every layer; empty if all layers have full attention.
+        linear: the linear attention of the layers whose kind has a state.
         activation: activation of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
         embedding_scale: factor of embedded tokens, rounded to the dtype of the weights.
         query_scale: factor of queries, which is multiplied into the weights of their norm as these load; scores are
             scaled by 1/sqrt(head_dim) in addition.
-        qkv_bias, attention_out_bias, qk_norm, normed_heads, sinks, post_norms: as in ``LayerSpec``.
+        qkv_bias, attention_out_bias, qk_norm, normed_heads, sinks, output_gate, post_norms: as in ``LayerSpec``.
         wide_norms: whether weights of norms are float32 whatever the others are, so that what a family adds to them is
             not rounded.
         quantization: ``fp8`` if projections multiply weights and activations in fp8; None otherwise, however weights
@@ -63,12 +64,14 @@ class ModelConfig:
     qk_norm: bool = False
     normed_heads: tuple[int, int] | None = None
     sinks: bool = False
+    output_gate: bool = False
     post_norms: bool = False
     wide_norms: bool = False
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
     draft_layers: int = 0
     layer_kinds: tuple[LayerKind, ...] = ()
+    linear: LinearAttention | None = None
     quantization: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -124,6 +127,15 @@ class ModelConfig:
     def experts_of(self, layer: int) -> Experts | None:
         """The experts of a layer; None if it has an MLP."""
         return None if layer in self.dense_layers else self.experts
+
+    def linear_of(self, layer: int) -> LinearAttention | None:
+        """The linear attention of a layer; None if it has attention."""
+        return self.linear if self.layer_kinds and self.layer_kinds[layer].state else None
+
+    def with_linear(self, linear: LinearAttention) -> ModelConfig:
+        """The config with other sizes of linear attention."""
+        kinds = tuple(linear.kind if kind.state else kind for kind in self.layer_kinds)
+        return replace(self, linear=linear, layer_kinds=kinds)
 
     @property
     def has_mlps(self) -> bool:

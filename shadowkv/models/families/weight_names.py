@@ -30,7 +30,7 @@ def decoder_targets(
     shared_expert: str = "shared_expert",
     router: str = "gate",
 ) -> Targets:
-    """Targets of Hugging Face's names, for the parts that all families share.
+    """Targets of Hugging Face's names, for the parts that all families share. Linear attention is not among them.
 
     Args:
         config: the model.
@@ -40,7 +40,7 @@ def decoder_targets(
         router: name of the module that chooses experts.
     """
     hidden = config.hidden_size
-    q, kv = config.num_query_heads * config.head_dim, config.shape.kv_dim
+    q, kv = config.num_query_heads * config.head_dim * (2 if config.output_gate else 1), config.shape.kv_dim
     targets = {
         "model.embed_tokens.weight": Target("embedding", 0, config.vocab_size),
         "model.norm.weight": Target("norm.weight", 0, hidden),
@@ -52,11 +52,12 @@ def decoder_targets(
         attention, qkv = f"{theirs}.self_attn", f"{ours}.attention.qkv"
         if joined_qkv:
             targets |= rows(f"{attention}.qkv_proj", qkv, 0, q + 2 * kv, config.qkv_bias)
-        else:
+        elif config.linear_of(layer) is None:
             targets |= rows(f"{attention}.q_proj", qkv, 0, q, config.qkv_bias)
             targets |= rows(f"{attention}.k_proj", qkv, q, q + kv, config.qkv_bias)
             targets |= rows(f"{attention}.v_proj", qkv, q + kv, q + 2 * kv, config.qkv_bias)
-        targets |= rows(f"{attention}.o_proj", f"{ours}.attention.out", 0, hidden, config.attention_out_bias)
+        if config.linear_of(layer) is None:
+            targets |= rows(f"{attention}.o_proj", f"{ours}.attention.out", 0, hidden, config.attention_out_bias)
         experts = config.experts_of(layer)
         if experts is None:
             size = config.intermediate_size
@@ -72,7 +73,8 @@ def head_norms(config: ModelConfig) -> Targets:
     """Targets of the norms of queries and keys, if the model has them."""
     targets: Targets = {}
     heads = config.normed_heads or ((1, 1) if config.qk_norm else ())
-    for layer in range(config.num_layers if heads else 0):
+    with_attention = (layer for layer in range(config.num_layers) if config.linear_of(layer) is None)
+    for layer in with_attention if heads else ():
         for theirs, ours, together in zip(("q_norm", "k_norm"), ("query_norm", "key_norm"), heads, strict=True):
             module = f"layers.{layer}.attention.{ours}"
             targets |= rows(f"model.layers.{layer}.self_attn.{theirs}", module, 0, together * config.head_dim)

@@ -8,8 +8,8 @@ from typing import Any
 from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, join_reasons, naming, unsupported
 from shadowkv.models.configs.config_json import wrong_fields
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families.overrides import overridden_config
 from shadowkv.models.gguf.file import GGUFFile
+from shadowkv.models.overrides import overridden_config
 
 ARCHITECTURES = {
     "llama": "llama",

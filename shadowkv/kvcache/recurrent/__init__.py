@@ -1,0 +1,1 @@
+"""States of layers without attention to earlier tokens: a recurrent state for each sequence instead of pages."""

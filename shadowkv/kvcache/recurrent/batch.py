@@ -1,0 +1,100 @@
+"""``RecurrentPart``: the tokens of a batch as layers with a recurrent state read them. ``KVCache`` makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.memory.streams import Numbers
+from shadowkv.kvcache.recurrent.states import Checkpoint, RecurrentSequence
+from shadowkv.ops.recurrence import Spans
+
+
+class Round(NamedTuple):
+    """Spans that are computed together.
+
+    Attributes:
+        rows: int64 [n], their tokens in the part; None if they are all of its tokens.
+        spans: the spans, one of each sequence.
+    """
+
+    rows: Tensor | None
+    spans: Spans
+
+
+@dataclass(frozen=True)
+class RecurrentPart:
+    """New tokens of one kind, of a decode step or of prompts. It is a ``batch.Part``.
+
+    Attributes:
+        num_tokens: T.
+        rounds: a token is in one round. A round reads states that earlier rounds have written.
+    """
+
+    num_tokens: int
+    rounds: tuple[Round, ...]
+
+    def split(self, count: int) -> list[RecurrentPart]:
+        """Splits the rows of a decode step into ``count`` micro-batches, at most as many as rows."""
+        ((_, spans),) = self.rounds
+        bounds = [part * self.num_tokens // count for part in range(count + 1)]
+        return [step(spans.read[start:stop], spans.write[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def step(read: Tensor, write: Tensor) -> RecurrentPart:
+    """A token of each of B sequences, from the rows int64 [B] of the states before and after it."""
+    return RecurrentPart(len(read), (Round(None, Spans(None, read, write)),))
+
+
+def step_rows(sequences: Sequence[RecurrentSequence], lengths: np.ndarray) -> np.ndarray:
+    """The rows int64 [2, B] that a decode step reads and writes."""
+    rows = [(one.row(at), one.row(at + 1)) for one, at in zip(sequences, lengths.tolist(), strict=True)]
+    return np.array(rows, np.int64).T
+
+
+class NewTokens(NamedTuple):
+    """The new tokens of a prompt: rows ``start`` to ``stop`` of a packed batch, behind ``cached`` tokens, and the
+    checkpoints to write among them."""
+
+    sequence: RecurrentSequence
+    start: int
+    stop: int
+    cached: int
+    checkpoints: list[Checkpoint]
+
+
+def block(prompts: Sequence[NewTokens], start: int, stop: int, device: torch.device) -> RecurrentPart:
+    """Rows ``start`` to ``stop`` of packed prompts. Spans end at checkpoints."""
+    rounds: list[list[tuple[range, int, int]]] = []
+    for new in prompts:
+        first, last = max(start, new.start), min(stop, new.stop)
+        if first >= last:
+            continue
+        to_position = new.cached - new.start
+        kept = {one.position: one.row for one in new.checkpoints if one.row is not None}
+        inner = (at - to_position for at in kept if first < at - to_position < last)
+        for number, (begin, end) in enumerate(pairwise((first, *inner, last))):
+            read, write = (
+                kept[at] if at in kept else new.sequence.row(at) for at in (begin + to_position, end + to_position)
+            )
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].append((range(begin - start, end - start), read, write))
+    return RecurrentPart(stop - start, tuple(_round(spans, stop - start, device) for spans in rounds))
+
+
+def _round(spans: list[tuple[range, int, int]], num_tokens: int, device: torch.device) -> Round:
+    lengths = tuple(len(rows) for rows, _, _ in spans)
+    numbers = Numbers()
+    states = numbers.add([[read for _, read, _ in spans], [write for _, _, write in spans]])
+    whole = sum(lengths) == num_tokens
+    tokens = numbers.add(() if whole else np.concatenate([np.arange(rows.start, rows.stop) for rows, _, _ in spans]))
+    on_device = numbers.on(device)
+    read, write = on_device[states].view(2, -1)
+    return Round(None if whole else on_device[tokens], Spans(lengths, read, write))

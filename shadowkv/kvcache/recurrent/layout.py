@@ -1,0 +1,47 @@
+"""``RecurrentLayout``: the layers of a model that keep a recurrent state, and the bytes of the states."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shadowkv.kvcache.policy.shape import ModelShape, StateArray
+
+RING = 2
+"""States that a growing sequence has: those after its newest tokens. The newest token of a sequence can so be removed,
+as a step that was launched ahead needs it."""
+
+CHECKPOINTS = 1
+"""Checkpoints that there is room for, for each sequence that a cache can hold."""
+
+
+@dataclass(frozen=True)
+class RecurrentLayout:
+    """The layers with a recurrent state, which all have the same arrays.
+
+    Attributes:
+        layers: their numbers in the model.
+        arrays: arrays of one sequence's state in one layer.
+    """
+
+    layers: tuple[int, ...]
+    arrays: tuple[StateArray, ...]
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> RecurrentLayout | None:
+        """The layout of a model's layers; None if all have attention."""
+        layers = tuple(number for number, kind in enumerate(shape.kinds) if kind.state)
+        return cls(layers, shape.kinds[layers[0]].state) if layers else None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state in all layers."""
+        return len(self.layers) * sum(4 * math.prod(array.shape) for array in self.arrays)
+
+    def num_states(self, sequences: int) -> int:
+        """States for ``sequences`` sequences and their checkpoints."""
+        return sequences * (RING + CHECKPOINTS)
+
+    def nbytes(self, sequences: int) -> int:
+        """Bytes of these states, with one more for padding rows."""
+        return (self.num_states(sequences) + 1) * self.state_bytes

@@ -1,0 +1,207 @@
+"""``RecurrentStates``: the states of all sequences, and checkpoints of them. ``SequencePools`` and ``KVCache`` use it.
+
+A state cannot be cut: where a sequence is to be forked or continued after fewer tokens than it has, a *checkpoint* must
+have been kept, a copy of the state after that many tokens. Checkpoints take the memory that growing sequences leave,
+and the least recently used one goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+
+from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.recurrent.layout import RING, RecurrentLayout
+
+CHECKPOINT_EVERY = 8192
+"""Prompt tokens between two checkpoints."""
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """The state after the first ``position`` tokens. Sequences that begin with these tokens share it.
+
+    Attributes:
+        row: the row of the states; None once it was dropped.
+        users: number of sequences that have it.
+    """
+
+    position: int
+    row: int | None
+    users: int = 1
+
+
+@dataclass(eq=False)
+class RecurrentSequence:
+    """The states of one sequence.
+
+    Attributes:
+        ring: rows of the states: the one after n tokens is in ``ring[n % RING]``. Empty while the sequence does not
+            grow.
+        since: number of tokens from which on the ring has the states of the newest ones.
+        checkpoints: by ascending position. Some may be dropped.
+        pending: checkpoints that a running prefill writes.
+    """
+
+    ring: list[int] = field(default_factory=list)
+    since: int = 0
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    pending: list[Checkpoint] = field(default_factory=list)
+
+    def row(self, length: int) -> int:
+        """The row of the state after ``length`` tokens, one of the newest, or written next."""
+        return self.ring[length % RING]
+
+    def at(self, position: int) -> Checkpoint | None:
+        """The checkpoint after ``position`` tokens; None if there is none."""
+        return next((one for one in self.checkpoints if one.position == position and one.row is not None), None)
+
+    def fixed(self, length: int) -> int:
+        """Number of first tokens that cannot be removed from a sequence of ``length``. It is more than ``length`` if
+        the sequence cannot even be continued."""
+        if self.ring:
+            return max(self.since, length - RING + 1)
+        return length if self.at(length) is not None else length + 1
+
+    def fork_point(self, length: int) -> int:
+        """The largest number of tokens up to ``length``, in whole pages, that has a checkpoint; else 0."""
+        kept = (one.position for one in self.checkpoints if one.row is not None)
+        return max((at for at in kept if at <= length and at % PAGE == 0), default=0)
+
+
+class RecurrentStates:
+    """The memory of recurrent states, and what it is used for.
+
+    Args:
+        sequences: number of sequences that the cache can hold.
+
+    Attributes:
+        arrays: by name, [layers, rows, *shape]. The last row is for padding.
+        padding: the last row.
+        changes: number of times that checkpoints were added or dropped.
+    """
+
+    def __init__(self, layout: RecurrentLayout, sequences: int, device: torch.device) -> None:
+        self.layout, count = layout, layout.num_states(sequences)
+        self.arrays = {
+            one.name: torch.zeros(len(layout.layers), count + 1, *one.shape, device=device) for one in layout.arrays
+        }
+        self.padding, self.changes = count, 0
+        self._room = count - RING * sequences  # for pending checkpoints, beside the rings of all sequences
+        self._free = list(range(count - 1, -1, -1))
+        self._kept: OrderedDict[Checkpoint, None] = OrderedDict()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the states in use, checkpoints included."""
+        return (self.padding - len(self._free)) * self.layout.state_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all states."""
+        return self.padding * self.layout.state_bytes
+
+    def begin(self, parent: RecurrentSequence | None, length: int) -> RecurrentSequence:
+        """The states of a new sequence, which has the first ``length`` tokens of ``parent`` or none."""
+        if parent is None:
+            assert not length, "a sequence with tokens needs a parent with a checkpoint"
+            sequence = RecurrentSequence(self._take())
+            self._clear(sequence.row(0))
+            return sequence
+        source = parent.at(length)
+        assert source is not None, f"no checkpoint after {length} tokens"
+        shared = [one for one in parent.checkpoints if one.row is not None and one.position <= length]
+        for one in shared:
+            one.users += 1
+            self._kept.move_to_end(one)
+        sequence = RecurrentSequence([], length, shared)
+        self._resume(sequence, source)
+        return sequence
+
+    def resume(self, sequence: RecurrentSequence, length: int) -> None:
+        """Makes a sequence of ``length`` tokens grow again."""
+        if not sequence.ring:
+            source = sequence.at(length)
+            assert source is not None, f"no checkpoint after {length} tokens"
+            self._resume(sequence, source)
+
+    def pause(self, sequence: RecurrentSequence, length: int) -> None:
+        """Keeps a checkpoint of a sequence of ``length`` tokens, which does not grow until ``resume``."""
+        if not sequence.ring:
+            return
+        row = sequence.row(length)
+        self._free += [other for other in sequence.ring if other != row]
+        sequence.ring = []
+        self._keep(sequence, Checkpoint(length, row))
+
+    def release(self, sequence: RecurrentSequence) -> None:
+        """Frees what no other sequence has."""
+        self._free += [*sequence.ring, *(one.row for one in sequence.pending if one.row is not None)]
+        self._room += len(sequence.pending)
+        for one in sequence.checkpoints:
+            one.users -= 1
+            if not one.users and one.row is not None:
+                self._drop(one)
+        sequence.ring, sequence.checkpoints, sequence.pending = [], [], []
+
+    def plan_checkpoints(self, sequence: RecurrentSequence, start: int, last: int) -> list[Checkpoint]:
+        """The checkpoints that a prefill is to write, by ascending position, as far as there is room: after the first
+        ``last`` tokens, and every ``CHECKPOINT_EVERY`` tokens between ``start`` and ``last``.
+
+        Args:
+            last: the largest number of tokens after which the sequence can be forked once the prompt is computed: where
+                the next turn or another question can begin.
+        """
+        regular = range(start // CHECKPOINT_EVERY * CHECKPOINT_EVERY + CHECKPOINT_EVERY, last, CHECKPOINT_EVERY)
+        for position in (last, *reversed(regular)):
+            if position > start and self._room:
+                self._room -= 1
+                sequence.pending.append(Checkpoint(position, self._take_row()))
+        sequence.pending.sort(key=lambda one: one.position)
+        return list(sequence.pending)
+
+    def end_prefill(self, sequence: RecurrentSequence, length: int) -> None:
+        """Keeps the checkpoints that a prefill up to ``length`` tokens has written."""
+        self._room += len(sequence.pending)
+        for one in sequence.pending:
+            self._keep(sequence, one)
+        sequence.pending, sequence.since = [], length
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies a row."""
+        for array in self.arrays.values():
+            array[:, target] = array[:, source]
+
+    def _clear(self, row: int) -> None:
+        for array in self.arrays.values():
+            array[:, row] = 0
+
+    def _resume(self, sequence: RecurrentSequence, source: Checkpoint) -> None:
+        assert source.row is not None
+        self._kept.move_to_end(source)  # it is dropped last, and there is always room for a ring
+        sequence.ring, sequence.since = self._take(), source.position
+        self.copy(source.row, sequence.row(source.position))
+
+    def _take(self) -> list[int]:
+        """Rows for a ring. There is room for those of all sequences."""
+        return [self._take_row() for _ in range(RING)]
+
+    def _take_row(self) -> int:
+        """A free row, or that of the least recently used checkpoint."""
+        if not self._free:
+            self._drop(next(iter(self._kept)))
+        return self._free.pop()
+
+    def _keep(self, sequence: RecurrentSequence, checkpoint: Checkpoint) -> None:
+        sequence.checkpoints.append(checkpoint)
+        self._kept[checkpoint] = None
+        self.changes += 1
+
+    def _drop(self, checkpoint: Checkpoint) -> None:
+        assert checkpoint.row is not None
+        self._free.append(checkpoint.row)
+        checkpoint.row = None
+        del self._kept[checkpoint]
+        self.changes += 1

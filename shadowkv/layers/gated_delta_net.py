@@ -1,0 +1,86 @@
+"""``GatedDeltaNet``: a layer of linear attention (arXiv:2412.06464), as in Qwen3.5. ``DecoderLayer`` has it in place of
+attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shadowkv.kvcache.recurrent.batch import RecurrentPart
+from shadowkv.layers.attention import Cache
+from shadowkv.layers.computing import Computing
+from shadowkv.layers.linear import Linear
+from shadowkv.layers.norm import RMSNorm
+from shadowkv.layers.spec import CONVOLUTION, RECURRENT, LayerSpec, LinearAttention, projection
+
+
+class GatedDeltaNet(Computing):
+    """One projection to queries, keys, values and output gates, a convolution of the first three, the gated delta rule,
+    and an output projection. The cache keeps two states of a sequence: the convolution's last inputs, and a matrix for
+    each head.
+    """
+
+    calls = ("causal_convolution", "gated_delta_rule")
+
+    def __init__(self, spec: LayerSpec, linear: LinearAttention, layer: int) -> None:
+        super().__init__()
+
+        def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=spec.device), requires_grad=False)
+
+        self.layer, self.group, self.sizes = layer, spec.group, linear
+        self.qkvz = projection(spec, "linear_attention.qkvz", spec.hidden_size, linear.channels + linear.values)
+        gates = 2 * linear.value_heads
+        self.beta_decay = Linear(spec.hidden_size, gates, bias=False, dtype=spec.dtype, device=spec.device)
+        self.convolution = empty(linear.channels, 1, linear.kernel, dtype=spec.dtype)
+        self.log_rate = empty(linear.value_heads, dtype=torch.float32)
+        self.rate_bias = empty(linear.value_heads, dtype=torch.float32)
+        self.norm = RMSNorm(linear.value_dim, spec.rms_norm_eps, dtype=spec.dtype, device=spec.device)
+        self.out = projection(spec, "linear_attention.out", linear.values, spec.hidden_size)
+
+    def start(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
+        """Computes normalised hidden states [T, D] and the states after them.
+
+        The returned function returns the layer's output [n, D], for the n tokens that need it.
+        """
+        qkv, z = self.qkvz(x).split((self.sizes.channels, self.sizes.values), dim=-1)
+        beta, rate = self.beta_decay(x).float().chunk(2, dim=-1)
+        log_decay = -self.log_rate.exp() * F.softplus(rate + self.rate_bias)
+        beta = beta.sigmoid()
+        states, parts = cache.states(self.layer, batch)
+        outs, start = [], 0
+        for part in parts:
+            rows = slice(start, start := start + part.num_tokens)
+            outs.append(self._part(qkv[rows], log_decay[rows], beta[rows], states, part))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        normed = self.norm(batch.of_needed(out))
+        gate = batch.of_needed(z).unflatten(-1, normed.shape[1:])
+        gated = (normed * F.silu(gate.float())).to(x.dtype)
+        result = self.group.sum(self.out(gated.flatten(1)))
+        return lambda: result
+
+    def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
+        """Only updates the states."""
+        self.start(x, cache, batch)
+
+    def _part(
+        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, states: dict[str, Tensor], part: RecurrentPart
+    ) -> Tensor:
+        """The rule's results [T, H, dv] for a part of the batch."""
+        sizes = self.sizes
+        out = qkv.new_empty(len(qkv), sizes.value_heads, sizes.value_dim)
+        for rows, spans in part.rounds:
+            x, decay, rate = (x if rows is None else x[rows] for x in (qkv, log_decay, beta))
+            mixed = self.ops.causal_convolution(x, self.convolution.squeeze(1), states[CONVOLUTION], spans)
+            q, k, v = mixed.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
+            q, k = (x.unflatten(-1, (sizes.key_heads, sizes.key_dim)) for x in (q, k))
+            v = v.unflatten(-1, (sizes.value_heads, sizes.value_dim))
+            result = self.ops.gated_delta_rule(q, k, v, decay, rate, states[RECURRENT], spans)
+            if rows is None:
+                return result
+            out[rows] = result
+        return out

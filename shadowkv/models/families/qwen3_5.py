@@ -1,0 +1,147 @@
+"""Qwen3.5 and later (Qwen team, 2026), the text model: three layers of linear attention for each layer of full
+attention.
+
+Full layers gate their output, and rotate a quarter of each head. Norms multiply by 1 + w, in float32, except those of
+linear attention. With text alone, the three positions of its multimodal RoPE are equal. Of files that also hold an
+image encoder or layers that draft tokens, only the text model is loaded. The module also reads the models with experts,
+``qwen3_5_moe``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from shadowkv.kvcache.policy.shape import FULL
+from shadowkv.layers.spec import Experts, LinearAttention
+from shadowkv.models.checkpoints.files import join_reasons
+from shadowkv.models.configs.config_json import build_config
+from shadowkv.models.configs.experts_json import expert_fields
+from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.families.weight_names import Target, Targets, decoder_targets, head_norms, rows
+from shadowkv.ops.choose_experts.routing import Routing
+
+LINEAR, FULL_ATTENTION = "linear_attention", "full_attention"
+_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+"""Fields of linear attention, with transformers' defaults."""
+MAX_SIZE = 1 << 12
+
+FIELDS = (
+    *_SIZES,
+    *("attention_bias", "layer_types", "full_attention_interval", "attn_output_gate", "mamba_ssm_dtype"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
+_OTHERS = ("model.visual.", "visual.", "mtp.")
+_PREFIX = "model.language_model."
+
+
+def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
+    """ModelConfig of a ``qwen3_5`` or ``qwen3_5_moe`` config; raises ValueError if it cannot be run."""
+    hf = {"head_dim": 256, **hf}
+    moe = hf["model_type"].startswith("qwen3_5_moe")
+    if moe:
+        hf.setdefault("intermediate_size", hf.get("moe_intermediate_size"))
+    if hf.get("attn_output_gate", True) is not True:
+        raise ValueError(f"this config cannot be used: attn_output_gate={hf['attn_output_gate']!r} is not supported")
+    bias = bool(hf.get("attention_bias", False))
+    config = build_config(
+        hf,
+        max_model_len=max_model_len,
+        default_partial=0.25,
+        qkv_bias=bias,
+        attention_out_bias=bias,
+        qk_norm=True,
+        output_gate=True,
+        wide_norms=True,
+    )
+    linear = _linear(hf)
+    kinds = tuple(linear.kind if kind == LINEAR else FULL for kind in _layer_types(hf, config.num_layers))
+    config = replace(config, layer_kinds=kinds, linear=linear)
+    if not moe:
+        return config
+    fields = expert_fields(
+        hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
+    )
+    shared = fields["shared_expert_intermediate_size"]
+    experts = Experts(
+        Routing(fields["num_experts"], fields["num_experts_per_tok"], normalised=True),
+        fields["moe_intermediate_size"],
+        shared_size=shared,
+        shared_gate=shared > 0,
+    )
+    return replace(config, experts=experts)
+
+
+def _linear(hf: dict[str, Any]) -> LinearAttention:
+    """The sizes of linear attention; raises ValueError."""
+    sizes = {name: default if hf.get(name) is None else hf[name] for name, default in _SIZES.items()}
+    reasons = [
+        f"{name}={str(size)[:60]} is not a whole number from 1 to {MAX_SIZE}"
+        for name, size in sizes.items()
+        if type(size) is not int or not 1 <= size <= MAX_SIZE
+    ]
+    if not reasons and sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
+        heads = "linear_num_value_heads={linear_num_value_heads} is not a multiple of linear_num_key_heads="
+        reasons.append((heads + "{linear_num_key_heads}").format(**sizes))
+    if not reasons and sizes["linear_conv_kernel_dim"] < 2:
+        reasons.append("linear_conv_kernel_dim=1 is less than 2")
+    if hf.get("mamba_ssm_dtype") not in (None, "float32"):
+        reasons.append(f"mamba_ssm_dtype={hf['mamba_ssm_dtype']!r:.60} is not supported, only 'float32'")
+    if reasons:
+        raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
+    return LinearAttention(*sizes.values())
+
+
+def _layer_types(hf: dict[str, Any], layers: int) -> list[str]:
+    """The kind of every layer; raises ValueError."""
+    types, every = hf.get("layer_types"), hf.get("full_attention_interval") or 4
+    if types is None and type(every) is int and every > 0:
+        types = [LINEAR if (layer + 1) % every else FULL_ATTENTION for layer in range(layers)]
+    known = LINEAR, FULL_ATTENTION
+    if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):
+        names = " or ".join(known)
+        raise ValueError(
+            f"this config cannot be used: layer_types is not a list of {names} for each of {layers} layers"
+        )
+    if FULL_ATTENTION not in types:
+        raise ValueError("this config cannot be used: no layer has full attention")
+    return types
+
+
+def targets(config: ModelConfig) -> Targets:
+    """Names in the files -> parameters."""
+    result = decoder_targets(config) | head_norms(config)
+    result = {
+        name: replace(target, offset=1.0) if name.endswith("norm.weight") else target for name, target in result.items()
+    }
+    linear, hidden = config.linear, config.hidden_size
+    assert linear is not None, "a model of this family has linear attention"
+    for layer in range(config.num_layers):
+        if config.linear_of(layer) is None:
+            continue
+        ours, theirs = f"layers.{layer}.linear_attention", f"model.layers.{layer}.linear_attn"
+        channels, heads = linear.channels, linear.value_heads
+        result |= rows(f"{theirs}.in_proj_qkv", f"{ours}.qkvz", 0, channels)
+        result |= rows(f"{theirs}.in_proj_z", f"{ours}.qkvz", channels, channels + linear.values)
+        result |= rows(f"{theirs}.in_proj_b", f"{ours}.beta_decay", 0, heads)
+        result |= rows(f"{theirs}.in_proj_a", f"{ours}.beta_decay", heads, 2 * heads)
+        result |= rows(f"{theirs}.out_proj", f"{ours}.out", 0, hidden)
+        result |= rows(f"{theirs}.norm", f"{ours}.norm", 0, linear.value_dim)
+        result[f"{theirs}.conv1d.weight"] = Target(f"{ours}.convolution", 0, channels)
+        result[f"{theirs}.A_log"] = Target(f"{ours}.log_rate", 0, heads)
+        result[f"{theirs}.dt_bias"] = Target(f"{ours}.rate_bias", 0, heads)
+    return result
+
+
+def text_weight(name: str) -> str | None:
+    """The text model's name of a weight; None for weights of the image encoder and of layers that draft tokens."""
+    if name.startswith(_OTHERS):
+        return None
+    return f"model.{name.removeprefix(_PREFIX)}" if name.startswith(_PREFIX) else name

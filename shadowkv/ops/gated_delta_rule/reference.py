@@ -1,0 +1,102 @@
+"""The gated delta rule in PyTorch: token by token for a step, in chunks for a prompt (arXiv:2412.06464, section 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shadowkv.ops.recurrence import Spans
+
+CHUNK = 64
+"""Tokens of a prompt that are computed together."""
+
+EPS = 1e-6
+"""Added to the squared norm of queries and keys."""
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans
+) -> Tensor:
+    """Linear attention of packed tokens, and the states after their spans.
+
+    For each head and token, with unit vectors q and k, the state S decays to exp(log_decay) S. Then the value that it
+    has for k is corrected: S += k (beta (v - Sᵀ k))ᵀ. The result is Sᵀ q / sqrt(dk).
+
+    Args:
+        q, k: [T, H_k, dk], not normalised. Each head serves H / H_k neighbouring heads of values.
+        v: [T, H, dv].
+        log_decay: float32 [T, H], at most 0.
+        beta: float32 [T, H], between 0 and 1.
+        states: float32 [N, H, dk, dv]. The rows ``spans.write`` are written.
+        spans: the tokens' spans.
+
+    Returns:
+        [T, H, dv], in the dtype of ``v``.
+    """
+    heads = v.shape[1] // q.shape[1]
+    q, k = (_unit(x.float()) for x in (q, k))
+    q, k = (x.repeat_interleave(heads, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
+    values = v.float()
+    if spans.lengths is None:
+        out, after = _step(q, k, values, log_decay, beta, states[spans.read])
+        states[spans.write] = after
+        return out.to(v.dtype)
+    outs, start = [], 0
+    for number, length in enumerate(spans.lengths):
+        rows = slice(start, start + length)
+        row = spans.read[number : number + 1]
+        out, after = _in_chunks(q[rows], k[rows], values[rows], log_decay[rows], beta[rows], states[row].squeeze(0))
+        states[spans.write[number : number + 1]] = after.unsqueeze(0)
+        outs.append(out)
+        start += length
+    return torch.cat(outs).to(v.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each of B sequences: results [B, H, dv] and the states [B, H, dk, dv] after it."""
+    state = state * log_decay.exp()[..., None, None]
+    known = (k.unsqueeze(-2) @ state).squeeze(-2)
+    state = torch.baddbmm(
+        state.flatten(0, 1), k.flatten(0, 1).unsqueeze(-1), ((v - known) * beta[..., None]).flatten(0, 1).unsqueeze(-2)
+    ).view(state.shape)
+    return (q.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def _in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The tokens [n, H, ...] of one sequence in chunks: results [n, H, dv] and the state [H, dk, dv] after them.
+
+    Within a chunk, the corrections of all tokens solve a triangular system (the UT transform, arXiv:2406.06484).
+    """
+    length = len(q)
+    padding = -length % CHUNK
+    q, k, v, beta, log_decay = (
+        F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)).unflatten(0, (-1, CHUNK)).transpose(1, 2)  # [n / C, H, C, ...]
+        for x in (q, k, v, beta.unsqueeze(-1), log_decay.unsqueeze(-1))
+    )
+    decay = log_decay.squeeze(-1).cumsum(-1)  # of the state before the chunk
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).tril()  # from the column's token to the row's
+    between = between.exp().tril()
+    system = ((beta * k) @ k.mT * between).tril(-1)
+    known = beta * k * decay.exp().unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat((beta * v, known), dim=-1), upper=False, unitriangular=True
+    )
+    values, known = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    among = q @ k.mT * between
+    q = q * decay.exp().unsqueeze(-1)
+    last = decay[..., -1:]
+    k = k * (last - decay).exp().unsqueeze(-1)
+    kept = last.exp().unsqueeze(-1)
+    outs = []
+    for chunk in range(len(q)):
+        corrected = values[chunk] - known[chunk] @ state
+        outs.append(q[chunk] @ state + among[chunk] @ corrected)
+        state = state * kept[chunk] + k[chunk].mT @ corrected
+    return torch.stack(outs).transpose(1, 2).flatten(0, 1)[:length], state

@@ -1,0 +1,136 @@
+"""Qwen3.5: linear attention and full attention through the engine, on ranks too, its files, and configs that cannot be
+run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_files import edit_json
+from dense_cache import packed_logits
+from families import build, oracle_logits
+from safetensors.torch import load_file, save_file
+from test_experts_engine import LONG, lossless, oracle, prompt
+from test_families import assert_same, sequences
+from test_quantised_engine import answers
+from thread_group import on_ranks
+
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
+from shadowkv.engine.execution.runner import Runner
+from shadowkv.eval.running.caches import open_cache, prefill
+from shadowkv.kvcache.recurrent import states
+from shadowkv.layers.group import Group
+from shadowkv.models import load_config, load_model
+
+NAMES = ("qwen3_5", "qwen3_5-more-full")
+
+
+@pytest.mark.parametrize("block", [1024, 48])
+@pytest.mark.parametrize("kv", ["full", "turbo"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(
+    name: str, kv: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ragged prompts, of steps of all of them, and of forks at every checkpoint."""
+    for kind in BLOCK_TOKENS:
+        monkeypatch.setitem(BLOCK_TOKENS, kind, block)
+    monkeypatch.setattr(states, "CHECKPOINT_EVERY", 192)
+    theirs, loaded = build(name, tmp_path, LONG), load_model(tmp_path)
+    cache = open_cache(loaded, lossless(kv, loaded.config.shape.kv_dim), 700, slots=8)
+    runner = Runner(loaded.model, cache)
+    texts = [prompt(seed, length) for seed, length in enumerate((500, 70, 5))]
+    sequences = [cache.allocate(len(text), 700) for text in texts]
+    got = prefill(loaded.model, cache, list(zip(sequences, texts, strict=True)))
+    torch.testing.assert_close(got, torch.stack([oracle(theirs, text) for text in texts]), atol=1e-4, rtol=0)
+    points = set()
+    for length in range(64, 500, 64):
+        if point := cache.fork_point(sequences[0], length):
+            points.add(point)
+            fork = cache.fork(sequences[0], point, point + 9, 700)
+            text = [*texts[0][:point], *prompt(5, 9)]
+            got = prefill(loaded.model, cache, [(fork, text[point:])])
+            torch.testing.assert_close(got[0], oracle(theirs, text), atol=1e-4, rtol=0)
+            cache.release(fork)
+    assert points == {192, 384, 448}
+    for step in zip(*(prompt(10 + seed, 70) for seed in range(3)), strict=True):
+        got = runner.decode(sequences, list(step))
+        texts = [[*text, token] for text, token in zip(texts, step, strict=True)]
+    assert kv == "full" or (cache.groups[0].pool.tables.compressed > 0).any()
+    torch.testing.assert_close(got, torch.stack([oracle(theirs, text) for text in texts]), atol=1e-4, rtol=0)
+    for sequence in sequences:
+        cache.release(sequence)
+    assert cache.use()["recurrent states"].used_bytes == 0
+
+
+@pytest.mark.parametrize("name", [*NAMES, "qwen3_5_moe"])
+def test_two_ranks_give_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
+    theirs = build(name, tmp_path)
+
+    def logits(group: Group) -> list[torch.Tensor]:
+        return packed_logits(load_model(tmp_path, dtype=torch.float32, group=group).model, sequences())
+
+    for found in on_ranks(2, logits):
+        assert_same(found, oracle_logits(theirs, sequences()))
+
+
+def test_ranks_answer_as_one(tmp_path: Path) -> None:
+    build("qwen3_5", tmp_path, LONG)
+    prompts = [prompt(0, 150), prompt(1, 7)]
+    _, expected = answers(tmp_path, prompts)
+    _, found = answers(tmp_path, prompts, tensor_parallel_size=2)
+    assert found.keys() == expected.keys()
+    for request, chances in expected.items():
+        assert found[request] == pytest.approx(chances, abs=1e-4)
+
+
+def test_more_ranks_than_key_heads_are_refused(tmp_path: Path) -> None:
+    build("qwen3_5", tmp_path)
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 is more than the 2 key heads of linear attention"):
+        on_ranks(3, lambda group: load_model(tmp_path, group=group))
+
+
+def test_the_text_model_is_loaded_alone(tmp_path: Path) -> None:
+    """From files with an image encoder and a layer that drafts tokens."""
+    theirs = build("qwen3_5", tmp_path)
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    file.write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "eos_token_id": 5}))
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+    weights |= {name: torch.ones(3) for name in ("model.visual.x.weight", "mtp.fc.weight")}
+    save_file(weights, tmp_path / "model.safetensors")
+    loaded = load_model(tmp_path, dtype=torch.float32)
+    assert 5 in loaded.config.eos_token_ids
+    assert_same(packed_logits(loaded.model, sequences()), oracle_logits(theirs, sequences()))
+
+
+def test_configs_without_layer_types_have_every_fourth_layer_full(tmp_path: Path) -> None:
+    build("qwen3_5", tmp_path)
+    listed = load_config(tmp_path)
+    assert [bool(kind.state) for kind in listed.layer_kinds] == [True, True, True, False]
+    edit_json(tmp_path / "config.json", layer_types=None)
+    assert load_config(tmp_path) == listed
+    edit_json(tmp_path / "config.json", full_attention_interval=2)
+    assert [bool(kind.state) for kind in load_config(tmp_path).layer_kinds] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"linear_num_key_heads": 0}, "linear_num_key_heads=0 is not a whole number from 1 to 4096"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of linear_num_key_heads=2"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 is less than 2"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' is not supported, only 'float32'"),
+        ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types is not a list of linear_attention or full_attention"),
+        ({"layer_types": ["linear_attention"] * 4}, "no layer has full attention"),
+    ],
+)
+def test_configs_that_cannot_be_run(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    build("qwen3_5", tmp_path)
+    edit_json(tmp_path / "config.json", **fields)
+    with pytest.raises(ValueError, match=words):
+        load_config(tmp_path)
