@@ -227,7 +227,6 @@ class KVCache:
         tokens, start = list[NewTokens](), 0
         for sequence, count in sequences:
             cached, own = sequence.length, sequence.recurrent
-            assert own is not None, "a sequence of this cache has recurrent states"
             checkpoints = self.recurrent.plan_checkpoints(own, cached, self._fork_point_after(sequence, cached + count))
             tokens.append(NewTokens(own, start, start + count, cached, checkpoints))
             start += count
@@ -261,7 +260,7 @@ class KVCache:
         for group, own in zip(self.groups, batch.groups, strict=True):
             group.prefill.end(own)
         for new in batch.new:
-            if self.recurrent is not None and new.sequence.recurrent is not None:
+            if self.recurrent is not None:
                 self.recurrent.end_prefill(new.sequence.recurrent, new.sequence.length)
 
     # -- prompts that stay exact -----------------------------------------------------------------------------------
@@ -321,8 +320,7 @@ class KVCache:
         parts = max(plan.micro_batches for plan in plans) if alone else 1
         recurrent = None
         if self.recurrent is not None:
-            states = [sequence.recurrent for sequence in sequences if sequence.recurrent is not None]
-            recurrent = step_rows(states, plans[0].sequences.length)
+            recurrent = step_rows([sequence.recurrent for sequence in sequences], plans[0].sequences.length)
         return DecodePlan(tuple(replace(plan, micro_batches=parts) for plan in plans), recurrent)
 
     def forecast_decode(
@@ -530,5 +528,10 @@ class FanOut:
 
     def end_prefill(self, batch: PrefillBatch) -> None:
         """Makes the new tokens part of their sequences."""
-        for cache, own in zip(self.caches, self._batches, strict=True):
+        first = self.caches[0]
+        first.end_prefill(self._batches[0])
+        for cache, own in zip(self.caches[1:], self._batches[1:], strict=True):
+            for new, source in zip(own.new, self._batches[0].new, strict=True):
+                if cache.recurrent is not None and first.recurrent is not None:
+                    cache.recurrent.adopt(new.sequence.recurrent, first.recurrent, source.sequence.recurrent)
             cache.end_prefill(own)

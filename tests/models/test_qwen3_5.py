@@ -18,10 +18,12 @@ from test_families import assert_same, sequences
 from test_quantised_engine import answers
 from thread_group import on_ranks
 
+from shadowkv import LLM, SamplingParams
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.running.caches import open_cache, prefill
 from shadowkv.kvcache.recurrent import states
+from shadowkv.kvcache.snapshots.header import Snapshot, SnapshotHeader
 from shadowkv.layers.group import Group
 from shadowkv.models import load_config, load_model
 
@@ -134,3 +136,59 @@ def test_configs_that_cannot_be_run(fields: dict[str, Any], words: str, tmp_path
     edit_json(tmp_path / "config.json", **fields)
     with pytest.raises(ValueError, match=words):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize("kv", ["full", "turbo"])
+def test_snapshots_hold_states(kv: str, tmp_path: Path) -> None:
+    """Of a whole sequence, and a chain of two, of which the first ends where no state was kept."""
+    theirs, loaded = build("qwen3_5", tmp_path, LONG), load_model(tmp_path)
+    policy, text = lossless(kv, loaded.config.shape.kv_dim), prompt(0, 500)
+    cache, other = (open_cache(loaded, policy, 700, slots=6) for _ in range(2))
+    sequence = cache.allocate(len(text), 700)
+    prefill(loaded.model, cache, [(sequence, text)])
+    copied = other.snapshots.load(cache.snapshots.export(sequence), 700)
+    more = [*text, *prompt(1, 9)]
+    other.extend(copied, len(more), 700)
+    got = prefill(loaded.model, other, [(copied, more[len(text) :])])
+    torch.testing.assert_close(got[0], oracle(theirs, more), atol=1e-4, rtol=0)
+
+    first, second = 192, cache.fork_point(sequence, 480)
+    assert not cache.fork_point(sequence, first) and second == 448
+    snapshots = []
+    for start, stop in ((0, first), (first, second)):
+        with cache.snapshots.open_reading(sequence, start, stop) as reading:
+            snapshot = Snapshot(reading.header, torch.empty(reading.header.pieces, dtype=torch.uint8))
+            for layer in range(reading.header.num_layers):
+                reading.read_layer(layer, snapshot.layer(layer))
+        assert SnapshotHeader.from_json(snapshot.header.to_json()) == snapshot.header
+        snapshots.append((snapshot, stop))
+    chained = other.snapshots.load(snapshots, 700)
+    branch = [*text[:second], *prompt(2, 30)]
+    fork = other.fork(chained, second, len(branch), 700)
+    for one in (chained, fork):  # the restored state is a checkpoint, too
+        other.extend(one, len(branch), 700)
+        got = prefill(loaded.model, other, [(one, branch[second:])])
+        torch.testing.assert_close(got[0], oracle(theirs, branch), atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match="there is no recurrent state after 192 tokens"):
+        other.snapshots.load(snapshots[:1], 700)
+    with pytest.raises(ValueError, match="there is no recurrent state after 320 tokens"):
+        other.snapshots.load([snapshots[0], (snapshots[1][0], 320)], 700)
+
+
+@pytest.mark.parametrize("kv", ["full", "turbo:dense_below=0"])
+def test_prompts_are_found_again_after_a_restart(kv: str, tmp_path: Path) -> None:
+    build("qwen3_5", tmp_path / "model", LONG)
+    text, options = prompt(0, 500), {"kv_disk_dir": str(tmp_path / "disk"), "dtype": "float32", "max_num_seqs": 2}
+    asked = [[*text, *prompt(seed, 20)] for seed in (1, 2)]
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    cold = dict[int, Any]()
+    for number in (0, 1):
+        with LLM(str(tmp_path / "model"), kv=kv, max_model_len=700, max_num_seqs=2, dtype="float32") as llm:
+            cold[number] = llm.generate([asked[number]], params)[0]
+    with LLM(str(tmp_path / "model"), kv=kv, max_model_len=700, **options) as llm:
+        llm.generate([text], params)
+    with LLM(str(tmp_path / "model"), kv=kv, max_model_len=700, **options) as llm:
+        for number in (0, 1):
+            warm = llm.generate([asked[number]], params)[0]
+            assert warm.num_cached_tokens == 448
+            assert warm.outputs[0].token_ids == cold[number].outputs[0].token_ids

@@ -38,6 +38,11 @@ class RecurrentLayout:
         """Bytes of a state in all layers."""
         return len(self.layers) * sum(4 * math.prod(array.shape) for array in self.arrays)
 
+    @property
+    def layer_bytes(self) -> int:
+        """Most bytes of a state in one layer of a snapshot, where fields are aligned."""
+        return -(-sum(4 * math.prod(array.shape) + 16 for array in self.arrays) // 256) * 256
+
     def num_states(self, sequences: int) -> int:
         """States for ``sequences`` sequences and their checkpoints."""
         return sequences * (RING + CHECKPOINTS)

@@ -54,9 +54,26 @@ class RecurrentSequence:
         """The row of the state after ``length`` tokens, one of the newest, or written next."""
         return self.ring[length % RING]
 
+    @property
+    def restored_rows(self) -> list[int]:
+        """The rows that a restored state is written to: for the sequence to go on, and as a checkpoint."""
+        kept = self.at(self.since)
+        return [self.row(self.since)] if kept is None or kept.row is None else [self.row(self.since), kept.row]
+
     def at(self, position: int) -> Checkpoint | None:
         """The checkpoint after ``position`` tokens; None if there is none."""
         return next((one for one in self.checkpoints if one.position == position and one.row is not None), None)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the sequence has recurrent states."""
+        return bool(self.ring or self.checkpoints)
+
+    def find(self, position: int, length: int) -> int | None:
+        """The row of the state after ``position`` tokens of a sequence of ``length``; None if there is none."""
+        if (kept := self.at(position)) is not None:
+            return kept.row
+        return self.row(position) if self.ring and self.fixed(length) <= position <= length else None
 
     def fixed(self, length: int) -> int:
         """Number of first tokens that cannot be removed from a sequence of ``length``. It is more than ``length`` if
@@ -104,20 +121,25 @@ class RecurrentStates:
         return self.padding * self.layout.state_bytes
 
     def begin(self, parent: RecurrentSequence | None, length: int) -> RecurrentSequence:
-        """The states of a new sequence, which has the first ``length`` tokens of ``parent`` or none."""
-        if parent is None:
-            assert not length, "a sequence with tokens needs a parent with a checkpoint"
-            sequence = RecurrentSequence(self._take())
-            self._clear(sequence.row(0))
-            return sequence
-        source = parent.at(length)
-        assert source is not None, f"no checkpoint after {length} tokens"
-        shared = [one for one in parent.checkpoints if one.row is not None and one.position <= length]
+        """The states of a new sequence of ``length`` tokens. It shares the checkpoints of ``parent``, the first tokens
+        of which it has.
+
+        If the parent has no checkpoint after ``length`` tokens, the caller writes the state to ``restored_rows``.
+        """
+        before = [] if parent is None else parent.checkpoints
+        shared = [one for one in before if one.row is not None and one.position <= length]
         for one in shared:
             one.users += 1
             self._kept.move_to_end(one)
         sequence = RecurrentSequence([], length, shared)
-        self._resume(sequence, source)
+        if source := sequence.at(length):
+            self._resume(sequence, source)
+            return sequence
+        sequence.ring = self._take()
+        if not length:
+            self._clear(sequence.row(0))
+        elif self._room:
+            self._keep(sequence, Checkpoint(length, self._take_row()))
         return sequence
 
     def resume(self, sequence: RecurrentSequence, length: int) -> None:
@@ -138,13 +160,13 @@ class RecurrentStates:
 
     def release(self, sequence: RecurrentSequence) -> None:
         """Frees what no other sequence has."""
-        self._free += [*sequence.ring, *(one.row for one in sequence.pending if one.row is not None)]
-        self._room += len(sequence.pending)
+        self._free += sequence.ring
+        self._discard(sequence)
         for one in sequence.checkpoints:
             one.users -= 1
             if not one.users and one.row is not None:
                 self._drop(one)
-        sequence.ring, sequence.checkpoints, sequence.pending = [], [], []
+        sequence.ring, sequence.checkpoints = [], []
 
     def plan_checkpoints(self, sequence: RecurrentSequence, start: int, last: int) -> list[Checkpoint]:
         """The checkpoints that a prefill is to write, by ascending position, as far as there is room: after the first
@@ -169,8 +191,20 @@ class RecurrentStates:
             self._keep(sequence, one)
         sequence.pending, sequence.since = [], length
 
-    def copy(self, source: int, target: int) -> None:
-        """Copies a row."""
+    def adopt(self, sequence: RecurrentSequence, other: RecurrentStates, source: RecurrentSequence) -> None:
+        """Copies the newest state of a sequence of another cache, which has computed the prefill of both. Checkpoints
+        are not copied."""
+        self._discard(sequence)
+        for name, array in self.arrays.items():
+            array[:, sequence.row(source.since)] = other.arrays[name][:, source.row(source.since)]
+
+    def _discard(self, sequence: RecurrentSequence) -> None:
+        """Gives up the checkpoints of a prefill that does not write them."""
+        self._free += [one.row for one in sequence.pending if one.row is not None]
+        self._room += len(sequence.pending)
+        sequence.pending = []
+
+    def _copy(self, source: int, target: int) -> None:
         for array in self.arrays.values():
             array[:, target] = array[:, source]
 
@@ -182,7 +216,7 @@ class RecurrentStates:
         assert source.row is not None
         self._kept.move_to_end(source)  # it is dropped last, and there is always room for a ring
         sequence.ring, sequence.since = self._take(), source.position
-        self.copy(source.row, sequence.row(source.position))
+        self._copy(source.row, sequence.row(source.position))
 
     def _take(self) -> list[int]:
         """Rows for a ring. There is room for those of all sequences."""

@@ -165,11 +165,13 @@ class Layout:
 
     def snapshot_bytes(self, capacity: int) -> int:
         """Most bytes of a snapshot of ``capacity`` tokens."""
-        return sum(group.shape.num_layers * group.snapshot_layer_bytes(capacity) for group in self.groups)
+        pages = sum(group.shape.num_layers * group.snapshot_layer_bytes(capacity) for group in self.groups)
+        return pages if self.recurrent is None else pages + len(self.recurrent.layers) * self.recurrent.layer_bytes
 
     def snapshot_layer_bytes(self, capacity: int) -> int:
         """Most bytes of one layer of a snapshot of ``capacity`` tokens."""
-        return max(group.snapshot_layer_bytes(capacity) for group in self.groups)
+        recurrent = 0 if self.recurrent is None else self.recurrent.layer_bytes
+        return max(recurrent, *(group.snapshot_layer_bytes(capacity) for group in self.groups))
 
 
 def _named(group: GroupLayout, kind: str) -> str:

@@ -69,15 +69,21 @@ class SequencePools:
             point = length
             for number, pool in enumerate(self.pools):
                 point = pool.fork_point(sequence.of_group(number), point)
-            if sequence.recurrent is not None:
+            if self.recurrent is not None:
                 point = sequence.recurrent.fork_point(point)
-            if point == length or (len(self.pools) == 1 and sequence.recurrent is None):
+            if point == length or (len(self.pools) == 1 and self.recurrent is None):
                 return point
             length = point
 
     def can_fork(self, sequence: CachedSequence, length: int) -> bool:
         """Whether ``length`` is a fork point of ``sequence``."""
         return self.fork_point(sequence, length) == length
+
+    def can_end(self, sequence: CachedSequence, length: int) -> bool:
+        """Whether ``length`` is a fork point of ``sequence`` as far as pages are concerned. A recurrent state can be
+        missing."""
+        points = (pool.fork_point(sequence.of_group(number), length) for number, pool in enumerate(self.pools))
+        return all(point == length for point in points)
 
     def can_follow(self, sequence: CachedSequence, length: int) -> bool:
         """Whether the pages after ``length`` tokens can be restored behind a fork at ``length``. Unlike in
@@ -93,7 +99,7 @@ class SequencePools:
 
     def forked(self, parent: CachedSequence, length: int) -> list[Outline]:
         """The outline of a fork of ``parent``, in each group. Raises ValueError if ``length`` is no fork point."""
-        if parent.recurrent is not None and parent.recurrent.fork_point(length) != length:
+        if self.recurrent is not None and parent.recurrent.fork_point(length) != length:
             raise ValueError(f"a sequence of {parent.length} tokens has no state to be forked after {length}")
         return [pool.forked(parent.of_group(number), length) for number, pool in enumerate(self.pools)]
 
@@ -123,6 +129,8 @@ class SequencePools:
         first, *other_groups = in_groups
         first.other_groups = tuple(other_groups)
         if self.recurrent is not None:
+            if parent is not None:
+                self.await_layers(parent)  # its checkpoints are copied
             first.recurrent = self.recurrent.begin(None if parent is None else parent.recurrent, first.length)
         if parent is not None and any(outline.copied for outline in outlines):
             self.await_layers(parent)
@@ -137,26 +145,25 @@ class SequencePools:
             self._require(self.growth(sequence, start, capacity))
         for number, pool in enumerate(self.pools):
             pool.extend(sequence.of_group(number), start, capacity)
-        if self.recurrent is not None and sequence.recurrent is not None:
+        if self.recurrent is not None:
             self.recurrent.resume(sequence.recurrent, sequence.length)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Removes the tokens after ``length``. Raises ValueError if one of them is ``fixed``."""
         for number, pool in enumerate(self.pools):
             pool.truncate(sequence.of_group(number), length)
-        if sequence.recurrent is not None:
-            sequence.recurrent.since = length
+        sequence.recurrent.since = length
 
     def trim(self, sequence: CachedSequence) -> None:
         """Frees the blocks that a finished sequence holds for future tokens. It can be extended again."""
         for number, pool in enumerate(self.pools):
             pool.trim(sequence.of_group(number))
-        if self.recurrent is not None and sequence.recurrent is not None:
+        if self.recurrent is not None:
             self.recurrent.pause(sequence.recurrent, sequence.length)
 
     def release(self, sequence: CachedSequence) -> None:
         """Frees all blocks of a sequence. The sequence must not be used again."""
-        if self.recurrent is not None and sequence.recurrent is not None:
+        if self.recurrent is not None:
             self.recurrent.release(sequence.recurrent)
         for number, pool in enumerate(self.pools):
             pool.release(sequence.of_group(number))

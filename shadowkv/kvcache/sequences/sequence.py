@@ -109,7 +109,7 @@ class CachedSequence:
         readings: for each open reading, the position up to which it reads (``snapshots.layers.Reading``).
         pending_layers: in the first group of a restored sequence, the layers of all groups that are still arriving;
             else None.
-        recurrent: in the first group, the sequence's recurrent states; None if no layer has one.
+        recurrent: in the first group, the sequence's recurrent states. It has none if no layer has one.
         path: the segments, in order.
         dense: ids of the exact pages of a dense sequence; with a window, as a ring.
         ring: ids of the exact pages of a compressed sequence's tail, as a ring.
@@ -134,7 +134,7 @@ class CachedSequence:
     slot_reserve: list[int] = field(default_factory=list)
     state_reserve: list[int] = field(default_factory=list)
     other_groups: tuple[CachedSequence, ...] = ()
-    recurrent: RecurrentSequence | None = None
+    recurrent: RecurrentSequence = field(default_factory=RecurrentSequence)
     window: int | None = None
     begin: int = 0
 
@@ -169,7 +169,7 @@ class CachedSequence:
         """Number of first tokens that must not be removed: the compressed ones, those that other sequences or open
         readings read in the same pages, and those that a window or a recurrent state needs."""
         whole = self.oldest + self.window if self.window is not None and self.oldest else 0
-        recurrent = 0 if self.recurrent is None else self.recurrent.fixed(self.length)
+        recurrent = self.recurrent.fixed(self.length) if self.recurrent.exists else 0
         others = (one.fixed for one in self.other_groups)
         return max(self.compressed, self.shared, *self.readings, whole, recurrent, *others)
 

@@ -134,6 +134,9 @@ class SnapshotHeader:
         num_layers: all layers of the model.
         layer_bytes: bytes of a layer that has these fields.
         layers: which layers have them, where not all do; else empty.
+        recurrent: whether these layers have a recurrent state, and neither keys nor values. ``fields`` are then
+            ``recurrent.…`` [...], of the state after ``length`` tokens; none where it was not kept, and nothing can be
+            continued at the snapshot's end.
         window: tokens that a query in these layers sees, of which the snapshot has the newest: its tail begins with the
             first of them after ``start``. 0 where it sees all.
         other_groups: headers of the other groups of layers: the same tokens in the same form, of other layers.
@@ -150,6 +153,7 @@ class SnapshotHeader:
     layer_bytes: int
     layers: tuple[int, ...] = ()
     window: int = 0
+    recurrent: bool = False
     other_groups: tuple[SnapshotHeader, ...] = ()
 
     def __post_init__(self) -> None:
@@ -271,7 +275,10 @@ def contradictions(header: SnapshotHeader) -> Iterator[str]:
     yield from _out_of(("window", header.window, 0, MOST["tokens"]))
     if header.window and (header.segments or header.observed):
         yield "layers with a window have something compressed"
+    if header.recurrent and (header.segments or header.observed or header.window):
+        yield "layers with a recurrent state have keys and values"
     exact = max(exact, header.length - header.window) if header.window else exact
+    exact = header.length if header.recurrent else exact
     if header.tail_tokens != header.length - exact:
         yield f"{header.tail_tokens} tokens of the tail are not those from {exact} to {header.length}"
     if header.observed and header.segments:
@@ -371,4 +378,6 @@ def _shapes(header: SnapshotHeader) -> dict[str, tuple[int, ...]]:
         shapes["tail"] = (2, header.tail_tokens)
     if header.observed:
         shapes["observed."] = ()
+    if header.recurrent and header.fields:
+        shapes["recurrent."] = ()
     return shapes

@@ -19,7 +19,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory.arenas import BlockPool
 from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.pools import SequencePools
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
 from shadowkv.kvcache.sequences.store import ExactRows, GroupStore, exact_rows
@@ -168,6 +168,12 @@ def _words(rows: Tensor) -> Tensor:
     return rows.flatten(1).view(word)
 
 
+def recurrent_locations(states: RecurrentStates, header: SnapshotHeader, row: int) -> list[Location]:
+    """Where a recurrent state is."""
+    arrays = {f"recurrent.{name}": array for name, array in states.arrays.items()}
+    return [StateLocation(field, arrays[field.name], row) for field in header.fields]
+
+
 class Reading:
     """What a snapshot of a sequence is made from, where it was when the reading began.
 
@@ -185,13 +191,22 @@ class Reading:
         self._locations: list[list[Location]] = []
         self._held: list[tuple[BlockPool, list[int]]] = []
         self._sequences = [sequence.of_group(number) for number in range(len(pools.pools))]
-        for pool, of_group, in_group in zip(pools.pools, header.of_groups, self._sequences, strict=True):
+        for pool, of_group, in_group in zip(pools.pools, header.of_groups, self._sequences):
             locations = SnapshotLocations(pool.store, of_group, of_group.cut(header.length), in_group)
             self._held += [(pool.pools[kind], pool.pools[kind].blocks_of(x)) for kind, x in locations.held.items()]
             self._locations.append(locations.on_device())
         self._copies = {
-            number: self._copied(number, pool) for number, pool in enumerate(pools.pools) if pool.layout.window
+            number: self._copied(number, pool.layout.shape.num_layers, pool.store.compute)
+            for number, pool in enumerate(pools.pools)
+            if pool.layout.window
         }
+        if pools.recurrent is not None:  # the row can be given to another state
+            own = header.of_groups[-1]
+            row = sequence.recurrent.find(header.length, sequence.length) if own.fields else None
+            self._locations.append([] if row is None else recurrent_locations(pools.recurrent, own, row))
+            self._copies[len(pools.pools)] = self._copied(
+                len(pools.pools), len(own.layers), pools.pools[0].store.compute
+            )
         for blocks, ids in self._held:
             blocks.retain(ids)
         for in_group in self._sequences:
@@ -207,10 +222,10 @@ class Reading:
         else:
             self._read(number, at, out)
 
-    def _copied(self, number: int, pool: SequencePool) -> Tensor:
+    def _copied(self, number: int, num_layers: int, device: torch.device) -> Tensor:
         """All layers of a group, uint8 [layers, bytes of a layer]: what is in a window is soon written over."""
-        header, compute = self.header.of_groups[number], pool.store.compute
-        layers = torch.empty(pool.layout.shape.num_layers, header.layer_bytes, dtype=torch.uint8, device=compute)
+        header = self.header.of_groups[number]
+        layers = torch.empty(num_layers, header.layer_bytes, dtype=torch.uint8, device=device)
         for at, layer in enumerate(layers):
             self._read(number, at, layer)
         return layers
@@ -260,10 +275,16 @@ class Restoring:
         self._locations = [
             [
                 SnapshotLocations(pool.store, of_group, of_group.cut(stop), sequence.of_group(number)).on_device()
-                for number, (pool, of_group) in enumerate(zip(pools.pools, header.of_groups, strict=True))
+                for number, (pool, of_group) in enumerate(zip(pools.pools, header.of_groups))
             ]
             for header, stop in chain
         ]
+        if pools.recurrent is not None:
+            for of_link in self._locations:
+                of_link.append([])
+            own = chain[-1].header.of_groups[-1]
+            for row in sequence.recurrent.restored_rows:
+                self._locations[-1][-1] += recurrent_locations(pools.recurrent, own, row)
 
     def write_layer(self, link: int, layer: int, data: Tensor) -> None:
         """Copies the used part of a layer of the chain's snapshot number ``link`` to where it belongs. The host does

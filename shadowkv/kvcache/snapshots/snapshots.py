@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
+from typing import Any
 
 import torch
 
 from shadowkv.kvcache.memory.arenas import Blocks, Field
 from shadowkv.kvcache.policy.growth import MAX_SEGMENTS
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, PREFILLS
+from shadowkv.kvcache.recurrent.layout import RecurrentLayout
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.pools import SequencePools
@@ -44,6 +47,8 @@ class Snapshots:
         self.pools, self.layout, self.device = pools, pools.layout, device
         self.form = form_of(pools.layout, rope)
         self._contents = [GroupContents(group, self.form) for group in pools.layout.groups]
+        recurrent = pools.layout.recurrent
+        self._recurrent = None if recurrent is None else RecurrentContents(recurrent, self.form, self.layout.shape)
 
     def describe(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
         """What a snapshot of ``sequence`` after its first ``start`` tokens, a fork point or 0, contains; found on the
@@ -53,13 +58,15 @@ class Snapshots:
             stop: tokens after which it ends, a fork point: it is then that of a fork there, however ``sequence``
                 continues, and nothing in it changes any more. None for all there are, with the exact tail.
         """
-        for point, possible in ((start, self.pools.can_follow), (stop, self.pools.can_fork)):
+        for point, possible in ((start, self.pools.can_follow), (stop, self.pools.can_end)):
             if point and not possible(sequence, point):
                 raise ValueError(f"a sequence of {sequence.length} tokens cannot be forked after {point}")
         if stop is not None and stop < start:
             raise ValueError(f"a snapshot from token {start} on cannot end after {stop}")
         first, *other_groups = enumerate(self._contents)
-        headers = (contents.header(sequence.of_group(number), start, stop) for number, contents in other_groups)
+        headers = [contents.header(sequence.of_group(number), start, stop) for number, contents in other_groups]
+        if self._recurrent is not None:
+            headers.append(self._recurrent.header(sequence, start, sequence.length if stop is None else stop))
         return first[1].header(sequence, start, stop, tuple(headers))
 
     def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
@@ -96,7 +103,7 @@ class Snapshots:
             self.pools.await_layers(parent)  # the new one waits only for what is written to it
         sequence = self.pools.restore(outlines, start, capacity, parent)
         header, stop = chain[-1]
-        for number, of_group in enumerate(header.of_groups):
+        for number, of_group in enumerate(header.of_groups[: len(self._contents)]):
             in_group = sequence.of_group(number)
             in_group.observed = of_group.cut(stop).observed and bool(in_group.state_reserve)
         try:
@@ -142,10 +149,11 @@ class Snapshots:
         for header, _ in chain:
             if header.form != self.form:
                 raise ValueError(f"the sequence is stored as form {header.form}, this cache stores form {self.form}")
-            if len(header.of_groups) != len(self._contents):
-                raise ValueError(
-                    f"the snapshot is of {len(header.of_groups)} groups of layers, not {len(self._contents)}"
-                )
+            groups = len(self._contents) + (self._recurrent is not None)
+            if len(header.of_groups) != groups:
+                raise ValueError(f"the snapshot is of {len(header.of_groups)} groups of layers, not {groups}")
+        if self._recurrent is not None:
+            self._recurrent.check(chain)
         before = [Outline()] * len(self._contents)
         if parent is not None:
             before = self.pools.forked(parent, chain[0][0].start)
@@ -153,6 +161,47 @@ class Snapshots:
             contents.outline([Link(header.of_groups[number], stop) for header, stop in chain], own, start, capacity)
             for number, (contents, own) in enumerate(zip(self._contents, before, strict=True))
         ]
+
+
+class RecurrentContents:
+    """Contents of snapshots of the layers with a recurrent state.
+
+    Args:
+        form: what caches must have in common to read them.
+    """
+
+    def __init__(self, layout: RecurrentLayout, form: str, shape: ModelShape) -> None:
+        self.layout, self.form, self.num_layers = layout, form, shape.num_layers
+        self._state = laid_out((f"recurrent.{one.name}", one.shape, torch.float32) for one in layout.arrays)
+
+    def header(self, sequence: CachedSequence, start: int, stop: int) -> SnapshotHeader:
+        """The header of a snapshot that ends after ``stop`` tokens: with the state, if there is one."""
+        row = sequence.recurrent.find(stop, sequence.length)
+        fields, layer_bytes = ((), 0) if row is None else self._state
+        return SnapshotHeader(
+            form=self.form,
+            start=start,
+            length=stop,
+            segments=(),
+            tail_tokens=0,
+            observed=False,
+            fields=fields,
+            num_layers=self.num_layers,
+            layer_bytes=layer_bytes,
+            layers=self.layout.layers,
+            recurrent=True,
+        )
+
+    def check(self, chain: Sequence[Link]) -> None:
+        """Raises ValueError unless ``chain`` ends with a state of this cache's form."""
+        for header, _ in chain:
+            own = header.of_groups[-1]
+            known = (own.fields, own.layer_bytes) in (self._state, ((), 0))
+            if not own.recurrent or own.layers != self.layout.layers or not known:
+                raise ValueError("the recurrent states of the snapshot are not those that this cache stores")
+        header, stop = chain[-1]
+        if stop != header.length or not header.of_groups[-1].fields:
+            raise ValueError(f"there is no recurrent state after {stop} tokens")
 
 
 class GroupContents:
@@ -298,9 +347,11 @@ def form_of(layout: Layout, rope: RopeConfig) -> str:
     selected, how much stays exact after what is compressed, and where it is stored. Comparing weights is left to
     others."""
     forms = [_form_of_group(group, group.rope or rope) for group in layout.groups]
-    if len(forms) == 1:
+    if len(forms) == 1 and layout.recurrent is None:
         return forms[0]
-    of_groups = [(form, group.layers) for form, group in zip(forms, layout.groups, strict=True)]
+    of_groups: list[tuple[Any, ...]] = [(form, group.layers) for form, group in zip(forms, layout.groups, strict=True)]
+    if layout.recurrent is not None:
+        of_groups.append((layout.recurrent.arrays, layout.recurrent.layers))
     return sha256(json.dumps(of_groups).encode()).hexdigest()
 
 

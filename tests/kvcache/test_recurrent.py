@@ -1,0 +1,204 @@
+"""Recurrent states: whatever becomes of sequences, each state is that of its tokens, and each row has one owner."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shadowkv.kvcache.policy.shape import LayerKind, ModelShape, StateArray
+from shadowkv.kvcache.recurrent import states as module
+from shadowkv.kvcache.recurrent.batch import NewTokens, block, step_rows
+from shadowkv.kvcache.recurrent.layout import CHECKPOINTS, RING, RecurrentLayout
+from shadowkv.kvcache.recurrent.states import RecurrentSequence, RecurrentStates
+
+CPU = torch.device("cpu")
+KIND = LayerKind(state=(StateArray("x", (1,)),))
+SHAPE = ModelShape(3, 1, 1, 8, kinds=(KIND, LayerKind(), KIND))
+SEQUENCES = 4
+EVERY = 128
+
+
+def layout() -> RecurrentLayout:
+    found = RecurrentLayout.of(SHAPE)
+    assert found is not None
+    return found
+
+
+def digest(tokens: list[int]) -> float:
+    """The state after tokens: a number that tells prefixes apart."""
+    return float(torch.tensor(hash(tuple(tokens)) % (1 << 24), dtype=torch.float32))
+
+
+@dataclass
+class Living:
+    sequence: RecurrentSequence
+    tokens: list[int] = field(default_factory=list)
+
+
+class Lives(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.states = RecurrentStates(layout(), SEQUENCES, CPU)
+        self.lives: list[Living] = []
+        self.next = 0
+
+    def write(self, row: int, tokens: list[int]) -> None:
+        self.states.arrays["x"][:, row] = digest(tokens)
+
+    def read(self, row: int) -> float:
+        values = self.states.arrays["x"][:, row].unique()
+        assert len(values) == 1, "the layers disagree"
+        return float(values)
+
+    def new_tokens(self, count: int) -> list[int]:
+        self.next += count
+        return list(range(self.next - count, self.next))
+
+    def pick(self, data: st.DataObject, growing: bool) -> Living:
+        return data.draw(st.sampled_from([one for one in self.lives if bool(one.sequence.ring) == growing]))
+
+    def any(self, growing: bool) -> bool:
+        return any(bool(one.sequence.ring) == growing for one in self.lives)
+
+    @precondition(lambda self: len(self.lives) < SEQUENCES)
+    @rule()
+    def begin(self) -> None:
+        one = Living(self.states.begin(None, 0))
+        assert self.read(one.sequence.row(0)) == 0
+        self.write(one.sequence.row(0), [])
+        self.lives.append(one)
+
+    @precondition(lambda self: self.any(True))
+    @rule(data=st.data(), count=st.integers(1, 400), cut=st.integers(1, 100), fails=st.booleans())
+    def prefill(self, data: st.DataObject, count: int, cut: int, fails: bool) -> None:
+        """In blocks of ``cut`` tokens, as the layers see them: each span continues a state that is right."""
+        one, cached = self.pick(data, True), 0
+        cached, tokens = len(one.tokens), one.tokens + self.new_tokens(count)
+        planned = self.states.plan_checkpoints(one.sequence, cached, (len(tokens) - 1) // 64 * 64)
+        prompt = NewTokens(one.sequence, 0, count, cached, planned)
+        for start in range(0, count, cut):
+            part, at = block([prompt], start, min(count, start + cut), CPU), cached + start
+            for _, spans in part.rounds:
+                assert spans.lengths is not None
+                assert self.read(int(spans.read)) == digest(tokens[:at])
+                at += sum(spans.lengths)
+                self.write(int(spans.write), tokens[:at])
+            assert at == cached + min(count, start + cut)
+        if fails:
+            self.lives.remove(one)
+            return self.states.release(one.sequence)
+        one.tokens = tokens
+        self.states.end_prefill(one.sequence, len(tokens))
+
+    @precondition(lambda self: self.any(True))
+    @rule(data=st.data(), steps=st.integers(1, 3), taken_back=st.integers(0, 1))
+    def decode(self, data: st.DataObject, steps: int, taken_back: int) -> None:
+        one = self.pick(data, True)
+        for _ in range(steps):
+            read, write = step_rows([one.sequence], torch.tensor([len(one.tokens)]).numpy())[:, 0].tolist()
+            assert self.read(read) == digest(one.tokens)
+            one.tokens = one.tokens + self.new_tokens(1)
+            self.write(write, one.tokens)
+        length = len(one.tokens) - taken_back
+        if length >= one.sequence.fixed(len(one.tokens)):
+            one.tokens, one.sequence.since = one.tokens[:length], length
+            if taken_back:
+                assert one.sequence.fixed(length) == length, "the state before was written over"
+
+    @precondition(lambda self: self.any(True))
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        one = self.pick(data, True)
+        self.states.pause(one.sequence, len(one.tokens))
+        assert one.sequence.fixed(len(one.tokens)) == len(one.tokens)
+
+    @precondition(lambda self: self.any(False))
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        one = self.pick(data, False)
+        if one.sequence.fixed(len(one.tokens)) <= len(one.tokens):
+            self.states.resume(one.sequence, len(one.tokens))
+
+    @precondition(lambda self: 0 < len(self.lives) < SEQUENCES)
+    @rule(data=st.data(), length=st.integers(0, 2000))
+    def fork(self, data: st.DataObject, length: int) -> None:
+        parent = data.draw(st.sampled_from(self.lives))
+        if point := parent.sequence.fork_point(min(length, len(parent.tokens))):
+            child = Living(self.states.begin(parent.sequence, point), parent.tokens[:point])
+            self.lives.append(child)
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.lives))
+        self.lives.remove(one)
+        self.states.release(one.sequence)
+
+    @invariant()
+    def states_are_right_and_owned_once(self) -> None:
+        if not hasattr(self, "lives"):
+            return
+        rows, users = Counter[int](), Counter[int]()
+        shared = {}
+        for one in self.lives:
+            rows.update(one.sequence.ring)
+            if one.sequence.ring:
+                assert self.read(one.sequence.row(len(one.tokens))) == digest(one.tokens)
+            for kept in one.sequence.checkpoints:
+                users[id(kept)] += 1
+                shared[id(kept)] = kept
+                if kept.row is not None:
+                    assert self.read(kept.row) == digest(one.tokens[: kept.position])
+        rows.update(kept.row for kept in shared.values() if kept.row is not None)
+        assert max(rows.values(), default=1) == 1
+        assert all(kept.users == users[number] for number, kept in shared.items())
+        assert self.states.used_bytes == len(rows) * self.states.layout.state_bytes
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECKPOINT_EVERY", EVERY)
+
+
+def test_lives() -> None:
+    Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    Lives.TestCase("runTest").runTest()
+
+
+def test_rings_never_lack_room() -> None:
+    """However many checkpoints prefills write."""
+    states = RecurrentStates(layout(), SEQUENCES, CPU)
+    first = states.begin(None, 0)
+    planned = states.plan_checkpoints(first, 0, 100 * EVERY)
+    assert len(planned) == CHECKPOINTS * SEQUENCES and planned[-1].position == 100 * EVERY
+    others = [states.begin(None, 0) for _ in range(SEQUENCES - 1)]
+    assert len({row for one in (first, *others) for row in one.ring}) == RING * SEQUENCES
+    states.end_prefill(first, 100 * EVERY + 1)
+    for one in (first, *others):
+        states.release(one)
+    assert states.used_bytes == 0
+
+
+def test_the_least_recently_used_checkpoint_goes_first() -> None:
+    states = RecurrentStates(layout(), 2, CPU)
+    first, second = (states.begin(None, 0) for _ in range(2))
+    for one, length in ((first, 64), (second, 128)):
+        states.plan_checkpoints(one, 0, length)
+        states.end_prefill(one, length + 1)
+    states.pause(second, 129)  # its other row is free again
+    states.begin(first, 64)  # takes that row, and the place of the second's first checkpoint
+    assert second.fork_point(200) == 0 and first.fork_point(200) == 64
+    assert second.fixed(129) == 129, "its newest state is younger"
+
+
+def test_bytes() -> None:
+    found = layout()
+    assert found.layers == (0, 2) and found.state_bytes == 2 * 4
+    assert found.nbytes(3) == (3 * (RING + CHECKPOINTS) + 1) * 8
+    assert RecurrentLayout.of(ModelShape(2, 1, 1, 8)) is None
