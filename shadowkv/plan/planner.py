@@ -12,6 +12,7 @@ import torch
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
 from shadowkv.kvcache.policy.shape import LayerKind
 from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.recurrent.layout import RING
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
 from shadowkv.layers.group import Group
@@ -36,7 +37,8 @@ class SequenceBytes:
 def sequence_bytes(layout: Layout, context: int) -> SequenceBytes:
     """Bytes of a sequence of ``context`` tokens, prompt and output together."""
     size = layout.tier_bytes(layout.demand(context, context))
-    return SequenceBytes(size["device"] + size["segment_slots"] + size["states"], size["host"])
+    recurrent = 0 if layout.recurrent is None else RING * layout.recurrent.state_bytes
+    return SequenceBytes(size["device"] + size["segment_slots"] + size["states"] + recurrent, size["host"])
 
 
 def bytes_of_kinds(layout: Layout, context: int) -> dict[str, int]:
@@ -46,6 +48,8 @@ def bytes_of_kinds(layout: Layout, context: int) -> dict[str, int]:
         unit, need = group.bytes_per_block(), group.demand(context, context)
         kind = str(LayerKind(group.window))
         found[kind] += sum(need[tier] * unit[tier] for tier in ("device", "segment_slots", "states"))
+    if (recurrent := layout.recurrent) is not None:
+        found[str(LayerKind(state=recurrent.arrays))] = RING * recurrent.state_bytes
     return dict(found)
 
 
@@ -185,7 +189,8 @@ class Planner:
             seconds = size * attention + weights / device_bandwidth
             return StepFloor(size, weights, seconds * 1e3, size / seconds)
 
-        full_kv = 2 * self.context * shape.kv_dim * self.dtype.itemsize * shape.num_layers
+        with_attention = sum(group.shape.num_layers for group in layout.groups)
+        full_kv = 2 * self.context * shape.kv_dim * self.dtype.itemsize * with_attention
         return Plan(
             name,
             layout.spec,

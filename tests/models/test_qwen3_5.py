@@ -126,6 +126,7 @@ def test_configs_without_layer_types_have_every_fourth_layer_full(tmp_path: Path
         ({"linear_num_value_heads": 3}, "linear_num_value_heads=3 is not a multiple of linear_num_key_heads=2"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1 is less than 2"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' is not supported, only 'float32'"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported, only 'swish'"),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types is not a list of linear_attention or full_attention"),
         ({"layer_types": ["linear_attention"] * 4}, "no layer has full attention"),

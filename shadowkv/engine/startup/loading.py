@@ -15,7 +15,13 @@ from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.crossover import dense_below
-from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, describe_prefixes, likely_cache_bytes, size_cache
+from shadowkv.engine.startup.sizing import (
+    DEFAULT_UTILIZATION,
+    describe_prefixes,
+    in_gib,
+    likely_cache_bytes,
+    size_cache,
+)
 from shadowkv.installation import building_cpu, building_cuda
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import OF_BLOCKS, case_of, choose_ops
@@ -194,6 +200,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
             for group in cache.layout.groups
             if group.window is not None
         ),
+        *_recurrent(cache),
         *backend_lines(cache.ops, cache.device, config.enforce_eager),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {counted(config.max_num_seqs, 'sequence')} at once",
@@ -209,6 +216,17 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         counts = ", ".join(f"{count} on the {tier}" for tier, count in fitting.items())
         lines.append(f"fits    sequences of {counted(length, 'token')}: {counts}")
     return lines
+
+
+def _recurrent(cache: KVCache) -> list[str]:
+    """A line about recurrent states, for a server's start."""
+    if (states := cache.recurrent) is None:
+        return []
+    layout = states.layout
+    return [
+        f"states  {len(layout.layers)} of {counted(cache.shape.num_layers, 'layer')} keep a recurrent state: "
+        f"{in_gib(layout.state_bytes)} a sequence, {in_gib(states.total_bytes)} for sequences and their checkpoints"
+    ]
 
 
 def _experts(model: ModelConfig) -> str:

@@ -80,7 +80,19 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     in_the_mlp = block * (5 * model.hidden_size + _inner_numbers(model)) * dtype.itemsize
     queries = shape.num_query_heads * shape.head_dim  # three times: projected, normalised or rotated, and attended
     attending = block * (model.hidden_size + 3 * queries + 2 * shape.kv_dim) * dtype.itemsize
-    return max(in_the_mlp, attending + (drawing_bytes(shape, block, context) if context > SPARSE_FROM else 0))
+    drawing = drawing_bytes(shape, block, context) if context > SPARSE_FROM else 0
+    return max(in_the_mlp, attending + drawing, _linear_bytes(model, block, dtype))
+
+
+def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
+    """Peak device bytes of a block in linear attention: its projections, the convolution's results, and in float32
+    queries, keys, values and results, once as they are and once divided into chunks."""
+    linear = model.linear
+    if linear is None:
+        return 0
+    per_head = 2 * linear.key_dim + 3 * linear.value_dim
+    projected = model.hidden_size + 2 * (linear.channels + linear.values)
+    return block * (projected * dtype.itemsize + 2 * 4 * linear.value_heads * per_head)
 
 
 def _inner_numbers(model: ModelConfig) -> int:

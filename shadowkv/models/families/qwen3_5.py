@@ -35,6 +35,7 @@ MAX_SIZE = 1 << 12
 FIELDS = (
     *_SIZES,
     *("attention_bias", "layer_types", "full_attention_interval", "attn_output_gate", "mamba_ssm_dtype"),
+    "output_gate_type",
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 
@@ -92,6 +93,8 @@ def _linear(hf: dict[str, Any]) -> LinearAttention:
         reasons.append((heads + "{linear_num_key_heads}").format(**sizes))
     if not reasons and sizes["linear_conv_kernel_dim"] < 2:
         reasons.append("linear_conv_kernel_dim=1 is less than 2")
+    if hf.get("output_gate_type") not in (None, "swish", "silu"):
+        reasons.append(f"output_gate_type={hf['output_gate_type']!r:.60} is not supported, only 'swish'")
     if hf.get("mamba_ssm_dtype") not in (None, "float32"):
         reasons.append(f"mamba_ssm_dtype={hf['mamba_ssm_dtype']!r:.60} is not supported, only 'float32'")
     if reasons:
