@@ -182,7 +182,7 @@ class KVCache:
             for name, same in tiers.items()
         }
         if self.recurrent is not None:
-            use["recurrent states"] = TierUse(self.recurrent.used_bytes, self.recurrent.total_bytes)
+            use["recurrent_states"] = TierUse(self.recurrent.used_bytes, self.recurrent.total_bytes)
         return use
 
     @property

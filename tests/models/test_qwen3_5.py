@@ -21,7 +21,7 @@ from thread_group import on_ranks
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.eval.running.caches import open_cache, prefill
+from shadowkv.eval.running.caches import open_cache, prefill, prefill_all
 from shadowkv.kvcache.recurrent import states
 from shadowkv.kvcache.snapshots.header import Snapshot, SnapshotHeader
 from shadowkv.layers.group import Group
@@ -64,7 +64,7 @@ def test_logits_are_those_of_transformers(
     torch.testing.assert_close(got, torch.stack([oracle(theirs, text) for text in texts]), atol=1e-4, rtol=0)
     for sequence in sequences:
         cache.release(sequence)
-    assert cache.use()["recurrent states"].used_bytes == 0
+    assert cache.use()["recurrent_states"].used_bytes == 0
 
 
 @pytest.mark.parametrize("name", [*NAMES, "qwen3_5_moe"])
@@ -174,6 +174,20 @@ def test_snapshots_hold_states(kv: str, tmp_path: Path) -> None:
         other.snapshots.load(snapshots[:1], 700)
     with pytest.raises(ValueError, match="there is no recurrent state after 320 tokens"):
         other.snapshots.load([snapshots[0], (snapshots[1][0], 320)], 700)
+
+
+def test_a_prefill_for_several_policies_gives_all_of_them_the_state(tmp_path: Path) -> None:
+    theirs, loaded = build("qwen3_5", tmp_path, LONG), load_model(tmp_path)
+    policies = [lossless(kv, loaded.config.shape.kv_dim) for kv in ("full", "turbo", "full")]
+    caches = [open_cache(loaded, policy, 600, slots=2) for policy in policies]
+    text, token = prompt(0, 500), 7
+    sequences, _ = prefill_all(loaded.model, caches, text, 600)
+    for cache, sequence in zip(caches, sequences, strict=True):
+        cache.extend(sequence, 500, 600)
+        got = Runner(loaded.model, cache).decode([sequence], [token])
+        torch.testing.assert_close(got[0], oracle(theirs, [*text, token]), atol=1e-4, rtol=0)
+        cache.release(sequence)
+        assert cache.use()["recurrent_states"].used_bytes == 0
 
 
 @pytest.mark.parametrize("kv", ["full", "turbo:dense_below=0"])

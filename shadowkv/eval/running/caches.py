@@ -62,6 +62,7 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
     for layout in layouts:
         size = layout.tier_bytes(_blocks(layout))
         device += sum(size[kind] for kind in ("device", "segment_slots", "states"))
+        device += 0 if layout.recurrent is None else layout.recurrent.nbytes(1)
         host += size["host"]
     fitting = free // device
     if host:

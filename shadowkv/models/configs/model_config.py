@@ -115,6 +115,8 @@ class ModelConfig:
                 "intermediate_size": self.intermediate_size if self.has_mlps else 0,
                 "num_query_heads x head_dim": self.num_query_heads * self.head_dim,
                 "2 x num_kv_heads x head_dim": 2 * self.num_kv_heads * self.head_dim,
+                "keys of linear attention": 0 if self.linear is None else self.linear.keys,
+                "values of linear attention": 0 if self.linear is None else self.linear.values,
             }
             reasons += [
                 f"fp8 weights need sizes that are multiples of {MULTIPLE}, and {name} is {width}"
