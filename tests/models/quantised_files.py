@@ -238,7 +238,7 @@ def write_quantised(folder: Path, kind: str, case: str = "llama-bias-head-dim", 
     generator, tensors, plain = torch.Generator().manual_seed(0), {}, {}
     for name, tensor in load_file(folder / "plain" / "model.safetensors").items():
         if (
-            not name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+            not name.endswith(("_proj.weight", "_proj_qkv.weight", "_proj_z.weight", *(f".w{n}.weight" for n in "123")))
             or "layers.0.mlp.down_proj" in name
         ):
             tensors[name] = plain[name] = tensor

@@ -12,10 +12,12 @@ import torch
 from bad_files import edit_json
 from dense_cache import packed_logits
 from families import build, oracle_logits
+from quantised_files import write_quantised
 from safetensors.torch import load_file, save_file
 from test_experts_engine import LONG, lossless, oracle, prompt
 from test_families import assert_same, sequences
 from test_quantised_engine import answers
+from test_quantised_formats import assert_close
 from thread_group import on_ranks
 
 from shadowkv import LLM, SamplingParams
@@ -25,6 +27,7 @@ from shadowkv.eval.running.caches import open_cache, prefill, prefill_all
 from shadowkv.kvcache.recurrent import states
 from shadowkv.kvcache.snapshots.header import Snapshot, SnapshotHeader
 from shadowkv.layers.group import Group
+from shadowkv.layers.quantised_matrix import QuantisedLinear
 from shadowkv.models import load_config, load_model
 
 NAMES = ("qwen3_5", "qwen3_5-more-full")
@@ -107,6 +110,15 @@ def test_the_text_model_is_loaded_alone(tmp_path: Path) -> None:
     loaded = load_model(tmp_path, dtype=torch.float32)
     assert 5 in loaded.config.eos_token_ids
     assert_same(packed_logits(loaded.model, sequences()), oracle_logits(theirs, sequences()))
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8, blocks", "int8", "nvfp4"])
+def test_quantised_checkpoints(kind: str, tmp_path: Path) -> None:
+    """Of projections of linear attention, too, beside gates that are not quantised."""
+    sizes = {"linear_value_head_dim": 32, "linear_num_key_heads": 4}
+    quantised, plain = (load_model(path) for path in write_quantised(tmp_path, kind, "qwen3_5", **sizes))
+    assert any(isinstance(module, QuantisedLinear) for module in quantised.model.layers[0].linear_attention.modules())
+    assert_close(packed_logits(quantised.model, sequences()), packed_logits(plain.model, sequences()))
 
 
 def test_configs_without_layer_types_have_every_fourth_layer_full(tmp_path: Path) -> None:
