@@ -79,6 +79,8 @@ class GatedDeltaNet(Computing):
             q, k, v = mixed.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
             q, k = (x.unflatten(-1, (sizes.key_heads, sizes.key_dim)) for x in (q, k))
             v = v.unflatten(-1, (sizes.value_heads, sizes.value_dim))
+            if sizes.tiled:  # the op takes a key head's value heads as neighbours
+                q, k = (x.repeat(1, sizes.value_heads // sizes.key_heads, 1) for x in (q, k))
             result = self.ops.gated_delta_rule(q, k, v, decay, rate, states[RECURRENT], spans)
             if rows is None:
                 return result

@@ -54,6 +54,8 @@ class LinearAttention:
         value_heads: heads of values.
         key_dim, value_dim: dimensions of a head.
         kernel: inputs of the convolution.
+        tiled: whether key heads serve value heads in turn, as in GGUF files: value head n has key head
+            n mod ``key_heads``. Otherwise a key head's value heads are neighbours.
     """
 
     key_heads: int
@@ -61,6 +63,7 @@ class LinearAttention:
     key_dim: int
     value_dim: int
     kernel: int
+    tiled: bool = False
 
     @property
     def keys(self) -> int:

@@ -156,6 +156,9 @@ class Shard:
         """The key heads of linear attention of this rank, which has their value heads, too."""
         assert self.whole.linear is not None, "there is no linear attention"
         heads = self.whole.linear.key_heads
+        if self.whole.linear.tiled and self.size > 1:
+            reason = f"tensor_parallel_size={self.size}: GGUF files of {self.whole.architecture} run on one rank"
+            raise SettingsError(f"{reason}; use safetensors files", ["tensor_parallel_size"])
         if self.size > heads:
             reason = (
                 f"tensor_parallel_size={self.size} is more than the {counted(heads, 'key head')} of linear attention"

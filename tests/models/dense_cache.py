@@ -99,11 +99,13 @@ class DenseCache:
 
 
 @torch.no_grad()
-def packed_logits(model: Decoder, sequences: list[list[int]], max_positions: int = 512) -> list[Tensor]:
+def packed_logits(
+    model: Decoder, sequences: list[list[int]], max_positions: int = 512, ops: Ops | None = None
+) -> list[Tensor]:
     """Logits [length, V] of each sequence, all run as one packed batch."""
     batch = DenseBatch.of([len(sequence) for sequence in sequences])
     cache = DenseCache(model.config.rope, max_positions, model.config.layer_kinds)
-    model.use(Ops())
+    model.use(ops or Ops())
     x = model.embed(torch.tensor([token for sequence in sequences for token in sequence]))
     for layer in model.layers:
         x = torch.add(*layer.start(x, None, cache, batch)())

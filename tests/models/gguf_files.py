@@ -43,6 +43,18 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
     "gpt_oss": "gpt-oss",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+}
+OF_QWEN35 = TENSORS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
 OF_GEMMA3 = TENSORS | {
     "post_attention_layernorm": "post_attention_norm",
@@ -77,7 +89,8 @@ def write_model(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -89,7 +102,7 @@ def write_model(
     if arch in ("gemma3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    fields = expert_fields(config) | fields
+    fields = expert_fields(config) | linear_fields(config) | fields
     for key, value in fields.items():
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}[
             type(value)
@@ -106,7 +119,9 @@ def write_model(
             tensor = paired_rows(tensor, config.num_key_value_heads)
         if arch == "gemma3" and name.endswith("norm.weight"):
             tensor = tensor + 1
-        name = gguf_name(name, OF_GEMMA3 if arch == "gemma3" else TENSORS)
+        if arch in ("qwen35", "qwen35moe"):
+            name, tensor = qwen35(name, tensor, config)
+        name = gguf_name(name, {"gemma3": OF_GEMMA3, "qwen35": OF_QWEN35, "qwen35moe": OF_QWEN35}.get(arch, TENSORS))
         if arch in ("glm4moe", "gpt-oss"):
             name = name.replace(".ffn_norm.", ".post_attention_norm.")
         kind = kinds.get(name.split(".")[-2]) if name.endswith(".weight") else None
@@ -160,7 +175,7 @@ def expert_fields(config: Any) -> dict[str, Any]:
         fields["expert_feed_forward_length"] = config.intermediate_size
     elif config.model_type != "mixtral":
         fields["expert_feed_forward_length"] = config.moe_intermediate_size
-    if config.model_type == "qwen2_moe":
+    if config.model_type in ("qwen2_moe", "qwen3_5_moe_text"):
         fields["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     if config.model_type == "glm4_moe":
         fields |= {
@@ -173,6 +188,46 @@ def expert_fields(config: Any) -> dict[str, Any]:
             "expert_group_used_count": config.topk_group,
         }
     return fields
+
+
+def linear_fields(config: Any) -> dict[str, Any]:
+    """Metadata of linear attention, as the converter writes it."""
+    if not hasattr(config, "linear_num_value_heads"):
+        return {}
+    return {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+        "full_attention_interval": 4,
+    }
+
+
+def qwen35(name: str, tensor: torch.Tensor, config: Any) -> tuple[str, torch.Tensor]:
+    """A tensor as the converter writes it: value heads that share a key head are not neighbours any more."""
+    keys, heads, size = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+
+    def tiled(rows: torch.Tensor, size: int) -> torch.Tensor:
+        return rows.unflatten(0, (keys, heads // keys, size)).transpose(0, 1).reshape(rows.shape)
+
+    of_keys = 2 * keys * config.linear_key_head_dim
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return name, tensor + 1
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        tensor = torch.cat((tensor[:of_keys], tiled(tensor[of_keys:], size)))
+        return name, tensor.squeeze(1)
+    if name.endswith("in_proj_z.weight"):
+        return name, tiled(tensor, size)
+    if name.endswith("linear_attn.out_proj.weight"):
+        return name, tiled(tensor.T, size).T
+    if name.endswith(("in_proj_b.weight", "in_proj_a.weight")):
+        return name, tiled(tensor, 1)
+    if name.endswith("A_log"):
+        return f"blk.{name.split('.')[2]}.ssm_a", -tiled(tensor, 1).exp()
+    if name.endswith("dt_bias"):
+        return f"blk.{name.split('.')[2]}.ssm_dt.bias", tiled(tensor, 1)
+    return name, tensor
 
 
 def gguf_name(name: str, tensors: Mapping[str, str] = MappingProxyType(TENSORS)) -> str:

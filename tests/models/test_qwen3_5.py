@@ -12,6 +12,7 @@ import torch
 from bad_files import edit_json
 from dense_cache import packed_logits
 from families import build, oracle_logits
+from gguf_files import write_model
 from quantised_files import write_quantised
 from safetensors.torch import load_file, save_file
 from test_experts_engine import LONG, lossless, oracle, prompt
@@ -29,6 +30,7 @@ from shadowkv.kvcache.snapshots.header import Snapshot, SnapshotHeader
 from shadowkv.layers.group import Group
 from shadowkv.layers.quantised_matrix import QuantisedLinear
 from shadowkv.models import load_config, load_model
+from shadowkv.ops.registry import Ops
 
 NAMES = ("qwen3_5", "qwen3_5-more-full")
 
@@ -219,3 +221,19 @@ def test_prompts_are_found_again_after_a_restart(kv: str, tmp_path: Path) -> Non
             warm = llm.generate([asked[number]], params)[0]
             assert warm.num_cached_tokens == 448
             assert warm.outputs[0].token_ids == cold[number].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("kinds", [{}, {"attn_qkv": "Q8_0", "attn_gate": "Q4_0", "ssm_out": "Q8_0", "ffn_up": "Q4_0"}])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_gguf_files(name: str, kinds: dict[str, str], tmp_path: Path) -> None:
+    """Their value heads are in another order, and their rates and norms are of another form."""
+    model = build(name, tmp_path / "model", {"hidden_size": 64, "linear_value_head_dim": 16, "intermediate_size": 96})
+    file = write_model(tmp_path / "model.gguf", model, kinds=kinds)
+    plain = write_model(tmp_path / "plain.gguf", model, kinds=kinds, plain=True)
+    ops = Ops(overrides={"quantised_matmul": "reference"})  # others round activations
+    found, expected = (packed_logits(load_model(path).model, sequences(), ops=ops) for path in (file, plain))
+    assert_close(found, expected)
+    if not kinds:
+        assert_close(found, packed_logits(load_model(tmp_path / "model").model, sequences()))
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=2: GGUF files of \w+ run on one rank"):
+        on_ranks(2, lambda group: load_model(file, group=group))

@@ -99,7 +99,9 @@ def _linear(hf: dict[str, Any]) -> LinearAttention:
         reasons.append(f"mamba_ssm_dtype={hf['mamba_ssm_dtype']!r:.60} is not supported, only 'float32'")
     if reasons:
         raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
-    return LinearAttention(*sizes.values())
+    tiled = bool(hf.get("linear_tiled_value_heads")) and sizes["linear_num_value_heads"] > sizes["linear_num_key_heads"]
+    key_heads, value_heads, key_dim, value_dim, kernel = sizes.values()
+    return LinearAttention(key_heads, value_heads, key_dim, value_dim, kernel, tiled)
 
 
 def _layer_types(hf: dict[str, Any], layers: int) -> list[str]:

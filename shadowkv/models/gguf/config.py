@@ -21,6 +21,8 @@ ARCHITECTURES = {
     "gemma3": "gemma3_text",
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
 }
 """Supported GGUF architectures -> ``model_type``. ``llama`` also covers Mistral, Yi and SmolLM2, and with experts
 Mixtral."""
@@ -53,6 +55,11 @@ _FIELDS = {
     "norm_topk_prob": "{arch}.expert_weights_norm",
     "n_group": "{arch}.expert_group_count",
     "topk_group": "{arch}.expert_group_used_count",
+    "full_attention_interval": "{arch}.full_attention_interval",
+    "linear_num_key_heads": "{arch}.ssm.group_count",
+    "linear_num_value_heads": "{arch}.ssm.time_step_rank",
+    "linear_key_head_dim": "{arch}.ssm.state_size",
+    "linear_conv_kernel_dim": "{arch}.ssm.conv_kernel",
 }
 _STOPS = ("eos", "eot", "eom")
 
@@ -76,6 +83,8 @@ def config_from_gguf(
         hf["norm_topk_prob"] = True  # as in llama.cpp; files do not have it
     if hf["model_type"] == "glm4_moe":
         _complete_glm4_moe(file, hf)
+    if hf["model_type"].startswith("qwen3_5"):
+        _complete_qwen3_5(file, hf)
     if hf["model_type"] == "gpt_oss":
         hf["attention_bias"] = "blk.0.attn_q.bias" in file.names
         hf["intermediate_size"] = hf.get("moe_intermediate_size", hf["intermediate_size"])
@@ -110,6 +119,17 @@ def _complete_glm4_moe(file: GGUFFile, hf: dict[str, Any]) -> None:
     hf["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.names
     hf["attention_bias"] = "blk.0.attn_q.bias" in file.names
     drafting = hf.get("num_nextn_predict_layers", 0)
+    if type(drafting) is int and 0 <= drafting < hf["num_hidden_layers"]:
+        hf["num_hidden_layers"] -= drafting
+
+
+def _complete_qwen3_5(file: GGUFFile, hf: dict[str, Any]) -> None:
+    """Fields that follow from others; layers that draft tokens are not layers of the model. Value heads are tiled."""
+    heads, size = hf.get("linear_num_value_heads"), file.get("{arch}.ssm.inner_size", int)
+    if size is not None and type(heads) is int and heads > 0:
+        hf["linear_value_head_dim"] = size // heads
+    hf["linear_tiled_value_heads"] = True
+    drafting = hf.pop("num_nextn_predict_layers", 0)
     if type(drafting) is int and 0 <= drafting < hf["num_hidden_layers"]:
         hf["num_hidden_layers"] -= drafting
 

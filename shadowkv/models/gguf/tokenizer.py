@@ -34,6 +34,11 @@ def _words(digits: str) -> str:
     return _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + _TAIL
 
 
+def _words_with_marks() -> str:
+    """A pattern for words that contain combining marks."""
+    return _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}" + _TAIL.replace(r"\p{L}", r"\p{L}\p{M}", 1)
+
+
 def _cased_words() -> str:
     """A pattern for words that also end before an upper-case letter, and include their contraction."""
     before, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -57,6 +62,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "llama3": _split(_words(r"\p{N}{1,3}")),
     "llama-v3": _split(_words(r"\p{N}{1,3}")),
     "qwen2": _split(_words(r"\p{N}")),
+    "qwen35": _split(_words_with_marks()),
     "gpt-4o": _split(_cased_words()),
 }
 """Pre-tokenizers of byte-level vocabularies, by ``tokenizer.ggml.pre``."""
@@ -128,7 +134,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
         merges.append((left, right))
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=_is_llama3(file)))
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
     backend.decoder = decoders.ByteLevel()

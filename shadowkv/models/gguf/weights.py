@@ -16,6 +16,7 @@ from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
+_RATE = re.compile(r"^blk\.(\d+)\.ssm_a$")
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -49,8 +50,19 @@ _WEIGHTS = {
     },
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "attn_sinks.weight": "self_attn.sinks",
+    "ssm_dt.bias": "linear_attn.dt_bias",
 }
 """Tensors that are not a module's ``weight`` or ``bias``: tensors of all experts, and vectors of routers and heads."""
+_LINEAR = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+QWEN35 = ("qwen35", "qwen35moe")
 _OF_ARCHITECTURES = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma3": {
@@ -60,6 +72,7 @@ _OF_ARCHITECTURES = {
     },
     "glm4moe": {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
     "gpt-oss": {"ffn_gate_inp": "mlp.router"},
+    **dict.fromkeys(QWEN35, _LINEAR),
 }
 """Modules that differ from ``_MODULES``, by architecture."""
 _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -76,6 +89,8 @@ def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
             raise ModelFileError(file.path, f"it has {weight} twice, as {name} too")
         shape = file.shape(name)
         shapes[weight] = (1, *shape) if _is_flat(weight, shape) else shape
+        if weight.endswith(".conv1d.weight") and len(shape) == 2:
+            shapes[weight] = (shape[0], 1, shape[1])
     return shapes
 
 
@@ -88,8 +103,8 @@ def gguf_forms(file: GGUFFile) -> dict[str, Form]:
 def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
     """Names and weights, read ahead, quantised or as float32; unknown names pass unchanged.
 
-    The shapes must have been checked, since rows of ``llama`` files are reordered. Norms of ``gemma3`` are converted to
-    w, as in safetensors files; GGUF files have 1 + w.
+    The shapes must have been checked, since rows of ``llama`` files are reordered. Norms of ``gemma3`` and Qwen3.5 are
+    converted to w, as in safetensors files; GGUF files have 1 + w.
     """
 
     def read(name: str) -> Stored:
@@ -98,8 +113,13 @@ def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) ->
             return _halves_from_pairs(stored, config.num_query_heads)
         if file.architecture == "llama" and ".attn_k." in name:
             return _halves_from_pairs(stored, config.num_kv_heads)
-        if file.architecture == "gemma3" and name.endswith("norm.weight"):
+        added = file.architecture == "gemma3" or (file.architecture in QWEN35 and ".ssm_norm." not in name)
+        if added and name.endswith("norm.weight"):
             return dense(stored) - 1  # these files contain 1 + w
+        if _RATE.match(name):
+            return dense(stored).neg().log()  # these files contain -exp(A_log)
+        if ".ssm_conv1d." in name:
+            return dense(stored).unsqueeze(1)
         if isinstance(stored, Tensor) and _is_flat(_hf_name(name, file.architecture), stored.shape):
             return stored.unsqueeze(0)
         return stored
@@ -117,6 +137,8 @@ def _is_flat(weight: str, shape: Sequence[int]) -> bool:
 
 
 def _hf_name(name: str, architecture: str) -> str:
+    if (rate := _RATE.match(name)) is not None:
+        return f"model.layers.{rate[1]}.linear_attn.A_log"
     match = _BLOCK.match(name)
     if match is None:
         return _TOP.get(name, name)
