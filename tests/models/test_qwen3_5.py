@@ -237,3 +237,34 @@ def test_gguf_files(name: str, kinds: dict[str, str], tmp_path: Path) -> None:
         assert_close(found, packed_logits(load_model(tmp_path / "model").model, sequences()))
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2: GGUF files of \w+ run on one rank"):
         on_ranks(2, lambda group: load_model(file, group=group))
+
+
+@pytest.mark.parametrize("kv", ["full", "turbo:dense_below=0"])
+def test_conversations_answer_as_without_reuse(kv: str, tmp_path: Path) -> None:
+    """Of several turns, whose steps run ahead; some are answered twice, and half of the last answers are edited."""
+    build("qwen3_5", tmp_path, LONG)
+    params = [
+        SamplingParams(max_tokens=30, temperature=0, stop_token_ids=list(range(3, 12))),
+        SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True),
+    ]
+    options = {"kv": kv, "max_model_len": 1000, "max_num_seqs": 3, "dtype": "float32", "max_cached_seqs": 3}
+    found = dict[bool, list[list[int]]]()
+    cached = 0
+    for reuse in (False, True):
+        with LLM(str(tmp_path), enable_prefix_caching=reuse, **options) as llm:
+            llm.engine.decode_steps.run_ahead = reuse
+            texts, found[reuse] = [prompt(seed, 90 + 64 * seed) for seed in range(4)], []
+            for turn in range(3):
+                for repeated in range(1 + turn % 2):
+                    outputs = llm.generate(texts, [params[(n + repeated) % 2] for n in range(4)])
+                    found[reuse] += [output.outputs[0].token_ids for output in outputs]
+                    cached += sum(output.num_cached_tokens or 0 for output in outputs)
+                for number, output in enumerate(outputs):
+                    answer = list(output.outputs[0].token_ids)
+                    texts[number] = [*texts[number], *answer[: None if number % 2 else 7], *prompt(turn, 40)]
+            assert bool(cached) == reuse
+            if reuse:
+                states = llm.engine.cache.recurrent
+                running = [one for one in llm.engine.scheduler.running]
+                assert not running and 0 < states.used_bytes <= states.total_bytes
+    assert found[True] == found[False]
