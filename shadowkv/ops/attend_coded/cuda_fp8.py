@@ -1,5 +1,5 @@
-"""Attention over rows of 8-bit floats in CUDA: pages are read in place by the kernel for exact pages
-(``csrc/kernels/paged_attention/``); a head's key and value scales multiply its scores and its output."""
+"""Attention over rows of 8-bit floats in CUDA. The kernel of ``paged_attention`` reads the pages in place
+(``csrc/kernels/paged_attention/``). A head's key scale multiplies its scores, its value scale multiplies its output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.paged_attention.cuda import splits
 
 RESIDENT_BLOCKS = {64: 5, 96: 5, 128: 4, 256: 2}
-"""Thread blocks that a multiprocessor holds at a time with the kernel as compiled, by head dim."""
+"""Thread blocks of the compiled kernel that a multiprocessor holds at a time, by head dim."""
 
 missing = partial(cuda_missing, "attend_fp8", "attend_fp8")
 
@@ -34,7 +34,7 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for 8-bit floats (e4m3) without a mean; can be captured in a CUDA graph.
+    """Same as the reference, for 8-bit floats (e4m3) without a mean. Can be captured in a CUDA graph.
 
     Queries are bfloat16 with entries up to 65504 and a head dim of 64, 96, 128 or 256. Pages and lengths are read on
     the device and are not checked.

@@ -1,5 +1,5 @@
-"""Attention over all tokens of mixed latents and vectors (Shard's formats) on Hopper:
-``csrc/kernels/attend_mixed_sm90/``."""
+"""Attention over all tokens in Shard's formats, keys as mixed latents and values as vector codes, on Hopper
+(``csrc/kernels/attend_mixed_sm90/``)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_GROUP = 8
 """Most query heads per kv head that the kernel supports."""
 
 CONSUMERS = {True: 3, False: 2}
-"""Consumer warpgroups of a thread block, each attending to one page at a time, by whether a kv head has at most four
-query heads."""
+"""Consumer warpgroups of a thread block, by whether a kv head has at most four query heads. Each consumer attends to
+one page at a time."""
 
 FILLING = 4
-"""Pages per consumer that a block could attend to in the time it takes to load its basis and codebook."""
+"""Time in which a thread block loads its basis and codebook, in pages that each consumer could attend to meanwhile."""
 
 missing = partial(cuda_missing, "attend_mixed_sm90", "attend_mixed_sm90")
 
@@ -51,16 +51,18 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, but products are of half: keys, queries RoPE-rotated to each page, weights and entries of the
-    codebook; and values are rotated back by the codec's own Hadamard matrix, whatever ``values.rotation`` is. It can be
-    captured in a CUDA graph after a first call with the same ``keys.rotary``.
+    """Same as the reference, but factors of products are float16. Can be captured in a CUDA graph after a first call
+    with the same ``keys.rotary``.
 
-    Basis entries under 6e-5 lose bits, keys over 65504 overflow. Pages, states and positions are read on the device and
-    are not checked. A page's latents are contiguous on the device, as are a page's codes of all heads. Every 16
-    consecutive latents share one width.
+    These are float16: keys, queries RoPE-rotated to each page, softmax weights, and entries of the codebook. Basis
+    entries under 6e-5 lose bits, keys over 65504 overflow. Values are rotated back by the codec's own Hadamard matrix,
+    whatever ``values.rotation`` is.
+
+    Pages, states and positions are read on the device and are not checked. A page's latents are contiguous on the
+    device, as are a page's codes of all heads. Every 16 consecutive latents share one width.
 
     Raises:
-        ValueError: other sources.
+        ValueError: keys or values in other formats.
         RuntimeError: shapes, dtypes or strides that do not fit.
     """
     if not isinstance(keys, LatentKeys) or keys.basis_step is None or keys.widths is None or keys.mean is None:
@@ -88,8 +90,11 @@ def attend_coded(
 
 @lru_cache(maxsize=1024)
 def splits(units: int, entries: int, consumers: int, processors: int) -> int:
-    """Number of shares into which the pages of each of ``units`` sequences x pairs of kv heads are split: the fastest
-    in waves of one thread block per multiprocessor, where each block first fills its shared memory."""
+    """Number of thread blocks that share the pages of a unit, a pair of kv heads of one sequence.
+
+    It takes the least estimated time: a multiprocessor runs one block at a time, and each block first fills its shared
+    memory.
+    """
     most = max(1, entries // (2 * consumers))
 
     def time(share: int) -> int:

@@ -1,4 +1,4 @@
-"""Attention over selected chunks in C++, read in their stored form: ``csrc/cpu/attention/attend_selected.h``."""
+"""Attention over selected chunks in C++, read in their stored form (``csrc/cpu/attention/attend_selected.h``)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def attend_selected(
 
 
 def _keys(keys: KeySource) -> tuple[Any, ...]:
-    """As rows; of latents, which are of every head, and of keys without their mean, states and RoPE behind."""
+    """The C++ op's arguments for keys: ``_rows``, then basis, mean, states and RoPE of latents and of centred keys.
+    Latents get an axis of heads, which all share them."""
     if not isinstance(keys, LatentKeys | CentredKeys):
         return *_rows(keys), *[None] * 6, False
     rope = keys.rotary.cos, keys.rotary.sin, keys.rotary.config.interleaved
@@ -64,7 +65,7 @@ def _keys(keys: KeySource) -> tuple[Any, ...]:
 
 
 def _values(values: ValueSource) -> tuple[Any, ...]:
-    """Values in the same form as ``_rows``, followed by the slots of a buffer."""
+    """The C++ op's arguments for values: ``_rows``, then the slots of a buffer."""
     if not isinstance(values, BufferedRows):
         return *_rows(values), None
     codec, _, _, *coded = _rows(values.source)
@@ -72,7 +73,7 @@ def _values(values: ValueSource) -> tuple[Any, ...]:
 
 
 def _rows(source: DenseRows | CodedRows) -> tuple[Any, ...]:
-    """Codec, rows or codes, their pages; scale, its pages, the codec's rotation and levels."""
+    """Codec, rows or codes, their pages; scales, their pages, the codec's rotation and levels."""
     if isinstance(source, DenseRows):
         return CodecId.DENSE, source.rows, source.pages, *[None] * 4
     scale = source.scale.unflatten(2, source.codes.shape[2:4])

@@ -1,8 +1,8 @@
-"""Attention over selected tokens from latents in Triton, for what the CUDA kernels do not know: latents of widths that
-a prompt is given, values in other formats, RoPE of neighbours or of some dimensions.
+"""Attention over selected tokens, with keys as latents, in Triton. It serves what the CUDA kernels do not support:
+latents of mixed widths, other formats of values, and RoPE of neighbouring or of only some dimensions.
 
-A program takes as many tokens as a page has of one kv head at a time, all of its query heads together, and makes keys
-of their latents: the dimensions that RoPE rotates as a pair in two products.
+A program takes 64 tokens of one kv head at a time, with all query heads of the kv head. It rebuilds keys from latents
+in two products, one for the first and one for the second dimensions of RoPE's pairs.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def attend_selected(
     log_weight: Tensor | None = None,
     most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for latents, and for dense rows and codecs in ``VALUES`` that are not in a buffer.
+    """Same as the reference, for keys as latents and values with a codec in ``VALUES`` that are not in a buffer.
 
-    16-bit queries are multiplied with keys and values in float16. Pages of latents, and of a head's values, are
-    contiguous.
+    16-bit queries are multiplied with keys and values in float16. The latents of a page are contiguous, as are the
+    values of a head in a page.
 
     Raises:
-        ValueError: other sources.
+        ValueError: keys or values in other formats.
     """
     batch, query_heads, dim = q.shape
     if not isinstance(keys, LatentKeys) or isinstance(values, BufferedRows):
@@ -104,12 +104,12 @@ def _attend_latents(
     VALUE_FORMAT: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_SCALED: tl.constexpr,
     VALUE_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One part of what one kv head of a row has selected."""
+    """Attends to one part of the selected tokens of one kv head of a row."""
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = unit // HEADS, unit % HEADS
     member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS), tl.arange(0, HALF_BLOCK)
     in_pair = pair < HALF
-    if INTERLEAVED:  # dimensions that RoPE rotates together; behind them those that do not
+    if INTERLEAVED:  # dimensions that RoPE rotates together, then the others
         one = tl.where(pair < ROPE_HALF, 2 * pair, pair + ROPE_HALF)
         other = tl.where(pair < ROPE_HALF, 2 * pair + 1, pair + HALF)
     elif ROPE_HALF < HALF:

@@ -1,4 +1,4 @@
-"""Scores of chunks by the few keys that represent them, in one Triton kernel that reads each of those keys once."""
+"""Scores of chunks by one or two keys that represent each, in one Triton kernel. It reads each of these keys once."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ TILE = 128
 """Chunks multiplied at a time."""
 
 BITS_SCALE = 2.0**8
-"""Ratio of a float8_e4m3fn number to the float16 number with the same upper bits, as their exponent biases are 7 and
-15. Shifts take longer than the conversion, which GPUs below compute capability 8.9 do not have."""
+"""Ratio of a float8_e4m3fn number to the float16 number with the same upper bits: their exponent biases are 7 and 15.
+GPUs below compute capability 8.9 have no conversion instruction, so codes are shifted there, which takes longer."""
 
 PROGRAMS = 4096
-"""Least number of programs, if there is enough work for them."""
+"""A program takes several tiles only if there would otherwise be more programs than this."""
 
 
 def chunk_mean_scores(
     q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, where T is the number of parts that a row is split into. Products are summed in float32.
+    """Same as the reference. T is the number of programs that share a row. Products are summed in float32.
 
-    Landmarks in float8_e4m3fn are multiplied with bfloat16 queries in float16, which holds both as long as no query is
-    above 65504.
+    Landmarks in float8_e4m3fn and bfloat16 queries are multiplied in float16, so queries must not exceed 65504.
     """
     return score_chunks(q, landmarks.unsqueeze(2), excluded, pages, num_chunks, scale)
 
@@ -36,7 +35,7 @@ def score_chunks(
 ) -> tuple[Tensor, Tensor]:
     """``chunk_mean_scores`` for bounds [N, H, 1, C, d], ``min_max_scores`` for bounds [N, H, 2, C, d].
 
-    All views over pages are dense but for their first axis.
+    All views over pages are contiguous but for their first axis.
     """
     factor = q.shape[-1] ** -0.5
     converts = scale is not None and _converts(q.device)

@@ -1,4 +1,4 @@
-"""Decoder layers of a decode step in C++: ``csrc/cpu/decode_layers/``."""
+"""Decoder layers of a decode step in C++ (``csrc/cpu/decode_layers/``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def supports(case: Case) -> list[str]:
 def decode_layers(
     x: Tensor, attended: Tensor | None, layers: Layers, tokens: NewTokens, to_attention: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as the reference, in float32. Where no attention is computed, the queries and sums have no meaning."""
+    """Same as the reference, in float32. If no attention is computed, the returned queries and log-sum-exps are
+    arbitrary."""
     rotary = layers.rotary
     result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.shadowkv.decode_layers(
         x, attended, layers.vectors, layers.matrices, layers.forms, layers.row_blocks, layers.k_pages, layers.v_pages,

@@ -1,4 +1,4 @@
-"""Dense attention of one sequence on a GPU by PyTorch's flash attention, without scores in memory."""
+"""Dense attention of one sequence on a GPU by PyTorch's flash attention."""
 
 from __future__ import annotations
 

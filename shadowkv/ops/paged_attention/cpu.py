@@ -1,4 +1,4 @@
-"""Paged decode attention in C++: pages are read in place, ``csrc/cpu/attention/paged_attention.h``."""
+"""Paged decode attention in C++. Pages are read in place (``csrc/cpu/attention/paged_attention.h``)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ def supports(case: Case) -> list[str]:
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for float32 or bfloat16.
-
-    Scores and weights are float32 for bfloat16 too. Results are bitwise equal for any number of threads.
-    """
+    """Same as the reference, for float32 or bfloat16. Scores and softmax weights are always float32. Results are
+    bitwise equal for any number of threads."""
     return torch.ops.shadowkv.paged_attention(q, k, v, pages, counts)

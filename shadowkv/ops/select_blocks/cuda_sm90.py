@@ -1,5 +1,5 @@
-"""Selection of blocks on Hopper: scores of what a tile may leave out by
-``csrc/kernels/score_blocks_sm90/``, the rest by Triton."""
+"""Selection of blocks on Hopper. ``csrc/kernels/score_blocks_sm90/`` scores the blocks that a tile may leave out, and
+Triton does the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIMS = (64, 128)
 """Head dims that the kernel supports."""
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 128
-"""Most sampled queries per tile and kv head that the kernel takes."""
+"""Most sampled queries per tile and kv head that the kernel supports."""
 
 
 missing = partial(cuda_missing, "score_blocks_sm90", "score_blocks_sm90", capability=HOPPER)
@@ -34,10 +34,11 @@ def supports(case: Case) -> list[str]:
 
 
 def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
-    """Same as ``triton.select_blocks``; a block's share has a relative error of at most 1e-4.
+    """Same as ``triton.select_blocks``, but a block's share has a relative error of up to 1e-4. Can be captured in a
+    CUDA graph.
 
-    bfloat16 or float16 with a head dim of 64 or 128, up to 16 query heads per kv head; strides between heads and tokens
-    of q and k are multiples of 16 bytes. Can be captured in a CUDA graph.
+    The dtype is bfloat16 or float16, the head dim 64 or 128, with up to 16 query heads per kv head. Strides between
+    heads and tokens of q and k are multiples of 16 bytes.
     """
     scores, sampled = score_buffer(q, k), sample_queries(q)
     score_blocks(q, k, sampled, scores)
@@ -45,10 +46,10 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """Same as ``triton.score_blocks``; padding rows, and first blocks, which a tile always attends to, are not
-    written.
+    """Same as ``triton.score_blocks``. Scores of padding rows, and of first blocks, which a tile always attends to, are
+    not written.
 
-    ``sampled``, rows of q, are read on the device and are not checked.
+    ``sampled``, rows of q, are read on the device and not checked.
     """
     scale = q.shape[2] ** -0.5 * math.log2(math.e)
     torch.ops.shadowkv_cuda.score_blocks_sm90(q, k, sampled, scale, SINK_BLOCKS, LOCAL_BLOCKS, scores)
