@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,17 @@ import torch
 def unless(good: bool, reason: str) -> list[str]:
     """``[reason]`` unless ``good``."""
     return [] if good else [reason]
+
+
+def unless_one_of(value: object, known: Collection[object], what: str = "") -> list[str]:
+    """The reason that ``value`` is not one of ``known``, unless it is: ``head dim 96 is not 64 or 128``.
+
+    Args:
+        what: words before the value.
+    """
+    *others, last = [str(one).removeprefix("torch.") for one in known]
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return unless(value in known, f"{what} {value} is not {listed}".lstrip())
 
 
 NOT_CENTRED = "coded keys are stored without their mean"

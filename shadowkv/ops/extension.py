@@ -92,6 +92,11 @@ def block_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def _attend_selected(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 

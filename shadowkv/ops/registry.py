@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from shadowkv.ops.case import Case
-from shadowkv.ops.dense_attention.forms import DenseAttention
 from shadowkv.ops.extension import Unbuilt
 from shadowkv.ops.references import References
 from shadowkv.wording import SettingsError
 
-NAMES = tuple(vars(References()))
+_REFERENCES = vars(References())
+NAMES = tuple(_REFERENCES)
 """All ops."""
 
-FORMS = {"dense_attention": tuple(field.name for field in fields(DenseAttention))}
-"""Ops of whose calls few backends serve all. The backend of each form of a call is chosen by itself; its function has
-the form's name."""
+FORMS = {name: tuple(field.name for field in fields(op)) for name, op in _REFERENCES.items() if is_dataclass(op)}
+"""Forms of each op whose reference is a dataclass of functions, such as ``DenseAttention``. Each form has its own
+backend, whose function has the form's name."""
 
 CALLS = tuple(f"{name}.{form}" if form else name for name in NAMES for form in FORMS.get(name, ("",)))
 """Everything that has a backend: each op, and instead of an op with forms each form, such as
@@ -172,10 +172,8 @@ class Ops(References):
                 self.needing_lengths.append(name)
             functions[name] = choice.function
         for name in NAMES:
-            if name not in FORMS:
-                setattr(self, name, functions[name])
-        forms = {form: functions[f"dense_attention.{form}"] for form in FORMS["dense_attention"]}
-        self.dense_attention = DenseAttention(**forms)
+            forms = {form: functions[f"{name}.{form}"] for form in FORMS.get(name, ())}
+            setattr(self, name, replace(getattr(self, name), **forms) if forms else functions[name])
         if attention_backend in LIBRARIES:
             self._check_library(attention_backend)
 

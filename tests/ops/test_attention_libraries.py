@@ -216,9 +216,9 @@ def test_an_override_goes_before_a_library(installed: None) -> None:
 @pytest.mark.parametrize(
     ("library", "changes", "reason"),
     [
-        ("flashinfer", {"dtype": torch.float32}, "torch.float32 is not of 16 bits"),
+        ("flashinfer", {"dtype": torch.float32}, "torch.float32 is not bfloat16 or float16"),
         ("flash-attn", {"dtype": torch.float32}, "torch.float32 is not of 16 bits"),
-        ("flashinfer", {"head_dim": 96}, "head dim 96 is not 64, 128, 256"),
+        ("flashinfer", {"head_dim": 96}, "head dim 96 is not 64, 128 or 256"),
         ("flash-attn", {"head_dim": 264}, "head dim 264 is no multiple of 8 up to 256"),
         ("flash-attn", {"ops": frozenset({"rms_norm"})}, "no op that is called has a backend of it"),
     ],

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.case import Case, unless_one_of
 from shadowkv.ops.extension import HOPPER, cuda_missing
 
 DIMS = (64, 128)
@@ -21,8 +21,7 @@ missing = partial(cuda_missing, "attend_blocks_sm90", "attend_blocks_sm90", "att
 
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
-    dims = unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not 64 or 128")
-    return unless(case.dtype in DTYPES, f"{case.dtype} is not bfloat16 or float16") + dims
+    return unless_one_of(case.dtype, DTYPES) + unless_one_of(case.head_dim, DIMS, "head dim")
 
 
 def attend_blocks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.attention_results import attend_to_nothing, result_and_parts
+from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId, RowCodec
-from shadowkv.ops.extension import cuda_missing
+from shadowkv.ops.extension import cuda_missing, multiprocessors
 
 LLOYD = (CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
 VALUES_OF = {
@@ -43,7 +43,7 @@ missing = partial(cuda_missing, "attend_coded", "attend_coded")
 
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
-    reasons = unless(case.head_dim == DIM, f"head dim {case.head_dim} is not {DIM}")
+    reasons = unless_one_of(case.head_dim, (DIM,), "head dim")
     reasons += _unknown_pair(case.key_codec, case.value_codec)
     whole = not case.centred or case.rope_dim % 8 == 0
     return reasons + unless(whole, f"centred keys of which RoPE rotates {case.rope_dim} dimensions, no multiple of 8")
@@ -74,17 +74,15 @@ def attend_coded(
         raise ValueError(f"attend_coded in CUDA: {'; '.join(wrong)}")
     heads, entries = keys.codes.shape[1], keys.pages.shape[1]
     if not batch or not entries:
-        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        return attend_to_nothing(q)
     units, centred = batch * heads * -(-query_heads // heads // QUERIES), isinstance(keys, CentredKeys)
-    split = splits(units, entries, processors, centred)
+    split = splits(units, entries, multiprocessors(q.device), centred)
     rope_q = q.float().contiguous()
     asked = rope_q if keys.rotation is None else rope_q @ keys.rotation
-    out, lse = torch.empty_like(asked), asked.new_empty(batch, query_heads)
-    partial_out, partial_lse = lse.new_empty(batch, query_heads, split, dim), lse.new_empty(batch, query_heads, split)
+    out, lse, *parts = result_and_parts(asked, split)
     torch.ops.shadowkv_cuda.attend_coded(
         asked, begin.contiguous(), end.contiguous(), *_form(keys), *_form(values), *_mean(rope_q, keys),
-        out, lse, partial_out, partial_lse,
+        out, lse, *parts,
     )  # fmt: skip
     if values.rotation is not None:
         out = out @ values.rotation.T
@@ -129,8 +127,8 @@ def _unknown_pair(keys: int, values: int) -> list[str]:
 
 def _form(rows: CodedRows) -> tuple[Any, ...]:
     """The kernel's arguments for keys or values: codec, codes, scales, pages of both, and ``level_bytes``."""
-    scale_pages = rows.pages if rows.scale_pages is None else rows.scale_pages
-    return rows.codec.id, rows.codes.flatten(2, 3), rows.scale, rows.pages, scale_pages, *level_bytes(rows.codec)
+    pages = rows.pages, rows.pages_of_scales
+    return rows.codec.id, rows.codes.flatten(2, 3), rows.scale, *pages, *level_bytes(rows.codec)
 
 
 def _mean(rope_q: Tensor, keys: CodedRows) -> tuple[Any, ...]:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from shadowkv.ops.attend_selected.cuda_sm90 import frequencies
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.attention_results import attend_to_nothing, result_and_parts
+from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId
-from shadowkv.ops.extension import cuda_missing
+from shadowkv.ops.extension import cuda_missing, multiprocessors
 
 DIM = 128
 RANKS = (96, 128, 160, 192)
@@ -38,9 +39,9 @@ def supports(case: Case) -> list[str]:
     )
     reasons = [f"codec {codec} of {axis} is not {name}" for axis, codec, known, name in codecs if codec != known]
     reasons += unless(case.capability == (9, 0), f"compute capability {case.capability} is not that of Hopper, 9.0")
-    reasons += unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16")
-    reasons += unless(case.head_dim == DIM, f"head dim {case.head_dim} is not {DIM}")
-    reasons += unless(case.rank in RANKS, f"rank {case.rank} is not one of {', '.join(map(str, RANKS))}")
+    reasons += unless_one_of(case.dtype, (torch.bfloat16,))
+    reasons += unless_one_of(case.head_dim, (DIM,), "head dim")
+    reasons += unless_one_of(case.rank, RANKS, "rank")
     reasons += unless(case.num_kv_heads % 2 == 0, f"{case.num_kv_heads} kv heads are an odd number")
     reasons += unless(case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}")
     reasons += unless(not case.host_values, "values are on the host, from where pages were never copied as a whole")
@@ -73,17 +74,16 @@ def attend_coded(
     batch, query_heads, dim = q.shape
     heads, entries = keys.basis.shape[2], keys.pages.shape[1]
     if not batch or not entries:
-        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    split = splits(batch * heads // 2, entries, CONSUMERS[query_heads <= 4 * heads], processors)
+        return attend_to_nothing(q)
+    split = splits(batch * heads // 2, entries, CONSUMERS[query_heads <= 4 * heads], multiprocessors(q.device))
     largest, codebook = values.state
-    out, lse = torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32)
+    out, lse, *parts = result_and_parts(q, split)
     torch.ops.shadowkv_cuda.attend_mixed_sm90(
         q.contiguous(), begin.contiguous(), end.contiguous(), keys.latents.flatten(1, 2), keys.basis, keys.basis_step,
         keys.widths, keys.mean, keys.states, keys.first, keys.pages, frequencies(keys.rotary),
         values.codes.flatten(2, 3), largest, codebook, values.states, values.pages,
         math.log2(math.e) / math.sqrt(dim) * keys.rotary.config.magnitude,
-        out, lse, lse.new_empty(batch, query_heads, split, dim), lse.new_empty(batch, query_heads, split),
+        out, lse, *parts,
     )  # fmt: skip
     return out, lse
 

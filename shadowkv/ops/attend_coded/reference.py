@@ -130,8 +130,7 @@ def _rows(source: KeySource, pages: slice) -> Tensor:
     if isinstance(source, DenseRows):
         return source.rows[page_ids].float().transpose(1, 2).flatten(2, 4)
     codes = source.codes[page_ids].transpose(1, 2).flatten(2, 4)
-    scale_pages = page_ids if source.scale_pages is None else source.scale_pages[:, pages]
-    scale = source.scale[scale_pages].transpose(1, 2).flatten(2, 3)
+    scale = source.scale[source.pages_of_scales[:, pages]].transpose(1, 2).flatten(2, 3)
     state = tuple(x[source.states][:, :, None] for x in source.state)
     kept = rotation_of(source)
     return source.codec.decode(codes, scale, source.rotation if kept is None else None, source.dim, state)

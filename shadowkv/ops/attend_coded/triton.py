@@ -15,19 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.attend_coded.reference import rope_products
-from shadowkv.ops.attend_coded.triton_rows import (
-    LEAST,
-    PAGEWISE,
-    TOKENS,
-    TOKENWISE,
-    StoredForm,
-    codes_of,
-    decoded_rows,
-)
+from shadowkv.ops.attend_coded.triton_rows import PAGEWISE, TOKENWISE, StoredForm, codes_of, decoded_rows
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
+from shadowkv.ops.attention_results import attend_to_nothing
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import LATENTS, unknown_codecs
+from shadowkv.ops.extension import multiprocessors
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 WAVES = 4
 """Thread blocks per multiprocessor. Several even out ragged lengths."""
@@ -57,7 +52,7 @@ def attend_coded(
     heads = key_codes.shape[1]
     group, count = query_heads // heads, keys.pages.shape[1]
     if not count or not batch:
-        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
+        return attend_to_nothing(q)
     exact = torch.float32 if q.dtype == torch.float32 else torch.float16
     grouped = q.float().unflatten(1, (heads, group)) * (dim**-0.5 * math.log2(math.e))
     key_form, value_form = StoredForm(keys, dim, exact), StoredForm(values, dim, exact)
@@ -72,12 +67,12 @@ def attend_coded(
         begin, end, *mean, out, lse,
         key_codes.stride(0), key_form.scale.stride(0), value_codes.stride(0), value_form.scale.stride(0),
         count, triton.cdiv(count, parts),
-        HEADS=heads, GROUP=group, GROUP_BLOCK=max(LEAST, triton.next_power_of_2(group)), DIM=dim,
+        HEADS=heads, GROUP=group, GROUP_BLOCK=dot_size(group), DIM=dim,
         KEY_FORMAT=key_form.format, KEY_BITS=key_form.bits, KEY_COLUMNS=key_form.columns, KEY_SCALES=key_form.scales,
         KEY_SCALED=key_form.scaled, KEY_STEPPED=key_form.stepped,
         VALUE_FORMAT=value_form.format, VALUE_BITS=value_form.bits, VALUE_COLUMNS=value_form.columns,
         VALUE_SCALES=value_form.scales, VALUE_SCALED=value_form.scaled, VALUE_ENTRIES=value_form.row_entries,
-        HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), num_warps=4,
+        HALF=half, HALF_BLOCK=dot_size(half), num_warps=4,
         num_stages=3 if exact == torch.float16 else 1,  # float32 would not fit shared memory
     )  # fmt: skip
     return value_form.merged(out, lse, q.dtype)
@@ -85,7 +80,7 @@ def attend_coded(
 
 def thread_blocks(units: int, pages: int, device: torch.device) -> int:
     """Number of thread blocks that share the pages of each of ``units`` pairs of sequence and kv head."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    processors = multiprocessors(device) if device.type == "cuda" else 16
     return max(1, min(pages // MIN_PAGES, WAVES * processors // units))
 
 

@@ -16,13 +16,7 @@ from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
 from shadowkv.ops.codec import LANES, CodecId
-from shadowkv.ops.page import PAGE
-
-TOKENS = tl.constexpr(PAGE)
-"""``PAGE``, for kernels."""
-
-LEAST = 16
-"""Least number of rows or columns of a matrix in ``tl.dot``."""
+from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 PAGEWISE = (CodecId.KVARN_4BIT, CodecId.KVARN_2BIT)
 """Codecs that can only decode whole pages."""
@@ -71,7 +65,7 @@ class StoredForm:
         self.largest: Tensor | None = None
         self.dim, self.exact, self.format, self.bits = dim, exact, "dense", 8
         self.scales, self.scaled, self.stepped, self.row_entries = 1, False, False, 0
-        self.columns = max(LEAST, triton.next_power_of_2(dim))
+        self.columns = dot_size(dim)
         self.scale = self.table = self.step = codes_of(source)
         self.scale_pages = source.pages
         self.order = torch.arange(self.columns, device=self.table.device)
@@ -81,7 +75,7 @@ class StoredForm:
         if codec.id not in TOKENWISE + PAGEWISE:
             raise ValueError(f"attend_coded in Triton does not know codec {codec.name!r} ({codec.id})")
         self.format, self.rotation, self.scale = FORMATS.get(CodecId(codec.id), "codes"), source.rotation, source.scale
-        self.scale_pages = source.pages if source.scale_pages is None else source.scale_pages
+        self.scale_pages = source.pages_of_scales
         self.scales = max(1, codec.scales(dim))
         levels = codec.code_levels(dim, device)
         if levels is not None:
@@ -144,7 +138,7 @@ def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
 @cache
 def _halves_order(dim: int, device: torch.device) -> Tensor:
     """``_lane_order`` for bytes that hold one dimension of the first half and one of the second."""
-    byte = torch.arange(max(LEAST, triton.next_power_of_2(dim)) // 2, device=device)[:, None]
+    byte = torch.arange(dot_size(dim) // 2, device=device)[:, None]
     return (byte + torch.tensor([0, dim // 2], device=device)).masked_fill(byte >= dim // 2, dim).flatten()
 
 

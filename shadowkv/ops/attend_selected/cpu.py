@@ -16,7 +16,7 @@ from shadowkv.ops.attend_selected.sources import (
     LatentKeys,
     ValueSource,
 )
-from shadowkv.ops.case import Case
+from shadowkv.ops.case import Case, unless_one_of
 from shadowkv.ops.codec import LANES, CodecId, unknown_codecs
 from shadowkv.ops.extension import cpu_missing as missing
 
@@ -27,8 +27,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    dtypes = [] if case.dtype in FLOATS else [f"{case.dtype} is neither float32 nor bfloat16"]
-    return dtypes + unknown_codecs(case.key_codec, case.value_codec, LANES)
+    return unless_one_of(case.dtype, FLOATS) + unknown_codecs(case.key_codec, case.value_codec, LANES)
 
 
 def attend_selected(
@@ -77,6 +76,5 @@ def _rows(source: DenseRows | CodedRows) -> tuple[Any, ...]:
     if isinstance(source, DenseRows):
         return CodecId.DENSE, source.rows, source.pages, *[None] * 4
     scale = source.scale.unflatten(2, source.codes.shape[2:4])
-    scale_pages = source.pages if source.scale_pages is None else source.scale_pages
     levels = source.codec.code_levels(source.dim, source.codes.device)
-    return source.codec.id, source.codes, source.pages, scale, scale_pages, source.rotation, levels
+    return source.codec.id, source.codes, source.pages, scale, source.pages_of_scales, source.rotation, levels

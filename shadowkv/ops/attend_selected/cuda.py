@@ -20,9 +20,10 @@ from shadowkv.ops.attend_selected.sources import (
     LatentKeys,
     ValueSource,
 )
-from shadowkv.ops.case import NOT_CENTRED, Case, unless
+from shadowkv.ops.attention_results import attend_to_nothing
+from shadowkv.ops.case import NOT_CENTRED, Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId
-from shadowkv.ops.extension import cuda_missing
+from shadowkv.ops.extension import cuda_missing, multiprocessors
 
 CHUNKS = (1, 2, 4, 8, 16)
 MAX_GROUP = 16
@@ -63,9 +64,9 @@ def supports(case: Case) -> list[str]:
 def unfit_queries(case: Case) -> list[str]:
     """Why the CUDA kernels of this op do not support the queries and chunk sizes of ``case``."""
     return [
-        *unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16"),
+        *unless_one_of(case.dtype, (torch.bfloat16,)),
         *unless(1 <= case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}"),
-        *unless(case.chunk in CHUNKS, f"chunks of {case.chunk} tokens are not of {', '.join(map(str, CHUNKS))}"),
+        *unless_one_of(case.chunk, CHUNKS, "chunk size"),
     ]
 
 
@@ -94,7 +95,7 @@ def attend_selected(
     """
     batch, heads, dim = q.shape
     if not selected.numel():
-        return torch.zeros_like(q), q.new_full((batch, heads), -math.inf, dtype=torch.float32)
+        return attend_to_nothing(q)
     q, selected = q.contiguous(), selected.contiguous()
     log_weight = None if log_weight is None else log_weight.contiguous()
     _check(keys, values)
@@ -102,9 +103,8 @@ def attend_selected(
     kv_heads = selected.shape[1]
     key_codec, rows, *basis = _stored_keys(keys)
     value_codec, *stored = _stored_values(values)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     units = batch * kv_heads * -(-heads // (kv_heads * QUERIES))
-    split = splits(units, selected.shape[2] * rows.shape[-2], processors)
+    split = splits(units, selected.shape[2] * rows.shape[-2], multiprocessors(q.device))
     width = dim + 4 if split > 1 else 0
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
     rope = keys.rotary.config if isinstance(keys, LatentKeys) else RopeConfig(dim)
@@ -136,10 +136,8 @@ def _check(keys: KeySource, values: ValueSource) -> None:
         rope = keys.rotary.config
         for reason in other_rope(rope.dim, rope.head_dim, rope.interleaved):
             raise ValueError(reason)
-    if isinstance(stored, CodedRows):
-        scale_pages = stored.pages if stored.scale_pages is None else stored.scale_pages
-        if scale_pages.data_ptr() != keys.pages.data_ptr():
-            raise ValueError("scales of values are not in the pages of the keys")
+    if isinstance(stored, CodedRows) and stored.pages_of_scales.data_ptr() != keys.pages.data_ptr():
+        raise ValueError("scales of values are not in the pages of the keys")
 
 
 def _stored_keys(keys: KeySource) -> tuple[Any, ...]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected.cuda import other_rope, unfit_queries
 from shadowkv.ops.attend_selected.sources import CodedRows, KeySource, LatentKeys, ValueSource
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.attention_results import attend_to_nothing
+from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
-from shadowkv.ops.extension import HOPPER, cuda_missing
+from shadowkv.ops.extension import HOPPER, cuda_missing, multiprocessors
 
 DIMS = (64, 128)
 """Head dims that the kernel supports."""
@@ -36,10 +37,10 @@ def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
     return [
         *unfit_queries(case),
-        *unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not 64 or 128"),
+        *unless_one_of(case.head_dim, DIMS, "head dim"),
         *unless(case.key_codec == CodecId.LATENT_INT4, f"codec {case.key_codec} of keys is not low-rank-int4"),
         *unless(case.value_codec in KERNELS, f"codec {case.value_codec} of values is not one of equal steps"),
-        *unless(case.rank in RANKS, f"rank {case.rank} is not one of {', '.join(map(str, RANKS))}"),
+        *unless_one_of(case.rank, RANKS, "rank"),
         *unless(
             2 * case.latent_width == case.rank + STRONG,
             f"latents of {case.latent_width} bytes have not {STRONG} dimensions in 8 bits and the others in 4",
@@ -74,13 +75,12 @@ def attend_selected(
     """
     batch, heads, dim = q.shape
     if not selected.numel():
-        return torch.zeros_like(q), q.new_full((batch, heads), -math.inf, dtype=torch.float32)
+        return attend_to_nothing(q)
     keys, values = _latents(keys), _coded(values)
     assert values.rotation is not None, "these codecs have a rotation"
     q, selected, kv_heads = q.contiguous(), selected.contiguous(), selected.shape[1]
     units, tiles = batch * kv_heads, -(-selected.shape[2] * keys.latents.shape[2] // TILE)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    blocks = blocks_for(units * tiles, processors)
+    blocks = blocks_for(units * tiles, multiprocessors(q.device))
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
     getattr(torch.ops.shadowkv_cuda, KERNELS[values.codec.id])(
         q,
@@ -126,7 +126,7 @@ def _coded(values: ValueSource) -> CodedRows:
     if not isinstance(values, CodedRows) or values.codec.id not in KERNELS:
         kind = values.codec.name if isinstance(values, CodedRows) else type(values).__name__
         raise ValueError(f"attend_selected on Hopper takes values of equal steps in no buffer, not {kind}")
-    if values.scale_pages is not None and values.scale_pages.data_ptr() != values.pages.data_ptr():
+    if values.pages_of_scales.data_ptr() != values.pages.data_ptr():
         raise ValueError("scales of values are not in the pages of their codes")
     return values
 

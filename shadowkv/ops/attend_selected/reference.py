@@ -83,10 +83,9 @@ def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor
 
 def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
     """Rows [B, H, k * c, d] decoded from the codes [B, H, k, c, w] of the selected chunks."""
-    pages = source.pages if source.scale_pages is None else source.scale_pages
     scale = codes[..., :0]
     if source.scale.shape[-1]:
-        scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), pages, selected)
+        scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), source.pages_of_scales, selected)
     state = tuple(x[source.states][:, :, None] for x in source.state)
     rows = source.codec.decode(codes.flatten(2, 3), scale.flatten(2, 3), source.rotation, source.dim, state)
     if isinstance(source, CentredKeys):

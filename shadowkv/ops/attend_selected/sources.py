@@ -101,6 +101,11 @@ class CodedRows:
     state: tuple[Tensor, ...] = ()
     states: Tensor | None = None
 
+    @property
+    def pages_of_scales(self) -> Tensor:
+        """int64 [B, P], page ids of ``scale``."""
+        return self.pages if self.scale_pages is None else self.scale_pages
+
 
 @dataclass(frozen=True)
 class CentredKeys(CodedRows):

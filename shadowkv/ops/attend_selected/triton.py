@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.attend_coded.triton import add_tokens, store_part, thread_blocks
-from shadowkv.ops.attend_coded.triton_rows import LEAST, TOKENS, TOKENWISE, StoredForm, codes_of, decoded_rows
+from shadowkv.ops.attend_coded.triton_rows import TOKENWISE, StoredForm, codes_of, decoded_rows
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, KeySource, LatentKeys, ValueSource
+from shadowkv.ops.attention_results import attend_to_nothing
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import LATENTS, CodecId
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.rebuild_rows.triton import decoded_latents, places_of_bits
+from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 KEYS = (*LATENTS, CodecId.LATENT_MIXED)
 VALUES = (CodecId.DENSE, *TOKENWISE)
@@ -59,7 +61,7 @@ def attend_selected(
         raise ValueError(f"attend_selected in Triton does not know codec {values.codec.name!r} ({values.codec.id})")
     keys, (heads, chunks) = keys.decoded(), selected.shape[1:]
     if not selected.numel():
-        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
+        return attend_to_nothing(q)
     group, half, rope = query_heads // heads, dim // 2, keys.rotary.config
     exact = torch.float32 if q.dtype == torch.float32 else torch.float16
     asked = (q.float() * (dim**-0.5 * math.log2(math.e))).to(exact)
@@ -79,8 +81,8 @@ def attend_selected(
         codes.stride(0), form.scale.stride(0), keys.pages.shape[1], chunks, tiles, triton.cdiv(tiles, parts),
         SAMPLED=log_weight is not None, MIXED=keys.widths is not None, PACKED=keys.codec.id == CodecId.LATENT_INT4,
         HAS_MEAN=keys.mean is not None, HEADS=heads, GROUP=group,
-        GROUP_BLOCK=max(LEAST, triton.next_power_of_2(group)), DIM=dim, CHUNK=chunk, WIDTH=latents.shape[3],
-        RANK=basis.shape[1], HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), ROPE_HALF=rope.dim // 2,
+        GROUP_BLOCK=dot_size(group), DIM=dim, CHUNK=chunk, WIDTH=latents.shape[3],
+        RANK=basis.shape[1], HALF=half, HALF_BLOCK=dot_size(half), ROPE_HALF=rope.dim // 2,
         INTERLEAVED=rope.interleaved,
         VALUE_FORMAT=form.format, VALUE_BITS=form.bits, VALUE_COLUMNS=form.columns, VALUE_SCALED=form.scaled,
         VALUE_ENTRIES=form.row_entries,

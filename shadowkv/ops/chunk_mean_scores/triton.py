@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shadowkv.ops.triton_sizes import dot_size
+
 TILE = 128
 """Chunks multiplied at a time."""
 
@@ -69,10 +71,10 @@ def score_chunks(
         CONVERTS=converts,
         HEADS=heads,
         GROUP=group,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),  # a product has at least 16 rows
+        GROUP_BLOCK=dot_size(group),
         CHUNKS=chunks,
         DIM=dim,
-        DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
+        DIM_BLOCK=dot_size(dim),
         TILE=TILE,
         num_warps=4,
         num_stages=3 if scale is None else 2,

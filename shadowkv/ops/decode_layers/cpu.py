@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.case import Case, unless_one_of
 from shadowkv.ops.decode_layers.layers import Layers, NewTokens
 from shadowkv.ops.extension import cpu_missing as missing
 
@@ -14,7 +14,7 @@ __all__ = ["decode_layers", "missing"]
 
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
-    return unless(case.dtype == torch.float32, f"{case.dtype} is not float32")
+    return unless_one_of(case.dtype, (torch.float32,))
 
 
 def decode_layers(

@@ -19,12 +19,13 @@ GPU's multiprocessors."""
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Same as the reference, for 16-bit dtypes and head dims of 64 or 128."""
-    return _attend_by_size(q, k, v, True)[0]
+    return partial(q, k, v, True)[0]
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Same as the reference, for 16-bit dtypes and head dims of 64 or 128."""
-    return _attend_by_size(q, k, v, causal)
+    few = q.shape[1] * -(-len(q) // BLOCK) < MIN_TILES
+    return (flash_attention if few else attend_sequences)(q, k, v, causal)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
@@ -34,8 +35,3 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
     multiples of 16 bytes.
     """
     return attend_sequences(q, k, v, True, pack.cu_seqlens, pack.cu_seqlens_k)[0]
-
-
-def _attend_by_size(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    few = q.shape[1] * -(-len(q) // BLOCK) < MIN_TILES
-    return (flash_attention if few else attend_sequences)(q, k, v, causal)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.installation import adding
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.cuda_compiler import PYPI, CompilerNotFound, find_compiler
 from shadowkv.ops.dense_attention.forms import Packed, windowed_by
 from shadowkv.ops.extension import gpu_missing
@@ -52,8 +52,7 @@ def missing() -> list[str]:
 
 def supports(case: Case) -> list[str]:
     """Why the library cannot serve a case."""
-    dims = unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not {', '.join(map(str, DIMS))}")
-    return unless(case.dtype in (torch.bfloat16, torch.float16), f"{case.dtype} is not of 16 bits") + dims
+    return unless_one_of(case.dtype, (torch.bfloat16, torch.float16)) + unless_one_of(case.head_dim, DIMS, "head dim")
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

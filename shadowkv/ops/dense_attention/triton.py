@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.dense_attention.forms import Packed
+from shadowkv.ops.triton_sizes import dot_size
 
 
 def supports(case: Case) -> list[str]:
@@ -37,7 +38,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor |
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    block = max(16, triton.next_power_of_2(dim))
+    block = dot_size(dim)
     narrow = block * q.element_size() <= 256
     rows, keys = (128, 64) if narrow else (64, 32)
     # Each sequence starts with a new tile, even if the previous sequence's last tile is not full.

@@ -7,10 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.page import PAGE
-
-TOKENS = tl.constexpr(PAGE)
-"""Tokens of a program."""
+from shadowkv.ops.triton_sizes import TOKENS
 
 
 def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:

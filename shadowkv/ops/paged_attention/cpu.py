@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.case import Case, unless_one_of
 from shadowkv.ops.extension import cpu_missing as missing
 
 __all__ = ["missing", "paged_attention", "supports"]
@@ -13,7 +13,7 @@ __all__ = ["missing", "paged_attention", "supports"]
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve a case."""
-    return unless(case.dtype in (torch.float32, torch.bfloat16), f"{case.dtype} is not float32 or bfloat16")
+    return unless_one_of(case.dtype, (torch.float32, torch.bfloat16))
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

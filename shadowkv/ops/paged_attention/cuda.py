@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import cuda_missing
+from shadowkv.ops.attention_results import result_and_parts
+from shadowkv.ops.case import Case, unless_one_of
+from shadowkv.ops.extension import cuda_missing, multiprocessors
 
 RESIDENT_BLOCKS = {64: 5, 96: 4, 128: 3, 256: 2}
 """Thread blocks of the compiled kernel that a multiprocessor holds at a time, by head dim."""
@@ -23,8 +24,7 @@ missing = partial(cuda_missing, "paged_attention", "paged_attention")
 
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
-    dims = unless(case.head_dim in RESIDENT_BLOCKS, f"head dim {case.head_dim} is not 64, 96, 128 or 256")
-    return unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16") + dims
+    return unless_one_of(case.dtype, (torch.bfloat16,)) + unless_one_of(case.head_dim, RESIDENT_BLOCKS, "head dim")
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,16 +40,13 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
 def attend(op: str, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Calls the kernel ``op`` for pages [B, E]. ``tokens``, int64 [B, E] each, give the range of each page's valid
     tokens. Arguments and result otherwise as for ``paged_attention``."""
-    (batch, query_heads, dim), heads = q.shape, k.shape[1]
+    (batch, _, dim), heads = q.shape, k.shape[1]
     if dim not in RESIDENT_BLOCKS:
         raise ValueError(f"head dim {dim} is not 64, 96, 128 or 256, what {op} takes in CUDA")
     q = q.contiguous()
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    split = splits(batch * heads, pages.shape[1], dim, processors, RESIDENT_BLOCKS)
-    out, lse = torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32)
-    partial_out = lse.new_empty(batch, query_heads, split, dim)
-    partial_lse = lse.new_empty(batch, query_heads, split)
-    getattr(torch.ops.shadowkv_cuda, op)(q, k, v, pages, *tokens, out, lse, partial_out, partial_lse)
+    split = splits(batch * heads, pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)
+    out, lse, *parts = result_and_parts(q, split)
+    getattr(torch.ops.shadowkv_cuda, op)(q, k, v, pages, *tokens, out, lse, *parts)
     return out, lse
 
 

@@ -11,10 +11,7 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import LATENTS, CodecId, LatentCodec, unknown_codecs
-from shadowkv.ops.page import PAGE
-
-TOKENS = tl.constexpr(PAGE)
-"""``PAGE``, for kernels."""
+from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 MAX_RANKS = 256
 """Most rank dimensions per thread block. 64 x 256 float32 sums take half of a multiprocessor's registers."""
@@ -60,7 +57,7 @@ def project_latents(
     if widths is None:
         widths = basis
     packed = codec.id == CodecId.LATENT_INT4
-    block = min(MAX_RANKS, max(16, triton.next_power_of_2(rank)))
+    block = min(MAX_RANKS, dot_size(rank))
     _project_latents[(count, layers, triton.cdiv(rank, block))](
         keys, basis, mean, step, widths, states, latents, pages,
         *keys.stride()[:4], *basis.stride()[:2], *mean.stride()[:2], *step.stride()[:2],

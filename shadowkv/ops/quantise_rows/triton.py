@@ -18,11 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, CodecId, LevelRows, RowCodec, UniformRows, unknown_codecs
-from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows import MAX_DIMS, ROTATED_IN_KERNELS
-
-TOKENS = tl.constexpr(PAGE)
-"""``PAGE``, for kernels."""
+from shadowkv.ops.triton_sizes import TOKENS
 
 HEADS_AT_ONCE, WARPS = 4, 4
 """Heads of a page per thread block, which share the rotation that the block holds, and warps per block. This choice is

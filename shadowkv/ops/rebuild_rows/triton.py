@@ -12,15 +12,10 @@ from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, LATENTS, CodecId, LevelRows, unknown_codecs
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows.triton import whole_numbers
-
-TOKENS = tl.constexpr(PAGE)
-"""``PAGE``, for kernels."""
+from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 BLOCKS = 32
 """Thread blocks that are enough to saturate the bus. The rest of the GPU stays free for other work."""
-
-LEAST = 16
-"""Least size of a dimension in ``tl.dot``."""
 
 MOST = 64
 """Coded dimensions that are multiplied with the codec's rotation at a time."""
@@ -59,7 +54,7 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
             out.stride(0), out.stride(1), first, tiles,
             HAS_MEAN=mean is not None, PACKED=source.codec.id == CodecId.LATENT_INT4, MIXED=source.widths is not None,
             WIDTH=source.latents.shape[3], RANK=source.basis.shape[1], RANK_BLOCK=32, HEADS=heads, DIM=dim,
-            HALF=half, HALF_BLOCK=_block(half), REST=rest, REST_BLOCK=_block(rest), INTERLEAVED=config.interleaved,
+            HALF=half, HALF_BLOCK=dot_size(half), REST=rest, REST_BLOCK=dot_size(rest), INTERLEAVED=config.interleaved,
         )  # fmt: skip
 
 
@@ -104,14 +99,10 @@ def _rebuild_coded_rows(
         source.codes, pages, source.scale, scale_pages, levels, places, rotation, step, states, mean, start, cos, sin,
         out, source.codes.stride(0), source.scale.stride(0), step.stride(0), mean.stride(0), out.stride(0),
         out.stride(1), first, tiles,
-        FP8=codec.id == CodecId.FP8, BITS=bits, CENTRED=centred, HEADS=heads, DIM=dim, DIM_BLOCK=_block(dim),
-        AT_ONCE=min(MOST, _block(dim)), HALF=half, INTERLEAVED=interleaved,
+        FP8=codec.id == CodecId.FP8, BITS=bits, CENTRED=centred, HEADS=heads, DIM=dim, DIM_BLOCK=dot_size(dim),
+        AT_ONCE=min(MOST, dot_size(dim)), HALF=half, INTERLEAVED=interleaved,
         num_warps=8, num_stages=1,  # with more stages, 256 dimensions would not fit into shared memory
     )  # fmt: skip
-
-
-def _block(size: int) -> int:
-    return max(LEAST, triton.next_power_of_2(size))
 
 
 @triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["pages"])

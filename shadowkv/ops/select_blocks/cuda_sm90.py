@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.extension import HOPPER, cuda_missing
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS, Blocks
 from shadowkv.ops.select_blocks.triton import draw_blocks, sample_queries, score_attended, score_buffer
@@ -27,8 +27,8 @@ missing = partial(cuda_missing, "score_blocks_sm90", "score_blocks_sm90", capabi
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
     return [
-        *unless(case.dtype in DTYPES, f"{case.dtype} is not bfloat16 or float16"),
-        *unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not 64 or 128"),
+        *unless_one_of(case.dtype, DTYPES),
+        *unless_one_of(case.head_dim, DIMS, "head dim"),
         *unless(case.group * SAMPLED <= MAX_ROWS, f"group {case.group} is above {MAX_ROWS // SAMPLED}"),
     ]
 

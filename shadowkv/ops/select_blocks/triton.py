@@ -22,6 +22,7 @@ from shadowkv.ops.select_blocks.reference import (
     SPREAD,
     Blocks,
 )
+from shadowkv.ops.triton_sizes import dot_size
 
 SPAN = 32
 """Blocks of keys that a program scores."""
@@ -60,7 +61,7 @@ def score_buffer(q: Tensor, k: Tensor) -> Tensor:
     """
     heads, group = k.shape[1], q.shape[1] // k.shape[1]
     together = tiles_together(group)
-    rows = max(16, triton.next_power_of_2(together * group * SAMPLED))
+    rows = dot_size(together * group * SAMPLED)
     parts = triton.cdiv(triton.cdiv(len(q), BLOCK), together)
     shape = triton.cdiv(len(k), BLOCK), heads, parts, rows
     return torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -95,7 +96,7 @@ def score_attended(q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
     attended = torch.empty(query_heads, tiles, SAMPLED, dtype=torch.float32, device=q.device)
     _score_attended[(tiles, heads)](
         q, k, sampled, attended, n, len(k), dim**-0.5 * math.log2(math.e), *q.stride()[:2], *k.stride()[:2], DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim), GROUP=group, ROWS=max(16, triton.next_power_of_2(group * SAMPLED)),
+        DIM_BLOCK=triton.next_power_of_2(dim), GROUP=group, ROWS=dot_size(group * SAMPLED),
         BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS, EXACT=q.dtype == torch.float32,
     )  # fmt: skip
     return attended

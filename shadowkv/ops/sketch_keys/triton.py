@@ -7,14 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows import MAX_DIMS
 from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, WARPS
 from shadowkv.ops.sign_scores.reference import LARGEST_SCALE, SCALE_SHIFT, STEP
 from shadowkv.ops.sketch_queries.reference import plane_bytes
-
-TOKENS = tl.constexpr(PAGE)
-"""``PAGE``, for kernels."""
+from shadowkv.ops.triton_sizes import TOKENS
 
 SHIFT, LARGEST = tl.constexpr(SCALE_SHIFT), tl.constexpr(LARGEST_SCALE)
 """``SCALE_SHIFT`` and ``LARGEST_SCALE``, for kernels."""

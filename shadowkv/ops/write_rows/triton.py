@@ -8,10 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.page import PAGE
-
-TOKENS = tl.constexpr(PAGE)
-"""``PAGE``, for kernels."""
+from shadowkv.ops.triton_sizes import TOKENS
 
 BLOCKS = 16
 """Thread blocks that are enough to saturate the bus. 126 MB take 2.5 ms on an H200 with 16, 32 and 64 of them."""
