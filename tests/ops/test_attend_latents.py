@@ -1,11 +1,11 @@
 """Attention over all tokens of low-rank keys: what selecting each of them gives."""
 
-import os
 from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
+from devices import INTERPRETED, ON_GPU, TRITON_RUNS
 from selected_case import PAGES, Case, learned, there
 
 from shadowkv.kvcache.codecs import ROW_CODECS
@@ -15,9 +15,8 @@ from shadowkv.ops.attend_selected import reference as attend_selected
 from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
 from shadowkv.ops.page import PAGE
 
-ON_GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = [reference]
-if ON_GPU or INTERPRETED:
+if TRITON_RUNS:
     from shadowkv.ops.attend_coded import triton_selected
 
     BACKENDS.append(triton_selected)

@@ -16,16 +16,22 @@ from typing import Any
 import pytest
 import torch
 from attention_stubs import STUBS, BatchPrefillWithRaggedKVCacheWrapper, stub
-from precision import assert_close_like_lowp
-from test_dense_attention import CACHED, doubles, packed, with_cached
+from library_checks import (
+    check_causal,
+    check_no_packed_sequences,
+    check_packed,
+    check_partial,
+    check_windowed,
+    drawn,
+)
+from test_dense_attention import CACHED, packed, with_cached
 from test_op_registry import TURBO
 
 from shadowkv.engine.startup.loading import backend_lines
 from shadowkv.load_settings import ATTENTION_BACKENDS
 from shadowkv.ops import extension
 from shadowkv.ops.cuda_compiler import PYPI, CompilerNotFound
-from shadowkv.ops.dense_attention import flash_attn, flashinfer, reference
-from shadowkv.ops.dense_attention.forms import Packed
+from shadowkv.ops.dense_attention import flash_attn, flashinfer
 from shadowkv.ops.registry import FORMS, LIBRARIES, Ops
 from shadowkv.wording import SettingsError
 
@@ -53,13 +59,6 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return {"flashinfer": flashinfer, "flash_attn": flash_attn}[request.param]
 
 
-def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Queries [n, H_q, d], and keys and values [m, H, d] within larger tensors of NaN, as scratch is strided."""
-    scratch = torch.full((2, m + 3, heads + 1, dim), torch.nan)
-    scratch[:, 2 : 2 + m, :heads] = torch.randn(2, m, heads, dim)
-    return (2 * torch.randn(n, heads * group, dim)).to(dtype), *scratch.to(dtype)[:, 2 : 2 + m, :heads]
-
-
 @shapes
 @sizes
 @dtypes
@@ -67,19 +66,14 @@ def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) 
 def test_blocks_and_their_sums_are_the_references(
     seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int, dtype: torch.dtype, is_causal: bool
 ) -> None:
-    q, k, v = drawn(n, m, heads, group, dim, dtype)
-    out, lse = library.partial(q, k, v, is_causal)
-    exact, low = reference.partial(*doubles(q, k, v), is_causal), reference.partial(q, k, v, is_causal)
-    assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, q.shape[:2])
-    assert_close_like_lowp(out, exact[0], low[0])
-    torch.testing.assert_close(lse.double(), exact[1].double(), atol=1e-4, rtol=1e-5)
+    lse, exact, _ = check_partial(library, *drawn(n, m, heads, group, dim, dtype), is_causal)
+    torch.testing.assert_close(lse.double(), exact.double(), atol=1e-4, rtol=1e-5)
 
 
 @shapes
 @sizes
 def test_causal_queries_are_the_last(seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int) -> None:
-    args = drawn(n, m, heads, group, dim, torch.bfloat16)
-    assert_close_like_lowp(library.causal(*args), reference.causal(*doubles(*args)), reference.causal(*args))
+    check_causal(library, *drawn(n, m, heads, group, dim, torch.bfloat16))
 
 
 @shapes
@@ -89,11 +83,7 @@ def test_causal_queries_are_the_last(seed: int, library: Any, heads: int, group:
 def test_windows_have_as_many_tokens_and_sinks_their_share(
     seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int, window: int, with_sinks: bool
 ) -> None:
-    q, k, v = drawn(n, m, heads, group, dim, torch.bfloat16)
-    sinks = 3 * torch.randn(q.shape[1]) if with_sinks else None
-    exact = reference.windowed(*doubles(q, k, v), window, sinks, None)
-    low = reference.windowed(q, k, v, window, sinks, None)
-    assert_close_like_lowp(library.windowed(q, k, v, window, sinks, None), exact, low)
+    check_windowed(library, drawn(n, m, heads, group, dim, torch.bfloat16), window, with_sinks)
 
 
 @shapes
@@ -102,8 +92,7 @@ def test_packed_sequences_see_themselves_alone(
     seed: int, library: Any, heads: int, group: int, dim: int, lengths: list[int]
 ) -> None:
     *args, pack = packed(lengths, heads, group, dim, torch.bfloat16)
-    exact = reference.packed(*doubles(*args), pack)
-    assert_close_like_lowp(library.packed(*args, pack), exact, reference.packed(*args, pack))
+    check_packed(library, args, pack)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", ""])
@@ -112,17 +101,13 @@ def test_packed_sequences_see_what_they_have_cached(
     seed: int, library: Any, lengths: list[int], cached: list[int], known: bool
 ) -> None:
     *args, pack = with_cached(lengths, cached, 2, 3, 64, torch.bfloat16)
-    exact, low = reference.packed(*doubles(*args), pack), reference.packed(*args, pack)
     unknown = pack._replace(lengths=None)
-    assert_close_like_lowp(library.packed(*args, pack if known else unknown), exact, low)
-    exact, low = (reference.windowed(*some, 50, None, unknown) for some in (doubles(*args), args))
-    assert_close_like_lowp(library.windowed(*args, 50, None, unknown), exact, low)
+    check_packed(library, args, pack, pack if known else unknown)
+    check_windowed(library, args, 50, False, unknown)
 
 
 def test_no_packed_sequences(library: Any) -> None:
-    q, k = torch.empty(0, 8, 64), torch.empty(0, 2, 64)
-    starts = torch.zeros(1, dtype=torch.int32)
-    assert library.packed(q, k, k, Packed(starts, ())).shape == q.shape
+    check_no_packed_sequences(library)
 
 
 @pytest.mark.parametrize("library", ["flashinfer"], indirect=True)

@@ -1,11 +1,11 @@
 """Dense attention against a softmax per position: the reference, and Triton's kernel on a GPU or in its interpreter."""
 
 import math
-import os
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from devices import DEVICE, INTERPRETED, ON_GPU, TRITON_RUNS
 from plain_formulas import SHAPES, assert_close, attend, attend_rows, check
 from precision import assert_close_like_lowp
 from torch import Tensor
@@ -15,9 +15,6 @@ from shadowkv.ops.dense_attention import reference
 from shadowkv.ops.dense_attention.forms import Packed
 from shadowkv.ops.merge_attention.reference import merge_attention
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LENGTHS = [[1], [1, 1, 1], [7, 1, 64, 65], [130, 3, 128, 1, 1, 40], [300]]
 shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -216,7 +213,7 @@ def test_what_has_no_kernels_is_refused() -> None:
             reference.dense_attention(q, k, k, **options)
 
 
-if ON_GPU or INTERPRETED:
+if TRITON_RUNS:
     pytest.importorskip("triton")
     from shadowkv.ops.dense_attention import triton as kernel
 

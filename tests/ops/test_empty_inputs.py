@@ -1,11 +1,11 @@
 """Behaviour on empty inputs: no rows, pages or selection; on the CPU, in Triton's interpreter and on a GPU."""
 
 import math
-import os
 from collections.abc import Callable
 
 import pytest
 import torch
+from devices import DEVICE, INTERPRETED, ON_GPU, TRITON_RUNS
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROTATED_ROWS
@@ -21,9 +21,6 @@ from shadowkv.ops.registry import CALLS, Ops
 from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 B, H, G, D, N = 2, 2, 3, 64, 4
 """Rows, kv heads, query heads of each, head dim, pages."""
@@ -304,7 +301,7 @@ def test_every_op_is_here() -> None:
     assert set(CALLS) == CHECKS.keys() | AT_LEAST_ONE
 
 
-if ON_GPU or INTERPRETED:
+if TRITON_RUNS:
     # Rows of 8 dimensions as they are, which a model's ops are chosen for by its case: CUDA takes coded ones of 128.
     # Rows of numbers that are packed for its own kernels have tests of their own.
     PACKED = dict.fromkeys(("quantised_matmul", "grouped_quantised_matmul"), "reference")

@@ -3,18 +3,15 @@ or in its interpreter. How models choose is held to transformers in ``models/tes
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from devices import DEVICE, ON_GPU, TRITON_RUNS
 
 from shadowkv.ops.choose_experts import reference as choosing
 from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.sort_by_expert import reference as sorting
 from shadowkv.ops.sum_experts import reference as summing
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 CASES = [(1, 8, 128), (5, 1, 4), (70, 4, 32), (300, 3, 7), (0, 2, 4)]
 """Tokens, experts of each, experts."""
 CHOICES = CASES if ON_GPU else [(min(tokens, 20), k, experts) for tokens, k, experts in CASES]
@@ -57,7 +54,7 @@ def test_sums_leave_out_rows_that_are_no_experts(seed: str) -> None:
     torch.testing.assert_close(summing.sum_experts(out, row, weights, offsets), wanted)
 
 
-if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
+if TRITON_RUNS:
     pytest.importorskip("triton")
     from shadowkv.ops.choose_experts import triton as choosing_triton
     from shadowkv.ops.sort_by_expert import triton as sorting_triton

@@ -2,12 +2,12 @@
 
 import itertools
 import math
-import os
 import random
 from collections.abc import Callable
 
 import pytest
 import torch
+from devices import DEVICE, INTERPRETED, ON_GPU, TRITON_RUNS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,13 +15,10 @@ from torch import Tensor
 from shadowkv.ops.sample_tokens import reference
 from shadowkv.ops.sample_tokens.weights import PARAMETERS, SCRATCH_BYTES, UNIT, token_weights
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 Sample = Callable[[Tensor, Tensor], Tensor]
 BACKENDS: dict[str, Sample] = {"reference": reference.sample_tokens}
 
-if ON_GPU or INTERPRETED:
+if TRITON_RUNS:
     from shadowkv.ops.sample_tokens import triton as kernel
 
     BACKENDS = {**({} if INTERPRETED else BACKENDS), "triton": kernel.sample_tokens}

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled_source import kernel_on_cpu
+from devices import DEVICE
 from torch import Tensor
 
 from shadowkv.ops.whiten_rows import cuda, reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["reference", "threads", *([] if cuda.missing() else ["cuda"])]
 
 pytestmark = pytest.mark.usefixtures("seed")

@@ -95,6 +95,12 @@ def put(tier: DiskTier, ids: np.ndarray, parent: FileHeader | None = None, **oth
     return header
 
 
+def refused(tier: DiskTier, ids: np.ndarray, parent: FileHeader | None = None) -> bool:
+    """Whether a new snapshot is not stored."""
+    header = header_of(ids, parent)
+    return not tier.put(header, ids[header.start :], [data_of(header)]).result(PATIENCE)
+
+
 def keep(tier: DiskTier, name: str, header: FileHeader, tokens: int | None = None) -> None:
     """Saves all that leads to a snapshot under a name."""
     tier.keep(name, tokens or header.length, tier.chain(header.name)).result(PATIENCE)
