@@ -25,34 +25,32 @@ def drawn(
     return (2 * torch.randn(n, heads * group, dim, device=device)).to(dtype), k, v
 
 
-def check_partial(library: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def partial(library: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the log-sum-exps of the library, of the reference in float64, and of the reference in the same dtype."""
-    out, lse = library.partial(q, k, v, causal)
-    exact, low = reference.partial(*doubles(q, k, v), causal), reference.partial(q, k, v, causal)
+    out, lse = library.partial(q, k, v, is_causal)
+    exact, low = reference.partial(*doubles(q, k, v), is_causal), reference.partial(q, k, v, is_causal)
     assert (out.dtype, lse.dtype, lse.shape) == (q.dtype, torch.float32, q.shape[:2])
     assert_close_like_lowp(out, exact[0], low[0])
     return lse, exact[1], low[1]
 
 
-def check_causal(library: Any, *args: Tensor) -> None:
+def causal(library: Any, *args: Tensor) -> None:
     assert_close_like_lowp(library.causal(*args), reference.causal(*doubles(*args)), reference.causal(*args))
 
 
-def check_windowed(
-    library: Any, args: Sequence[Tensor], window: int, with_sinks: bool, pack: Packed | None = None
-) -> None:
+def windowed(library: Any, args: Sequence[Tensor], window: int, with_sinks: bool, pack: Packed | None = None) -> None:
     sinks = 3 * torch.randn(args[0].shape[1], device=args[0].device) if with_sinks else None
     exact, low = (reference.windowed(*some, window, sinks, pack) for some in (doubles(*args), args))
     assert_close_like_lowp(library.windowed(*args, window, sinks, pack), exact, low)
 
 
-def check_packed(library: Any, args: Sequence[Tensor], pack: Packed, given: Packed | None = None) -> None:
+def packed(library: Any, args: Sequence[Tensor], pack: Packed, given: Packed | None = None) -> None:
     """``given`` is the pack that the library gets, if it is another."""
     exact, low = reference.packed(*doubles(*args), pack), reference.packed(*args, pack)
     assert_close_like_lowp(library.packed(*args, given or pack), exact, low)
 
 
-def check_no_packed_sequences(library: Any, device: str = "cpu") -> None:
+def no_packed_sequences(library: Any, device: str = "cpu") -> None:
     q, k = torch.empty(0, 8, 128, device=device), torch.empty(0, 2, 128, device=device)
     starts = torch.zeros(1, dtype=torch.int32, device=device)
     assert library.packed(q, k, k, Packed(starts, ())).shape == q.shape

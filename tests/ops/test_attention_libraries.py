@@ -13,17 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import library_checks
 import pytest
 import torch
 from attention_stubs import STUBS, BatchPrefillWithRaggedKVCacheWrapper, stub
-from library_checks import (
-    check_causal,
-    check_no_packed_sequences,
-    check_packed,
-    check_partial,
-    check_windowed,
-    drawn,
-)
 from test_dense_attention import CACHED, packed, with_cached
 from test_op_registry import TURBO
 
@@ -66,14 +59,14 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_blocks_and_their_sums_are_the_references(
     seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int, dtype: torch.dtype, is_causal: bool
 ) -> None:
-    lse, exact, _ = check_partial(library, *drawn(n, m, heads, group, dim, dtype), is_causal)
+    lse, exact, _ = library_checks.partial(library, *library_checks.drawn(n, m, heads, group, dim, dtype), is_causal)
     torch.testing.assert_close(lse.double(), exact.double(), atol=1e-4, rtol=1e-5)
 
 
 @shapes
 @sizes
 def test_causal_queries_are_the_last(seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int) -> None:
-    check_causal(library, *drawn(n, m, heads, group, dim, torch.bfloat16))
+    library_checks.causal(library, *library_checks.drawn(n, m, heads, group, dim, torch.bfloat16))
 
 
 @shapes
@@ -83,7 +76,7 @@ def test_causal_queries_are_the_last(seed: int, library: Any, heads: int, group:
 def test_windows_have_as_many_tokens_and_sinks_their_share(
     seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int, window: int, with_sinks: bool
 ) -> None:
-    check_windowed(library, drawn(n, m, heads, group, dim, torch.bfloat16), window, with_sinks)
+    library_checks.windowed(library, library_checks.drawn(n, m, heads, group, dim, torch.bfloat16), window, with_sinks)
 
 
 @shapes
@@ -92,7 +85,7 @@ def test_packed_sequences_see_themselves_alone(
     seed: int, library: Any, heads: int, group: int, dim: int, lengths: list[int]
 ) -> None:
     *args, pack = packed(lengths, heads, group, dim, torch.bfloat16)
-    check_packed(library, args, pack)
+    library_checks.packed(library, args, pack)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", ""])
@@ -102,12 +95,12 @@ def test_packed_sequences_see_what_they_have_cached(
 ) -> None:
     *args, pack = with_cached(lengths, cached, 2, 3, 64, torch.bfloat16)
     unknown = pack._replace(lengths=None)
-    check_packed(library, args, pack, pack if known else unknown)
-    check_windowed(library, args, 50, False, unknown)
+    library_checks.packed(library, args, pack, pack if known else unknown)
+    library_checks.windowed(library, args, 50, False, unknown)
 
 
 def test_no_packed_sequences(library: Any) -> None:
-    check_no_packed_sequences(library)
+    library_checks.no_packed_sequences(library)
 
 
 @pytest.mark.parametrize("library", ["flashinfer"], indirect=True)

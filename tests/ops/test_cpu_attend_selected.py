@@ -1,13 +1,13 @@
 """Attention over selected chunks in C++ against the reference: forms, dtypes, ragged selections, bad arguments."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from devices import by_threads, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_formulas import assert_close
@@ -20,16 +20,6 @@ from shadowkv.ops.case import Case as OpsCase
 from shadowkv.ops.extension import cpu_missing
 
 pytestmark = pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension is not built")
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def check(case: Case) -> None:
@@ -111,10 +101,8 @@ def test_pages_may_overlap_and_tables_may_be_views(seed: int) -> None:
 
 
 def test_the_number_of_threads_changes_no_bit(seed: int) -> None:
-    case, results = Case(batch=4, keys="low-rank-int8", values="3"), []
-    for count in (1, 2, 5):
-        with threads(count):
-            results.append(cpu.attend_selected(*case.arguments))
+    case = Case(batch=4, keys="low-rank-int8", values="3")
+    results = by_threads(lambda: cpu.attend_selected(*case.arguments))
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])

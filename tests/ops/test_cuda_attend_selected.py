@@ -1,6 +1,7 @@
 """Attention over selected chunks in CUDA against the reference in float32, on pages as the cache has them."""
 
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ SHAPES = [
     (2, 12, 128),
     (1, 16, 256),
 ]
+YARN = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256}
 LATENTS = {"int8": Int8Latents(), "int4": Int4Latents(), "bf16": DenseLatents()}
 KEYS = tuple(LATENTS)
 VALUES = (
@@ -205,11 +207,24 @@ def check(args: tuple, found: tuple[Tensor, Tensor]) -> None:
         assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}"
 
 
-def attend(args: tuple) -> tuple[Tensor, Tensor]:
+def attend(args: tuple, backend: ModuleType = cuda) -> tuple[Tensor, Tensor]:
     """The kernel's results in memory that held NaN."""
     junk = [torch.full((2**20,), torch.nan, device=DEVICE) for _ in range(4)]
     del junk
-    return cuda.attend_selected(*args)
+    return backend.attend_selected(*args)
+
+
+def check_replay(args: tuple, backend: ModuleType = cuda) -> None:
+    """A captured call gives the same bits as a call by itself."""
+    eager = backend.attend_selected(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend_selected(*args)
+    for x in out:
+        x.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out[0], eager[0])
+    assert torch.equal(out[1], eager[1])
 
 
 @pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
@@ -315,8 +330,7 @@ def test_positions_up_to_a_million(seed, keys):
 
 
 def test_magnitude_of_the_rotation(seed):
-    rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256}
-    args = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], **rope)
+    args = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], **YARN)
     check(args, attend(args))
 
 
@@ -325,16 +339,7 @@ def test_magnitude_of_the_rotation(seed):
     [("int8", "4-bit codes"), ("int8", "3-bit codes"), ("bf16", "rows"), ("rows", "rows"), ("bf16", "buffered rows")],
 )
 def test_captured_call_equals_the_eager_one(seed, keys, values):
-    args = problem(2, 4, 128, keys, values, tokens=[900, 300], rank=160)
-    eager = cuda.attend_selected(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cuda.attend_selected(*args)
-    for x in out:
-        x.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(out[0], eager[0])
-    assert torch.equal(out[1], eager[1])
+    check_replay(problem(2, 4, 128, keys, values, tokens=[900, 300], rank=160))
 
 
 def test_a_row_begins_anywhere(seed):
@@ -371,7 +376,7 @@ def test_states_lie_apart_in_an_arena(seed, keys):
 @pytest.mark.parametrize("magnitude", [False, True])
 def test_dimensions_that_do_not_rotate(seed, group, dim, rotary, keys, magnitude):
     """GLM-4.5 rotates half of a head; no magnitude of the rotation is theirs."""
-    rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256} if magnitude else {}
+    rope = YARN if magnitude else {}
     args = problem(2, group, dim, keys, "4-bit codes", tokens=[900, 300], rank=96, rotary_dim=rotary, **rope)
     check(args, attend(args))
 

@@ -2,16 +2,9 @@
 
 import os
 
+import library_checks
 import pytest
 import torch
-from library_checks import (
-    check_causal,
-    check_no_packed_sequences,
-    check_packed,
-    check_partial,
-    check_windowed,
-    drawn,
-)
 from precision import assert_close_like_lowp
 from test_dense_attention import doubles, packed
 
@@ -40,7 +33,9 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @dtypes
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_blocks_and_their_sums(seed, library, heads, group, dim, n, m, dtype, is_causal):
-    assert_close_like_lowp(*check_partial(library, *drawn(n, m, heads, group, dim, dtype, "cuda"), is_causal))
+    assert_close_like_lowp(
+        *library_checks.partial(library, *library_checks.drawn(n, m, heads, group, dim, dtype, "cuda"), is_causal)
+    )
 
 
 @library
@@ -48,7 +43,7 @@ def test_blocks_and_their_sums(seed, library, heads, group, dim, n, m, dtype, is
 @sizes
 @dtypes
 def test_causal_queries_are_the_last(seed, library, heads, group, dim, n, m, dtype):
-    check_causal(library, *drawn(n, m, heads, group, dim, dtype, "cuda"))
+    library_checks.causal(library, *library_checks.drawn(n, m, heads, group, dim, dtype, "cuda"))
 
 
 @library
@@ -58,7 +53,7 @@ def test_causal_queries_are_the_last(seed, library, heads, group, dim, n, m, dty
 @pytest.mark.parametrize("window", [1, 64, 129, 4096])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_windows_and_sinks(seed, library, heads, group, dim, n, m, dtype, window, with_sinks):
-    check_windowed(library, drawn(n, m, heads, group, dim, dtype, "cuda"), window, with_sinks)
+    library_checks.windowed(library, library_checks.drawn(n, m, heads, group, dim, dtype, "cuda"), window, with_sinks)
 
 
 @library
@@ -68,7 +63,7 @@ def test_windows_and_sinks(seed, library, heads, group, dim, n, m, dtype, window
 def test_packed_sequences_see_themselves_alone(seed, library, heads, group, dim, dtype, lengths):
     *args, pack = packed(lengths, heads, group, dim, dtype)
     for _ in range(2):  # planned, and as planned
-        check_packed(library, args, pack)
+        library_checks.packed(library, args, pack)
 
 
 @library
@@ -85,7 +80,7 @@ def test_packs_take_turns(seed, library):
 
 @library
 def test_no_packed_sequences(library):
-    check_no_packed_sequences(library, "cuda")
+    library_checks.no_packed_sequences(library, "cuda")
 
 
 @library
@@ -97,7 +92,7 @@ def test_captured_in_a_graph_they_read_what_is_there(seed, library, name, n, m):
     def run(q, k, v):
         return library.causal(q, k, v) if name == "causal" else library.partial(q, k, v, False)[0]
 
-    args = drawn(n, m, 2, 4, 128, torch.bfloat16, "cuda")
+    args = library_checks.drawn(n, m, 2, 4, 128, torch.bfloat16, "cuda")
     run(*args)  # compiled
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -109,7 +104,7 @@ def test_captured_in_a_graph_they_read_what_is_there(seed, library, name, n, m):
     with torch.cuda.graph(graph):
         captured = run(*args)
     for _ in range(2):
-        for x, new in zip(args, drawn(n, m, 2, 4, 128, torch.bfloat16, "cuda")):
+        for x, new in zip(args, library_checks.drawn(n, m, 2, 4, 128, torch.bfloat16, "cuda")):
             x.copy_(new)
         graph.replay()
         assert torch.equal(captured, run(*args))

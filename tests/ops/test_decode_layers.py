@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import by_threads
 from precision import InFloat64, assert_close_like_lowp, draws_in_blocks
 from test_quantised_blocks import random_blocks, rows_of
 from torch import Tensor
@@ -177,14 +178,8 @@ def test_norms_biases_and_kinds_of_rope(seed: int, rope: dict[str, Any]) -> None
 
 
 def test_more_threads_change_no_bit(seed: int) -> None:
-    layers, tokens, before, results = make_layers(2, "Q4_1"), new_tokens((700, 3, 129)), torch.get_num_threads(), []
-    x = torch.randn(3, HIDDEN)
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(decode_layers(x, None, layers, tokens, False))
-    finally:
-        torch.set_num_threads(before)
+    layers, tokens, x = make_layers(2, "Q4_1"), new_tokens((700, 3, 129)), torch.randn(3, HIDDEN)
+    results = by_threads(lambda: decode_layers(x, None, layers, tokens, False))
     for found in results[1:]:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, results[0], strict=True))
 

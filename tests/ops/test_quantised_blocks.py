@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from devices import by_threads
 from gguf.quants import dequantize
 from precision import integer_step
 from torch import Tensor
@@ -112,18 +113,9 @@ def test_neither_threads_nor_neighbours_change_a_bit(
 ) -> None:
     if tokens == 205 and torch.ops.shadowkv.cpu_isa() != "avx512":
         pytest.skip("without VNNI few tokens are integers and many are floats")
-    blocks, before, matmul = (
-        random_blocks(form, 301, 1280),
-        torch.get_num_threads(),
-        torch.ops.shadowkv.quantised_matmul,
-    )
-    x, results = torch.randn(tokens, 1280), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(matmul(x, blocks, form))
-    finally:
-        torch.set_num_threads(before)
+    blocks, matmul = random_blocks(form, 301, 1280), torch.ops.shadowkv.quantised_matmul
+    x = torch.randn(tokens, 1280)
+    results = by_threads(lambda: matmul(x, blocks, form))
     results += [torch.cat([matmul(some, blocks, form) for some in x.split(batch)]) for batch in batches]
     results += [torch.cat([matmul(x, part, form) for part in blocks.split(7)], 1)]
     assert all(torch.equal(result, results[0]) for result in results)

@@ -88,17 +88,13 @@ def found(tier: DiskTier, names: list[str]) -> list[FileHeader]:
     return []
 
 
-def put(tier: DiskTier, ids: np.ndarray, parent: FileHeader | None = None, **others: Any) -> FileHeader:
-    """Stores a snapshot and waits until it is there."""
+def put(
+    tier: DiskTier, ids: np.ndarray, parent: FileHeader | None = None, *, stored: bool = True, **others: Any
+) -> FileHeader:
+    """Puts a new snapshot and waits until it is stored, or refused."""
     header = header_of(ids, parent, **others)
-    assert tier.put(header, ids[header.start :], [data_of(header)]).result(PATIENCE)
+    assert tier.put(header, ids[header.start :], [data_of(header)]).result(PATIENCE) == stored
     return header
-
-
-def refused(tier: DiskTier, ids: np.ndarray, parent: FileHeader | None = None) -> bool:
-    """Whether a new snapshot is not stored."""
-    header = header_of(ids, parent)
-    return not tier.put(header, ids[header.start :], [data_of(header)]).result(PATIENCE)
 
 
 def keep(tier: DiskTier, name: str, header: FileHeader, tokens: int | None = None) -> None:

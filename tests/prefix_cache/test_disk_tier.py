@@ -9,20 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from faulty_disks import HELD_SECONDS, HeldDisk
-from stored_snapshots import (
-    KEY,
-    LIMIT,
-    PATIENCE,
-    data_of,
-    found,
-    header_of,
-    names_of,
-    opened,
-    prompt,
-    put,
-    read,
-    refused,
-)
+from stored_snapshots import KEY, LIMIT, PATIENCE, data_of, found, header_of, names_of, opened, prompt, put, read
 
 from shadowkv.prefix_cache.disk.files import SnapshotGone, write_snapshot
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
@@ -83,7 +70,7 @@ def test_a_continuation_fits_only_the_very_bytes_that_it_was_computed_on(tmp_pat
         first = put(tier, IDS[:128])
         second = put(tier, IDS[:250], first)
         stranger = replace(first, uid=new_uid())
-        assert refused(tier, IDS[:200], stranger)
+        put(tier, IDS[:200], stranger, stored=False)
         assert tier.stats().refused == 1
     # As after the first was lost and computed anew: its continuation is of no use, until it is computed anew, too.
     (tmp_path / first.file_name).unlink()
@@ -100,7 +87,7 @@ def test_a_continuation_fits_only_the_very_bytes_that_it_was_computed_on(tmp_pat
 def test_what_is_there_already_stays(tmp_path):
     with opened(tmp_path) as tier, opened(tmp_path) as other:
         first = put(tier, IDS[:128])
-        assert refused(other, IDS[:128])
+        put(other, IDS[:128], stored=False)
         assert read(other, found(other, names_of(IDS))[0], IDS) == data_of(first)
 
 
@@ -221,13 +208,13 @@ def test_a_continuation_is_not_written_at_the_cost_of_what_it_continues(tmp_path
         second = put(tier, IDS[:256], first)
         assert tier.lookup(other.name) is None
         assert [entry.name for entry in found(tier, names_of(IDS[:256]))] == [first.name, second.name]
-        assert refused(tier, IDS[:384], second)
+        put(tier, IDS[:384], second, stored=False)
         assert tier.stats().files == 2 and tier.stats().refused == 1
 
 
 def test_what_is_larger_than_the_limit_is_refused(tmp_path):
     with opened(tmp_path, limit=SIZE - 1) as tier:
-        assert refused(tier, IDS[:128])
+        put(tier, IDS[:128], stored=False)
         assert tier.stats().refused == 1 and os.listdir(tmp_path) == []
 
 

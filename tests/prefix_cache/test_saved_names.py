@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from faulty_disks import FullDisk, ReadOnlyDisk, failure
-from stored_snapshots import KEY, LIMIT, PATIENCE, header_of, keep, opened, prompt, put, refused
+from stored_snapshots import KEY, LIMIT, PATIENCE, header_of, keep, opened, prompt, put
 from test_cache_command import damage, run
 
 from shadowkv.prefix_cache.disk.files import SnapshotGone
@@ -75,7 +75,7 @@ def test_what_names_keep_is_not_evicted(tmp_path, caplog):
         keep(tier, "other", others[2])
         keep(tier, "third", others[3])
         # There is no room left: what is kept stays, and what is new is refused.
-        assert refused(tier, prompt(9, 128))
+        put(tier, prompt(9, 128), stored=False)
         assert (tier.stats().refused, tier.stats().pinned_bytes, tier.stats().evictions) == (1, 3 * SIZE, 2)
         keep(tier, "mine", others[3])  # in place of what it kept
         put(tier, prompt(9, 128))
@@ -234,7 +234,7 @@ def test_nothing_is_evicted_while_the_names_cannot_be_read(tmp_path):
 
     with opened(tmp_path, SIZE, files=Unreadable()) as tier:
         header = put(tier, IDS[:128])
-        assert refused(tier, prompt(1, 128))
+        put(tier, prompt(1, 128), stored=False)
         assert tier.lookup(header.name) and tier.stats().write_errors == 1
 
 
