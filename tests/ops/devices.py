@@ -1,4 +1,4 @@
-"""What kernels can be tested with here: a GPU, or a CPU, where Triton may run in its interpreter."""
+"""The device that kernels are tested on: a GPU, or a CPU, on which Triton may run in its interpreter."""
 
 import os
 from collections.abc import Callable, Iterator

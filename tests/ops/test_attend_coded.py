@@ -49,11 +49,11 @@ ENDS = [0, 1, 63, 64, 65, 64 * PAGES]
 
 
 class Stored:
-    """Rows of all lengths of ``ENDS``, what no row reads poisoned.
+    """Stored rows with the lengths in ``ENDS``. Data that no row reads is poisoned.
 
     Attributes:
-        rows: [B, H, n, d], what they were before they were coded.
-        source: where they are.
+        rows: [B, H, n, d], the rows before they were coded.
+        source: the stored rows.
     """
 
     def __init__(self, name: str, heads: int, dim: int, chunk: int, rope: RopeConfig | None = None) -> None:
@@ -100,7 +100,7 @@ class Stored:
         return store.unflatten(2, (-1, chunk))
 
     def decoded(self, backend: ModuleType) -> Tensor:
-        """What a backend attends to, [B, H, n, d]."""
+        """The rows as a backend decodes them, [B, H, n, d]."""
         whole = backend is cuda and isinstance(self.source, CodedRows)
         source = with_whole_levels(self.source) if whole else self.source
         chunk = (source.rows if isinstance(source, DenseRows) else source.codes).shape[3]
@@ -172,7 +172,7 @@ SPLIT = pytest.mark.parametrize(
     [(backend, splits) for backend in BACKENDS for splits in ((1, 3) if backend is cuda else (1,))],
     ids=lambda x: x.__name__.rpartition(".")[2] if isinstance(x, ModuleType) else None,
 )
-"""Only CUDA is told into how many parts rows are split."""
+"""Backends, and for CUDA the number of parts into which rows are split."""
 
 
 def serves(backend: ModuleType, keys: str, values: str, dim: int, rope: RopeConfig | None) -> bool:
@@ -290,7 +290,7 @@ def test_small_values_of_little_weight_count_beside_a_large_one(backend: ModuleT
 
 
 def paged(rows: Tensor, name: str, codec_name: str = "lloyd-4bit") -> CodedRows:
-    """Rows [1, 1, n, d] of one head in whole pages that lie in order."""
+    """Rows [1, 1, n, d] of one head in whole pages, in order."""
     codec = ROW_CODECS[codec_name].for_axis(name)
     rotation = codec.rotation_matrix(rows.shape[3], name).to(DEVICE)
     codes, scale = (x.unflatten(2, (-1, 64)).squeeze(0).transpose(0, 1) for x in codec.encode(rows, rotation))

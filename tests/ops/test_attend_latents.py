@@ -1,4 +1,4 @@
-"""Attention over all tokens of low-rank keys: what selecting each of them gives."""
+"""Attention over all tokens of low-rank keys against attention to all tokens as selected ones."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -26,7 +26,8 @@ if not cpu.missing() and not INTERPRETED:
     BACKENDS.append(cpu)
 
 FIRST, BEGIN, END = torch.tensor([[PAGE * (PAGES - 1), 0, 0], [8, 0, 24], [PAGE, PAGE * PAGES, 24]])
-"""Of rows; the last has no tokens, and the first is far behind, with a page table as wide as the longest's."""
+"""First positions, begins and ends of rows. The last row has no tokens. The first starts late, and its page table is as
+wide as that of the longest row."""
 
 
 def case_of(keys: str, values: str, dtype: torch.dtype) -> Case:

@@ -1,5 +1,5 @@
-"""What FlashInfer and flash-attn are asked for, computed by functions that do as the libraries' documentation says; and
-where they are chosen."""
+"""The backends that call FlashInfer and flash-attn, with stubs of the libraries; and where these backends are
+chosen."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ CASE = replace(TURBO, ops=frozenset((*CALLS, "paged_attention", "paged_window_at
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both libraries, and our kernels, as far as choosing goes."""
+    """The registry finds both libraries and our kernels."""
     for op in ("dense_attention", "paged_attention"):
         for name in ("cuda", "cuda_masked", "cuda_sm90", "flashinfer", "flash_attn"):
             if find_spec(f"shadowkv.ops.{op}.{name}"):
@@ -215,7 +215,7 @@ def test_flash_attn_takes_more_head_dims(installed: None) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU."""
+    """PyTorch reports a GPU of compute capability 8.6."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
 

@@ -1,4 +1,4 @@
-"""What only the C++ backends have: checks of their arguments, threads, instruction sets, a fake."""
+"""Properties of the C++ backends: checks of arguments, threads, instruction sets, and fake implementations."""
 
 import os
 import subprocess

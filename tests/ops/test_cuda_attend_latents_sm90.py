@@ -1,4 +1,4 @@
-"""Attention over selected tokens from latents on Hopper against the reference; that it is chosen there."""
+"""Attention over selected tokens from latents on Hopper against the reference; and that it is chosen there."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ attend = partial(attend_selected, backend=cuda_sm90)
 
 
 def ascending(args: tuple) -> tuple:
-    """The same with chunks in ascending order, -1s last."""
+    """The arguments with chunks in ascending order, then -1s."""
     selected = args[3].masked_fill(args[3] < 0, 2**40).sort(-1)[0]
     return (*args[:3], selected.masked_fill(selected == 2**40, -1))
 

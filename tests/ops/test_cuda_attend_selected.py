@@ -42,14 +42,14 @@ VALUES = (
 
 
 def codec_of(values: str | RowCodec) -> RowCodec | None:
-    """Of codes; None of rows that are none."""
+    """The codec of ``values``; None for plain rows."""
     if isinstance(values, RowCodec):
         return values
     return ROTATED_ROWS[int(values[values.index("-bit") - 1])] if "-bit" in values else None
 
 
 def skip_what_has_no_kernel(keys: str, values: str, dim: int) -> None:
-    """Combinations that no kernel is made for, and codes that there are none of."""
+    """Skips pairs of formats without a kernel, and codecs that do not exist for ``dim``."""
     codec = codec_of(values)
     if codec is None:
         return
@@ -60,7 +60,7 @@ def skip_what_has_no_kernel(keys: str, values: str, dim: int) -> None:
 
 
 def selections(tokens: list[int], heads: int, count: int, chunk: int) -> Tensor:
-    """Distinct random full chunks of rows of so many tokens, ragged per head, -1s last."""
+    """Distinct random full chunks of rows with ``tokens`` tokens, a random number per head, then -1s."""
     selected = torch.full((len(tokens), heads, count), -1)
     for row, length in enumerate(tokens):
         for head in range(heads):
@@ -71,14 +71,15 @@ def selections(tokens: list[int], heads: int, count: int, chunk: int) -> Tensor:
 
 
 def poisoned(x: Tensor, used: Tensor) -> Tensor:
-    """Floats that no valid token reads become NaN; integers extreme. ``used`` bool over the leading dimensions."""
+    """``x`` with NaN, or the largest integer, where ``used``, bool over the leading dimensions, is false."""
     junk = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max
     used = used.to(x.device)
     return x.masked_fill(~used.view(*used.shape, *[1] * (x.dim() - used.dim())), junk)
 
 
 def buffered(values: DenseRows | CodedRows, selected: Tensor) -> BufferedRows:
-    """The selected chunks in shuffled entries of shuffled slots; junk in all others and where they were."""
+    """The selected chunks in shuffled entries of shuffled slots. Other entries, and the chunks' original places, are
+    poisoned."""
     field = "rows" if isinstance(values, DenseRows) else "codes"
     stored = getattr(values, field)
     batch, heads, count = selected.shape
@@ -111,9 +112,9 @@ def problem(
     first: int = 0,
     **rope: object,
 ) -> tuple:
-    """q, keys, values and selected; with ``first`` every page table starts so many pages earlier than its pages.
+    """q, keys, values and selected. Every page table starts with ``first`` pages that do not exist.
 
-    Codecs by the names of tests, or themselves; then ``in_buffer`` says where values are.
+    Codecs are given by the names of this file or as objects. ``in_buffer`` is for the latter.
     """
     in_buffer = in_buffer or (isinstance(values, str) and values.startswith("buffered"))
     chunks, blocks = PAGE // chunk, sum(-(-length // PAGE) for length in tokens) + 3
@@ -177,7 +178,8 @@ def problem(
 def latent_keys(
     stored: Tensor, codec: LatentCodec, step: Tensor, pages: Tensor, head: tuple[int, int], mean: bool, rope: RopeConfig
 ) -> LatentKeys:
-    """Random states of which each row has another, behind up to three pages; ``step`` is folded into the basis."""
+    """Keys with a random state for each row, and first positions of up to three pages. The basis is multiplied by
+    ``step``."""
     fitted = 5 + len(pages)
     basis = (step[:, None, None] * torch.randn(fitted, len(step), *head) / len(step) ** 0.5).to(DEVICE, torch.bfloat16)
     means = torch.randn(fitted, *head).to(DEVICE, torch.bfloat16) if mean else None
@@ -188,7 +190,7 @@ def latent_keys(
 
 
 def log_weights(selected: Tensor) -> Tensor:
-    """A random one of every selected chunk, NaN of none."""
+    """Random log-weights of selected chunks, NaN for others."""
     return torch.rand(selected.shape, device=DEVICE).mul(7).masked_fill(selected < 0, torch.nan)
 
 
@@ -208,14 +210,14 @@ def check(args: tuple, found: tuple[Tensor, Tensor]) -> None:
 
 
 def attend(args: tuple, backend: ModuleType = cuda) -> tuple[Tensor, Tensor]:
-    """The kernel's results in memory that held NaN."""
+    """Calls the kernel, whose results probably get memory that held NaN."""
     junk = [torch.full((2**20,), torch.nan, device=DEVICE) for _ in range(4)]
     del junk
     return backend.attend_selected(*args)
 
 
 def check_replay(args: tuple, backend: ModuleType = cuda) -> None:
-    """A captured call gives the same bits as a call by itself."""
+    """Checks that a captured call gives the same bits as an eager call."""
     eager = backend.attend_selected(*args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -296,7 +298,7 @@ def test_chunks_weigh_what_they_stand_for(seed, chunk, dim, keys, values):
     found = attend((*args, log_weight))
     check((*args, log_weight), found)
     assert not torch.equal(attend(args)[1], found[1])
-    # Wherever they lie.
+    # With any strides.
     elsewhere = attend((*args, log_weight.mT.contiguous().mT))
     assert torch.equal(elsewhere[0], found[0])
     assert torch.equal(elsewhere[1], found[1])

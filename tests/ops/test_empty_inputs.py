@@ -43,7 +43,7 @@ def whole(*shape: int) -> Tensor:
 
 
 def returns(found: object, *expected: tuple[tuple[int, ...], float | None]) -> None:
-    """Checks shapes, and values where there are any."""
+    """Checks shapes, and values if they are not None."""
     results = found if isinstance(found, tuple) else (found,)
     for result, (shape, value) in zip(results, expected, strict=True):
         assert result.shape == shape
@@ -136,7 +136,7 @@ def no_exact_tokens(ops: Ops) -> None:
 def no_tokens_in_a_window(ops: Ops) -> None:
     pages = floats(N, H, 64, D)
     for rows, columns in ((0, 2), (B, 0), (B, 2)):
-        tables = (whole(rows, columns) for _ in range(3))  # a page whose first token is not before its last
+        tables = (whole(rows, columns) for _ in range(3))  # no page has a valid token
         found = ops.paged_window_attention(floats(rows, H * G, D), pages, pages, *tables)
         returns(found, ((rows, H * G, D), 0), ((rows, H * G), -math.inf))
 
@@ -294,7 +294,7 @@ AT_LEAST_ONE = {
     *("attend_blocks", "dense_attention.causal", "dense_attention.partial", "low_rank_basis"),
     *("decode_layers", "select_blocks"),
 }
-"""Their docstrings ask for a query, a row or a sequence."""
+"""Ops whose docstrings require at least one query, row or sequence."""
 
 
 def test_every_op_is_here() -> None:
@@ -302,8 +302,7 @@ def test_every_op_is_here() -> None:
 
 
 if TRITON_RUNS:
-    # Rows of 8 dimensions as they are, which a model's ops are chosen for by its case: CUDA takes coded ones of 128.
-    # Rows of numbers that are packed for its own kernels have tests of their own.
+    # Dense rows, which ``attend_coded`` in CUDA does not support. Packed weights have their own tests.
     PACKED = dict.fromkeys(("quantised_matmul", "grouped_quantised_matmul"), "reference")
     CHOSEN = Ops("cuda", overrides={"attend_coded": "triton", **PACKED})
 

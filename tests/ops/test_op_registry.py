@@ -29,20 +29,20 @@ TURBO = Case(
     rope_dim=128, chunk=1, rank=160, key_codec=17, value_codec=2, max_pages=2000, max_selected=2000, fetched_bytes=384,
     host_values=True, capability=(9, 0), block_memory=232448,
 )  # fmt: skip
-"""Llama-3.1-8B on an H200, its values on the host."""
+"""Llama-3.1-8B on an H200, with values on the host."""
 FOR_HOPPER = {"attend_selected", "dense_attention.partial", "dense_attention.causal"}
-"""Calls with kernels for Hopper beside those for any GPU."""
+"""Calls that have a kernel for Hopper besides one for any GPU."""
 CALLS_OF_DENSE_ATTENTION = [f"dense_attention.{form}" for form in ("causal", "partial", "packed", "windowed")]
 INT4 = replace(TURBO, ops=frozenset(CALLS), key_codec=18, latent_width=96, fetched_bytes=0, host_values=False)
-"""The same with keys of 8 and 4 bits, and values on the device."""
+"""``TURBO`` with keys in 8 and 4 bits, and values on the device."""
 SHARD = {"key_codec": 19, "value_codec": 13}
-"""Formats of the preset of that name."""
+"""Formats of the preset ``shard``."""
 
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every backend is there, as on a GPU with all that can be installed."""
-    if attend_selected.missing():  # whose kernels' need of memory only their library knows
+    """The registry finds every backend, as on a GPU with everything installed."""
+    if attend_selected.missing():  # only the library knows how much memory its kernels need
         monkeypatch.setattr(attend_selected, "_op", lambda *_: lambda *_: 0)
     for path, name in BACKENDS.items():
         module = import_module(f"shadowkv.ops.{name}.{path.stem}")
@@ -133,7 +133,7 @@ def test_what_the_kernel_for_hopper_does_not_take_goes_on_to_the_next(
 
 
 DECODING = ("sketch_queries", "sign_scores", "select_by_sketch", "attend_selected", "attend_coded")
-"""What ``turbo``'s decode steps call, with and without an index, on pages that are compressed."""
+"""Ops that ``turbo``'s decode steps call for compressed pages, with and without an index."""
 
 
 @pytest.mark.parametrize(
@@ -450,7 +450,8 @@ def test_no_backend_calls_its_own_reference(path: Path) -> None:
 
 
 SIZE_OF_A_CALL = {"low_rank_basis/cuda.py": ["takes"], "whiten_rows/cuda.py": ["missing"]}
-"""What asks whether a kernel serves a call, as no case tells: the rank of one group of kv heads."""
+"""Backends that check at each call whether a kernel serves it, because a case does not have the rank of one group of kv
+heads."""
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))

@@ -42,7 +42,7 @@ def attend(backend: str, *args: object) -> tuple[Tensor, Tensor]:
 
 
 def inputs(n: int, m: int, query_heads: int, heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values are views of a buffer with NaN behind them and between their tokens."""
+    """Queries, keys and values. Keys and values are views of a buffer with NaN after them and between tokens."""
     buffer = torch.full((2, m + BLOCK, heads + 1, dim), float("nan"))
     buffer[:, :m, :heads] = torch.randn(2, m, heads, dim)
     k, v = buffer.to(DEVICE, DTYPE)[:, :m, :heads]
@@ -50,7 +50,7 @@ def inputs(n: int, m: int, query_heads: int, heads: int, dim: int) -> tuple[Tens
 
 
 def mask_of(indices: Tensor, counts: Tensor) -> Tensor:
-    """bool [H_q, tiles, blocks]; lists must ascend."""
+    """The listed blocks, bool [H_q, tiles, blocks]. Checks that lists ascend."""
     chosen = torch.zeros(indices.shape, dtype=torch.bool)
     for head, tile in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
         listed = indices[head, tile, : counts[head, tile]].long().cpu()
@@ -147,7 +147,7 @@ def test_attention_is_that_of_the_listed_blocks(
     indices, counts, weights = select("reference", q.float(), k.float(), 0.3)
     first = m - n + torch.arange(0, n, BLOCK, device=DEVICE)
     weights = torch.where(indices < first[:, None] // BLOCK, 1 + 60 * torch.rand(indices.shape, device=DEVICE), 1.0)
-    # What stands behind a list must not be read.
+    # Indices past the count must not be read.
     behind = torch.arange(indices.shape[2], device=DEVICE) >= counts.unsqueeze(2)
     indices, weights = indices.masked_fill(behind, 2**30), weights.masked_fill(behind, math.nan)
     out, lse = attend(backend, q, k, v, indices, counts, weights)

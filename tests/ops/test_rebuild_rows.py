@@ -41,7 +41,7 @@ if TRITON_RUNS:
         return torch.randperm(NAMES, device=DEVICE)[:PAGES].repeat_interleave(3)[None, ::3]  # not dense
 
     def rebuilt(source: DenseRows | LatentKeys | CodedRows, heads: int, dim: int, dtype: torch.dtype, bus: bool):
-        """What the kernel writes into a buffer that is longer, which it must leave alone."""
+        """The rows that the kernel writes to the start of a longer buffer. The rest must stay as it was."""
         rows = (PAGES - FIRST) * 64
         buffer = torch.full((heads, rows + 1, dim), float("nan"), dtype=dtype, device=DEVICE)
         triton.rebuild_rows(source, FIRST, buffer[:, :rows], bus)
@@ -54,7 +54,7 @@ if TRITON_RUNS:
         return wanted
 
     def check(out: torch.Tensor, exact: torch.Tensor, low: torch.Tensor, atol: float = 1e-5) -> None:
-        """Rows against the reference's in float32; those of 16 bits are as near as its own, ``low``."""
+        """Compares with the reference in float32. Rows in 16 bits must be about as near as the reference's, ``low``."""
         if out.dtype == torch.float32:
             torch.testing.assert_close(out, exact, atol=atol, rtol=atol)
         else:

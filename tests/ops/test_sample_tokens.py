@@ -41,11 +41,11 @@ def sample(request: pytest.FixtureRequest) -> Sample:
 # -- the definition, in float64 and with a sort ------------------------------------------------------------------------
 
 SLACK = 1e-5
-"""Weights are within 5e-7 of the softmax; where a share is as close to a limit as this, either side of it is right."""
+"""Weights are within 5e-7 of the softmax. If a share is as close to a limit as this, either side is right."""
 
 
 def sampled_by_definition(logits: Tensor, row: dict[str, float]) -> set[int]:
-    """Every token that a sample may give, with ``SLACK``; logits [V] are finite or -inf, not all of them."""
+    """All tokens that may be sampled, with ``SLACK``. Logits [V] are finite or -inf, and at least one is finite."""
     if row["temperature"] <= 1e-5:
         return {int(logits.argmax())}
     values = logits.double().tolist()
@@ -198,7 +198,7 @@ def test_what_is_masked_is_never_sampled(sample: Sample) -> None:
 
 
 def mixed(seed: int, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Rows of all kinds, each with parameters of its own."""
+    """Rows of all kinds, each with its own parameters."""
     pick = random.Random(seed)
     rows = [
         {
@@ -232,7 +232,7 @@ if INTERPRETED:
 
     @pytest.fixture
     def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-        """Rows of few tokens take as many blocks, passes and candidates as those of large vocabularies."""
+        """Makes blocks small, so that short rows take as many blocks and passes as large vocabularies."""
         monkeypatch.setattr(kernel, "BLOCK", 64)
         monkeypatch.setattr(kernel, "LONG_BLOCK", 32)
         monkeypatch.setattr(kernel, "CANDIDATES", 8)

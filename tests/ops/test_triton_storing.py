@@ -20,7 +20,7 @@ from shadowkv.ops.sketch_queries.reference import plane_bytes
 triton = pytest.importorskip("triton")
 
 TIE = 1e-3
-"""How close to a tie, in steps, a value may be that another order of sums rounds the other way."""
+"""Distance from a tie, in steps, up to which another order of sums may round a value differently."""
 
 if TRITON_RUNS:
     from shadowkv.ops.find_outliers import reference as outliers_reference
@@ -59,7 +59,7 @@ if TRITON_RUNS:
         return torch.randperm(NAMES, device=DEVICE)[:PAGES]
 
     def differing(a: torch.Tensor, b: torch.Tensor, before_rounding: torch.Tensor, offset: float = 0.0) -> None:
-        """Only values within ``TIE`` of a tie may be rounded to neighbours, and few are."""
+        """Checks that few values differ, by one, and only those within ``TIE`` of a tie."""
         wrong = a != b
         assert ((a - b).abs()[wrong] <= 1).all()
         near = (before_rounding + offset - (before_rounding + offset).round()).abs()
@@ -78,7 +78,7 @@ if TRITON_RUNS:
     def coded_by_both(
         x: torch.Tensor, codec: RowCodec, rotation: torch.Tensor | None, state: tuple[torch.Tensor, ...], chunk: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Codes [L, n, H, 64, w] of the kernel and of the reference, then both's scales [L, n, H, 64, s]."""
+        """Codes [L, n, H, 64, w] of the kernel and of the reference, then scales [L, n, H, 64, s] of both."""
         heads, dim = x.shape[3:]
         found, pages, scale_pages = [], page_ids(), page_ids()
         for op in (rows_triton, rows_reference):

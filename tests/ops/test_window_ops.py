@@ -1,4 +1,4 @@
-"""Paged attention within a window of the newest tokens against a softmax over exactly those, and sinks."""
+"""Paged attention within a window against a softmax over exactly its tokens; and sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk tier: what it stores it finds again, after a restart and from another server, and no more than its limit."""
+"""The disk tier: it finds stored snapshots again, after a restart and from another server, and keeps to its limit."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Names that prompts are saved under: what they keep stays, and what is wrong with their files is found out."""
+"""Names under which prompts are saved: their snapshots stay, and faults of their files are found."""
 
 from __future__ import annotations
 

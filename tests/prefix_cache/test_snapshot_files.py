@@ -1,4 +1,4 @@
-"""The file format: what was written is what is read, and nothing else is."""
+"""The file format: exactly the written bytes are read, and all others are refused."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ def written(tmp_path: Path) -> tuple[Path, FileHeader]:
 
 
 def read_all(path: Path) -> bytes:
-    """Everything that a file is asked for on the way of serving it."""
+    """Reads a file like the disk tier, with all checks."""
     with SnapshotFile(path.parent, path.name.removesuffix(".safetensors")) as file:
         file.expect(IDS)
         data = bytearray(file.header.nbytes)
@@ -66,7 +66,7 @@ def parts(path: Path) -> tuple[bytes, bytes]:
 
 
 def with_metadata(path: Path, **changed: str) -> None:
-    """Writes other metadata into a file's header, with a checksum that is right for them."""
+    """Changes metadata in a file's header, and the header's checksum to match."""
     text, data = parts(path)
     content = json.loads(text)
     content["__metadata__"] |= {"header_checksum": "0" * 32} | changed
