@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -51,10 +52,6 @@ def cpu_missing() -> list[str]:
     path = cpu_library()
     if not path.exists():
         return [Unbuilt(_built_for_another() or "not built")]
-    try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
     functions = (
         _attend_selected,
         _decode_layers,
@@ -65,11 +62,19 @@ def cpu_missing() -> list[str]:
         _sign_scores,
         _sketch_queries,
     )
-    fakes = {fake.__name__[1:]: fake for fake in functions}
-    if lacking := [name for name in fakes if not hasattr(torch.ops.shadowkv, name)]:
+    return _load(path, "shadowkv", {fake.__name__[1:]: fake for fake in functions})
+
+
+def _load(path: Path, namespace: str, fakes: dict[str, Callable[..., Any]]) -> list[str]:
+    """Loads a library and registers the fake implementations of its ops. Returns the reason if it cannot be used."""
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
+    if lacking := [name for name in fakes if not hasattr(getattr(torch.ops, namespace), name)]:
         return [Unbuilt(f"{path.name} is of an older version and lacks {', '.join(lacking)}")]
     for name, fake in fakes.items():
-        torch.library.register_fake(f"shadowkv::{name}", fake)
+        torch.library.register_fake(f"{namespace}::{name}", fake)
     return []
 
 
@@ -179,15 +184,7 @@ def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = No
         return [Unbuilt("not built")]
     if built is not None and driver is not None and driver[0] < int(built.partition(".")[0]):
         return [Unbuilt(f"built with CUDA {built}, which the driver, of CUDA {dotted(driver)}, does not run")]
-    try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
-    if lacking := [op for op in fakes if not hasattr(torch.ops.shadowkv_cuda, op)]:
-        return [Unbuilt(f"{path.name} is of an older version and lacks {', '.join(lacking)}")]
-    for op in fakes:
-        torch.library.register_fake(f"shadowkv_cuda::{op}", lambda *_: None)
-    return []
+    return _load(path, "shadowkv_cuda", dict.fromkeys(fakes, lambda *_: None))
 
 
 def dotted(version: tuple[int, ...]) -> str:
