@@ -52,7 +52,7 @@ def read_all(path: Path) -> bytes:
         return bytes(data)
 
 
-def refused(path: Path, problem: str = "") -> None:
+def refused(path: Path, problem: str | None = None) -> None:
     """Checks that a file is bad."""
     with pytest.raises(BadSnapshot, match=problem):
         read_all(path)
