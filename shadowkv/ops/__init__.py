@@ -1,1 +1,2 @@
-"""The engine's operations: one folder each, one file per backend, one signature; chosen once by ``registry.Ops``."""
+"""The engine's operations. Each op has a folder with one file per backend, all with the signature of ``reference.py``.
+``registry.Ops`` chooses a backend of each op when an engine is loaded."""

@@ -1,7 +1,8 @@
-"""What backends are chosen by: all that a model, a policy and the longest context determine of the ops' arguments."""
+"""``Case``: what is known of the ops' arguments when an engine is loaded. ``registry`` chooses backends by it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -12,31 +13,43 @@ def unless(good: bool, reason: str) -> list[str]:
     return [] if good else [reason]
 
 
+def unless_one_of(value: object, known: Collection[object], what: str = "") -> list[str]:
+    """The reason that ``value`` is not one of ``known``, unless it is: ``head dim 96 is not 64 or 128``.
+
+    Args:
+        what: words before the value.
+    """
+    *others, last = [str(one).removeprefix("torch.") for one in known]
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return unless(value in known, f"{what} {value} is not {listed}".lstrip())
+
+
 NOT_CENTRED = "coded keys are stored without their mean"
 """Why a backend without support for ``CentredKeys`` cannot serve them."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Plain numbers that a backend's ``supports`` reads.
+    """Properties of the model, the policy and the longest context. A backend's ``supports`` reads them.
 
     Attributes:
-        ops: ops, and forms of ops, that the model and the policy call (``registry.CALLS``); the others are not asked
-            what they support.
+        ops: ops, and forms of ops, that the model and the policy call (``registry.CALLS``). Only their backends are
+            asked what they support.
         dtype: of queries, and of exact keys and values.
         head_dim, num_query_heads, num_kv_heads: sizes of the model's attention.
         rope_dim: leading dimensions of a head that RoPE rotates.
-        interleaved: whether RoPE rotates neighbours as a pair, instead of dimensions half of ``rope_dim`` apart.
-        chunk: tokens of a chunk; divides 64.
+        interleaved: whether RoPE rotates neighbouring dimensions together, instead of dimensions ``rope_dim / 2``
+            apart.
+        chunk: tokens of a chunk, a divisor of 64.
         rank: dimensions of a latent, 0 if keys are not latents.
-        latent_width: elements of a token's latents as they are stored.
+        latent_width: stored elements of a token's latent.
         key_codec, value_codec: ids of the formats of compressed keys and values, 0 for dense rows.
         centred: whether coded keys are stored without their mean (``sources.CentredKeys``).
         mass: whether selection ends at a share of the softmax.
         max_pages: compressed pages of the longest context.
-        max_selected: chunks per kv head that a step may select from it.
-        fetched_bytes: bytes of a chunk of one kv head in the buffer of fetched chunks, 0 if there is no buffer.
-        host_values: whether values are on the host, read from there or fetched.
+        max_selected: chunks per kv head that a step may select from the longest context.
+        fetched_bytes: bytes of one chunk of one kv head in the fetch buffer, 0 without a buffer.
+        host_values: whether values are in host memory, with or without a fetch buffer.
         capability: compute capability of the GPU, None on a CPU.
         block_memory: bytes of shared memory available to one thread block.
     """

@@ -1,8 +1,8 @@
-"""Formats of stored rows: the codec protocol, and the ids by which kernels identify codecs.
+"""The codec interface, and the ids by which kernels identify codecs.
 
-A format is defined once, by its codec (``shadowkv.kvcache.codecs``): references call it, kernels receive its id and
-reject unknown ids. ``csrc/codecs.h`` lists the ids that kernels support, with the same values; ids from 1000 on are
-for tests.
+A codec in ``shadowkv.kvcache.codecs`` defines a format. Reference backends call the codec. Kernels receive its id and
+reject ids that they do not support. ``csrc/codecs.h`` has the same ids. Ids from 1000 on belong to codecs from outside
+the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shadowkv.ops.rotations import random_rotation
 
 
 class CodecId(IntEnum):
-    """Formats of rows and, from 16 on, of latents."""
+    """Ids of formats: of rows below 16, of latents from 16 on."""
 
     DENSE = 0
     ROTATED_4BIT = 1
@@ -50,32 +50,33 @@ LANES = (*UNIFORM, CodecId.LLOYD_8BIT, CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, C
 LATENTS = (CodecId.LATENT_DENSE, CodecId.LATENT_INT8, CodecId.LATENT_INT4)
 
 STRONG = 32
-"""Number of rank dimensions, the strongest of a group of kv heads, that ``low-rank-int4`` keeps in 8 bits. The Hopper
-kernel defines it in ``csrc/kernels/attend_latents_sm90/shape.cuh``."""
+"""Rank dimensions of a group of kv heads, the strongest, that ``low-rank-int4`` keeps in 8 bits. The Hopper kernel has
+the same number in ``csrc/kernels/attend_latents_sm90/shape.cuh``."""
 
 
 def unknown_codecs(keys: int, values: int = CodecId.DENSE, known: tuple[CodecId, ...] = UNIFORM) -> list[str]:
-    """Why a backend that supports dense rows, the ``known`` codecs and latents cannot serve these key and value codecs:
-    the codecs that are none of these."""
+    """Why a backend cannot serve these codecs of keys and values, if it supports dense rows, the ``known`` codecs and
+    latents."""
     rows = (CodecId.DENSE, *known)
     reasons = [] if keys in (*rows, *LATENTS) else [f"codec {keys} of keys is unknown"]
     return reasons if values in rows else [*reasons, f"codec {values} of values is unknown"]
 
 
 class RowCodec(ABC):
-    """Rows of one head, values or keys after RoPE, as bytes and scales.
+    """Codes rows of one head, values or keys after RoPE, as bytes and scales.
 
     Attributes:
-        id, name: unique among codecs; the name is that of the policy's axes ``keys`` and ``values``.
+        id: unique among codecs.
+        name: unique among codecs, and the codec's name on a policy's axes ``keys`` and ``values``.
         scale_dtype: dtype of the scales.
         row_multiple: the dimensions of a row must be a multiple of this.
         rotated: whether rows are multiplied by ``rotation_matrix`` (Hadamard or random, not RoPE) before they are
-            coded. Instead of rotating them back, a kernel may multiply queries by it (keys), or the output by its
+            coded. Instead of rotating rows back, a kernel may multiply queries by it (keys), or the output by its
             transpose (values).
         axes: what it stores: keys, values or both.
-        tile: consecutive tokens that are coded together, axis -2 of rows, codes and scales: 1, or 64, a page, which can
-            only be decoded as a whole.
-        shared: parts of the state that all kv heads share (``state_shapes``): their axis of heads has length 1.
+        tile: consecutive tokens that are coded together, on axis -2 of rows, codes and scales: 1, or 64 for a page that
+            can only be decoded as a whole.
+        shared: names of the state's parts that all kv heads share. Their axis of heads has length 1.
     """
 
     id: int
@@ -88,20 +89,20 @@ class RowCodec(ABC):
     shared: ClassVar[tuple[str, ...]] = ()
 
     def for_axis(self, axis: str) -> RowCodec:
-        """The codec for rows of ``axis``, ``keys`` or ``values``. It may encode differently, depending on how the rows
-        are used, but into the same format: it decodes the same way on either axis."""
+        """The codec for rows of ``axis``, ``keys`` or ``values``. Encoding may differ between the axes, decoding does
+        not."""
         return self
 
     def wanted(self, dim: int) -> str | None:
-        """What ``dim`` would have to be for its rows to be coded, in words; None if they can be coded."""
+        """The requirement that ``dim`` does not meet, in words for messages; None if rows of ``dim`` can be coded."""
         return f"a multiple of {self.row_multiple}" if dim % self.row_multiple else None
 
     def fitting_bytes(self, entries: int) -> int:
-        """Bytes that ``fit`` needs for rows of ``entries`` entries in total."""
+        """Bytes of memory that ``fit`` needs for rows with ``entries`` numbers in total."""
         return 0
 
     def rotation_matrix(self, dim: int, name: str) -> Tensor:
-        """The matrix of a ``rotated`` codec, float32 [dim, dim], that ``name`` stands for."""
+        """The rotation matrix of a ``rotated`` codec, float32 [dim, dim]. It depends on ``dim`` and ``name`` alone."""
         return random_rotation(dim, name)
 
     @abstractmethod
@@ -109,16 +110,16 @@ class RowCodec(ABC):
         """Bytes of the codes of a row of ``dim`` dimensions."""
 
     def scales(self, dim: int) -> int:
-        """Number of scales of a row: one, one per block of its dimensions, or none."""
+        """Number of scales of a row: one, one per block of dimensions, or none."""
         return 1
 
     def state_shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of what is learned for each kv head, float32, by name; empty if the format is the same for all
-        rows."""
+        """Shapes of the state of each kv head, float32, by name. Empty if the codec has no state."""
         return {}
 
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """State [H, ...], or [1, ...] for ``shared`` parts, in the order of ``state_shapes``, from rows [S, H, d]."""
+        """Learns the state from rows [S, H, d]: tensors [H, ...], or [1, ...] for ``shared`` parts, in the order of
+        ``state_shapes``."""
         return ()
 
     @abstractmethod
@@ -126,8 +127,8 @@ class RowCodec(ABC):
         """Codes uint8 [..., row_bytes] and scales [..., scales] of rows [..., d].
 
         Args:
-            rotation: float32 [d, d], ``rotation_matrix``, by which rows are multiplied first; None for none.
-            state: each [..., *shape], its leading axes those of the rows or 1.
+            rotation: ``rotation_matrix``, float32 [d, d]: rows are multiplied by it first. None without one.
+            state: each [..., *shape]. Leading axes are those of the rows or 1.
 
         Raises:
             ValueError: rows of d dimensions cannot be coded.
@@ -137,16 +138,16 @@ class RowCodec(ABC):
     def decode(
         self, codes: Tensor, scale: Tensor, rotation: Tensor | None, dim: int, state: tuple[Tensor, ...] = ()
     ) -> Tensor:
-        """Rows float32 [..., dim] from what ``encode`` returns; without a rotation they stay rotated."""
+        """Rows float32 [..., dim] from codes and scales. Without ``rotation`` the rows stay rotated."""
 
     def code_levels(self, dim: int, device: torch.device) -> Tensor | None:
-        """What a code of one dimension stands for in rotated rows of ``dim`` dimensions, in units of the scale, float32
-        [2 ** bits]; None if that is not the same for all rows."""
+        """The value of each code of one dimension in rotated rows of ``dim`` dimensions, in units of the scale, float32
+        [2 ** bits]. None if values are not the same for all rows."""
         return None
 
     def whole_levels(self, dim: int) -> tuple[tuple[int, ...], float] | None:
-        """``code_levels`` for kernels that compute with integers: multiples [2 ** bits] of a step, either exact or so
-        close that they add less than 0.5 % of the distortion; None if there are none."""
+        """``code_levels`` for kernels that compute with integers: whole multiples [2 ** bits] of a step, and the step.
+        Rounding to these adds less than 0.5 % to the distortion. None if there are none."""
         return None
 
     def check(self, dim: int) -> None:
@@ -156,7 +157,7 @@ class RowCodec(ABC):
 
 
 class LevelRows(RowCodec):
-    """Rotated rows as levels times a scale; kernels that code or decode them take their constants from here.
+    """Codes each entry of rotated rows as one of 2^bits levels, times a scale. Kernels take their constants from here.
 
     Attributes:
         bits: bits per code.
@@ -168,24 +169,24 @@ class LevelRows(RowCodec):
     @property
     @abstractmethod
     def scale_rule(self) -> str:
-        """How the scale of a row u of norm 1 with levels l is chosen: ``norm``, 1; ``renormalised``, 1 / ||l||;
-        ``least_squares``, u l / l l; or ``unbiased``, 1 / u l."""
+        """The scale of a row u of norm 1 with levels l: 1 (``norm``), 1 / ||l|| (``renormalised``), u·l / l·l
+        (``least_squares``), or 1 / u·l (``unbiased``)."""
 
     @abstractmethod
     def code_levels(self, dim: int, device: torch.device) -> Tensor:
-        """As for any codec, float32 [2 ** bits], but never None."""
+        """As ``RowCodec.code_levels``, float32 [2 ** bits], but never None."""
 
     @abstractmethod
     def upper_places(self, dim: int) -> tuple[int, ...]:
-        """The bit of its lane's bytes in the last plane that each code of a lane occupies, for rows of ``dim``
-        dimensions whose codes are stored in lanes."""
+        """For each code of a lane, the bit of the lane's bytes in the last plane that holds its upper bit. For rows of
+        ``dim`` dimensions whose codes are stored in lanes."""
 
 
 class UniformRows(LevelRows):
-    """Levels in equal steps; each entry takes the nearest.
+    """Levels in equal steps. Each entry takes the nearest level.
 
     Attributes:
-        step: step of the quantiser for a unit Gaussian.
+        step: distance between levels for a Gaussian of variance 1.
     """
 
     step: float
@@ -202,15 +203,16 @@ class UniformRows(LevelRows):
 
 
 class LatentCodec(ABC):
-    """Latents of keys on a basis (``sources.LatentKeys``), the rank dimensions of a token together.
+    """Codes latents of keys (``sources.LatentKeys``), all rank dimensions of a token together.
 
     Attributes:
-        id, name: unique among codecs; the name is that of the policy's axis ``keys``.
-        largest: the largest code of any rank dimension, which is symmetric about 0; None for latents that are not
-            quantised. Codes are in units of a step per rank dimension, which is folded into the basis.
+        id: unique among codecs.
+        name: unique among codecs, and the codec's name on a policy's axis ``keys``.
+        largest: the largest code. Codes are symmetric about 0, in units of a step per rank dimension. The basis is
+            multiplied by the steps. None for latents that are not quantised.
         rank_multiple: the rank must be a multiple of this.
-        bits: average bits per code, if rank dimensions have individual widths, which a state learns; their basis is
-            in 8 bits. None if all have the same width.
+        bits: average bits per code if each rank dimension has its own width, which a state learns. The basis is then in
+            8 bits. None if all dimensions have the same width.
     """
 
     id: int
@@ -220,28 +222,28 @@ class LatentCodec(ABC):
     bits: int | None = None
 
     def of_groups(self, ranks: Sequence[int]) -> LatentCodec:
-        """The codec for latents of groups of kv heads with these ranks: the strongest rank dimensions of all groups
-        first, up to ``STRONG`` of each, then the others."""
+        """The codec for latents of groups of kv heads with these ranks. The strongest rank dimensions of all groups
+        come first, up to ``STRONG`` of each, then the others."""
         return self
 
     def largest_codes(self, rank: int, device: torch.device) -> Tensor:
-        """The largest code of each rank dimension that can be stored, float32 [rank]; for quantised latents only."""
+        """The largest code of each rank dimension, float32 [rank]. Only for quantised latents."""
         assert self.largest is not None, f"{self.name} latents are not quantised"
         return torch.full((rank,), float(self.largest), device=device)
 
     @abstractmethod
     def field(self, rank: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """Elements per token and their dtype, if the cache's own is ``dtype``."""
+        """Stored elements per token and their dtype, for a cache in ``dtype``."""
 
     @abstractmethod
     def encode(self, latents: Tensor, *widths: Tensor) -> Tensor:
-        """Stored elements [..., w] of float latents [..., r]; whole numbers are clipped at ``largest_codes``.
+        """Stored elements [..., w] of float latents [..., r]. Whole numbers are clipped at ``largest_codes``.
 
         Args:
-            widths: bits of each rank dimension if there are any, uint8 [..., r], leading axes those of the latents or
-                1.
+            widths: bits of each rank dimension, uint8 [..., r], if they differ. Leading axes are those of the latents
+                or 1.
         """
 
     @abstractmethod
     def decode(self, stored: Tensor, rank: int, *widths: Tensor) -> Tensor:
-        """Latents [..., rank] as numbers that a 16-bit float dtype can hold; ``widths`` as in ``encode``."""
+        """Latents [..., rank] that a 16-bit float can represent. ``widths`` as in ``encode``."""

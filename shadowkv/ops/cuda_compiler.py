@@ -1,7 +1,7 @@
-"""Finds the CUDA compiler that builds the CUDA ops: a toolkit's, or that of NVIDIA's packages on PyPI.
+"""Finds the CUDA compiler that builds the CUDA ops: a CUDA toolkit's, or the one in NVIDIA's packages on PyPI.
 
-Needs the standard library alone: setup.py and csrc/build_cuda.py run this file by its path, before the package is
-installed.
+setup.py and csrc/build_cuda.py run this file by its path before the package is installed, so it imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 OLDEST_TORCH = (2, 11)
-"""The CUDA ops use PyTorch's stable ABI as of this version: libraries built with one torch load with all from it on."""
+"""The CUDA ops use PyTorch's stable ABI of this version. A library built with one torch loads in all later ones."""
 
 OLDEST_CAPABILITY = (8, 0)
-"""Of GPUs that the CUDA ops run on."""
+"""Lowest compute capability of GPUs that the CUDA ops run on."""
 
 PACKAGES = ("cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]>=13,<14", "ninja")
-"""What pip installs where there is no toolkit, the extra ``nvcc``: 271 MB. Of CUDA 12 PyPI has no nvcc."""
+"""Packages of the extra ``nvcc``, 271 MB, which pip installs if there is no toolkit. PyPI has no nvcc of CUDA 12."""
 
 PYPI_MAJOR = 13
 
 PYPI = "PyPI's packages"
-"""Where a compiler is of, in messages, that is no toolkit's."""
+"""``CudaCompiler.origin`` of a compiler from PyPI."""
 
 INSTALLED = Path("/usr/local/cuda")
-"""Where CUDA installs itself."""
+"""Where the CUDA toolkit installs itself."""
 
 
 class CompilerNotFound(FileNotFoundError):
-    """No compiler that fits; the message says what was found and what to install."""
+    """There is no suitable compiler. The message says what was found and what to install."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class CudaCompiler:
     """A CUDA compiler.
 
     Attributes:
-        nvcc: its program.
+        nvcc: path of the program.
         version: major and minor version of CUDA, and the release: ``13.0.88``.
-        origin: how it was found, for messages.
-        link_flags: what nvcc has to be told to find its own libraries.
+        origin: where it was found, for messages.
+        link_flags: flags with which nvcc finds its own libraries.
     """
 
     nvcc: Path
@@ -56,7 +56,7 @@ class CudaCompiler:
 
     @property
     def major(self) -> int:
-        """Of CUDA: libraries run with drivers of this major version and later."""
+        """Major version of CUDA. Libraries run with drivers of this major version and later."""
         return int(self.version.partition(".")[0])
 
     def __str__(self) -> str:
@@ -64,14 +64,14 @@ class CudaCompiler:
 
 
 def find_compiler(major: int | None) -> CudaCompiler:
-    """The first CUDA compiler that fits: of $CUDA_HOME, on the path, where CUDA installs itself, or PyPI's, installed
-    for this interpreter.
-
-    Raises CompilerNotFound with the remedy.
+    """The first suitable CUDA compiler in $CUDA_HOME, on the path, in ``INSTALLED``, or from PyPI in this interpreter.
 
     Args:
-        major: version of CUDA that torch was built with: a library of another one may need a newer driver than torch
-            does. None, for a CPU build, takes any.
+        major: major version of CUDA that torch was built with, because a library of another version may need a newer
+            driver than torch does. None, for a CPU build of torch, accepts any version.
+
+    Raises:
+        CompilerNotFound: there is none; with the remedy.
     """
     passed_over = []
     for compiler in _compilers():
@@ -86,8 +86,8 @@ def find_compiler(major: int | None) -> CudaCompiler:
 
 
 def find_ninja() -> str:
-    """The program that runs compilations; raises CompilerNotFound with the remedy."""
-    beside_python = str(Path(sys.executable).parent)  # where pip puts it, also where no environment is activated
+    """Path of ninja, which runs the compilations. Raises CompilerNotFound with the remedy."""
+    beside_python = str(Path(sys.executable).parent)  # where pip puts it, whether or not the environment is activated
     ninja = shutil.which("ninja", path=f"{beside_python}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
     if ninja is None:
         raise CompilerNotFound(f"ninja is not installed: {pip_install('ninja')}")
@@ -95,7 +95,7 @@ def find_ninja() -> str:
 
 
 def pip_install(*requirements: str) -> str:
-    """A command that installs requirements for this interpreter, which is named as a user would type it here."""
+    """The command that installs requirements for this interpreter, as a user would type it in the current folder."""
     python = sys.executable.removeprefix(os.path.join(os.getcwd(), ""))
     return f"{shlex.quote(python)} -m pip install {shlex.join(requirements)}"
 
@@ -117,19 +117,19 @@ def _compilers() -> list[CudaCompiler]:
     found = [CudaCompiler(nvcc, version, origin) for nvcc, origin in places if (version := _version(nvcc))]
     for folder in _packages():
         root = folder / f"cu{PYPI_MAJOR}"
-        if version := _version(root / "bin/nvcc"):  # whose own configuration looks for libraries in lib64
+        if version := _version(root / "bin/nvcc"):  # its own configuration looks for libraries in lib64
             found.append(CudaCompiler(root / "bin/nvcc", version, PYPI, (f"-L{root}/lib",)))
     return found
 
 
 def _packages() -> list[Path]:
-    """Folders of Python's package ``nvidia``, which the wheels share."""
+    """Folders of the Python package ``nvidia``, which NVIDIA's wheels share."""
     nvidia = find_spec("nvidia")
     return [Path(folder) for folder in (nvidia and nvidia.submodule_search_locations) or ()]
 
 
 def _version(nvcc: Path) -> str | None:
-    """``13.0.88``; None where the program is not there, or does not run."""
+    """The program's version, such as ``13.0.88``; None if it is missing or does not run."""
     try:
         version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,9 +1,11 @@
-"""Loads the compiled backends, and says why one cannot be used: for ``registry.Ops``, and for those who start it."""
+"""Loads the libraries of the compiled backends, and says why one cannot be used. ``registry`` calls it through the
+backends' ``missing``. ``doctor`` and the start-up lines show the reasons."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -21,39 +23,35 @@ from shadowkv.ops.sketch_queries.reference import PLANES, plane_bytes
 PACKAGE = Path(__file__).resolve().parent.parent
 
 CUDA_FOLDER = PACKAGE / "_cuda"
-"""Libraries of the CUDA backends, one per op (``csrc/build_cuda.py``)."""
+"""Folder of the libraries of CUDA backends, which ``csrc/build_cuda.py`` builds."""
 
 HOPPER = (9, 0)
-"""The compute capability that kernels with wgmma are built for."""
+"""Compute capability of Hopper, for which kernels with wgmma are built."""
 
 
 class Unbuilt(str):
-    """Why a library cannot be used that this machine could use: it has to be built, or for another torch."""
+    """A reason why a library cannot be used that another build would remedy."""
 
 
 def torch_version() -> tuple[int, int]:
-    """Major and minor version of the torch that runs."""
+    """Major and minor version of the imported torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def cpu_library() -> Path:
-    """Where the library of the C++ backends is, if it was built: for this Python and this minor version of torch, whose
-    interface in C++ changes with each."""
+    """Path of the C++ backends' library for this Python and this minor version of torch, whose C++ interface changes
+    with each minor version. It need not exist."""
     major, minor = torch_version()
     return PACKAGE / f"_cpu_torch{major}_{minor}{EXTENSION_SUFFIXES[0]}"
 
 
 @cache
 def cpu_missing() -> list[str]:
-    """Makes ``torch.ops.shadowkv`` available; the reason if it cannot, otherwise nothing."""
+    """Loads the library of the C++ backends as ``torch.ops.shadowkv``. Returns the reason if it cannot be used."""
     path = cpu_library()
     if not path.exists():
         return [Unbuilt(_built_for_another() or "not built")]
-    try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
     functions = (
         _attend_selected,
         _decode_layers,
@@ -64,16 +62,24 @@ def cpu_missing() -> list[str]:
         _sign_scores,
         _sketch_queries,
     )
-    fakes = {fake.__name__[1:]: fake for fake in functions}
-    if lacking := [name for name in fakes if not hasattr(torch.ops.shadowkv, name)]:
+    return _load(path, "shadowkv", {fake.__name__[1:]: fake for fake in functions})
+
+
+def _load(path: Path, namespace: str, fakes: dict[str, Callable[..., Any]]) -> list[str]:
+    """Loads a library and registers the fake implementations of its ops. Returns the reason if it cannot be used."""
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
+    if lacking := [name for name in fakes if not hasattr(getattr(torch.ops, namespace), name)]:
         return [Unbuilt(f"{path.name} is of an older version and lacks {', '.join(lacking)}")]
     for name, fake in fakes.items():
-        torch.library.register_fake(f"shadowkv::{name}", fake)
+        torch.library.register_fake(f"{namespace}::{name}", fake)
     return []
 
 
 def _built_for_another() -> str | None:
-    """What the C++ ops that are here need instead, and what to do; None where there are none."""
+    """Which Python and torch the existing C++ libraries need, and the remedy; None if there is no library."""
     pattern = re.compile(r"_cpu_torch(\d+)_(\d+)\.(.+)")
     libraries = [found.groups() for path in PACKAGE.glob("_cpu_torch*.so") if (found := pattern.fullmatch(path.name))]
     if fitting := sorted(
@@ -89,6 +95,11 @@ def block_memory(device: torch.device) -> int:
     """Bytes of shared memory available to one thread block on a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks this one
     return int(properties.shared_memory_per_block_optin)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _attend_selected(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -132,20 +143,20 @@ def _dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
 
 
 def built_with() -> str | None:
-    """The version of nvcc that made the CUDA libraries, of CUDA and its release; None where it was not noted."""
+    """The version of nvcc that built the CUDA libraries, such as ``13.0.88``; None if it is not recorded."""
     about = CUDA_FOLDER / "built.json"
     return str(json.loads(about.read_text())["nvcc"]) if about.is_file() else None
 
 
 def cuda_of_driver() -> tuple[int, int] | None:
-    """The version of CUDA that the driver runs; None where torch is a CPU build."""
+    """The latest version of CUDA that the driver supports; None for a CPU build of torch."""
     ask: Any = getattr(torch._C, "_cuda_getDriverVersion", None)
     number = 0 if ask is None else int(ask())
     return (number // 1000, number % 1000 // 10) if number else None
 
 
 def gpu_missing(least: tuple[int, int] = (0, 0)) -> list[str]:
-    """The reason if there is no CUDA device of compute capability ``least`` or later, otherwise nothing."""
+    """The reason if there is no CUDA device of compute capability ``least`` or later."""
     if not torch.cuda.is_available():
         return ["there is no CUDA device"]
     present = torch.cuda.get_device_capability()
@@ -154,12 +165,12 @@ def gpu_missing(least: tuple[int, int] = (0, 0)) -> list[str]:
 
 @cache
 def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = None) -> list[str]:
-    """Loads the library of a CUDA backend; the reason if it cannot be used here, otherwise nothing.
+    """Loads the library of a CUDA backend. Returns the reason if it cannot be used here.
 
     Args:
-        name: of the library.
-        fakes: its ops in ``torch.ops.shadowkv_cuda``, which only write to arguments.
-        capability: the one compute capability that it runs on; None for all from ``OLDEST_CAPABILITY`` on.
+        name: name of the library.
+        fakes: its ops in ``torch.ops.shadowkv_cuda`` that only write to arguments. They get fake implementations.
+        capability: the only compute capability that it runs on; None for all from ``OLDEST_CAPABILITY`` on.
     """
     if reasons := gpu_missing(OLDEST_CAPABILITY):
         return reasons
@@ -173,17 +184,9 @@ def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = No
         return [Unbuilt("not built")]
     if built is not None and driver is not None and driver[0] < int(built.partition(".")[0]):
         return [Unbuilt(f"built with CUDA {built}, which the driver, of CUDA {dotted(driver)}, does not run")]
-    try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        return [Unbuilt(f"{path.name} cannot be loaded: {error.__cause__ or error}")]
-    if lacking := [op for op in fakes if not hasattr(torch.ops.shadowkv_cuda, op)]:
-        return [Unbuilt(f"{path.name} is of an older version and lacks {', '.join(lacking)}")]
-    for op in fakes:
-        torch.library.register_fake(f"shadowkv_cuda::{op}", lambda *_: None)
-    return []
+    return _load(path, "shadowkv_cuda", dict.fromkeys(fakes, lambda *_: None))
 
 
 def dotted(version: tuple[int, ...]) -> str:
-    """``9.0``."""
+    """A version in words: ``9.0`` for (9, 0)."""
     return ".".join(map(str, version))

@@ -1,4 +1,4 @@
-"""The page size, shared by all ops, pools and tiers; ``csrc/constants.h`` defines it for kernels."""
+"""The page size. ``csrc/constants.h`` defines the same number for kernels."""
 
 PAGE = 64
 """Tokens in a page, in every pool and tier."""

@@ -1,4 +1,5 @@
-"""The references of all ops, whose signatures their backends share."""
+"""The reference of every op. ``registry.Ops`` replaces them with faster backends. Type checkers take the ops'
+signatures from here."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ from shadowkv.ops.write_rows.reference import write_rows
 
 
 class References:
-    """Every op as an attribute, in the order of their names: its reference, until a faster backend takes its place."""
+    """Every op as an attribute that holds its reference. ``Ops`` puts faster backends in their place."""
 
     def __init__(self) -> None:
         self.add_rms_norm = add_rms_norm

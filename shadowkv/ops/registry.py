@@ -1,9 +1,9 @@
-"""Chooses the backend of every op, once, where an engine is loaded."""
+"""Chooses the backend of every op. ``engine/startup/loading.py`` makes ``Ops`` once, when an engine is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -11,20 +11,21 @@ from typing import Any
 import torch
 
 from shadowkv.ops.case import Case
-from shadowkv.ops.dense_attention.forms import DenseAttention
 from shadowkv.ops.extension import Unbuilt
 from shadowkv.ops.references import References
 from shadowkv.wording import SettingsError
 
-NAMES = tuple(vars(References()))
+_REFERENCES = vars(References())
+NAMES = tuple(_REFERENCES)
 """All ops."""
 
-FORMS = {"dense_attention": tuple(field.name for field in fields(DenseAttention))}
-"""Ops of whose calls few backends serve all. The backend of each form of a call is chosen by itself; its function has
-the form's name."""
+FORMS = {name: tuple(field.name for field in fields(op)) for name, op in _REFERENCES.items() if is_dataclass(op)}
+"""Forms of each op whose reference is a dataclass of functions, such as ``DenseAttention``. Each form has its own
+backend, whose function has the form's name."""
 
 CALLS = tuple(f"{name}.{form}" if form else name for name in NAMES for form in FORMS.get(name, ("",)))
-"""What backends are chosen for: ops, and of those with forms each form: ``dense_attention.packed``."""
+"""Everything that has a backend: each op, and instead of an op with forms each form, such as
+``dense_attention.packed``."""
 
 PREFERENCE = {
     "cuda": (
@@ -33,24 +34,26 @@ PREFERENCE = {
     ),
     "cpu": ("cpu", "reference"),
 }
-"""Backends by device type, fastest first; an op need not have all of them, but always has ``reference.py``."""
+"""Backends by device type, fastest first. An op need not have all of them, but always has ``reference.py``."""
 
 LIBRARIES = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
-"""The backends that call another package's attention, by what ``--attention-backend`` calls them. ``auto`` asks them
-first for the forms and head dims that a module has as ``FASTER_AT``: those where it was measured to be faster."""
+"""Backends that call another package's attention, by their name in ``--attention-backend``. With ``auto``, such a
+backend is asked first for the forms and head dims in its module's ``FASTER_AT``, at which it was measured to be
+faster."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend of an op, or of a form of its calls.
+    """The chosen backend of one of ``CALLS``.
 
     Attributes:
-        backend: its name, that of its file in the op's folder.
-        function: the op, or what serves the form.
+        backend: name of the backend, that of its file in the op's folder.
+        function: the backend's function.
         synchronises: whether it makes the host wait for the device.
-        needs_lengths: whether the host has to know how long packed sequences are.
+        needs_lengths: whether the host must know the lengths of packed sequences.
         reasons: faster backends that are not used, and why: ``name: reason``.
-        unbuilt: why the first of these cannot be used whose library another build would provide; None if there is none.
+        unbuilt: why a faster backend's library cannot be used, if another build would remedy it. The first such reason,
+            or None.
     """
 
     backend: str
@@ -68,9 +71,8 @@ def choose(
     override: str | None = None,
     attention_backend: str = "auto",
 ) -> Choice:
-    """The fastest backend of ``name``, one of ``CALLS``, that ``device`` has and that supports ``case``, or the one
-    that ``override`` names. None for a case skips the check of what backends support; ``attention_backend`` is as for
-    ``Ops``. Raises ValueError as ``Ops`` does."""
+    """The fastest backend of ``name``, one of ``CALLS``, that runs on ``device`` and supports ``case``; or the backend
+    that ``override`` names. ``case``, ``attention_backend`` and the errors are those of ``Ops``."""
     kind = torch.device(device).type
     if kind not in PREFERENCE:
         raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
@@ -103,7 +105,7 @@ def choose(
 
 
 def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
-    """Backends for devices of a type in the order in which they are asked."""
+    """Backends for a type of device, in the order in which they are asked."""
     if attention_backend == "auto" and kind == "cuda":
         return (*LIBRARIES.values(), *PREFERENCE[kind])
     library = LIBRARIES.get(attention_backend)
@@ -111,35 +113,32 @@ def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
 
 
 class Ops(References):
-    """The ops of an engine, each as an attribute: made once, where it is loaded, for its model's layers, its cache and
-    its sampler.
+    """The ops of an engine, each as an attribute. Its model's layers, its cache and its sampler share them.
 
-    Each comes from the fastest backend that the device has and that supports the case. A backend may define
-    ``missing()``, the reasons why it cannot run here, and ``supports(case)``, the reasons why it cannot serve a case;
-    each is empty if it can. Once chosen, it handles the arguments of each call or raises.
+    Each op has the fastest backend that runs on the device and supports the case. A backend may define ``missing()``,
+    the reasons why it cannot run here, and ``supports(case)``, the reasons why it cannot serve a case. A backend
+    without reasons is chosen. It must then handle the arguments of each call or raise.
 
     Args:
         device: where the ops will run.
-        case: what they will be called with; None skips the check of what backends support.
-        overrides: backend by op, or by form of one, for tests and comparisons.
-        attention_backend: of ``load_settings.ATTENTION_BACKENDS``: ``shadowkv`` is ``PREFERENCE``, ``auto`` the same,
-            after ``LIBRARIES`` where these are faster; in one of them run the ops that have a backend of it which
-            serves, others as ever.
+        case: the properties of their arguments. None skips ``supports``.
+        overrides: backend by op, or by form of an op, for tests and comparisons.
+        attention_backend: one of ``load_settings.ATTENTION_BACKENDS``. ``shadowkv`` uses ``PREFERENCE``. ``auto`` uses
+            ``LIBRARIES`` where they are faster, then ``PREFERENCE``. The name of a library uses its backends wherever
+            they serve, then ``PREFERENCE``.
 
     Attributes:
-        called: those of ``CALLS`` that the case has; all without a case.
+        called: those of ``CALLS`` that the case calls; all without a case.
         backends: backend of each of ``CALLS``.
-        reasons: faster backends of each of them that are not used, and why: ``name: reason``.
-        unbuilt: ops of ``called`` that would have a faster backend if its library had been built, or could be loaded,
-            and why it is not.
-        synchronising: those of ``called`` that make the host wait for the device, so that they cannot be captured in a
-            graph.
-        needing_lengths: those of ``called`` for which the host has to know how long packed sequences are: a graph would
-            hold the lengths that it was captured with.
+        reasons: faster backends of each that are not used, and why: ``name: reason``.
+        unbuilt: those of ``called`` that another build would give a faster backend, and why it cannot be used.
+        synchronising: those of ``called`` that make the host wait for the device. They cannot be captured in a graph.
+        needing_lengths: those of ``called`` for which the host must know the lengths of packed sequences. A graph would
+            keep the lengths of its capture.
 
     Raises:
         ValueError: an override names an unknown op, or a backend that the op does not have or that cannot serve.
-        SettingsError: no called op can run in the library that ``attention_backend`` names; with the reasons.
+        SettingsError: the library that ``attention_backend`` names serves no called op; with the reasons.
     """
 
     def __init__(
@@ -173,15 +172,13 @@ class Ops(References):
                 self.needing_lengths.append(name)
             functions[name] = choice.function
         for name in NAMES:
-            if name not in FORMS:
-                setattr(self, name, functions[name])
-        forms = {form: functions[f"dense_attention.{form}"] for form in FORMS["dense_attention"]}
-        self.dense_attention = DenseAttention(**forms)
+            forms = {form: functions[f"{name}.{form}"] for form in FORMS.get(name, ())}
+            setattr(self, name, replace(getattr(self, name), **forms) if forms else functions[name])
         if attention_backend in LIBRARIES:
             self._check_library(attention_backend)
 
     def _check_library(self, name: str) -> None:
-        """Raises SettingsError where no called op has a backend that can run."""
+        """Raises SettingsError if the library serves no called op."""
         backend = LIBRARIES[name]
         if any(self.backends[op] == backend for op in self.called):
             return

@@ -1,5 +1,5 @@
-"""Fixed rotations of codecs and sketches, Hadamard or uniform (RoPE is ``apply_rope``): they make the coordinates of
-any vector look Gaussian, so that one quantiser fits all."""
+"""Fixed random rotations for codecs and sketches. They make the coordinates of any vector nearly Gaussian, so that one
+quantiser fits all vectors. These are not RoPE, which is ``apply_rope``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from torch import Tensor
 
 
 def random_rotation(dim: int, name: str) -> Tensor:
-    """An orthogonal matrix float32 [dim, dim] that depends on ``dim`` and ``name`` alone."""
+    """A random orthogonal matrix float32 [dim, dim], which depends only on ``dim`` and ``name``."""
     gaussian = torch.randn(dim, dim, generator=_generator(dim, name), dtype=torch.float64)
     q, r = torch.linalg.qr(gaussian)
     return (q * r.diagonal().sign()).float().contiguous()  # the sign makes it uniform over all rotations
 
 
 def random_hadamard(dim: int, name: str, rounds: int = 3) -> Tensor:
-    """Same as ``random_rotation``, from rounds of random signs and the Hadamard matrix. ``dim`` is a power of two.
+    """As ``random_rotation``, but a product of ``rounds`` pairs of random signs and the Hadamard matrix. ``dim`` is a
+    power of two.
 
-    Rows can be multiplied by it in ``rounds`` log2(dim) additions per entry; after one round, rows with few nonzero
-    entries are still far from Gaussian (TurboQuant's ``aither-kvcache`` uses three).
+    Multiplying a row takes ``rounds`` log2(dim) additions per entry. After one round, rows with few nonzero entries are
+    still far from Gaussian. TurboQuant's ``aither-kvcache`` uses three rounds.
     """
     signs = 2.0 * torch.randint(2, (rounds, dim), generator=_generator(dim, name), dtype=torch.float64) - 1
     rows = torch.eye(dim, dtype=torch.float64)
@@ -30,7 +31,7 @@ def random_hadamard(dim: int, name: str, rounds: int = 3) -> Tensor:
 def walsh_hadamard(rows: Tensor) -> Tensor:
     """Rows [..., d], d a power of two, times the Hadamard matrix in Sylvester's order, whose entries are 1 and -1.
 
-    Butterflies with steps 1, 2, 4, ..., each rounded separately, so that results are bitwise equal everywhere.
+    It adds in steps of 1, 2, 4, ... entries and rounds each sum, so that results are bitwise equal on all devices.
     """
     step = 1
     while step < rows.shape[-1]:

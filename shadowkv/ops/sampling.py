@@ -1,10 +1,10 @@
-"""Top-k selection plus systematic sampling of the rest, by weight (Madow, 1949).
+"""Top-k selection plus systematic sampling of the rest by weight (Madow, 1949). ``select_by_sketch`` uses it.
 
-The best have a chance of 1, the others a chance in proportion to their weight. A sum over what is selected, each term
-divided by its chance, is an unbiased estimate of the sum over all; the estimate is better the closer the weights are to
-the summands. Chances are whole multiples of small units, so that the selection does not depend on the order of
-additions. The one sum that scales them is exact, or in an order that each backend fixes and that the batch does not
-change.
+The top-k have probability 1, the others a probability in proportion to their weight. A sum over the selected, each term
+divided by its probability, is an unbiased estimate of the sum over all. The estimate is better the closer weights are
+to the terms. Probabilities are multiples of a small unit, so that the selection does not depend on the order of
+additions. The sum of weights that scales them is exact, or has an order that depends on the backend and not on the
+batch.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch import Tensor
 
 WORD = 0xFFFFFFFF
 MAX_BITS = 20
-"""A chance is a multiple of 2**-20, or of a larger unit if the sum of all chances would take more than 31 bits."""
+"""A probability is a multiple of 2**-20, or of a larger unit if the sum of all would take more than 31 bits."""
 CAUTION = 0.97
-"""What chances sum up to, as a share of all that may be sampled: a kernel knows the sum of all weights only roughly
-beforehand."""
+"""Expected number of samples, as a share of the number wanted. It is below 1 because a kernel knows the sum of all
+weights only roughly beforehand."""
 WEIGHT_BITS = 40
-"""Weights, at most 1, are summed in units of 2**-40: whole numbers have the same sum in any order, and thus for any
-row width in a batch. Sums of up to 2**23 - 1 values fit in 63 bits."""
+"""Weights, at most 1, are summed in units of 2**-40. Whole numbers have the same sum in any order, and so for any width
+of rows in a batch. Sums of up to 2**23 - 1 weights fit in 63 bits."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is sampled besides the top-k chunks.
+    """The chunks to sample besides the top-k chunks.
 
     Attributes:
-        counts: int64 [B], chunks of each row and kv head.
-        seeds: int64 [B], only the low 32 bits are used; rows with the same seed use the same random numbers in every
-            process and batch.
+        counts: int64 [B], chunks to sample for each kv head of a row.
+        seeds: int64 [B], of which the low 32 bits are used. Rows with the same seed have the same random numbers in
+            every process and batch.
     """
 
     counts: Tensor
     seeds: Tensor
 
     def uniform(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
-        """32-bit random numbers for a layer's two samplings of every row and head, int64 [B, H] each."""
+        """32-bit random numbers for sampling runs and for sampling chunks in a layer, int64 [B, H] each."""
         head = torch.arange(heads, device=self.seeds.device)
         state = mix(self.seeds[:, None] * 0x9E3779B1 + (layer * heads + head))
         return mix(state), mix(state + 0x85EBCA77)
@@ -49,18 +49,18 @@ class Sampling:
 def systematic_sample(
     values: Tensor, top_k: Tensor, wanted: Tensor, factor: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Selects the largest values, and samples others by weights 2**(factor value); -inf is never selected.
+    """Selects the largest values, and samples others by weights 2**(factor value). -inf is never selected.
 
     Args:
         values: float16 [..., n].
-        top_k: int64 [...], at most how many of the largest are selected: of values whose first 11 bits are equal,
-            either all or none are selected.
-        wanted: int64 [...], at most how many to select in total: a chance is at most 1.
+        top_k: int64 [...], upper bound on the number of largest values that are selected. Of values whose first 11 bits
+            are equal, either all or none are among them.
+        wanted: int64 [...], upper bound on the number that are selected in total.
         factor: float32 [...], not negative.
         uniform: int64 [...], 32-bit random numbers.
 
     Returns:
-        bool [..., n], what is selected, and float32 [..., n], the chances.
+        bool [..., n], the selected values, and float32 [..., n], the probabilities of all.
     """
     bits = (31 - torch.frexp(wanted.clamp(min=1).double()).exponent).clamp(max=MAX_BITS).long()[..., None]
     top = _above_bins(values, top_k)
@@ -79,7 +79,8 @@ def systematic_sample(
 
 
 def _above_bins(values: Tensor, most: Tensor) -> Tensor:
-    """Those of float16 [..., n] in as many whole bins, from the largest on, as hold at most ``most`` in total."""
+    """Marks the largest values of float16 [..., n], at most ``most``. Values whose first 11 bits are equal form a bin,
+    which is marked as a whole or not at all."""
     bits = (values + 0).view(torch.int16).int() & 0xFFFF
     bins = (bits ^ ((bits >> 15) * 0x7FFF | 0x8000)) >> 5  # ordered like the values
     last = values.shape[-1] - 1
@@ -88,12 +89,12 @@ def _above_bins(values: Tensor, most: Tensor) -> Tensor:
 
 
 def row_seeds(seeds: np.ndarray, positions: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """32-bit seeds of R rows that sample, int64 [R]: hashes of what distinguishes one sample from another.
+    """32-bit seeds of R rows that sample, int64 [R]. Seeds differ between requests, steps and segments.
 
     Args:
-        seeds: uint64 [R], seeds of the requests: answers to the same prompt miss different tokens.
-        positions: int64 [R] below 2**32, positions of the new tokens: every step has a different sample.
-        first: int64 [R] below 2**32, positions of the first tokens that are sampled from: so has every segment.
+        seeds: uint64 [R], seeds of the requests. With different ones, answers to the same prompt miss different tokens.
+        positions: int64 [R] below 2**32, positions of the new tokens.
+        first: int64 [R] below 2**32, positions of the segments' first tokens.
     """
     place = positions.astype(np.uint64) << np.uint64(32) | first.astype(np.uint64)
     return (mix64(mix64(seeds) ^ place) >> np.uint64(32)).astype(np.int64)

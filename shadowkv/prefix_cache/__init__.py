@@ -1,6 +1,6 @@
-"""The prefix cache: what was computed once is found again by its tokens, on the device, in host memory or on disk
+"""The prefix cache: finds keys and values of earlier prompts by their tokens, on the device, in host memory or on disk
 
-``cache.py`` is what an engine uses. It finds prompts in the tree (``tree.py``). ``lower_tiers.py`` has everything below
-the device: copies of the tree's nodes in host memory (``host.py``) and on ``disk``. Where that fails, the cache goes on
-without it.
+Engines use ``cache.py``. It finds prompts in a radix tree (``tree.py``). ``lower_tiers.py`` manages copies of the
+tree's nodes below the device, in host memory (``host.py``) and on ``disk``. If these tiers fail, the cache goes on
+without them.
 """

@@ -1,7 +1,7 @@
 """``shadowkv cache``: lists, verifies, prunes, exports and imports the snapshots of a directory.
 
-Names that prompts were saved under are listed, verified, exported and imported with them, and forgotten. Servers may
-be using the directory meanwhile: they pick up what is imported and treat what is removed as a miss.
+It does so too with the names under which prompts were saved, and can remove names. Servers may use the directory
+meanwhile: they find imported snapshots, and treat removed ones as misses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 1 if files are bad or were refused, 2 if it could not be run."""
+    """Runs a command. Returns the exit code: 1 if files are bad or were refused, 2 if the command could not be run."""
     args = _parse(argv)
     try:
         code: int = args.run(args)
@@ -98,7 +98,7 @@ def _age(text: str) -> float:
 
 
 def _progress(total: int) -> Any:
-    """A bar on stderr where that is a terminal."""
+    """A progress bar on stderr if that is a terminal."""
     return tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False)
 
 
@@ -133,7 +133,7 @@ def _list(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     inventory = Inventory(args.dir)
     if args.remove and not args.names:
-        # Before the long reads: a name might be saved anew during them.
+        # Before the long reads, because a name might be saved again during them.
         for name in inventory.bad_saves:
             Names(args.dir, FileSystem()).remove(name)
     names = [inventory.named(name) for name in args.names] or [*inventory.known(), *inventory.bad]
@@ -146,7 +146,7 @@ def _verify(args: argparse.Namespace) -> int:
         if args.remove:
             inventory.remove(name)
             error.action = "removed"
-    # A name with a missing snapshot stays: a server that recomputes the snapshot repairs it.
+    # A name with a missing snapshot stays, because a server that recomputes the snapshot repairs it.
     actions = {name: "removed" if args.remove and name in inventory.bad_saves else "left there" for name in bad_names}
     if args.json:
         problems = [{"name": name, "problem": error.problem, "action": error.action} for name, error in bad.items()]
@@ -221,7 +221,7 @@ def _short_age(seconds: float) -> str:
 
 
 def _printable(value: object) -> str:
-    """Text from a file, on one line of a terminal."""
+    """Text from a file, escaped so that it takes one line of a terminal."""
     return "".join(character if character.isprintable() else "?" for character in str(value))[:200]
 
 

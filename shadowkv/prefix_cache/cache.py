@@ -1,7 +1,8 @@
-"""Prefixes of prompts by their tokens: in running sequences, in finished ones that are kept for reuse, and below.
+"""``PrefixCache``: finds prefixes of prompts in running sequences, in finished sequences that are kept, and in lower
+tiers.
 
-A request takes over a kept sequence where it continues nearly all of it, including its exact tail, and in its place.
-Otherwise it forks: any number of requests share pages of sequences that run or are kept.
+A request that continues nearly all of a kept sequence takes over the sequence, with its exact tail. Other requests fork
+a sequence: any number of them share pages of running and kept sequences. The scheduler calls this module.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from shadowkv.prefix_cache.tree import Node, PrefixTree
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.002
-"""Seconds between two polls for what is on its way, where there is nothing else to do."""
+"""Seconds between two polls for copies on their way, while the engine has nothing else to do."""
 
 
 @dataclass(frozen=True)
 class PrefixSegment:
-    """Pages that were computed together.
+    """A node of the prefix tree, pages that were computed together, as clients see it.
 
     Attributes:
-        uid: identifies it as long as it is in any tier; it says nothing about its tokens.
-        first: position of its first token.
-        tokens: their number.
-        compressed: whether they are in the policy's compressed form rather than exact.
+        uid: identifies the segment as long as it is in any tier. It does not depend on the tokens.
+        first: position of the first token.
+        tokens: number of tokens.
+        compressed: whether the pages are in the policy's compressed form rather than exact.
         running: whether a running request uses them.
         tiers: where they are, out of ``device``, ``host`` and ``disk``.
     """
@@ -57,18 +58,18 @@ class PrefixSegment:
 
 
 class PrefixCache:
-    """Prefixes of prompts by their tokens; and kept sequences, evicted least recently used first.
+    """Finds cached prefixes of prompts, and keeps finished sequences. It evicts the least recently used of these.
 
     Args:
-        host: holds copies of what is computed; None for none below the device.
-        disk: makes the disk tier from the callback to report events to; None without one.
-        eviction: says which copies go first in host memory.
-        step_bytes: most bytes of copies to host memory launched in a step.
+        host: the host tier; None without tiers below the device.
+        disk: makes the disk tier, given the callback for its events; None without one.
+        eviction: the order in which copies are evicted from host memory.
+        step_bytes: most bytes of copies to host memory that a step launches.
 
     Attributes:
-        version: counts additions: until it changes, a prompt without a match need not be looked up again.
-        counts: of what was found and evicted on the device.
-        lower: the tiers below the device.
+        version: counts additions. Until it changes, a prompt without a match need not be looked up again.
+        counts: hits and evictions on the device.
+        lower: the tiers below the device; None without them, or after they have failed.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class PrefixCache:
 
     @property
     def changes(self) -> int:
-        """A counter that grows with every change that may give a prompt another match, or other needs of room."""
+        """A counter of all changes that may change a prompt's match, or the room that it needs."""
         return self._tree.changes + self._cache.changes
 
     def look_up(self, prompt: Prompt) -> Match | None:
-        """``match`` of a waiting prompt, repeated as long as nothing changes; what it is to be restored from stays in
-        host memory. Call ``forget`` when it no longer waits."""
+        """``match`` of a waiting prompt, repeated only after changes. The copies to restore it from stay in host
+        memory. Call ``forget`` when the prompt no longer waits."""
         if not self._lookups.current(prompt, self.changes):
             match = self.match(prompt)
             if self.lower is not None:
@@ -108,15 +109,15 @@ class PrefixCache:
 
     @property
     def deferred(self) -> int:
-        """Waiting prompts for which something is on its way from the disk; may be read from any thread."""
+        """Number of waiting prompts for which snapshots are being read from the disk. Any thread may read it."""
         return self._lookups.deferred
 
     def forget(self, prompt: Prompt) -> None:
-        """Drops a prompt, if it has been looked up."""
+        """Drops what ``look_up`` has recorded for a prompt."""
         self._lookups.forget(prompt, None if self.lower is None else self.lower.copies)
 
     def match(self, prompt: Prompt) -> Match | None:
-        """The longest prefix of ``prompt`` that is cached; among equals, a sequence that can be taken over."""
+        """The longest cached prefix of ``prompt``. Among equally long ones, a sequence that can be taken over."""
         best, along = self._continued(prompt), list(self._tree.along(prompt.shareable))
         for node, end in along:
             for sequence, held in node.holders.items():
@@ -131,8 +132,8 @@ class PrefixCache:
         return best
 
     def _restorable(self, lower: LowerTiers, along: list[tuple[Node, int]], best: Match | None) -> Match | None:
-        """What the tiers below have, where restoring it takes less time than computing what ``best`` lacks; otherwise
-        ``best``. Starts reading what is on disk."""
+        """A match from the lower tiers, if restoring it takes less time than computing what ``best`` lacks; otherwise
+        ``best``. It starts to read snapshots that are on disk."""
         reached = best.tokens if best else 0
         candidates = [(end, node) for node, end in along if end * PAGE > reached]
         for end, node in sorted(candidates, key=lambda candidate: -candidate[0]):
@@ -144,7 +145,7 @@ class PrefixCache:
                 continue
             try:
                 self._cache.snapshots.demand(lower.chains.links(steps), end * PAGE, end * PAGE, sequence)
-            except ValueError:  # such sequences cannot be cut there
+            except ValueError:  # the policy cannot cut sequences there
                 continue
             until = lower.chains.fetch(steps, computing)
             if until is not None:
@@ -154,8 +155,8 @@ class PrefixCache:
     def _continued(self, prompt: Prompt) -> Match | None:
         """The kept sequence that a prompt continues.
 
-        The prompt must have all of its full pages, or an edited history would use up a conversation; compressed and
-        shared tokens cannot be cut off.
+        The prompt must have all full pages of the sequence. Otherwise a conversation with an edited history would take
+        over the sequence of the original. Compressed and shared tokens cannot be cut off.
         """
         best, limit = None, len(prompt.token_ids) - 1
         for sequence, kept in self._kept.items():
@@ -175,8 +176,8 @@ class PrefixCache:
         return best
 
     def computed(self, sequence: CachedSequence, prompt: Prompt) -> None:
-        """Records that the pages of a prompt are in ``sequence``, which is running: others can fork it."""
-        # The last token may be taken back, and a request for all of them has one to compute.
+        """Records that ``sequence``, which is running, has the pages of a prompt. Others can then fork it."""
+        # Without the last token: it may be taken back, and a request for the same prompt computes at least one token.
         pages = self._cache.fork_point(sequence, len(prompt.token_ids) - 1) // PAGE
         self.version += 1
         path = self._tree.hold(sequence, prompt.pages, pages)
@@ -189,7 +190,7 @@ class PrefixCache:
                         self.lower.offload.store(node, *source)
 
     def _source(self, node: Node, sequence: CachedSequence, prompt: Prompt) -> tuple[CachedSequence, list[int]] | None:
-        """A sequence that has all pages of a node, this one or a kept one, and its tokens."""
+        """A sequence that has all pages of a node, ``sequence`` or a kept one, and its tokens."""
         for holder, held in node.holders.items():
             own = prompt if holder is sequence else self._kept.get(holder)
             if own is not None and held == node.end:
@@ -197,15 +198,15 @@ class PrefixCache:
         return None
 
     def keep(self, sequence: CachedSequence, prompt: Prompt) -> None:
-        """Takes over a finished sequence; its cached tokens are the first of ``prompt``'s."""
+        """Keeps a finished sequence for reuse. Its cached tokens are the first tokens of ``prompt``."""
         self._cache.trim(sequence)
         self.computed(sequence, prompt)
         self._kept[sequence] = Prompt(prompt.token_ids[: sequence.length], prompt.pages)
 
     def take(self, match: Match, start: int, capacity: int) -> CachedSequence:
-        """A sequence that begins with a match, extended to ``start`` and ``capacity`` tokens.
+        """A sequence that starts with a match, extended to ``start`` and ``capacity`` tokens.
 
-        Raises OutOfBlocks, and whatever prevents restoring ``match.steps``, with nothing taken.
+        Raises OutOfBlocks, and the errors of restoring ``match.steps``. Then nothing has been taken.
         """
         taken = self._take(match, start, capacity)
         if self.lower is not None:
@@ -237,7 +238,7 @@ class PrefixCache:
         return sequence
 
     def growth(self, match: Match, start: int, capacity: int) -> Blocks:
-        """What ``take`` needs."""
+        """The blocks that ``take`` needs."""
         sequence, cache = match.sequence, self._cache
         if match.steps:
             assert self.lower is not None
@@ -253,7 +254,7 @@ class PrefixCache:
         self._cache.release(sequence)
 
     def blocks(self, spare: CachedSequence | None = None) -> Blocks:
-        """What would be free without all kept sequences other than ``spare``; may be called from any thread."""
+        """The blocks that only kept sequences other than ``spare`` hold. Any thread may call it."""
         return self._cache.held(sequence for sequence in [*self._kept] if sequence is not spare)
 
     def evict(self, spare: CachedSequence | None = None) -> bool:
@@ -268,12 +269,12 @@ class PrefixCache:
 
     @property
     def saves(self) -> Saves | None:
-        """What is saved and restored by name; None without a disk tier, or once it has been given up."""
+        """Requests to save and restore prompts by name; None without a disk tier, or after it has failed."""
         return None if self.lower is None else self.lower.saves
 
     @contextmanager
     def on_the_device_alone(self) -> Iterator[None]:
-        """While it is open, nothing that is computed is copied to the tiers below, and nothing comes from there."""
+        """A context in which prompts are neither copied to the lower tiers nor restored from them."""
         lower, self.lower = self.lower, None
         self._tree.changes += 1
         try:
@@ -283,28 +284,28 @@ class PrefixCache:
             self._tree.changes += 1
 
     def stats(self) -> dict[str, TierStats]:
-        """What each tier holds and has done; may be called from any thread."""
+        """Statistics of each tier. Any thread may call it."""
         use = self._cache.use()["device"]
         device = self.counts.now(use.used_bytes, use.total_bytes)
-        lower = self.lower  # the engine's thread may give it up meanwhile
+        lower = self.lower  # the engine's thread may set it to None meanwhile
         return {"device": device, **({} if lower is None else lower.stats())}
 
     def segments(self, limit: int) -> tuple[list[PrefixSegment], int]:
-        """Where cached prompts are, at most ``limit`` segments, and how many there are; on the engine's thread."""
+        """At most ``limit`` segments of cached prompts, and the number of all. Call it on the engine's thread."""
         return segments_of(self._tree, self._kept, limit)
 
     @property
     def opening(self) -> bool:
-        """Whether the contents of the disk are about to be known, but are not yet."""
+        """Whether requests should wait for the initial scan of the disk."""
         return self.lower is not None and self.lower.opening
 
     @property
     def busy(self) -> bool:
-        """Whether copies are on their way to other tiers."""
+        """Whether copies between tiers are in progress."""
         return self.lower is not None and self.lower.busy
 
     def advance(self, idle: bool) -> None:
-        """Continues them; waits briefly for the disk where there is nothing else to do."""
+        """Continues copies between tiers. If ``idle``, it waits briefly for the disk."""
         if self.lower is not None:
             with self._failing_alone():
                 self.lower.advance()
@@ -313,8 +314,8 @@ class PrefixCache:
 
     @contextmanager
     def _failing_alone(self) -> Iterator[None]:
-        """If the tiers below fail for memory, the device or the disk in a way that they do not handle, requests go on
-        without them."""
+        """A context in which unhandled errors of the lower tiers do not fail requests: the cache goes on without these
+        tiers."""
         try:
             yield
         except torch.AcceleratorError:
@@ -327,17 +328,18 @@ class PrefixCache:
                 lower.abandon()
 
     def close(self) -> None:
-        """Ends the tiers' work."""
+        """Closes the lower tiers."""
         if self.lower is not None:
             self.lower.close()
 
 
 def segments_of(nodes: Iterable[Node], kept: Collection[CachedSequence], limit: int) -> tuple[list[PrefixSegment], int]:
-    """The segments of ``nodes`` in order of their positions, and how many there are in all.
+    """Segments of ``nodes`` in order of their positions, and the number of all.
 
     Args:
-        kept: finished sequences that the prefix cache keeps; a node's other holders are running.
-        limit: on their number; those nearest to the device are returned first.
+        kept: finished sequences that the prefix cache keeps. A node's other holders are running.
+        limit: most segments to return. Those on the device come first, then those in host memory, then the others, the
+            most recently used first.
     """
 
     def distance(node: Node) -> tuple[bool, bool, float]:

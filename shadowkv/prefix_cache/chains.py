@@ -1,6 +1,6 @@
-"""Chains of copies on the way back: from the disk to host memory, and from there to a new sequence on the device.
+"""``Chains``: restores chains of copies, from the disk to host memory and from there to a new sequence on the device.
 
-A chain is brought back if that takes less time than computing its tokens, by the ``Speeds`` measured so far.
+A chain is restored if that takes less time than computing its tokens, by the ``Speeds`` measured so far.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from shadowkv.prefix_cache.stats import Counts
 from shadowkv.prefix_cache.tree import Copy, Node
 
 FETCH_SECONDS, MAX_FETCH_SECONDS = 1.0, 30.0
-"""Minimum and maximum seconds that requests wait for what is read from the disk, which may hang."""
+"""Minimum and maximum seconds that requests wait for reads from the disk, which may hang."""
 
 
 RETRY_SECONDS = 30.0
-"""After how long a file that could not be read is tried again."""
+"""Seconds after which a file that could not be read is tried again."""
 
 NEW = 0.3
-"""Weight of the last measurement."""
+"""Weight of the last measurement in the moving average."""
 
 LONG = 1024
-"""New tokens from which on prompts are long enough to measure speed: fewer take as long as their launches."""
+"""Minimum number of new tokens of a prompt for measuring speed. Shorter prompts take as long as their launches."""
 
 
 class Rate:
-    """Recent seconds per unit; a guess until something has been measured."""
+    """Moving average of seconds per unit. It is a guess until the first measurement."""
 
     def __init__(self, guess: float) -> None:
         self.per_unit, self.measured = guess, False
 
     def add(self, units: int, seconds: float) -> None:
-        """Takes a measurement into account."""
+        """Adds a measurement."""
         if units:
             new = seconds / units
             self.per_unit = self.per_unit + NEW * (new - self.per_unit) if self.measured else new
             self.measured = True
 
     def seconds(self, units: int) -> float:
-        """The time that so many units are likely to take."""
+        """Expected seconds for ``units`` units."""
         return units * self.per_unit
 
 
 class Speeds:
-    """Times of computing prompts, by token, and of transfers, by byte.
+    """Measured speeds of computing prompts, per token, and of transfers, per byte.
 
     Attributes:
-        host: from host memory to the device.
-        disk: from the disk to host memory.
+        host: transfers from host memory to the device.
+        disk: transfers from the disk to host memory.
     """
 
     def __init__(self) -> None:
@@ -71,21 +71,23 @@ class Speeds:
         self.host, self.disk = Rate(1 / 20e9), Rate(1 / 1e9)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Records prompts that were computed together. Short ones count until there is a long one: they overestimate
-        the time per token, but a guess may be further off. Less than a page is what remains of a cached prompt, and
-        says nothing about speed."""
+        """Records prompts that were computed together.
+
+        Short prompts overestimate the time per token, but less than a guess might. So they count until there is a long
+        one. Less than a page does not count, because it is the rest of a cached prompt.
+        """
         if tokens >= LONG:
             self._prefill.add(tokens, seconds)
         elif tokens >= PAGE and not self._prefill.measured:
             self._prefill.per_unit = seconds / tokens
 
     def computing_seconds(self, tokens: int) -> float:
-        """Time to compute ``tokens`` tokens of a prompt."""
+        """Expected seconds to compute ``tokens`` tokens of a prompt."""
         return self._prefill.seconds(tokens)
 
 
 class Arriving(NamedTuple):
-    """A chain on its way to the device: what its kernels read, and its size in bytes."""
+    """A chain on its way to the device: the copies that are read, and their bytes."""
 
     arrival: StreamArrival
     restoring: Restoring
@@ -94,10 +96,10 @@ class Arriving(NamedTuple):
 
 
 class Chains:
-    """Brings chains back.
+    """Restores chains of copies.
 
     Attributes:
-        arriving: those on their way to the device.
+        arriving: chains on their way to the device.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Chains:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is on its way."""
+        """Whether chains are on their way, or reads in progress."""
         return bool(self.arriving or self._fetching)
 
     @property
@@ -125,8 +127,8 @@ class Chains:
         return [copy.fetching for copy in self._fetching if copy.fetching]
 
     def find(self, node: Node, stop: int) -> tuple[list[Step], CachedSequence | None] | None:
-        """What has to be restored for the pages of ``node`` up to ``stop``, in order, and the sequence on the device
-        that has all before it; None where something is missing."""
+        """The copies to restore, in order, for the pages of ``node`` up to ``stop``, and the sequence on the device
+        that has all earlier pages. None if a copy is missing."""
         steps: list[Step] = []
         at: Node | None = node
         while at is not None:
@@ -145,20 +147,22 @@ class Chains:
         return None
 
     def links(self, steps: Sequence[Step]) -> list[Link]:
-        """A chain as the cache takes it."""
+        """A chain as an argument for the cache's ``Snapshots``."""
         return [Link(step.copy.header, step.stop * PAGE) for step in steps]
 
     def seconds(self, steps: list[Step]) -> float:
-        """The time to restore a chain, estimated from earlier restores."""
+        """Expected seconds to restore a chain."""
         nbytes = sum(step.copy.header.nbytes for step in steps)
         on_disk = sum(step.copy.header.nbytes for step in steps if not step.copy.on_host)
         return self._speeds.host.seconds(nbytes) + self._speeds.disk.seconds(on_disk)
 
     def fetch(self, steps: list[Step], patience: float) -> float | None:
-        """Begins to bring a chain to host memory, where it is not there already.
+        """Starts to read a chain from the disk, unless it is in host memory.
 
-        Returns until when it is worth waiting for, by ``time.monotonic``: 0 where it is there, None where there is no
-        room for it or the disk takes more seconds than ``patience``, within those bounds.
+        Returns:
+            Until when to wait for it, by ``time.monotonic``: 0 if it is in host memory, otherwise after ``patience``
+            seconds, within ``FETCH_SECONDS`` and ``MAX_FETCH_SECONDS``. None if host memory has no room for it, or if
+            the disk has already taken longer.
         """
         until, now = 0.0, time.monotonic()
         seconds = min(max(FETCH_SECONDS, patience), MAX_FETCH_SECONDS)
@@ -185,7 +189,7 @@ class Chains:
         return until
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
-        """A sequence restored from a chain in host memory; raises as ``Snapshots.restore`` does."""
+        """A sequence restored from a chain in host memory. Raises the errors of ``Snapshots.restore``."""
         restoring = self._cache.snapshots.restore(self.links(steps), start, capacity, parent)
         copies = [step.copy for step in steps]
         parts = [(copy.header, copy.slabs or []) for copy in copies]
@@ -212,7 +216,7 @@ class Chains:
         return restoring.sequence
 
     def advance(self) -> None:
-        """Handles what has arrived."""
+        """Handles chains and reads that have arrived."""
         for arriving in [arriving for arriving in self.arriving if arriving.arrival.done]:
             self.arriving.remove(arriving)
             for copy in arriving.copies:

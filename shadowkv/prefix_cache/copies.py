@@ -1,4 +1,5 @@
-"""Copies of nodes below the device, and room for them in host memory; ``Offload`` makes them, ``Chains`` uses them."""
+"""``Copies``: the copies of nodes below the device, and room for them in host memory. ``Offload`` makes copies, and
+``Chains`` restores sequences from them."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from shadowkv.prefix_cache.tree import Copy, Node, PrefixTree
 
 
 class Copies:
-    """Copies of a tree's nodes in host memory, on disk or on their way there; used on the engine's thread.
+    """Copies of a tree's nodes in host memory, on disk or on their way there. Only the engine's thread uses them.
 
     Args:
-        tree: whose nodes have them.
-        host: holds their bytes.
-        counts: of what host memory evicts, updated here.
-        eviction: says which copies go first.
+        tree: the tree.
+        host: the host tier.
+        counts: statistics of host memory, to which evictions are added here.
+        eviction: the order in which copies are evicted.
 
     Attributes:
-        by_uid: all of them, by the uid of their bytes.
+        by_uid: all copies by their nodes' uids.
     """
 
     def __init__(self, tree: PrefixTree, host: HostTier, counts: Counts, eviction: Eviction) -> None:
@@ -39,19 +40,19 @@ class Copies:
         file: FileHeader | None = None,
         users: int = 0,
     ) -> Copy:
-        """A copy of a node that has none; see ``Copy``."""
+        """Adds a copy of a node that has none. Arguments as for ``Copy``."""
         self.tree.changes += 1
         node.copy = self.by_uid[node.uid] = Copy(node, header, token_ids, file=file, users=users)
         return node.copy
 
     def drop(self, copy: Copy) -> None:
-        """Forgets a copy, which must be unused."""
+        """Removes a copy, which must not be in use."""
         assert not copy.users
         self.tree.changes += 1
         if copy.slabs is not None:
             self.host.give(copy.slabs)
         copy.node.copy = None
-        if self.by_uid.get(copy.node.uid) is copy:  # else a file of it has become a separate node
+        if self.by_uid.get(copy.node.uid) is copy:  # else another node has been made for its file
             del self.by_uid[copy.node.uid]
         self.tree.prune(copy.node)
 
@@ -67,7 +68,8 @@ class Copies:
                 self.drop(copy)
 
     def room(self, nbytes: int, spare: set[Node] | None = None) -> list[int] | None:
-        """Slabs for a copy; unused copies of nodes that are not to ``spare`` are evicted, if that makes enough room."""
+        """Slabs for a copy of ``nbytes``, or None. Unused copies are evicted if that makes enough room, except those of
+        nodes in ``spare``."""
         slabs = self.host.take(nbytes)
         if slabs is not None or self.host.slabs_of(nbytes) > self.host.num_slabs:
             return slabs
@@ -87,7 +89,7 @@ class Copies:
         return self.host.take(nbytes)
 
     def evict(self, copy: Copy) -> None:
-        """Evicts a copy from host memory; it must be there, and unused."""
+        """Evicts a copy from host memory. It must be there and not in use."""
         assert copy.slabs is not None and not copy.users
         self.tree.changes += 1
         self.host.give(copy.slabs)
@@ -97,6 +99,6 @@ class Copies:
             self.drop(copy)
 
     def buffers(self, copy: Copy) -> list[npt.NDArray[np.uint8]]:
-        """A copy's slabs, as the disk tier takes them."""
+        """The bytes of a copy's slabs, for the disk tier."""
         assert copy.slabs is not None
         return [part.numpy() for part, _ in self.host.pieces(copy.slabs, 0, copy.header.nbytes)]

@@ -1,4 +1,5 @@
-"""What the disk tier reports: files that are found become nodes of the prefix tree, and what is gone leaves it."""
+"""``DiskReports``: processes the disk tier's events. Found files become nodes of the prefix tree, and removed files
+leave it."""
 
 from __future__ import annotations
 
@@ -20,18 +21,18 @@ from shadowkv.prefix_cache.page_names import PageNames
 logger = logging.getLogger(__name__)
 
 OPENING_SECONDS = 5.0
-"""How long requests wait after the start to learn what the disk has of them."""
+"""Most seconds that requests wait after the start for the initial scan of the disk."""
 
 
 class DiskReports:
-    """Reports of the disk tier, processed on the engine's thread.
+    """Queues the disk tier's events and processes them on the engine's thread.
 
     Args:
-        copies: of the tree that nodes are added to.
-        form: what snapshots and the cache must have in common.
+        copies: copies of the prefix tree.
+        form: the form that snapshots must share with the cache (``Snapshots.form``).
 
     Attributes:
-        disk: to be set before reports are processed; None without one.
+        disk: the disk tier, set before reports are processed; None without one.
     """
 
     def __init__(self, copies: Copies, form: str) -> None:
@@ -43,7 +44,7 @@ class DiskReports:
         self._opened, self._opening_until = False, time.monotonic() + OPENING_SECONDS
 
     def report(self, kind: str, file: FileHeader) -> None:
-        """Called by the disk tier, on its threads."""
+        """Queues an event. The disk tier calls it on its own threads."""
         self._events.append((kind, file))
 
     @property
@@ -53,7 +54,7 @@ class DiskReports:
 
     @property
     def opening(self) -> bool:
-        """Whether the initial scan of the disk is still running, which is waited for, but not for long."""
+        """Whether requests should wait for the initial scan of the disk: it still runs, and has not taken long."""
         if not self._opened and self.disk is not None:
             scanned = self.disk.wait_scanned(0)
             self.take()
@@ -61,28 +62,28 @@ class DiskReports:
         return self.disk is not None and not self._opened
 
     def take(self) -> None:
-        """Processes what has been reported."""
+        """Processes queued events."""
         while self._events:
             kind, file = self._events.popleft()
             assert self.disk is not None
             if file.key != self.disk.key.digest:
-                continue  # another model's
+                continue  # of another model
             copy, stored = self._copies.by_uid.get(file.uid), kind in ("found", "stored")
             if copy is None:
                 if stored:
                     self._named.append((file, self.disk.token_ids(file)))
-            elif copy.node.names[-1] == file.name:  # else of fewer or more of its pages
+            elif copy.node.names[-1] == file.name:  # else the file has fewer or more of the node's pages
                 self._tree.changes += 1
                 copy.file, copy.evicted = file if stored else None, kind == "evicted"
                 if not stored and copy.slabs is None and not copy.users:
                     self._copies.drop(copy)
-        while self._named and self._named[0][1].done():  # in the order in which they were requested
+        while self._named and self._named[0][1].done():  # in the order of the requests
             file, ids = self._named.popleft()
             if not ids.cancelled() and ids.exception() is None:
                 self._plant_all(file, ids)
 
     def _plant_all(self, file: FileHeader, ids: Future[np.ndarray]) -> None:
-        """Adds the node of a file, and those of all that continues it and was found before it."""
+        """Adds the node of a file, and those of its descendants that were found before it."""
         waiting = [(file, ids)]
         while waiting:
             file, ids = waiting.pop()
@@ -90,8 +91,8 @@ class DiskReports:
                 waiting += self._orphans.pop(file.uid, ())
 
     def _plant(self, file: FileHeader, ids: Future[np.ndarray]) -> bool:
-        """Adds the node of a file that another process wrote, or this server before a restart; returns whether that was
-        possible."""
+        """Adds the node of a file that another process wrote, or this server before a restart. Returns whether the node
+        could be added."""
         if file.uid in self._copies.by_uid or file.start % PAGE or file.length % PAGE:
             return False
         behind = self._copies.by_uid.get(file.parent_uid) if file.parent else None

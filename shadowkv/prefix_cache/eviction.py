@@ -1,6 +1,6 @@
-"""Which copies in host memory are evicted first to make room: the policies of ``--eviction``.
+"""The order in which copies are evicted from host memory: the policies of ``--eviction``.
 
-A policy scores nodes of the prefix tree; the lowest score goes first.
+A policy scores nodes of the prefix tree. The node with the lowest score is evicted first.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
     from shadowkv.prefix_cache.tree import Node
 
 Score = Callable[["Node", float], float]
-"""Score of a node, at a time in seconds by the clock of ``Node.used``."""
+"""A function that scores a node at a time, in seconds by the clock of ``Node.used``."""
 
 EDGE, WEIGHT, HIT, SECOND = 5.0, 2.0, 3.0, 0.01
 FIRST_USE, MORE_USE, MAX_USE = 1.0, 0.1, 10.0
 
 
 def last_use(node: Node, now: float) -> float:
-    """Least recently used first."""
+    """Score for evicting the least recently used node first."""
     return node.used
 
 
 def keep_score(node: Node, now: float) -> float:
-    """The score for keeping a node: 5 for each edge, 2 for each unit of an edge's weight, 3 for each hit, less
-    0.01 for each second since its last use.
+    """Score of the policy ``graph``: 5 for each edge, 2 for each unit of an edge's weight, 3 for each hit, minus 0.01
+    for each second since the node's last use.
 
-    The block graph of aither-kvcache without the parts that do not apply here: importance (attention is not tracked
-    below the device) and labels that are never evicted (tokens have no roles here). An edge joins a node and what
-    continues it. Its weight is how often both were used together: 1, plus 0.1 for each hit of the latter, up to 10.
+    An edge joins a node and a node that continues it. Its weight is 1, plus 0.1 for each hit of the latter, up to 10.
+    This is the block graph of aither-kvcache, without importance (attention is not tracked below the device) and
+    without labels that are never evicted (tokens have no roles here).
     """
     continuing = node.children if node.parent is None else [node, *node.children]
     score = HIT * node.hits - SECOND * (now - node.used)
-    for end in continuing:  # a loop: thousands of nodes are scored at a time
+    for end in continuing:  # a loop is fast enough for the thousands of nodes that are scored at a time
         weight = FIRST_USE + MORE_USE * end.hits
         score += EDGE + WEIGHT * (weight if weight < MAX_USE else MAX_USE)
     return score
@@ -56,19 +56,20 @@ class Eviction:
         self._score, self._clock, self._last = POLICIES[policy], clock, 0.0
 
     def _now(self) -> float:
-        """A time that increases with every call, however coarse the clock is."""
+        """A time that increases with every call, even if the clock is coarse."""
         self._last = max(self._clock(), math.nextafter(self._last, math.inf))
         return self._last
 
     def touch(self, node: Node, hits: int = 0) -> None:
-        """Records a use of a node and of all that it continues; ``hits`` are requests that need not compute them."""
+        """Records a use of a node and its ancestors. ``hits`` is the number of requests that need not compute them."""
         now = self._now()
         for touched in (node, *node.ancestors):
             touched.used = now
             touched.hits += hits
 
     def order(self, nodes: Iterable[Node]) -> list[Node]:
-        """Nodes in eviction order: none before a node that continues it, which would be useless without it."""
+        """Nodes in eviction order. A node comes after all nodes that continue it, because they are useless without
+        it."""
         now = self._now()
         deepest_first = sorted(nodes, key=lambda node: -node.first)
         scores = {node: self._score(node, now) for node in deepest_first}

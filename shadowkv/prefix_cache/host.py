@@ -1,6 +1,6 @@
-"""The host tier: bytes of snapshots in slabs of host memory, pinned where a GPU copies to and from them.
+"""The host tier: bytes of snapshots in slabs of host memory, which is pinned if the device is a GPU.
 
-``Mover`` copies between slabs and the device, layer by layer, alongside the device's computing.
+``Mover`` copies between slabs and the device, layer by layer, while the device computes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from shadowkv.kvcache.snapshots.header import SnapshotHeader
 from shadowkv.kvcache.snapshots.layers import Reading, Restoring
 
 SLAB_BYTES = 2**22
-"""Size of a slab: copying 4 MiB takes 80 us on a bus of 50 GB/s, ten times as long as launching the copy."""
+"""Bytes of a slab. Copying 4 MiB takes 80 us on a bus of 50 GB/s, ten times as long as launching the copy."""
 
 ALIGNMENT = 256
 """Alignment of staging memory, in bytes."""
 
 
 class HostTier:
-    """Slabs to take and give back.
+    """A pool of slabs.
 
     Args:
-        nbytes: total of all slabs, rounded down.
-        device: the one that copies to and from them.
+        nbytes: bytes of all slabs, rounded down to whole slabs.
+        device: the device that copies to and from the slabs.
 
-    Raises MemoryError where there is not enough memory.
+    Raises:
+        MemoryError: there is not enough memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device, slab_bytes: int = SLAB_BYTES) -> None:
@@ -53,20 +54,20 @@ class HostTier:
 
     @property
     def free_slabs(self) -> int:
-        """Slabs that are not taken."""
+        """Number of free slabs."""
         return len(self._free)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of those that are taken."""
+        """Bytes of slabs that are taken."""
         return self.total_bytes - self.free_slabs * self.slab_bytes
 
     def slabs_of(self, nbytes: int) -> int:
-        """Number of slabs that hold ``nbytes`` bytes."""
+        """Number of slabs for ``nbytes`` bytes."""
         return -(-nbytes // self.slab_bytes)
 
     def take(self, nbytes: int) -> list[int] | None:
-        """Slabs for ``nbytes`` bytes; None, with nothing taken, where there are too few."""
+        """Takes slabs for ``nbytes`` bytes. Returns None and takes nothing if there are too few."""
         count = self.slabs_of(nbytes)
         return None if count > len(self._free) else [self._free.pop() for _ in range(count)]
 
@@ -75,7 +76,8 @@ class HostTier:
         self._free += slabs
 
     def pieces(self, slabs: list[int], start: int, stop: int) -> Iterator[tuple[Tensor, slice]]:
-        """Bytes ``start`` to ``stop`` of what the slabs hold: uint8 tensors, and which of those bytes each is."""
+        """Bytes ``start`` to ``stop`` of the slabs' contents as uint8 tensors, each with its range within these
+        bytes."""
         at = start
         while at < stop:
             number, offset = divmod(at, self.slab_bytes)
@@ -85,15 +87,15 @@ class HostTier:
 
 
 class Mover:
-    """Copies on a separate stream; on a CPU, at once."""
+    """Copies on a separate stream of the device. On a CPU it copies synchronously."""
 
     def __init__(self, host: HostTier, device: torch.device) -> None:
         self.host, self.device = host, device
         self._stream, self._bus = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
 
     def down(self, reading: Reading, slabs: list[int]) -> Iterator[int]:
-        """Copies what is read into slabs; after launching each layer, yields its number of bytes, and then 0 until all
-        have arrived. It must run to its end or be ended by ``finish``."""
+        """Copies a reading into slabs. It yields the number of bytes of each layer after launching its copy, then 0
+        until all have arrived. Callers must run it to its end or call ``finish``."""
         header = reading.header
         self._follow()
         with self._on_stream():
@@ -112,11 +114,11 @@ class Mover:
             yield 0
 
     def up(self, restoring: Restoring, chain: list[tuple[SnapshotHeader, list[int]]]) -> StreamArrival | None:
-        """Copies the links of a chain from slabs to a restored sequence, of which prefill may read a layer as soon as
-        it has arrived: one crosses the bus while the previous one is put in place.
+        """Copies a chain from slabs to a restored sequence. A layer crosses the bus while the previous one is put in
+        place, and prefill may read each layer as soon as it has arrived.
 
         Args:
-            chain: header and slabs of each link.
+            chain: header and slabs of each snapshot of the chain.
         """
         steps = [(layer, link) for layer in range(chain[0][0].num_layers) for link in range(len(chain))]
         size = max(_widest(header) for header, _ in chain)
@@ -155,7 +157,7 @@ class Mover:
             staging[part].copy_(slab, non_blocking=True)
 
     def finish(self) -> None:
-        """Waits for all that was launched."""
+        """Waits for all launched copies."""
         for stream in (self._stream, self._bus):
             if stream is not None:
                 stream.synchronize()
@@ -180,12 +182,12 @@ def _widest(header: SnapshotHeader) -> int:
 
 
 class StreamArrival:
-    """Layers that another stream writes; see ``kvcache.sequences.sequence.PendingLayers``.
+    """Layers that another stream writes (``kvcache.sequences.sequence.PendingLayers``).
 
     Args:
-        device: the one they are on.
-        began: recorded before the first.
-        arrived: one event for each layer.
+        device: device of the layers.
+        began: event before the first copy.
+        arrived: event after each layer's copies.
     """
 
     def __init__(self, device: torch.device, began: torch.cuda.Event, arrived: list[torch.cuda.Event]) -> None:
@@ -193,12 +195,12 @@ class StreamArrival:
 
     @property
     def done(self) -> bool:
-        """Whether all has arrived."""
+        """Whether all layers have arrived."""
         return self._arrived[-1].query()
 
     @property
     def seconds(self) -> float:
-        """How long it took, once all is there."""
+        """Seconds that the copies took, after all layers have arrived."""
         return 1e-3 * self._began.elapsed_time(self._arrived[-1])
 
     def wait(self, layer: int) -> None:

@@ -1,9 +1,9 @@
-"""The tiers below the device: nodes of the prefix tree as snapshots in host memory and on disk.
+"""``LowerTiers``: snapshots of the prefix tree's nodes in host memory and on disk, the tiers below the device.
 
-A node is copied to the host as soon as its pages are computed, alongside the device's work, and from there to the disk:
-what is evicted from the device already has a copy. It comes back the same way: from disk as soon as a request that
-needs it arrives, from host memory when the request is admitted, layer by layer ahead of its prefill. Everything here is
-called on the engine's thread, except the disk tier's reports.
+A node is copied to host memory as soon as its pages are computed, while the device goes on, and from there to the disk.
+So evicted nodes already have a copy. A node comes back the same way: it is read from the disk when a request that needs
+it arrives, and copied to the device when the request is admitted, each layer before its prefill. All calls are on the
+engine's thread, except the disk tier's reports.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from shadowkv.prefix_cache.stats import Counts, TierStats
 from shadowkv.prefix_cache.tree import Node, PrefixTree
 
 STEP_BYTES = 2**28
-"""Most bytes launched at a time while others decode: 5 ms on a bus of 50 GB/s."""
+"""Most bytes of copies that a step launches. They take 5 ms on a bus of 50 GB/s."""
 
 
 class LowerTiers:
-    """Copies of a tree's nodes.
+    """Copies a tree's nodes to lower tiers and restores them.
 
     Args:
-        tree: whose nodes are copied; nodes for snapshots on disk are added to it.
-        host: may be so small that it only holds what is in transit from and to the disk.
+        tree: the prefix tree. Snapshots found on disk are added as nodes.
+        host: the host tier. It may hold only copies on their way to and from the disk.
         disk: makes the disk tier; None without one.
-        device_counts, speeds: updated here.
-        eviction: says which copies in host memory go first.
-        step_bytes: most bytes of copies launched in a step.
+        device_counts, speeds: statistics of the device and measured speeds, updated here.
+        eviction: the order in which copies are evicted from host memory.
+        step_bytes: most bytes of copies that a step launches.
 
     Attributes:
-        copies: all copies there are.
-        offload: makes them; those on their way down.
-        chains: brings them back; those on their way up.
-        disk: the tier; None without one.
-        saves: what is saved, restored by name or expected from other servers; None without a disk tier.
+        copies: all copies.
+        offload: moves copies down.
+        chains: brings copies back.
+        disk: the disk tier; None without one.
+        saves: requests to save and restore prompts, and prompts expected from other servers; None without a disk tier.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class LowerTiers:
             self.saves = Saves(self.copies, self._reports, self.offload, self.chains, self.disk, speeds)
 
     def hit(self, path: list[Node]) -> None:
-        """Records that a request need not compute these nodes, wherever they were found: their copies stay longer."""
+        """Records a hit of these nodes, in whichever tier they were found. Their copies then stay longer."""
         if path:
             self.copies.eviction.touch(path[-1], hits=1)
 
     @property
     def opening(self) -> bool:
-        """Whether the initial scan of the disk is still running, which is waited for, but not for long."""
+        """As ``DiskReports.opening``."""
         return self._reports.opening
 
     @property
@@ -93,7 +93,7 @@ class LowerTiers:
         return asked or self.offload.busy or self.chains.busy or self._reports.busy
 
     def advance(self) -> None:
-        """Launches copies, and handles what has arrived."""
+        """Launches copies, and handles copies that have arrived."""
         self._reports.take()
         self.chains.advance()
         self.offload.advance(self._step_bytes)
@@ -101,7 +101,7 @@ class LowerTiers:
             self.saves.advance()
 
     def wait(self, seconds: float) -> None:
-        """Waits up to ``seconds`` for what is on its way."""
+        """Waits up to ``seconds`` for reads and writes in progress."""
         futures: list[Future[Any]] = [*self.chains.futures, *self.offload.futures]
         if futures:
             wait(futures, seconds, FIRST_COMPLETED)
@@ -109,19 +109,19 @@ class LowerTiers:
             time.sleep(seconds)
 
     def chain(self, node: Node, stop: int) -> tuple[list[Step], CachedSequence | None] | None:
-        """What has to be restored for the pages of ``node`` up to ``stop``, in order, and the sequence on the device
-        that has all before it; None where something is missing."""
+        """As ``Chains.find``, after processing the disk tier's reports."""
         self._reports.take()
         return self.chains.find(node, stop)
 
     def stats(self) -> dict[str, TierStats]:
-        """What each tier holds and has done; may be called from any thread."""
+        """Statistics of each tier. Any thread may call it."""
         host = self.copies.host
         tiers = {"host": self._counts.now(host.used_bytes, host.total_bytes)}
         return tiers if self.disk is None else tiers | {"disk": self.disk.stats()}
 
     def abandon(self) -> None:
-        """Drops all reads on the device, whatever state it is in; nothing of it is used any more."""
+        """Drops all reads on the device, whatever state it is in, and closes the disk tier. Do not use the tiers
+        afterwards."""
         self.offload.abandon()
         if self.saves is not None:
             self.saves.abandon()
@@ -129,7 +129,7 @@ class LowerTiers:
             self.disk.close(0.0)
 
     def close(self, seconds: float = 10.0) -> None:
-        """Closes the tiers: copies on their way to the disk are written, within ``seconds``."""
+        """Closes the tiers. Copies on their way to the disk are written within ``seconds``."""
         deadline = time.monotonic() + seconds
         try:
             self.offload.finish(deadline)

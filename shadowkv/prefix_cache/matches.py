@@ -1,4 +1,5 @@
-"""What a request asks the prefix cache for, the answer, and the answers that waiting requests were given."""
+"""``Prompt`` and ``Match``, a request's question to the prefix cache and the answer; and ``Lookups``, the answers for
+waiting requests."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from shadowkv.prefix_cache.tree import Copy
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What a request asks the cache for.
+    """The tokens of a request, by which the cache finds prefixes.
 
     Attributes:
-        token_ids: of the prompt, or of prompt and answer.
-        pages: names of its full pages.
+        token_ids: ids of the prompt's tokens, or of prompt and answer.
+        pages: names of the full pages.
     """
 
     token_ids: list[int]
@@ -27,13 +28,13 @@ class Prompt:
 
     @property
     def shareable(self) -> list[str]:
-        """Names of the pages that another sequence may compute for it: at least one token is left over."""
+        """Names of the pages that can be reused from other sequences. At least one token remains to be computed."""
         return self.pages[: (len(self.token_ids) - 1) // PAGE]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A copy that is to be restored, and the page up to which it is used."""
+    """A copy to restore, and the page up to which it is used."""
 
     copy: Copy
     stop: int
@@ -41,15 +42,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Match:
-    """A prefix of a prompt that is cached.
+    """A cached prefix of a prompt.
 
     Attributes:
-        sequence: the one on the device that has it, or what precedes ``steps``; None where these have all of it.
-        tokens: its length; at least one prompt token is left to compute.
-        takes_over: whether the sequence itself, which is not in use, can be taken over; otherwise it is forked.
-        steps: what is to be restored from the tiers below.
-        until: when to stop waiting for the part that is on its way from the disk, by ``time.monotonic``; 0 where all is
-            in host memory.
+        sequence: the sequence on the device that has the prefix, or the part of it before ``steps``; None if ``steps``
+            have all of it.
+        tokens: tokens of the prefix. At least one token of the prompt remains to be computed.
+        takes_over: whether to take over the sequence, which is not in use, instead of forking it.
+        steps: copies to restore from the lower tiers.
+        until: when to stop waiting for reads from the disk, by ``time.monotonic``; 0 if all steps are in host memory.
     """
 
     sequence: CachedSequence | None
@@ -60,18 +61,18 @@ class Match:
 
     @property
     def ready(self) -> bool:
-        """Whether all of it is there, with nothing still on its way from the disk."""
+        """Whether no read from the disk is in progress for it."""
         return not self.until
 
 
 class Lookups:
-    """Matches by prompt, kept until the prompt is forgotten.
+    """Matches of waiting prompts.
 
-    What a prompt is to be restored from counts as in use and stays in host memory, as long as all that is held this way
-    fits in half of it. The rest is for what others fetch, and for what is computed.
+    A prompt holds the copies of its match, so that they stay in host memory. All held copies together take at most half
+    of host memory. The rest is for copies that are read from the disk or made of new prompts.
 
     Attributes:
-        uses: number of prompts that hold a copy.
+        uses: number of prompts that hold each copy.
     """
 
     def __init__(self) -> None:
@@ -80,14 +81,14 @@ class Lookups:
         self.uses: Counter[Copy] = Counter()
 
     def current(self, prompt: Prompt, changes: int) -> bool:
-        """Whether a prompt's recorded match still holds: nothing has changed since, and what is on its way from the
-        disk is not late."""
+        """Whether a prompt's recorded match is still valid: nothing has changed since, and its reads from the disk are
+        not late."""
         match, then = self._found.get(prompt, (None, -1))
         return then == changes and (match is None or match.ready or time.monotonic() <= match.until)
 
     @property
     def deferred(self) -> int:
-        """Prompts that wait for what is on its way from the disk; may be read from any thread."""
+        """Number of prompts that wait for reads from the disk. Any thread may read it."""
         return sum(match is not None and not match.ready for match, _ in [*self._found.values()])
 
     def match(self, prompt: Prompt) -> Match | None:
@@ -99,7 +100,7 @@ class Lookups:
         self._found[prompt] = match, changes
 
     def hold(self, prompt: Prompt, match: Match | None, copies: Copies) -> None:
-        """Holds what a match restores, replacing what was held for the prompt."""
+        """Makes a prompt hold the copies of a match, instead of those that it held before."""
         held = self._held.get(prompt, ())
         restored = tuple(step.copy for step in match.steps) if match else ()
         if restored == held:
@@ -113,7 +114,7 @@ class Lookups:
         self._held[prompt] = restored
 
     def _fit(self, more: tuple[Copy, ...], copies: Copies) -> bool:
-        """Whether these may be held as well."""
+        """Whether held copies and ``more`` fit in half of host memory."""
         slabs = (copies.host.slabs_of(copy.header.nbytes) for copy in {*self.uses, *more})
         return 2 * sum(slabs) <= copies.host.num_slabs
 
@@ -126,7 +127,7 @@ class Lookups:
                 copies.leave(copy)
 
     def forget(self, prompt: Prompt, copies: Copies | None) -> None:
-        """Drops a prompt that is no longer waiting, and what was held for it among ``copies``, where these are still in
-        use."""
+        """Drops a prompt that no longer waits, and its hold on copies. ``copies`` is None if the lower tiers are not
+        used any more."""
         self._found.pop(prompt, None)
         self._let_go(self._held.pop(prompt, ()), copies)

@@ -1,4 +1,4 @@
-"""Copies nodes downwards: from the device to host memory, alongside its computing, and from there to the disk."""
+"""``Offload``: copies nodes from the device to host memory while the device computes, and from there to the disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLOSING_SECONDS = 0.001
 
 @dataclass(eq=False)
 class Job:
-    """A copy on its way to the host."""
+    """A copy on its way to host memory."""
 
     copy: Copy
     reading: Reading
@@ -40,10 +40,10 @@ class Job:
 
 
 class Offload:
-    """Copies to be made, in the order of the requests.
+    """A queue of copies to make.
 
     Attributes:
-        job: the one on its way to the host.
+        job: the copy on its way to host memory.
     """
 
     def __init__(self, cache: KVCache, copies: Copies, mover: Mover, disk: DiskTier | None) -> None:
@@ -54,7 +54,8 @@ class Offload:
         self.job: Job | None = None
 
     def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
-        """Has a node copied whose pages ``sequence`` all has; ``token_ids`` begin with the prompt's first."""
+        """Queues a node to be copied to host memory. ``sequence`` has all its pages. ``token_ids`` are those of the
+        whole prompt."""
         if node.copy or not self._copies.host.num_slabs or (node.parent and not node.parent.copy):
             return
         start, stop = node.first * PAGE, node.end * PAGE
@@ -68,17 +69,17 @@ class Offload:
         self._waiting.append((copy, reading))
 
     def write(self, copy: Copy, evicted: bool = False) -> None:
-        """Queues a copy for the disk that is only in host memory: it was refused, could not be written or was lost; see
-        ``Copy.can_be_written``."""
+        """Queues a copy to be written to the disk again, if ``Copy.can_be_written``: the disk refused it, could not
+        write it, or lost it."""
         if self._disk is not None and copy.can_be_written(evicted):
             self._write(self._disk, copy)
 
     def _write(self, disk: DiskTier, copy: Copy) -> None:
-        """Queues a copy for the disk, unless its tokens are there already."""
+        """Queues a copy to be written to the disk, unless the disk has a snapshot of its tokens."""
         node, header, parent = copy.node, copy.header, copy.node.parent
         there = disk.lookup(node.names[-1])
         if there is not None:
-            copy.file = there if there.uid == node.uid else None  # else the same tokens, computed elsewhere
+            copy.file = there if there.uid == node.uid else None  # else another process computed the same tokens
             return
         layers, layer_bytes = header.pieces
         file = FileHeader(
@@ -111,7 +112,7 @@ class Offload:
         return [copy.writing for copy in self._writing if copy.writing]
 
     def advance(self, limit: int) -> None:
-        """Launches copies of up to ``limit`` bytes, and handles what has been written."""
+        """Launches copies of up to ``limit`` bytes, and handles finished writes."""
         for copy in list(self._writing):
             if copy.writing is None or copy.writing.done():
                 self._writing.discard(copy)
@@ -133,7 +134,7 @@ class Offload:
                 limit -= moved
 
     def _begin(self) -> bool:
-        """Starts to copy the next node that there is room for."""
+        """Starts to copy the next node for which there is room. Returns whether there is one."""
         while self._waiting:
             copy, reading = self._waiting[0]
             node = copy.node
@@ -148,7 +149,7 @@ class Offload:
         return False
 
     def _refuse(self, copy: Copy, reading: Reading) -> None:
-        """Gives up a copy that there is no room for."""
+        """Gives up a copy for which there is no room."""
         nbytes, total = reading.header.nbytes, self._copies.host.total_bytes
         if nbytes > max(total, self._too_large):
             self._too_large = nbytes
@@ -175,7 +176,7 @@ class Offload:
         self._copies.leave(job.copy)
 
     def finish(self, deadline: float) -> None:
-        """Makes all copies that there is time for; nothing is read on the device afterwards."""
+        """Makes copies until ``deadline``, and drops the rest. Nothing is read on the device afterwards."""
         try:
             while (self.job or self._waiting) and time.monotonic() < deadline:
                 self.advance(2**62)

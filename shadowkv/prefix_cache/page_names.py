@@ -1,15 +1,14 @@
-"""What a snapshot may be used for, and its name, which is chained over the pages of a prompt.
+"""Names of pages and snapshots: a chain of hashes over the pages of a prompt; and ``CacheKey``, with which it starts.
 
 ::
 
-    origin  = H("shadowkv origin", key digest, H("shadowkv salt", salt))      the last is zeros without a salt
-    link 0  = origin
-    link i  = H("shadowkv page", link i - 1, ids of tokens of page i)         64 tokens, little-endian uint32
+    origin  = H("shadowkv origin", key digest, H("shadowkv salt", salt))      the last is zeros without a salt link 0  =
+    origin link i  = H("shadowkv page", link i - 1, ids of tokens of page i)         64 tokens, little-endian uint32
     name    = the last link in hex; the last page may be incomplete
 
 ``H`` is BLAKE2b of 20 bytes whose *personalisation* is the first argument. One pass over a prompt names every prefix
-that ends at a page boundary, and nothing with another key or salt shares a link with it. So the pages that two prompts
-share are those whose names agree, from the first on.
+that ends at a page boundary. Prompts with another key or salt share no link. So two prompts share the pages, from the
+first on, whose names are equal.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class CacheKey:
-    """Everything that the bytes of a snapshot depend on besides its tokens; values can be represented in JSON.
+    """Everything that the bytes of a snapshot depend on besides its tokens. Values can be represented in JSON.
 
     Attributes:
-        model: what distinguishes its weights from others; a path does not.
-        adapter: the same for the adapter, None without one.
-        quantization: of the weights, None where they are as they were stored.
-        dtype: type of activations.
+        model: identifies the model's weights. A path does not.
+        adapter: identifies the adapter's weights; None without one.
+        quantization: how weights are quantised at load; None if they are not.
+        dtype: dtype of activations.
         spec: the cache policy.
-        codecs: versions of the codecs that it uses, by name.
+        codecs: versions of the policy's codecs, by name.
         prefill: how prompts are attended to.
-        tensor_parallel_size: GPUs that share a layer's heads; files are for one, but it is part of every digest.
-        tensor_parallel_rank: rank of this one; likewise always 0.
+        tensor_parallel_size: GPUs that share a layer's heads. It is always 1, but part of the digest.
+        tensor_parallel_rank: rank of this GPU. It is always 0, but part of the digest.
     """
 
     model: str
@@ -59,7 +58,7 @@ class CacheKey:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The attributes as a JSON object; raises ValueError or TypeError where one cannot be represented in JSON."""
+        """The attributes as a JSON object. Raises ValueError or TypeError if one cannot be represented in JSON."""
         facts: dict[str, Any] = json.loads(canonical(asdict(self)))
         return facts
 
@@ -69,23 +68,23 @@ class CacheKey:
         return _hash(b"shadowkv key", canonical(self.facts).encode()).hex()
 
     def origin(self, salt: str | None = None) -> str:
-        """The link that names of this key and salt start from."""
+        """The first link of all names with this key and salt."""
         return origin(self.digest, salt)
 
 
 def canonical(value: Any) -> str:
-    """JSON with sorted keys, without spaces and in ASCII; raises ValueError for NaN and infinities."""
+    """JSON in ASCII with sorted keys and without spaces. Raises ValueError for NaN and infinities."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def origin(key_digest: str, salt: str | None = None) -> str:
-    """The link before the first page; it includes only a hash of the salt, which cannot be recovered from it."""
+    """The link before the first page. It includes a hash of the salt, from which the salt cannot be recovered."""
     hashed = bytes(LINK_BYTES) if salt is None else _hash(b"shadowkv salt", salt.encode("utf-8", "surrogatepass"))
     return _hash(b"shadowkv origin", bytes.fromhex(key_digest), hashed).hex()
 
 
 def next_link(link: str, page: bytes | memoryview) -> str:
-    """The link after ``link`` for one page's ids, as little-endian uint32."""
+    """The link after ``link`` for a page with these ids, as little-endian uint32."""
     return _hash(b"shadowkv page", bytes.fromhex(link), page).hex()
 
 
@@ -101,7 +100,7 @@ def page_names(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
 
 
 def new_uid() -> str:
-    """A name for the bytes of one snapshot: two with the same tokens may differ in rounding."""
+    """A new random id for the bytes of a snapshot. Two snapshots of the same tokens may differ by rounding."""
     return secrets.token_hex(16)
 
 
@@ -109,7 +108,7 @@ class PageNames(list[str]):
     """Names of a growing sequence's full pages.
 
     Args:
-        origin: what the first page's name builds on; a unique one for what must never be shared.
+        origin: the link before the first page. A unique one for sequences that must not be shared.
     """
 
     def __init__(self, origin: str) -> None:
@@ -117,16 +116,16 @@ class PageNames(list[str]):
         self.origin = origin
 
     def extend_to(self, token_ids: Sequence[int]) -> PageNames:
-        """Adds the pages that ``token_ids``, the whole sequence's, have beyond those already named."""
+        """Adds the names of further full pages of the sequence, whose ids are ``token_ids``. Returns itself."""
         new = token_ids[len(self) * PAGE : len(token_ids) // PAGE * PAGE]
         self += [name for _, name in page_names(self[-1] if self else self.origin, new)]
         return self
 
 
 def common_pages(names: Sequence[str], prompt: Sequence[str], first: int = 0) -> int:
-    """Number of pages, by name, that pages with these ``names``, which begin at page ``first``, share with a prompt."""
+    """Number of pages that pages with ``names``, the first of which is page ``first``, share with a prompt's pages."""
     low, high = 0, min(len(names), len(prompt) - first)
-    while low < high:  # a name covers all pages before it
+    while low < high:  # binary search, because a name depends on all pages before it
         middle = (low + high + 1) // 2
         if names[middle - 1] == prompt[first + middle - 1]:
             low = middle
@@ -136,7 +135,7 @@ def common_pages(names: Sequence[str], prompt: Sequence[str], first: int = 0) ->
 
 
 def id_bytes(token_ids: TokenIds) -> bytes:
-    """Ids as little-endian uint32; raises ValueError where one is not in that range."""
+    """Ids as little-endian uint32. Raises ValueError for an id outside of that range."""
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"token ids must be a flat list of integers, not {ids.dtype} of shape {ids.shape}")

@@ -1,6 +1,6 @@
-"""What a server and the prefix cache say to one another: names, what was saved under them, and why not.
+"""Names, results and errors of saving and restoring prompts, which the server and the prefix cache share.
 
-Needs neither NumPy nor PyTorch.
+The server imports it without NumPy and PyTorch.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 LINK_BYTES = 20
-"""Size of a link in the chain that names of snapshots are made of (``page_names.py``)."""
+"""Bytes of a link in the chain of hashes (``page_names.py``). A snapshot's name is a link in hex."""
 
 SNAPSHOT_NAME = f"[0-9a-f]{{{2 * LINK_BYTES}}}"
 """Regular expression of a snapshot's name."""
 
 SAVE_NAME = "[A-Za-z0-9._-]{1,64}"
-"""Regular expression of what a prompt may be saved as: also valid as a file name, and leads out of no directory."""
+"""Regular expression of names under which clients save prompts. They are valid file names without a path."""
 
 OWNER_DIGITS = 16
-"""Hex digits that stand for whom a save belongs to, where a server keeps its API keys apart."""
+"""Hex digits of a save's owner, in servers that separate their API keys."""
 
 KEPT_NAME = f"(?:[0-9a-f]{{{OWNER_DIGITS}}}[.])?{SAVE_NAME}"
-"""Regular expression of the name on the disk, which begins with its owner if it has one."""
+"""Regular expression of names on the disk, which start with the owner if there is one."""
 
 _SNAPSHOT_NAME, _SAVE_NAME, _KEPT_NAME = map(re.compile, (SNAPSHOT_NAME, SAVE_NAME, KEPT_NAME))
 
@@ -34,7 +34,7 @@ def is_snapshot_name(text: str) -> bool:
 
 
 def check_save_name(name: str) -> str:
-    """Returns a valid name to save as; raises ValueError, with the name in its message, for another."""
+    """Returns ``name`` if clients may save prompts under it. Raises ValueError with the name otherwise."""
     if _SAVE_NAME.fullmatch(name) is None:
         shown = name if len(name) <= 80 else f"{name[:80]}…"
         raise ValueError(f"{shown!r} is no name to save as: that is 1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-'")
@@ -42,18 +42,18 @@ def check_save_name(name: str) -> str:
 
 
 def check_kept_name(name: str) -> str:
-    """Returns a name that can be on the disk; raises ValueError for another."""
+    """Returns ``name`` if it can be a name on the disk. Raises ValueError otherwise."""
     return name if _KEPT_NAME.fullmatch(name) else check_save_name(name)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What was saved or restored.
+    """The result of saving or restoring a prompt.
 
     Attributes:
-        tokens: number of the prompt's tokens, from its first on.
-        nbytes: of the files that hold them.
-        snapshots: names of their snapshots, each after the one that it continues.
+        tokens: number of tokens, from the prompt's first on.
+        nbytes: bytes of their files.
+        snapshots: names of their snapshots. Each continues the one before.
     """
 
     tokens: int
@@ -62,11 +62,11 @@ class Saved:
 
 
 Answer = Future[Saved]
-"""Raises SaveError; a caller that cancels it has given up."""
+"""The result of a request to save or restore. It raises SaveError. A caller that has given up cancels it."""
 
 
 def settle(answer: Future[Any], outcome: object) -> None:
-    """Sets a result, or an exception, unless the future is done or the caller has given up."""
+    """Sets a future's result or exception, unless it is done or cancelled."""
     if not answer.done() and answer.set_running_or_notify_cancel():
         if isinstance(outcome, Exception):
             answer.set_exception(outcome)
@@ -75,23 +75,24 @@ def settle(answer: Future[Any], outcome: object) -> None:
 
 
 class SaveError(Exception):
-    """A prompt that cannot be saved or restored by name, and why."""
+    """A prompt cannot be saved or restored. The message has the reason."""
 
 
 class UnknownName(SaveError):
-    """Nothing is saved under a name, or not any more."""
+    """No prompt is saved under the name, or not any more."""
 
 
 class UnusableName(SaveError):
-    """What is saved under a name belongs to another model or policy, or its file is not what was written."""
+    """The name's save belongs to another model or policy, or its file is corrupt."""
 
 
 class NotDone(SaveError):
-    """The tiers have no room for it, or have failed."""
+    """The tiers have no room for the prompt, or have failed."""
 
 
 class ComputedTwice(NotDone):
-    """A prompt continues what the disk has as others computed it; recomputed here, it can be saved."""
+    """The disk has the start of the prompt as another server computed it. The prompt can be saved after this server has
+    recomputed all of it."""
 
 
 class DiskTooSlow(SaveError):

@@ -1,6 +1,7 @@
-"""Requests that wait for the disk: prompts saved and restored by name, and snapshots that another server hands over.
+"""``Saves``: requests that wait for the disk, to save or restore a prompt by name, or to expect another server's
+snapshots.
 
-Nothing here blocks: the engine's thread polls between its steps, and disk work is done on the disk's threads.
+No call blocks. The engine's thread polls between its steps, and the disk tier's threads access the disk.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 FAILED = "the tiers below the device have failed; the server's log says why"
 
 LOOK_SECONDS = 0.02
-"""Seconds between two looks for a file that was not there yet."""
+"""Seconds between two searches for an expected file."""
 
 
 @dataclass(eq=False)
@@ -39,11 +40,11 @@ class _Saving:
     """A prompt on its way to the disk.
 
     Attributes:
-        name: to be kept under; None where no name is to keep it.
-        pages: number of its pages that were cached when it was requested.
-        nodes: those that have the last of these.
-        again: nodes that were queued for the disk once more.
-        keeping: what is recorded under the name, and the answer to that, once all files are there.
+        name: the name to save it under, or None.
+        pages: number of its pages that were cached at the time of the request.
+        nodes: the nodes that have the last of these pages.
+        again: nodes that were queued for the disk again.
+        keeping: the result and the future of writing the name, after all files have been written.
     """
 
     name: str | None
@@ -55,10 +56,10 @@ class _Saving:
 
 @dataclass(eq=False)
 class _Restoring:
-    """A prompt on its way to host memory.
+    """A saved prompt on its way to host memory.
 
     Attributes:
-        asked: whether its files have been requested.
+        asked: whether its files have been requested from the disk.
     """
 
     name: str
@@ -72,7 +73,7 @@ class _Expecting:
 
     Attributes:
         until: when to stop waiting, by ``time.monotonic``.
-        looking: the search for those that are not known, repeated at ``next_look`` if they were not there.
+        looking: the search on the disk for snapshots that are not known. It is repeated at ``next_look``.
     """
 
     names: tuple[str, ...]
@@ -82,10 +83,10 @@ class _Expecting:
 
 
 class _Request(NamedTuple):
-    """A request that is not done yet.
+    """A request in progress.
 
     Attributes:
-        outcome: the answer, an exception included, or None while it is on its way.
+        outcome: returns the answer or an exception, or None while the request is in progress.
         failure: the answer if the tiers fail.
     """
 
@@ -95,13 +96,13 @@ class _Request(NamedTuple):
 
 
 class Saves:
-    """Requests that are not done yet; to be used on the engine's thread. A caller that cancels its answer has given up.
+    """Requests in progress. Only the engine's thread uses it. A caller that has given up cancels its answer.
 
     Args:
-        copies, reports: where a prompt's nodes are.
-        offload, chains: bring them down and up.
-        disk: stores them.
-        speeds: how long computing a prompt takes, which limits the wait for another server.
+        copies, reports: the copies of nodes, and the disk tier's reports.
+        offload, chains: move copies to the disk and back.
+        disk: the disk tier.
+        speeds: measured speeds. A request waits for another server at most as long as computing the prompt would take.
     """
 
     def __init__(
@@ -119,33 +120,33 @@ class Saves:
 
     @property
     def busy(self) -> bool:
-        """Whether there are requests."""
+        """Whether there are requests in progress."""
         return bool(self._requests)
 
     def save(self, name: str | None, pages: list[str], answer: Answer) -> None:
-        """Has the cached part of a prompt kept on the disk, or, without a name, only written there; ``pages`` are names
-        of those that can be shared."""
+        """Starts to write the cached part of a prompt to the disk, and to save it under ``name`` unless that is None.
+        ``pages`` are the names of its pages that can be reused."""
         along = list(self._copies.tree.along(pages))
         reached = max((end for _, end in along), default=0)
         saving = _Saving(name, reached, [node for node, end in along if end == reached])
         self._requests.append(_Request(answer, partial(self._save, saving), NotDone(FAILED)))
 
     def restore(self, name: str, answer: Answer) -> None:
-        """Has what a name keeps brought to host memory."""
+        """Starts to read the snapshots of a name to host memory."""
         restoring = _Restoring(name, self._disk.kept(name))
         self._requests.append(_Request(answer, partial(self._restore, restoring), NotDone(FAILED)))
 
     def expect(self, names: tuple[str, ...], tokens: int, answer: Future[bool]) -> None:
-        """Waits until the prefix tree has a chain of snapshots, of ``tokens`` in all, that another server was asked to
-        write, at most as long as computing them would take; the answer says whether it has them."""
+        """Starts to wait for a chain of snapshots with ``tokens`` tokens that another server writes, at most as long as
+        computing them would take. The answer is whether the prefix tree has them."""
         seconds = min(max(FETCH_SECONDS, self._speeds.computing_seconds(tokens)), MAX_FETCH_SECONDS)
         expecting = _Expecting(names, time.monotonic() + seconds)
         self._requests.append(_Request(answer, partial(self._expect, expecting), failure=False))
 
     def advance(self) -> None:
-        """Checks the progress of every request; call it right after the tiers' own ``advance``."""
+        """Checks the progress of every request. Call it right after the tiers' own ``advance``."""
         if self._requests:
-            self._reports.take()  # so that a finished write is seen as there before it is seen as no longer on its way
+            self._reports.take()  # a finished write must be reported before it no longer counts as in progress
             self._requests = [request for request in self._requests if not self._ended(request)]
 
     @staticmethod
@@ -157,7 +158,7 @@ class Saves:
         return True
 
     def abandon(self) -> None:
-        """Answers all requests: nothing more is done for them."""
+        """Answers all requests with their failure, after the tiers have failed."""
         for request in self._requests:
             settle(request.answer, request.failure)
         self._requests = []
@@ -170,7 +171,7 @@ class Saves:
                 return None
             if keeping.cancelled() or not isinstance(keeping.exception(), SnapshotGone):
                 return _failure(keeping, f"{saving.name!r} cannot be written") or saved
-            saving.keeping = None  # a file was removed: it may be written once more
+            saving.keeping = None  # a file was removed and may be written again
         for node in saving.nodes:
             if chain := self._disk.chain(node.names[-1]):
                 names = tuple(file.name for file in chain)
@@ -191,7 +192,7 @@ class Saves:
         )
 
     def _comes(self, node: Node, again: set[Node]) -> bool:
-        """Whether a node and all that it continues are on the disk or on their way there."""
+        """Whether a node and its ancestors are on the disk or on their way there."""
         return all(self._comes_alone(link, again) for link in [*reversed([*node.ancestors]), node])
 
     def _comes_alone(self, node: Node, again: set[Node]) -> bool:
@@ -213,7 +214,7 @@ class Saves:
         return file is not None and file.uid == node.uid
 
     def _is_anothers(self, node: Node) -> bool:
-        """Whether the disk holds the same tokens with other bytes, for a node or for one that it continues."""
+        """Whether the disk has another server's snapshot for the tokens of a node or an ancestor."""
         return any(self._disk.lookup(link.names[-1]) and not self._is_there(link) for link in (node, *node.ancestors))
 
     def _restore(self, restoring: _Restoring) -> Saved | SaveError | None:
@@ -231,27 +232,27 @@ class Saves:
         if not restoring.asked:
             restoring.asked = True
             for copy in copies:
-                copy.retry_at = 0.0  # a request by name need not wait
+                copy.retry_at = 0.0  # a request by name does not wait for the retry
         stops = [*(copy.node.first for copy in copies[1:]), save.tokens // PAGE]
         steps = [Step(copy, stop) for copy, stop in zip(copies, stops, strict=True)]
         if self._chains.fetch(steps, MAX_FETCH_SECONDS) == 0.0:
             return Saved(save.tokens, sum(file.file_bytes for file in chain))
         if any(copy.fetching is not None for copy in copies):
-            return None  # as long as the caller is patient
+            return None  # until the caller gives up
         return NotDone(
             f"what is saved as {restoring.name!r} could not be brought back: there is no room for it in host memory "
             "(--kv-offload-gib), or its files cannot be read; the server's log says more"
         )
 
     def _expect(self, expecting: _Expecting) -> bool | None:
-        """Whether the snapshots are there, None while they may still come."""
+        """Whether the prefix tree has the snapshots; None while they may still come."""
         now, complete, looking = time.monotonic(), False, expecting.looking
         if looking is not None and looking.done():
             complete = not looking.cancelled() and looking.exception() is None and looking.result()
             expecting.looking, expecting.next_look = (looking if complete else None), now + LOOK_SECONDS
-        self._reports.take()  # including what has just been found
+        self._reports.take()  # with the files that were just found
         missing = [name for name in expecting.names if not self._is_known(name)]
-        # All files are there and read, but some are unusable: from another model, for example.
+        # All files exist and were read, but some are unusable, for example because they are of another model.
         useless = complete and not self._reports.busy
         if not missing or useless or now > expecting.until:
             return not missing
@@ -265,7 +266,7 @@ class Saves:
 
 
 def _failure(done: Future[Any], what: str) -> SaveError | None:
-    """Why a finished future has failed, if it has."""
+    """The error of a future that has failed; None if it has not."""
     if done.cancelled():
         return NotDone(f"{what}: the server is stopping")
     error = done.exception()

@@ -1,4 +1,4 @@
-"""What the tiers of the prefix cache have done so far, as ``/metrics`` shows it."""
+"""Statistics of the prefix cache's tiers. ``/metrics`` shows them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class TierStats:
-    """A tier as it is now, and what it has done since the start; counts that do not apply to a tier stay 0.
+    """The use of a tier now, and its counts since the start. Counts that do not apply to a tier are 0.
 
     Attributes:
-        used_bytes: on the device of all sequences, including running ones; on disk of all files, whoever wrote them.
-        total_bytes: its size, or the limit on its use.
-        hit_tokens: prompt tokens that were found there, and so not computed.
-        evictions: of kept sequences, copies or files, to make room for others.
-        copied_bytes: of copies made there.
-        refused: copies that were not made there: for lack of room; on the disk also because too many were waiting, for
-            their size, or after an error.
-        restores, restored_bytes, restore_seconds: from there to the next tier above; seconds from request to end.
-        corrupt: files that were not what was written, and were not served.
+        used_bytes: bytes in use: on the device those of all sequences, on disk those of all files, of any server.
+        total_bytes: size of the tier, or the limit on its use.
+        hit_tokens: prompt tokens that were found in this tier and not computed.
+        evictions: sequences, copies or files that were evicted to make room.
+        copied_bytes: bytes of copies made in this tier.
+        refused: copies that were not made in this tier, for lack of room. On disk also because too many were waiting,
+            because of their size, or after an error.
+        restores, restored_bytes, restore_seconds: number, bytes and seconds of transfers from this tier to the one
+            above. Seconds are from request to end.
+        corrupt: corrupt files, which were not served.
         write_errors, read_errors: files that could not be written or read.
-        pinned_bytes: of files that names keep.
-        files: their number, whoever wrote them.
+        pinned_bytes: bytes of files that names keep.
+        files: number of files, of any server.
         misses: reads that failed.
     """
 
@@ -44,24 +45,24 @@ class TierStats:
 
 
 class Counts:
-    """What a tier has done so far; any thread may count."""
+    """A tier's counts since the start. Any thread may add to them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats = TierStats()
 
     def add(self, **more: float) -> None:
-        """Adds to the named attributes of the statistics."""
+        """Adds to the named attributes of ``TierStats``."""
         with self._lock:
             self._stats = replace(self._stats, **{name: getattr(self._stats, name) + by for name, by in more.items()})
 
     def forget(self) -> None:
-        """Restarts the counts."""
+        """Sets all counts to 0."""
         with self._lock:
             self._stats = TierStats()
 
     def now(self, used_bytes: int, total_bytes: int, pinned_bytes: int = 0, files: int = 0) -> TierStats:
-        """The statistics, with what is there now."""
+        """The counts as ``TierStats``, with the given current use."""
         with self._lock:
             return replace(
                 self._stats, used_bytes=used_bytes, total_bytes=total_bytes, pinned_bytes=pinned_bytes, files=files

@@ -1,8 +1,9 @@
-"""A radix tree over pages of token ids: which sequences have them on the device, and their copies in the tiers below.
+"""A radix tree over pages of token ids. It knows which sequences on the device have them, and their copies in lower
+tiers.
 
-A node is pages that were computed together after a page of its parent. Its first page's name stands for
-all tokens from the first on, so a prompt finds every node on its path by looking up its own names. Several nodes may
-have the same tokens, where several requests computed them at once: the longest match is taken.
+A node has pages that were computed together. It continues a page of its parent. A page's name depends on all tokens up
+to its end, so a prompt finds every node on its path by the names of its own pages. Several nodes have the same tokens
+if several requests computed them at once. Then the longest match is used.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class Node:
     """Pages ``first`` to ``end`` of a prompt.
 
     Attributes:
-        parent: the node it continues; None at the root.
-        names: of its pages.
-        compressed: whether they are in the policy's compressed form; dense pages with the same tokens are another
-            node's.
-        holders: sequences that have its pages, and the page up to which they have them.
-        children: nodes that begin behind one of its pages.
-        origin: what names of its prompt build on.
-        uid: identifies the exact bytes: what continues them was computed on them.
-        copy: of its pages below the device; None without one. With one they stay, even without a holder.
-        used: when it was last used, in seconds by the clock of ``Eviction``.
-        hits: number of requests so far that did not have to compute its pages.
+        parent: the node that it continues; None at the root.
+        names: names of its pages.
+        compressed: whether the pages are in the policy's compressed form. Dense pages with the same tokens belong to
+            another node.
+        holders: sequences that have its pages, and the page up to which each has them.
+        children: nodes that continue one of its pages.
+        origin: the link from which its page names start (``page_names.py``).
+        uid: identifies the exact bytes on which its children were computed.
+        copy: the copy of its pages in lower tiers, or None. A node with a copy stays, even without a holder.
+        used: time of its last use, in seconds by the clock of ``Eviction``.
+        hits: number of requests that did not have to compute its pages.
     """
 
     parent: Node | None
@@ -54,12 +55,12 @@ class Node:
 
     @property
     def end(self) -> int:
-        """The page after its last."""
+        """The page after its last page."""
         return self.first + len(self.names)
 
     @property
     def ancestors(self) -> Iterator[Node]:
-        """What it continues, nearest first."""
+        """Its parent, the parent's parent, and so on."""
         node = self.parent
         while node is not None:
             yield node
@@ -76,22 +77,22 @@ class Copy:
                                               on_host ── Offload.write ── file
         Chains.fetch: read from the disk ─────┘
 
-    ``Copies.evict`` takes it from host memory, and ``DiskReports`` learns that its file is gone. Where it is in neither
-    tier and nobody uses it, its node has no copy any more.
+    ``Copies.evict`` removes it from host memory, and ``DiskReports`` learns when its file is gone. If it is in neither
+    tier and not in use, it is removed from its node.
 
     Attributes:
-        node: whose pages it has.
-        header: what it holds.
+        node: the node whose pages it has.
+        header: which arrays the bytes are.
         token_ids: uint32 [length - start].
-        slabs: in the host tier; None where it is not there.
-        file: in the disk tier; None where it is not there.
-        ready: whether ``slabs`` hold its bytes, which may still be on their way from the device or the disk.
-        users: how many read or write its slabs, or wait to.
+        slabs: its slabs in the host tier, or None.
+        file: its file in the disk tier, or None.
+        ready: whether ``slabs`` hold all bytes. Otherwise they are still on their way from the device or the disk.
+        users: number of transfers and prompts that use its slabs or wait for them.
         from_disk: whether it has come from the disk since its last use.
-        evicted: whether the disk had it and has evicted it: it is not written there again.
-        fetching: the read from the disk while it is in progress.
-        retry_at: when the disk may be tried next, by ``time.monotonic``: later where it could not be read.
-        writing: the write to the disk while it is in progress.
+        evicted: whether the disk has evicted it. Then it is not written there again.
+        fetching: the read from the disk that is in progress, or None.
+        retry_at: earliest time of the next read from the disk, by ``time.monotonic``. It is later after a failed read.
+        writing: the write to the disk that is in progress, or None.
     """
 
     node: Node
@@ -114,12 +115,12 @@ class Copy:
 
     @property
     def usable(self) -> bool:
-        """Whether it is there, or will be once requested."""
+        """Whether it is in host memory or can be read from the disk."""
         return self.on_host or (self.file is not None and time.monotonic() >= self.retry_at)
 
     def can_be_written(self, evicted: bool) -> bool:
-        """Whether it is only in host memory, and what it continues is on the disk or on its way there. One that the
-        disk has ``evicted`` is written again only if so."""
+        """Whether it is only in host memory, and its parent is on the disk or on its way there. ``evicted`` says
+        whether copies that the disk has evicted may be written again."""
         if not self.on_host or self.file or self.writing or (self.evicted and not evicted):
             return False
         parent = self.node.parent
@@ -127,10 +128,10 @@ class Copy:
 
 
 class PrefixTree:
-    """All nodes, and each sequence's path through them.
+    """All nodes, and the path of each sequence through them.
 
     Attributes:
-        changes: counts changes to nodes, their holders and their copies.
+        changes: counts changes of nodes, their holders and their copies.
     """
 
     def __init__(self) -> None:
@@ -145,14 +146,14 @@ class PrefixTree:
         return chain.from_iterable(self._by_first.values())
 
     def path_of(self, sequence: CachedSequence) -> list[Node]:
-        """Nodes whose pages a sequence has, in order."""
+        """The nodes whose pages a sequence has, in order."""
         return self._paths.get(sequence, [])
 
     def along(self, names: Sequence[str]) -> Iterator[tuple[Node, int]]:
         """Nodes on a prompt's path, in order of their first pages, each with the page up to which it matches."""
         reached = 0
         for first, name in enumerate(names):
-            if first > reached:  # a node begins after a page of another
+            if first > reached:  # a node starts after a page of another node
                 return
             for node in self._by_first.get(name, ()):
                 end = first + common_pages(node.names, names, first)
@@ -160,11 +161,11 @@ class PrefixTree:
                 yield node, end
 
     def hold(self, sequence: CachedSequence, names: PageNames, pages: int) -> list[Node]:
-        """Records that ``sequence`` can be forked after any of the first ``pages`` of ``names``; returns its path."""
+        """Records that ``sequence`` can be forked after any of the first ``pages`` of ``names``. Returns its path."""
         self.changes += 1
         compressed = bool(sequence.path)
         path = self._paths.setdefault(sequence, [])
-        if path and path[0].compressed != compressed:  # compressed since: it no longer has the dense pages
+        if path and path[0].compressed != compressed:  # it was compressed since, and no longer has the dense pages
             self.forget(sequence)
             path = self._paths.setdefault(sequence, [])
         covered = path[-1].holders[sequence] if path else 0
@@ -178,16 +179,16 @@ class PrefixTree:
         return path
 
     def plant(self, parent: Node | None, first: int, names: list[str], compressed: bool, origin: str) -> Node:
-        """Adds a node without holders; the caller has to add its copy."""
+        """Adds a node without holders. The caller must add its copy."""
         return self._insert(Node(parent, first, names, compressed, origin=origin), names[0])
 
     @staticmethod
     def _can_grow(node: Node, end: int) -> bool:
-        """Whether pages from ``end`` on can be added to the node: only its one holder has them."""
+        """Whether pages from ``end`` on can be added to the node: it ends there and has only one holder."""
         return len(node.holders) == 1 and not node.children and node.copy is None and node.end == end
 
     def fork(self, child: CachedSequence, parent: CachedSequence, pages: int) -> None:
-        """Records that ``child`` shares the first ``pages`` with ``parent``."""
+        """Records that ``child`` shares the first ``pages`` pages with ``parent``."""
         self.changes += 1
         self._paths[child] = []
         if bool(child.path) == bool(parent.path):
@@ -202,7 +203,7 @@ class PrefixTree:
         node.holders[sequence] = end
 
     def cut(self, sequence: CachedSequence, pages: int) -> None:
-        """Records that ``sequence`` has only its first ``pages``."""
+        """Records that ``sequence`` has only its first ``pages`` pages."""
         self.changes += 1
         for node in list(self._paths[sequence]):
             if node.first >= pages:
@@ -212,7 +213,7 @@ class PrefixTree:
                 self.prune(node)
 
     def forget(self, sequence: CachedSequence) -> None:
-        """Records that ``sequence`` is gone."""
+        """Removes ``sequence`` from all nodes."""
         self.changes += 1
         for node in list(self._paths.get(sequence, ())):
             self._leave(sequence, node)
@@ -231,7 +232,8 @@ class PrefixTree:
         return node
 
     def prune(self, node: Node | None) -> None:
-        """Removes pages without a holder: the last ones of a node, or the whole node and then those of its parent."""
+        """Removes pages without holder, copy and children: the last pages of a node, or the whole node, and then those
+        of its parent."""
         while node is not None and node.copy is None:
             held = [*node.holders.values(), *(child.first for child in node.children)]
             if held:

@@ -1,5 +1,5 @@
-"""FlashInfer's and flash-attn's functions, as their documentation describes them, in PyTorch: what is passed to them is
-computed on any machine. Parameters have the libraries' names, order and defaults."""
+"""FlashInfer's and flash-attn's functions in PyTorch, as their documentation describes them, so that calls of them can
+be tested on any machine. Parameters have the libraries' names, order and defaults."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ STUBS = {
 
 
 def stub(name: str) -> ModuleType:
-    """A library by that name."""
+    """A module that stands in for the library ``name``."""
     module = ModuleType(name)
     for function in STUBS[name]:
         setattr(module, function.__name__, function)

@@ -1,4 +1,4 @@
-"""Every op from every set of backends that this machine's CPU has."""
+"""``ops``: a fixture with every set of backends that this machine's CPU has."""
 
 import sys
 from pathlib import Path

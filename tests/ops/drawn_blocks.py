@@ -1,4 +1,4 @@
-"""What ``select_blocks`` must draw, from shares in float64."""
+"""Checks the blocks that ``select_blocks`` samples, by shares in float64."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from shadowkv.ops.select_blocks.reference import BLOCK, FACTORS, HALVINGS, LOCAL
 def check_draws(
     q: Tensor, k: Tensor, blocks: Blocks, sampled: Tensor, error: float, whole: int, least: int, close: float
 ) -> int:
-    """Raises where lists do not ascend, lack blocks that are always attended to, or where weights are not those of the
-    least factor of all probabilities that is enough.
+    """Checks that lists ascend and have the blocks that are always attended to, and that weights follow from the
+    smallest sufficient factor of the probabilities.
 
     Args:
         blocks: indices, counts and weights.
         sampled: int32 [H_q, tiles, sampled].
-        least: blocks that are drawn on average at least.
+        least: minimum expected number of sampled blocks.
         close: relative error of a share.
 
-    Returns the number of blocks that were not listed, of tiles that have a choice.
+    Returns:
+        The number of blocks that were left out, of tiles that may leave out some.
     """
     indices, counts, weights = (x.cpu() for x in blocks)
     (n, heads, _), m, unlisted = q.shape, len(k), 0
@@ -60,7 +61,7 @@ def check_draws(
 
 
 def free_shares(q: Tensor, k: Tensor, rows: list[int], head: int, end: int) -> Tensor:
-    """Shares [sampled, free] that free blocks have of the softmax of sampled queries over all keys that they see."""
+    """Shares [sampled, free] of the blocks that a tile may leave out, in the softmax of its sampled queries."""
     n, m, shared = len(q), len(k), head * k.shape[1] // q.shape[1]
     scores = q[rows, head].double() @ k[:, shared].double().T / math.sqrt(q.shape[2])
     later = torch.arange(m, device=q.device) > m - n + torch.tensor(rows, device=q.device)[:, None]

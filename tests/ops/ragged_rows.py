@@ -1,4 +1,4 @@
-"""Rows of which any part is attended to, and calls of ``attend_coded`` over them that are captured in a CUDA graph."""
+"""Ragged begins and ends of rows, and a check of calls of ``attend_coded`` that are captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ END = [640, 640, 1, 64, 65, 600, 131, 40, 0, 100, 16]
 
 
 def check_replays(attend: Callable[..., tuple[Tensor, Tensor]], args: tuple[Any, ...]) -> None:
-    """Replays give the same bits as calls by themselves, for other lengths, too; the last two arguments are begins and
-    ends, which are read on the device."""
+    """Checks that replays give the same bits as eager calls, also for other lengths. The last two arguments are begins
+    and ends, which the kernel reads on the device."""
     begin, end = args[-2:]
     attend(*args)
     graph = torch.cuda.CUDAGraph()

@@ -27,7 +27,7 @@ PAGES = 3
 
 
 def in_dtype(source: Any, dtype: torch.dtype) -> Any:
-    """The source with its rows, or its latents and what they are multiplied by, in ``dtype``; codes stay codes."""
+    """The source with rows, latents, basis and mean in ``dtype``. Codes stay as they are."""
     match source:
         case DenseRows():
             return replace(source, rows=source.rows.to(dtype))
@@ -42,7 +42,8 @@ def in_dtype(source: Any, dtype: torch.dtype) -> Any:
 
 
 def there(x: Any, device: str, copies: dict[int, Tensor] | None = None) -> Any:
-    """The same on the device; tensors that are one stay one, as kernels ask of pages. ``copies`` has those made."""
+    """A copy of ``x`` on the device. A tensor that occurs twice is copied once, because kernels compare pages by
+    address. ``copies`` has the tensors that were copied."""
     copies = {} if copies is None else copies
     if isinstance(x, Tensor):
         return copies.setdefault(id(x), x.to(device))
@@ -54,7 +55,7 @@ def there(x: Any, device: str, copies: dict[int, Tensor] | None = None) -> Any:
 
 
 def learned(case: Case, values: CodedRows) -> CodedRows:
-    """Codes of vectors with entries that each row has of its own; those of nobody are NaN."""
+    """Vector codes whose state differs between rows. States of no row are NaN."""
     states = torch.randperm(2 * case.batch)[: case.batch]
     state = []
     for shape in ((case.heads, case.dim), (1, 256, 4)):
@@ -65,7 +66,7 @@ def learned(case: Case, values: CodedRows) -> CodedRows:
 
 
 class Case:
-    """Random arguments; what is not selected, and what belongs to no row, is NaN."""
+    """Random arguments. Data that is not selected, or belongs to no row, is NaN."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class Case:
             self.values = self._buffered(self.values)
 
     def _selection(self, least: int) -> Tensor:
-        """-1s last, after so many chunks at the least."""
+        """At least ``least`` random chunks, then -1s."""
         count = PAGES * self.per_page
         order = torch.rand(self.batch, self.heads, count).argsort(-1)
         beyond = torch.arange(count) >= torch.randint(least, count + 1, (self.batch, self.heads, 1))
@@ -109,7 +110,7 @@ class Case:
         return torch.randperm(self.names)[: self.batch * PAGES].view(self.batch, PAGES)
 
     def _used(self, pages: Tensor) -> Tensor:
-        """bool [N, H, C]: what is selected where rows have these pages."""
+        """bool [N, H, C]: the selected chunks, if rows have these pages."""
         used = torch.zeros(self.names, self.heads, self.per_page, dtype=torch.bool)
         row, head, i = (self.selected >= 0).nonzero(as_tuple=True)
         chosen = self.selected[row, head, i]
@@ -182,7 +183,7 @@ class Case:
         return getattr(owner, attribute)
 
     def put(self, name: str, value: Any) -> None:
-        """Replaces it."""
+        """Replaces a ``field``."""
         owner, attribute = self._place(name)
         if owner is self:
             setattr(self, attribute, value)
@@ -216,11 +217,11 @@ class Case:
 
     @property
     def raw_arguments(self) -> tuple[Any, ...]:
-        """Those of the binding."""
+        """The arguments of the C++ op."""
         sources = *cpu._keys(self.keys), *cpu._values(self.values)
         return self.q, self.selected, self.log_weight, *sources
 
     def exact(self) -> tuple[Tensor, Tensor]:
-        """The reference on the same numbers in float64, of which coded values are decoded in float32."""
+        """The reference's result in float64. Coded values are decoded in float32."""
         sources = in_dtype(self.keys, torch.float64), in_dtype(self.values, torch.float64)
         return reference.attend_selected(self.q.double(), *sources, self.selected, self.log_weight)

@@ -1,13 +1,13 @@
 """Attention over all tokens in their coded form against attention over what the codes stand for."""
 
 import math
-import os
 import sys
 from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
+from devices import DEVICE, INTERPRETED, ON_GPU, TRITON_RUNS
 from torch import Tensor
 from whole_levels import with_whole_levels
 
@@ -20,9 +20,6 @@ from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRo
 from shadowkv.ops.case import Case
 from shadowkv.ops.rotations import random_rotation
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS: list[ModuleType] = [] if INTERPRETED else [reference]
 if not ON_GPU and not INTERPRETED and not cpu.missing():
     BACKENDS.append(cpu)
@@ -31,7 +28,7 @@ PAGES = 5
 
 kernel: ModuleType | None = None
 
-if ON_GPU or INTERPRETED:
+if TRITON_RUNS:
     from shadowkv.ops.attend_coded import triton
 
     kernel = triton
@@ -52,11 +49,11 @@ ENDS = [0, 1, 63, 64, 65, 64 * PAGES]
 
 
 class Stored:
-    """Rows of all lengths of ``ENDS``, what no row reads poisoned.
+    """Stored rows with the lengths in ``ENDS``. Data that no row reads is poisoned.
 
     Attributes:
-        rows: [B, H, n, d], what they were before they were coded.
-        source: where they are.
+        rows: [B, H, n, d], the rows before they were coded.
+        source: the stored rows.
     """
 
     def __init__(self, name: str, heads: int, dim: int, chunk: int, rope: RopeConfig | None = None) -> None:
@@ -103,7 +100,7 @@ class Stored:
         return store.unflatten(2, (-1, chunk))
 
     def decoded(self, backend: ModuleType) -> Tensor:
-        """What a backend attends to, [B, H, n, d]."""
+        """The rows as a backend decodes them, [B, H, n, d]."""
         whole = backend is cuda and isinstance(self.source, CodedRows)
         source = with_whole_levels(self.source) if whole else self.source
         chunk = (source.rows if isinstance(source, DenseRows) else source.codes).shape[3]
@@ -123,6 +120,14 @@ def plain(q: Tensor, keys: Tensor, values: Tensor, begin: Tensor, end: Tensor) -
             scores = k @ q[row, head].double() / q.shape[2] ** 0.5
             outs[row, head], sums[row, head] = scores.softmax(0) @ v, scores.logsumexp(0)
     return outs, sums
+
+
+def assert_both_close(
+    found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], atol: float, rtol: float = 1e-5
+) -> None:
+    """Outputs and log-sum-exps against float64."""
+    for x, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), exact, atol=atol, rtol=rtol)
 
 
 TURNS = RopeConfig(64, theta=500000.0)
@@ -167,7 +172,7 @@ SPLIT = pytest.mark.parametrize(
     [(backend, splits) for backend in BACKENDS for splits in ((1, 3) if backend is cuda else (1,))],
     ids=lambda x: x.__name__.rpartition(".")[2] if isinstance(x, ModuleType) else None,
 )
-"""Only CUDA is told into how many parts rows are split."""
+"""Backends, and for CUDA the number of parts into which rows are split."""
 
 
 def serves(backend: ModuleType, keys: str, values: str, dim: int, rope: RopeConfig | None) -> bool:
@@ -200,12 +205,11 @@ def test_attention_is_that_of_the_decoded_rows(
     stored, weighed = Stored(keys, heads, dim, chunk, rope), Stored(values, heads, dim, chunk)
     q = torch.randn(len(ENDS), heads * group, dim, device=DEVICE)
     begin, end = torch.tensor([0, 0, 8, 0, 64, 16], device=DEVICE) // chunk * chunk, stored.end // chunk * chunk
-    out, lse = backend.attend_coded(q, stored.source, weighed.source, begin, end)
-    expected, expected_lse = plain(q, stored.decoded(backend), weighed.decoded(backend), begin, end)
+    found = backend.attend_coded(q, stored.source, weighed.source, begin, end)
+    expected = plain(q, stored.decoded(backend), weighed.decoded(backend), begin, end)
     # In CUDA queries and weights have 16 bits, and the mean key's cosines and sines are float16.
     error = 2e-5 if backend is not cuda else 2e-4 if rope is None else 4e-3
-    torch.testing.assert_close(out.double(), expected, atol=error, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=error, rtol=1e-5)
+    assert_both_close(found, expected, error)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="slow")
@@ -219,10 +223,9 @@ def test_a_long_row_of_centred_keys(
     monkeypatch.setattr(sys.modules[__name__], "ENDS", [64 * 50 - 7])
     stored, weighed = Stored("lloyd-4bit", 1, 128, 1, WIDE), Stored("lloyd-3bit", 1, 128, 1)
     q, begin = torch.randn(1, 4, 128, device=DEVICE), torch.tensor([70], device=DEVICE)
-    out, lse = backend.attend_coded(q, stored.source, weighed.source, begin, stored.end)
-    expected, expected_lse = plain(q, stored.decoded(backend), weighed.decoded(backend), begin, stored.end)
-    torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=0)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=4e-3, rtol=0)
+    found = backend.attend_coded(q, stored.source, weighed.source, begin, stored.end)
+    expected = plain(q, stored.decoded(backend), weighed.decoded(backend), begin, stored.end)
+    assert_both_close(found, expected, 4e-3, rtol=0)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="slow")
@@ -240,12 +243,10 @@ def test_rows_of_any_number_of_pages(
     monkeypatch.setattr(sys.modules[__name__], "ENDS", [64 * pages, 64 * pages - 9, 0, min(130, 64 * pages)])
     stored, weighed = Stored(keys, 2, 128, 1), Stored(values, 2, 128, 1)
     q, begin = torch.randn(4, 10, 128, device=DEVICE), torch.tensor([0, 41, 0, 3], device=DEVICE)
-    expected, expected_lse = plain(q, stored.decoded(backend), weighed.decoded(backend), begin, stored.end)
+    expected = plain(q, stored.decoded(backend), weighed.decoded(backend), begin, stored.end)
     monkeypatch.setattr(torch, "empty_like", lambda x, **kind: torch.full_like(x, torch.nan, **kind))
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape, **kind: x.new_full(shape, torch.nan, **kind))
-    out, lse = backend.attend_coded(q, stored.source, weighed.source, begin, stored.end)
-    torch.testing.assert_close(out.double(), expected, atol=2e-4, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-4, rtol=1e-5)
+    assert_both_close(backend.attend_coded(q, stored.source, weighed.source, begin, stored.end), expected, 2e-4)
 
 
 @EVERY
@@ -289,7 +290,7 @@ def test_small_values_of_little_weight_count_beside_a_large_one(backend: ModuleT
 
 
 def paged(rows: Tensor, name: str, codec_name: str = "lloyd-4bit") -> CodedRows:
-    """Rows [1, 1, n, d] of one head in whole pages that lie in order."""
+    """Rows [1, 1, n, d] of one head in whole pages, in order."""
     codec = ROW_CODECS[codec_name].for_axis(name)
     rotation = codec.rotation_matrix(rows.shape[3], name).to(DEVICE)
     codes, scale = (x.unflatten(2, (-1, 64)).squeeze(0).transpose(0, 1) for x in codec.encode(rows, rotation))
@@ -308,28 +309,14 @@ def test_a_long_tail_of_equal_little_weights_counts(backend: ModuleType, size: f
     values[:, :, 77] *= size
     stored, weighed = paged(keys, "keys"), paged(values, "values")
     begin, end = torch.tensor([[0], [tokens]], device=DEVICE)
-    out, lse = backend.attend_coded(q, stored, weighed, begin, end)
+    found = backend.attend_coded(q, stored, weighed, begin, end)
     exact = [x.codec.decode(x.codes.flatten(1, 3), x.scale.flatten(1, 2), x.rotation, 128) for x in (stored, weighed)]
-    expected, expected_lse = plain(q, *(x.flatten(0, 1)[None, None] for x in exact), begin, end)
-    torch.testing.assert_close(out.double(), expected, atol=2e-4, rtol=0)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-4, rtol=0)
+    assert_both_close(found, plain(q, *(x.flatten(0, 1)[None, None] for x in exact), begin, end), 2e-4, rtol=0)
 
 
 @EVERY
 @pytest.mark.parametrize("axis", ["keys", "values"])
-def test_a_scale_that_is_no_number_shows(backend: ModuleType, axis: str, seed: int) -> None:
-    rows = {name: paged(torch.randn(1, 1, 192, 128, device=DEVICE), name) for name in ("keys", "values")}
-    rows[axis].scale[1, 0, 9] = torch.nan
-    q, (begin, end) = torch.randn(1, 3, 128, device=DEVICE), torch.tensor([[0], [192]], device=DEVICE)
-    out, lse = backend.attend_coded(q, rows["keys"], rows["values"], begin, end)
-    assert out.isnan().all() and (axis == "values" or lse.isnan().all())
-    out, lse = backend.attend_coded(q, rows["keys"], rows["values"], begin + 80, end)
-    assert out.isfinite().all() and lse.isfinite().all()
-
-
-@EVERY
-@pytest.mark.parametrize("axis", ["keys", "values"])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("pair", [("lloyd-4bit", "lloyd-4bit"), *PAIRS], ids=str)
 def test_a_number_of_a_token_that_is_none_shows(
     backend: ModuleType, pair: tuple[str, str], axis: str, seed: int
 ) -> None:

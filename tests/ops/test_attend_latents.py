@@ -1,11 +1,11 @@
-"""Attention over all tokens of low-rank keys: what selecting each of them gives."""
+"""Attention over all tokens of low-rank keys against attention to all tokens as selected ones."""
 
-import os
 from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
+from devices import INTERPRETED, ON_GPU, TRITON_RUNS
 from selected_case import PAGES, Case, learned, there
 
 from shadowkv.kvcache.codecs import ROW_CODECS
@@ -15,9 +15,8 @@ from shadowkv.ops.attend_selected import reference as attend_selected
 from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
 from shadowkv.ops.page import PAGE
 
-ON_GPU, INTERPRETED = torch.cuda.is_available(), os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = [reference]
-if ON_GPU or INTERPRETED:
+if TRITON_RUNS:
     from shadowkv.ops.attend_coded import triton_selected
 
     BACKENDS.append(triton_selected)
@@ -27,7 +26,8 @@ if not cpu.missing() and not INTERPRETED:
     BACKENDS.append(cpu)
 
 FIRST, BEGIN, END = torch.tensor([[PAGE * (PAGES - 1), 0, 0], [8, 0, 24], [PAGE, PAGE * PAGES, 24]])
-"""Of rows; the last has no tokens, and the first is far behind, with a page table as wide as the longest's."""
+"""First positions, begins and ends of rows. The last row has no tokens. The first starts late, and its page table is as
+wide as that of the longest row."""
 
 
 def case_of(keys: str, values: str, dtype: torch.dtype) -> Case:

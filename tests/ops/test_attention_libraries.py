@@ -1,5 +1,5 @@
-"""What FlashInfer and flash-attn are asked for, computed by functions that do as the libraries' documentation says; and
-where they are chosen."""
+"""The backends that call FlashInfer and flash-attn, with stubs of the libraries; and where these backends are
+chosen."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import library_checks
 import pytest
 import torch
 from attention_stubs import STUBS, BatchPrefillWithRaggedKVCacheWrapper, stub
-from precision import assert_close_like_lowp
-from test_dense_attention import CACHED, doubles, packed, with_cached
+from test_dense_attention import CACHED, packed, with_cached
 from test_op_registry import TURBO
 
 from shadowkv.engine.startup.loading import backend_lines
 from shadowkv.load_settings import ATTENTION_BACKENDS
 from shadowkv.ops import extension
 from shadowkv.ops.cuda_compiler import PYPI, CompilerNotFound
-from shadowkv.ops.dense_attention import flash_attn, flashinfer, reference
-from shadowkv.ops.dense_attention.forms import Packed
+from shadowkv.ops.dense_attention import flash_attn, flashinfer
 from shadowkv.ops.registry import FORMS, LIBRARIES, Ops
 from shadowkv.wording import SettingsError
 
@@ -53,13 +52,6 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return {"flashinfer": flashinfer, "flash_attn": flash_attn}[request.param]
 
 
-def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Queries [n, H_q, d], and keys and values [m, H, d] within larger tensors of NaN, as scratch is strided."""
-    scratch = torch.full((2, m + 3, heads + 1, dim), torch.nan)
-    scratch[:, 2 : 2 + m, :heads] = torch.randn(2, m, heads, dim)
-    return (2 * torch.randn(n, heads * group, dim)).to(dtype), *scratch.to(dtype)[:, 2 : 2 + m, :heads]
-
-
 @shapes
 @sizes
 @dtypes
@@ -67,19 +59,14 @@ def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) 
 def test_blocks_and_their_sums_are_the_references(
     seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int, dtype: torch.dtype, is_causal: bool
 ) -> None:
-    q, k, v = drawn(n, m, heads, group, dim, dtype)
-    out, lse = library.partial(q, k, v, is_causal)
-    exact, low = reference.partial(*doubles(q, k, v), is_causal), reference.partial(q, k, v, is_causal)
-    assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, q.shape[:2])
-    assert_close_like_lowp(out, exact[0], low[0])
-    torch.testing.assert_close(lse.double(), exact[1].double(), atol=1e-4, rtol=1e-5)
+    lse, exact, _ = library_checks.partial(library, *library_checks.drawn(n, m, heads, group, dim, dtype), is_causal)
+    torch.testing.assert_close(lse.double(), exact.double(), atol=1e-4, rtol=1e-5)
 
 
 @shapes
 @sizes
 def test_causal_queries_are_the_last(seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int) -> None:
-    args = drawn(n, m, heads, group, dim, torch.bfloat16)
-    assert_close_like_lowp(library.causal(*args), reference.causal(*doubles(*args)), reference.causal(*args))
+    library_checks.causal(library, *library_checks.drawn(n, m, heads, group, dim, torch.bfloat16))
 
 
 @shapes
@@ -89,11 +76,7 @@ def test_causal_queries_are_the_last(seed: int, library: Any, heads: int, group:
 def test_windows_have_as_many_tokens_and_sinks_their_share(
     seed: int, library: Any, heads: int, group: int, dim: int, n: int, m: int, window: int, with_sinks: bool
 ) -> None:
-    q, k, v = drawn(n, m, heads, group, dim, torch.bfloat16)
-    sinks = 3 * torch.randn(q.shape[1]) if with_sinks else None
-    exact = reference.windowed(*doubles(q, k, v), window, sinks, None)
-    low = reference.windowed(q, k, v, window, sinks, None)
-    assert_close_like_lowp(library.windowed(q, k, v, window, sinks, None), exact, low)
+    library_checks.windowed(library, library_checks.drawn(n, m, heads, group, dim, torch.bfloat16), window, with_sinks)
 
 
 @shapes
@@ -102,8 +85,7 @@ def test_packed_sequences_see_themselves_alone(
     seed: int, library: Any, heads: int, group: int, dim: int, lengths: list[int]
 ) -> None:
     *args, pack = packed(lengths, heads, group, dim, torch.bfloat16)
-    exact = reference.packed(*doubles(*args), pack)
-    assert_close_like_lowp(library.packed(*args, pack), exact, reference.packed(*args, pack))
+    library_checks.packed(library, args, pack)
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", ""])
@@ -112,17 +94,13 @@ def test_packed_sequences_see_what_they_have_cached(
     seed: int, library: Any, lengths: list[int], cached: list[int], known: bool
 ) -> None:
     *args, pack = with_cached(lengths, cached, 2, 3, 64, torch.bfloat16)
-    exact, low = reference.packed(*doubles(*args), pack), reference.packed(*args, pack)
     unknown = pack._replace(lengths=None)
-    assert_close_like_lowp(library.packed(*args, pack if known else unknown), exact, low)
-    exact, low = (reference.windowed(*some, 50, None, unknown) for some in (doubles(*args), args))
-    assert_close_like_lowp(library.windowed(*args, 50, None, unknown), exact, low)
+    library_checks.packed(library, args, pack, pack if known else unknown)
+    library_checks.windowed(library, args, 50, False, unknown)
 
 
 def test_no_packed_sequences(library: Any) -> None:
-    q, k = torch.empty(0, 8, 64), torch.empty(0, 2, 64)
-    starts = torch.zeros(1, dtype=torch.int32)
-    assert library.packed(q, k, k, Packed(starts, ())).shape == q.shape
+    library_checks.no_packed_sequences(library)
 
 
 @pytest.mark.parametrize("library", ["flashinfer"], indirect=True)
@@ -171,7 +149,7 @@ CASE = replace(TURBO, ops=frozenset((*CALLS, "paged_attention", "paged_window_at
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both libraries, and our kernels, as far as choosing goes."""
+    """The registry finds both libraries and our kernels."""
     for op in ("dense_attention", "paged_attention"):
         for name in ("cuda", "cuda_masked", "cuda_sm90", "flashinfer", "flash_attn"):
             if find_spec(f"shadowkv.ops.{op}.{name}"):
@@ -216,9 +194,9 @@ def test_an_override_goes_before_a_library(installed: None) -> None:
 @pytest.mark.parametrize(
     ("library", "changes", "reason"),
     [
-        ("flashinfer", {"dtype": torch.float32}, "torch.float32 is not of 16 bits"),
+        ("flashinfer", {"dtype": torch.float32}, "torch.float32 is not bfloat16 or float16"),
         ("flash-attn", {"dtype": torch.float32}, "torch.float32 is not of 16 bits"),
-        ("flashinfer", {"head_dim": 96}, "head dim 96 is not 64, 128, 256"),
+        ("flashinfer", {"head_dim": 96}, "head dim 96 is not 64, 128 or 256"),
         ("flash-attn", {"head_dim": 264}, "head dim 264 is no multiple of 8 up to 256"),
         ("flash-attn", {"ops": frozenset({"rms_norm"})}, "no op that is called has a backend of it"),
     ],
@@ -237,7 +215,7 @@ def test_flash_attn_takes_more_head_dims(installed: None) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU."""
+    """PyTorch reports a GPU of compute capability 8.6."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
 

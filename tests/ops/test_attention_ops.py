@@ -16,7 +16,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 
 
 def paged_case(heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple:
-    """Shuffled pages with gaps, NaN in every row and page that no count covers; and the plain rows."""
+    """Shuffled pages with gaps, NaN in rows and pages without valid tokens; and the plain rows."""
     counts = torch.tensor(
         [
             [1, 0, 0, 0, 0],

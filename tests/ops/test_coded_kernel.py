@@ -1,4 +1,4 @@
-"""The CUDA kernel of attention over coded tokens, run by threads of a CPU that take turns, against the reference."""
+"""The CUDA kernel of attention over coded tokens against the reference. It runs on a CPU, whose threads take turns."""
 
 import ctypes
 import math
@@ -49,7 +49,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def stored(name: str, rows: Tensor) -> CodedRows:
-    """Rows [H, n, 128] of one sequence in shuffled pages between others of bytes of 255."""
+    """Rows [H, n, 128] of one sequence in shuffled pages. All other pages have bytes of 255."""
     heads, entries = len(rows), rows.shape[1] // 64
     codec = ROW_CODECS[name]
     rotation = codec.rotation_matrix(128, "keys") if codec.rotated else None
@@ -75,7 +75,7 @@ def as_rows(source: CodedRows) -> Rows:
 def by_threads(
     library: ctypes.CDLL, q: Tensor, keys: CodedRows, values: CodedRows, begin: Tensor, end: Tensor, splits: int
 ) -> tuple[Tensor, Tensor]:
-    """As the op, its outputs NaN before."""
+    """Calls the kernel like the op, with outputs that hold NaN before."""
     heads, entries, rows = keys.codes.shape[1], keys.pages.shape[1], q.shape[1]
     asked = (q if keys.rotation is None else q @ keys.rotation).contiguous()
     shapes = (1, rows, 128), (1, rows), (1, rows, splits, 128), (1, rows, splits)

@@ -1,5 +1,5 @@
-"""How the CUDA kernel of attention over coded tokens reads its codes, compiled for a CPU: every lane's copies, loads,
-byte permutations and the dimensions it takes their bytes for, against the codecs."""
+"""Decoding in the CUDA kernel of attention over coded tokens, compiled for a CPU, against the codecs: every lane's
+copies, loads and byte permutations, and the dimensions of its bytes."""
 
 import ctypes
 import shutil
@@ -31,7 +31,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def decoded(library: ctypes.CDLL, codec: RowCodec, axis: str, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes int8 [64, 128] and numbers of 16 bits, or as the scales, as lanes find them in a page."""
+    """Bytes int8 [64, 128] of a page as lanes decode them, and the scales as they read them."""
     found = torch.full((64, 128), 77, dtype=torch.int8)
     numbers = torch.full_like(scale, torch.nan) if scale.numel() else torch.full((64, 4), torch.nan).half()
     codes_at, scale_at, *found_at = (ctypes.c_void_p(x.data_ptr()) for x in (codes, scale, found, numbers))

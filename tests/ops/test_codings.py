@@ -1,4 +1,4 @@
-"""Codes, scales and zero points as kernels for GPUs take them stand for the same numbers as the rows they are of."""
+"""Rows that were converted to a coding have the same numbers as before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHERS = {
 
 
 def numbers(coded: Coded, found: Coding) -> Tensor:
-    """float64 [N, K]."""
+    """The numbers of rows in a coding, float64 [N, K]."""
     codes = coded.codes
     if found.element in ("e2m1", "e4m3"):
         form = GroupForm(found.element, None, torch.float32)

@@ -1,4 +1,4 @@
-"""Numbers and rules that Python has and C++ or CUDA have too are the same on both sides."""
+"""Numbers and rules that Python shares with C++ or CUDA are the same on both sides."""
 
 import re
 from pathlib import Path
@@ -106,7 +106,7 @@ SHARED = {
         "kWhitenMostRows": whiten_rows.LARGEST,
     },
 }
-"""By file and name: the number in Python, or several that the definition names in order."""
+"""By file and name of a constant: Python's number, or Python's numbers in the order of the constant's."""
 
 CHECKED = [
     ("attend_selected/arguments.h", "chunk", attend_selected.CHUNKS),
@@ -117,7 +117,7 @@ CHECKED = [
     ("sign_scores/sign_scores.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
     ("sketch_queries/sketch_queries.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
 ]
-"""Bindings, what they check of their arguments, and what Python says it may be."""
+"""Bindings, a number of their arguments that they check, and its values that Python supports."""
 
 NUMBER = r"\b(?:0x[\da-f]+|\d+(?:\.\d+)?)"
 

@@ -1,13 +1,13 @@
 """Attention over selected chunks in C++ against the reference: forms, dtypes, ragged selections, bad arguments."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from devices import by_threads, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_formulas import assert_close
@@ -22,14 +22,10 @@ from shadowkv.ops.extension import cpu_missing
 pytestmark = pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension is not built")
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def check(case: Case) -> None:
+    """Results in float32 against the reference in float64."""
+    for found, exact in zip(cpu.attend_selected(*case.arguments), case.exact(), strict=True):
+        assert_close(found, exact, atol=1e-4, rtol=1e-4)
 
 
 ROPES = [
@@ -59,11 +55,7 @@ FORMS = st.fixed_dictionaries(
 @given(form=FORMS, seed=st.integers(0, 2**32 - 1))
 def test_float32_is_the_reference(form: dict[str, Any], seed: int) -> None:
     torch.manual_seed(seed)
-    case = Case(**form)
-    out, lse = cpu.attend_selected(*case.arguments)
-    exact, sums = case.exact()
-    assert_close(out, exact, atol=1e-4, rtol=1e-4)
-    assert_close(lse, sums, atol=1e-4, rtol=1e-4)
+    check(Case(**form))
 
 
 @settings(max_examples=50, deadline=None)
@@ -82,9 +74,7 @@ def test_of_bfloat16_only_the_result_is_rounded(form: dict[str, Any], seed: int)
 def test_other_head_dims(seed: int, dim: int) -> None:
     """Not a multiple of a vector; 96 in the widths that it can have."""
     for values in ("rows", "4", "2") if dim == 96 else ("rows",):
-        case = Case(dim=dim, values=values, keys="low-rank-int8")
-        for found, exact in zip(cpu.attend_selected(*case.arguments), case.exact(), strict=True):
-            assert_close(found, exact, atol=1e-4, rtol=1e-4)
+        check(Case(dim=dim, values=values, keys="low-rank-int8"))
 
 
 def test_some_of_each_dtype_together(seed: int) -> None:
@@ -93,8 +83,7 @@ def test_some_of_each_dtype_together(seed: int) -> None:
     assert isinstance(case.keys, LatentKeys)
     assert case.keys.mean is not None
     case.keys = replace(case.keys, mean=case.keys.mean.float())
-    for found, exact in zip(cpu.attend_selected(*case.arguments), case.exact(), strict=True):
-        assert_close(found, exact, atol=1e-4, rtol=1e-4)
+    check(case)
 
 
 def test_pages_may_overlap_and_tables_may_be_views(seed: int) -> None:
@@ -112,10 +101,8 @@ def test_pages_may_overlap_and_tables_may_be_views(seed: int) -> None:
 
 
 def test_the_number_of_threads_changes_no_bit(seed: int) -> None:
-    case, results = Case(batch=4, keys="low-rank-int8", values="3"), []
-    for count in (1, 2, 5):
-        with threads(count):
-            results.append(cpu.attend_selected(*case.arguments))
+    case = Case(batch=4, keys="low-rank-int8", values="3")
+    results = by_threads(lambda: cpu.attend_selected(*case.arguments))
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])

@@ -1,4 +1,4 @@
-"""What only the C++ backends have: checks of their arguments, threads, instruction sets, a fake."""
+"""Properties of the C++ backends: checks of arguments, threads, instruction sets, and fake implementations."""
 
 import os
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import by_threads
 from plain_formulas import SHAPES, assert_close, attend_rows, poison
 from test_cpu_attend_selected import Case
 from torch import Tensor
@@ -82,14 +83,8 @@ def test_the_binding_refuses_pages_and_counts_that_lie_outside():
 
 @pytest.mark.parametrize("lengths", [[8192], [1, 64, 65, 1000, 513, 512]], ids=["long", "ragged"])
 def test_the_number_of_threads_changes_no_bit(seed, lengths):
-    args, before = case(lengths), torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(cpu.paged_attention(*args))
-    finally:
-        torch.set_num_threads(before)
+    args = case(lengths)
+    results = by_threads(lambda: cpu.paged_attention(*args))
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0])
         assert torch.equal(lse, results[0][1])

@@ -1,4 +1,4 @@
-"""Queries of a key sketch in C++ are the reference's."""
+"""Queries for a key sketch in C++ against the reference."""
 
 import dataclasses
 

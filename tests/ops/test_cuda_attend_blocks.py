@@ -34,8 +34,8 @@ LENGTHS = [  # queries, keys
 
 
 def listed(n: int, m: int, heads: int, group: int, share: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Ascending blocks of every tile, its own ones last, and as how many the others count; what lies past their number
-    is far away."""
+    """Ascending blocks of every tile, its own ones last, and the weights of the others. Indices past the count are far
+    out of bounds."""
     tiles, blocks = -(-n // BLOCK), -(-m // BLOCK)
     indices = torch.full((heads * group, tiles, blocks), 2**23, dtype=torch.int32)
     counts = torch.zeros(heads * group, tiles, dtype=torch.int32)
@@ -76,7 +76,7 @@ def problem(
 
 
 def check(args: Args) -> Tensor:
-    """Against the reference: float32 as the truth, the Triton kernel as the measure of what rounding does."""
+    """Compares with the reference in float32. The Triton kernel's error is the measure of rounding."""
     out, lse = cuda_sm90.attend_blocks(*args)
     exact, exact_lse = reference.attend_blocks(*(x.float() for x in args[:3]), *args[3:])
     low, low_lse = triton.attend_blocks(*args)

@@ -24,8 +24,7 @@ Problem = tuple[Tensor, CodedRows, CodedRows, Tensor, Tensor]
 
 
 def problem(heads: int, group: int, dim: int, chunk: int = 8) -> Problem:
-    """Rows of 10 pages, which lie shuffled among others: NaN in every row of theirs that is not attended to, and in
-    states that no row has."""
+    """Rows of 10 pages, shuffled among other pages. Tokens that are not attended to, and states of no row, are NaN."""
     codec, batch, pages = Fp8Rows(), len(END), 10
     begin, end = torch.tensor(BEGIN, device="cuda"), torch.tensor(END, device="cuda")
     fields = [Field(name, (heads, PAGE // chunk, chunk, dim), torch.uint8) for name in "kv"]

@@ -1,10 +1,12 @@
-"""Attention over selected tokens from latents on Hopper against the reference; that it is chosen there."""
+"""Attention over selected tokens from latents on Hopper against the reference; and that it is chosen there."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from test_cuda_attend_selected import DEVICE, check, log_weights, problem
+from test_cuda_attend_selected import DEVICE, YARN, check, check_replay, log_weights, problem
+from test_cuda_attend_selected import attend as attend_selected
 
 from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.case import Case
@@ -16,15 +18,11 @@ if cuda_sm90.missing():
 CODES = ("4-bit codes", "3-bit codes", "2-bit codes")
 
 
-def attend(args: tuple) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel's results in memory that held NaN."""
-    junk = [torch.full((2**20,), torch.nan, device=DEVICE) for _ in range(4)]
-    del junk
-    return cuda_sm90.attend_selected(*args)
+attend = partial(attend_selected, backend=cuda_sm90)
 
 
 def ascending(args: tuple) -> tuple:
-    """The same with chunks in ascending order, -1s last."""
+    """The arguments with chunks in ascending order, then -1s."""
     selected = args[3].masked_fill(args[3] < 0, 2**40).sort(-1)[0]
     return (*args[:3], selected.masked_fill(selected == 2**40, -1))
 
@@ -137,8 +135,7 @@ def test_mean_in_float(seed):
 
 
 def test_magnitude_of_the_rotation(seed):
-    rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256}
-    args = problem(2, 4, 128, "int4", "4-bit codes", tokens=[900, 300], **rope)
+    args = problem(2, 4, 128, "int4", "4-bit codes", tokens=[900, 300], **YARN)
     check(args, attend(args))
 
 
@@ -146,23 +143,14 @@ def test_magnitude_of_the_rotation(seed):
 @pytest.mark.parametrize("magnitude", [False, True])
 def test_dimensions_that_do_not_rotate(seed, group, dim, rotary, magnitude):
     """GLM-4.5 rotates half of a head; no magnitude of the rotation is theirs."""
-    rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256} if magnitude else {}
+    rope = YARN if magnitude else {}
     args = problem(2, group, dim, "int4", "3-bit codes", tokens=[900, 300], rank=96, rotary_dim=rotary, **rope)
     check(args, attend(args))
 
 
 @pytest.mark.parametrize("values", CODES)
 def test_captured_call_equals_the_eager_one(seed, values):
-    args = problem(2, 4, 128, "int4", values, tokens=[900, 300], rank=160)
-    eager = cuda_sm90.attend_selected(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cuda_sm90.attend_selected(*args)
-    for x in out:
-        x.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(out[0], eager[0])
-    assert torch.equal(out[1], eager[1])
+    check_replay(problem(2, 4, 128, "int4", values, tokens=[900, 300], rank=160), cuda_sm90)
 
 
 CASE = Case(

@@ -25,7 +25,7 @@ Problem = tuple[Tensor, LatentKeys, CodedRows, Tensor, Tensor]
 
 
 def widths_of(count: int, rank: int) -> Tensor:
-    """Uint8 [count, rank]: any widths, the same of 16 that follow each other, 4 on average at the most."""
+    """Random widths uint8 [count, rank], equal within every 16 dimensions, at most 4 on average."""
     groups = rank // SAME_WIDTH
     widths = torch.tensor([0, 2, 4, 6, 8])[torch.randint(5, (count, groups))]
     while (over := widths.sum(1) > 4 * groups).any():
@@ -35,7 +35,7 @@ def widths_of(count: int, rank: int) -> Tensor:
 
 
 def problem(heads: int, group: int, rank: int, chunk: int = 8, **scaling: float | str) -> Problem:
-    """Rows of 10 pages, which lie shuffled among others, as states do; NaN in what no row has."""
+    """Rows of 10 pages, shuffled among other pages, and of shuffled states. Pages and states of no row are NaN."""
     latent, vector, batch = MixedLatents(), VectorRows(), len(END)
     begin, end = torch.tensor(BEGIN, device="cuda"), torch.tensor(END, device="cuda")
     width, dtype = latent.field(rank, torch.bfloat16)

@@ -1,6 +1,7 @@
 """Attention over selected chunks in CUDA against the reference in float32, on pages as the cache has them."""
 
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ SHAPES = [
     (2, 12, 128),
     (1, 16, 256),
 ]
+YARN = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256}
 LATENTS = {"int8": Int8Latents(), "int4": Int4Latents(), "bf16": DenseLatents()}
 KEYS = tuple(LATENTS)
 VALUES = (
@@ -40,14 +42,14 @@ VALUES = (
 
 
 def codec_of(values: str | RowCodec) -> RowCodec | None:
-    """Of codes; None of rows that are none."""
+    """The codec of ``values``; None for plain rows."""
     if isinstance(values, RowCodec):
         return values
     return ROTATED_ROWS[int(values[values.index("-bit") - 1])] if "-bit" in values else None
 
 
 def skip_what_has_no_kernel(keys: str, values: str, dim: int) -> None:
-    """Combinations that no kernel is made for, and codes that there are none of."""
+    """Skips pairs of formats without a kernel, and codecs that do not exist for ``dim``."""
     codec = codec_of(values)
     if codec is None:
         return
@@ -58,7 +60,7 @@ def skip_what_has_no_kernel(keys: str, values: str, dim: int) -> None:
 
 
 def selections(tokens: list[int], heads: int, count: int, chunk: int) -> Tensor:
-    """Distinct random full chunks of rows of so many tokens, ragged per head, -1s last."""
+    """Distinct random full chunks of rows with ``tokens`` tokens, a random number per head, then -1s."""
     selected = torch.full((len(tokens), heads, count), -1)
     for row, length in enumerate(tokens):
         for head in range(heads):
@@ -69,14 +71,15 @@ def selections(tokens: list[int], heads: int, count: int, chunk: int) -> Tensor:
 
 
 def poisoned(x: Tensor, used: Tensor) -> Tensor:
-    """Floats that no valid token reads become NaN; integers extreme. ``used`` bool over the leading dimensions."""
+    """``x`` with NaN, or the largest integer, where ``used``, bool over the leading dimensions, is false."""
     junk = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max
     used = used.to(x.device)
     return x.masked_fill(~used.view(*used.shape, *[1] * (x.dim() - used.dim())), junk)
 
 
 def buffered(values: DenseRows | CodedRows, selected: Tensor) -> BufferedRows:
-    """The selected chunks in shuffled entries of shuffled slots; junk in all others and where they were."""
+    """The selected chunks in shuffled entries of shuffled slots. Other entries, and the chunks' original places, are
+    poisoned."""
     field = "rows" if isinstance(values, DenseRows) else "codes"
     stored = getattr(values, field)
     batch, heads, count = selected.shape
@@ -109,9 +112,9 @@ def problem(
     first: int = 0,
     **rope: object,
 ) -> tuple:
-    """q, keys, values and selected; with ``first`` every page table starts so many pages earlier than its pages.
+    """q, keys, values and selected. Every page table starts with ``first`` pages that do not exist.
 
-    Codecs by the names of tests, or themselves; then ``in_buffer`` says where values are.
+    Codecs are given by the names of this file or as objects. ``in_buffer`` is for the latter.
     """
     in_buffer = in_buffer or (isinstance(values, str) and values.startswith("buffered"))
     chunks, blocks = PAGE // chunk, sum(-(-length // PAGE) for length in tokens) + 3
@@ -175,7 +178,8 @@ def problem(
 def latent_keys(
     stored: Tensor, codec: LatentCodec, step: Tensor, pages: Tensor, head: tuple[int, int], mean: bool, rope: RopeConfig
 ) -> LatentKeys:
-    """Random states of which each row has another, behind up to three pages; ``step`` is folded into the basis."""
+    """Keys with a random state for each row, and first positions of up to three pages. The basis is multiplied by
+    ``step``."""
     fitted = 5 + len(pages)
     basis = (step[:, None, None] * torch.randn(fitted, len(step), *head) / len(step) ** 0.5).to(DEVICE, torch.bfloat16)
     means = torch.randn(fitted, *head).to(DEVICE, torch.bfloat16) if mean else None
@@ -186,7 +190,7 @@ def latent_keys(
 
 
 def log_weights(selected: Tensor) -> Tensor:
-    """A random one of every selected chunk, NaN of none."""
+    """Random log-weights of selected chunks, NaN for others."""
     return torch.rand(selected.shape, device=DEVICE).mul(7).masked_fill(selected < 0, torch.nan)
 
 
@@ -205,11 +209,24 @@ def check(args: tuple, found: tuple[Tensor, Tensor]) -> None:
         assert error <= allowed, f"off by {error:.3g}, allowed {allowed:.3g}"
 
 
-def attend(args: tuple) -> tuple[Tensor, Tensor]:
-    """The kernel's results in memory that held NaN."""
+def attend(args: tuple, backend: ModuleType = cuda) -> tuple[Tensor, Tensor]:
+    """Calls the kernel, whose results probably get memory that held NaN."""
     junk = [torch.full((2**20,), torch.nan, device=DEVICE) for _ in range(4)]
     del junk
-    return cuda.attend_selected(*args)
+    return backend.attend_selected(*args)
+
+
+def check_replay(args: tuple, backend: ModuleType = cuda) -> None:
+    """Checks that a captured call gives the same bits as an eager call."""
+    eager = backend.attend_selected(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.attend_selected(*args)
+    for x in out:
+        x.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out[0], eager[0])
+    assert torch.equal(out[1], eager[1])
 
 
 @pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
@@ -281,7 +298,7 @@ def test_chunks_weigh_what_they_stand_for(seed, chunk, dim, keys, values):
     found = attend((*args, log_weight))
     check((*args, log_weight), found)
     assert not torch.equal(attend(args)[1], found[1])
-    # Wherever they lie.
+    # With any strides.
     elsewhere = attend((*args, log_weight.mT.contiguous().mT))
     assert torch.equal(elsewhere[0], found[0])
     assert torch.equal(elsewhere[1], found[1])
@@ -315,8 +332,7 @@ def test_positions_up_to_a_million(seed, keys):
 
 
 def test_magnitude_of_the_rotation(seed):
-    rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256}
-    args = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], **rope)
+    args = problem(2, 4, 128, "int8", "4-bit codes", tokens=[900, 300], **YARN)
     check(args, attend(args))
 
 
@@ -325,16 +341,7 @@ def test_magnitude_of_the_rotation(seed):
     [("int8", "4-bit codes"), ("int8", "3-bit codes"), ("bf16", "rows"), ("rows", "rows"), ("bf16", "buffered rows")],
 )
 def test_captured_call_equals_the_eager_one(seed, keys, values):
-    args = problem(2, 4, 128, keys, values, tokens=[900, 300], rank=160)
-    eager = cuda.attend_selected(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = cuda.attend_selected(*args)
-    for x in out:
-        x.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(out[0], eager[0])
-    assert torch.equal(out[1], eager[1])
+    check_replay(problem(2, 4, 128, keys, values, tokens=[900, 300], rank=160))
 
 
 def test_a_row_begins_anywhere(seed):
@@ -371,7 +378,7 @@ def test_states_lie_apart_in_an_arena(seed, keys):
 @pytest.mark.parametrize("magnitude", [False, True])
 def test_dimensions_that_do_not_rotate(seed, group, dim, rotary, keys, magnitude):
     """GLM-4.5 rotates half of a head; no magnitude of the rotation is theirs."""
-    rope = {"scaling": "yarn", "factor": 4.0, "original_max_position": 256} if magnitude else {}
+    rope = YARN if magnitude else {}
     args = problem(2, group, dim, keys, "4-bit codes", tokens=[900, 300], rank=96, rotary_dim=rotary, **rope)
     check(args, attend(args))
 

@@ -1,15 +1,14 @@
 """FlashInfer and flash-attn on a GPU against the reference in float64."""
 
-import math
 import os
 
+import library_checks
 import pytest
 import torch
 from precision import assert_close_like_lowp
 from test_dense_attention import doubles, packed
 
 from shadowkv.ops.dense_attention import flash_attn, flashinfer, reference
-from shadowkv.ops.dense_attention.forms import Packed
 
 LIBRARIES = [library for library in (flashinfer, flash_attn) if not library.missing()]
 if not LIBRARIES:
@@ -28,25 +27,15 @@ sizes = pytest.mark.parametrize(("n", "m"), SIZES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def drawn(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Queries [n, H_q, d], and keys and values [m, H, d] within larger tensors of NaN, as scratch is strided."""
-    scratch = torch.full((2, m + 3, heads + 1, dim), math.nan, device="cuda", dtype=dtype)
-    scratch[:, 2 : 2 + m, :heads] = torch.randn(2, m, heads, dim, device="cuda")
-    return (2 * torch.randn(n, heads * group, dim, device="cuda")).to(dtype), *scratch[:, 2 : 2 + m, :heads]
-
-
 @library
 @shapes
 @sizes
 @dtypes
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_blocks_and_their_sums(seed, library, heads, group, dim, n, m, dtype, is_causal):
-    q, k, v = drawn(n, m, heads, group, dim, dtype)
-    out, lse = library.partial(q, k, v, is_causal)
-    exact, low = reference.partial(*doubles(q, k, v), is_causal), reference.partial(q, k, v, is_causal)
-    assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, q.shape[:2])
-    assert_close_like_lowp(out, exact[0], low[0])
-    assert_close_like_lowp(lse, exact[1], low[1])
+    assert_close_like_lowp(
+        *library_checks.partial(library, *library_checks.drawn(n, m, heads, group, dim, dtype, "cuda"), is_causal)
+    )
 
 
 @library
@@ -54,8 +43,7 @@ def test_blocks_and_their_sums(seed, library, heads, group, dim, n, m, dtype, is
 @sizes
 @dtypes
 def test_causal_queries_are_the_last(seed, library, heads, group, dim, n, m, dtype):
-    args = drawn(n, m, heads, group, dim, dtype)
-    assert_close_like_lowp(library.causal(*args), reference.causal(*doubles(*args)), reference.causal(*args))
+    library_checks.causal(library, *library_checks.drawn(n, m, heads, group, dim, dtype, "cuda"))
 
 
 @library
@@ -65,11 +53,7 @@ def test_causal_queries_are_the_last(seed, library, heads, group, dim, n, m, dty
 @pytest.mark.parametrize("window", [1, 64, 129, 4096])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_windows_and_sinks(seed, library, heads, group, dim, n, m, dtype, window, with_sinks):
-    q, k, v = drawn(n, m, heads, group, dim, dtype)
-    sinks = 3 * torch.randn(q.shape[1], device="cuda") if with_sinks else None
-    exact = reference.windowed(*doubles(q, k, v), window, sinks, None)
-    low = reference.windowed(q, k, v, window, sinks, None)
-    assert_close_like_lowp(library.windowed(q, k, v, window, sinks, None), exact, low)
+    library_checks.windowed(library, library_checks.drawn(n, m, heads, group, dim, dtype, "cuda"), window, with_sinks)
 
 
 @library
@@ -78,9 +62,8 @@ def test_windows_and_sinks(seed, library, heads, group, dim, n, m, dtype, window
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [7, 1, 64, 65], [1500, 2, 700, 1024], [40] * 70], ids=str)
 def test_packed_sequences_see_themselves_alone(seed, library, heads, group, dim, dtype, lengths):
     *args, pack = packed(lengths, heads, group, dim, dtype)
-    exact = reference.packed(*doubles(*args), pack)
     for _ in range(2):  # planned, and as planned
-        assert_close_like_lowp(library.packed(*args, pack), exact, reference.packed(*args, pack))
+        library_checks.packed(library, args, pack)
 
 
 @library
@@ -97,9 +80,7 @@ def test_packs_take_turns(seed, library):
 
 @library
 def test_no_packed_sequences(library):
-    q, k = torch.empty(0, 8, 128, device="cuda"), torch.empty(0, 2, 128, device="cuda")
-    starts = torch.zeros(1, dtype=torch.int32, device="cuda")
-    assert library.packed(q, k, k, Packed(starts, ())).shape == q.shape
+    library_checks.no_packed_sequences(library, "cuda")
 
 
 @library
@@ -111,7 +92,7 @@ def test_captured_in_a_graph_they_read_what_is_there(seed, library, name, n, m):
     def run(q, k, v):
         return library.causal(q, k, v) if name == "causal" else library.partial(q, k, v, False)[0]
 
-    args = drawn(n, m, 2, 4, 128, torch.bfloat16)
+    args = library_checks.drawn(n, m, 2, 4, 128, torch.bfloat16, "cuda")
     run(*args)  # compiled
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -123,7 +104,7 @@ def test_captured_in_a_graph_they_read_what_is_there(seed, library, name, n, m):
     with torch.cuda.graph(graph):
         captured = run(*args)
     for _ in range(2):
-        for x, new in zip(args, drawn(n, m, 2, 4, 128, torch.bfloat16)):
+        for x, new in zip(args, library_checks.drawn(n, m, 2, 4, 128, torch.bfloat16, "cuda")):
             x.copy_(new)
         graph.replay()
         assert torch.equal(captured, run(*args))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def put_nvcc(home: Path, version: str) -> Path:
-    """A program that says which version it is, as nvcc does."""
+    """A program that prints its version like nvcc."""
     program = home / "bin/nvcc"
     program.parent.mkdir(parents=True)
     release = version.rpartition(".")[0]
@@ -25,7 +25,7 @@ def put_nvcc(home: Path, version: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with a C++ compiler and no CUDA; returns the folder of Python's packages."""
+    """A machine with a C++ compiler and without CUDA. Returns the folder of Python's packages."""
     gcc = tmp_path / "path/g++"
     gcc.parent.mkdir()
     gcc.touch(0o755)

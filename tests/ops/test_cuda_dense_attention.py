@@ -22,7 +22,7 @@ BACKENDS = {"cuda": cuda} | ({"cuda_sm90": cuda_sm90} if ON_HOPPER else {})
 backends = pytest.mark.parametrize("backend", BACKENDS)
 hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper and the attend_blocks_sm90 library")
 by_size = pytest.mark.parametrize("fewest", [None, 1], ids=["by size", "ours"])
-"""As it is on a Hopper, and always our kernel there."""
+"""The choice of kernel on a Hopper as it is, and always our kernel."""
 MORE_SHAPES = [*SHAPES, (1, 6, 128), (2, 3, 16)]
 
 
@@ -78,7 +78,7 @@ def case(n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype) -
 
 
 def set_fewest_tiles(monkeypatch: pytest.MonkeyPatch, fewest: int | None, backend: str, dim: int) -> None:
-    """Skips what the kernel for Hopper does not take."""
+    """Sets ``MIN_TILES``. Skips head dims that the kernel for Hopper does not support."""
     if backend == "cuda_sm90" and dim not in (64, 128):
         pytest.skip("not a head dim of the kernel for Hopper")
     if fewest is not None:

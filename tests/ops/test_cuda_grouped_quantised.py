@@ -22,7 +22,7 @@ from shadowkv.ops.quantised_matmul import humming
 
 Sizes = tuple[int, int, int]
 SMALL: Sizes = (8, 264, 272)
-"""E, N and K: neither N nor K is a multiple of what is stored."""
+"""E, N and K. N and K are not multiples of the stored sizes."""
 LARGE: list[tuple[str, Sizes]] = [
     *(
         (form, sizes)
@@ -31,7 +31,7 @@ LARGE: list[tuple[str, Sizes]] = [
     ),
     *(("mxfp4", sizes) for sizes in ((32, 5760, 2880), (32, 2880, 2880), (32, 2880, 720))),
 ]
-"""Of Qwen3-30B-A3B, gpt-oss-20b, and a rank of four of it."""
+"""Sizes of Qwen3-30B-A3B, gpt-oss-20b, and one of four ranks of gpt-oss-20b."""
 FORMS = {**ALL, "int4-g128": GroupForm("int4", 128, torch.float16)}
 CASES = [*((name, SMALL) for name in ALL if fits(name, SMALL[2])), *LARGE]
 ROWS = [1, 3, 8, 64, 65, 700, 4096]
@@ -49,7 +49,7 @@ def packed(name: str, sizes: Sizes, spikes: bool) -> tuple[QuantisedRows, hummin
 
 
 def random_on_the_gpu(form: GroupForm, rows: int, columns: int, spikes: bool) -> QuantisedRows:
-    """Groups of a few rows have scales that are larger."""
+    """Random rows. With ``spikes``, groups of a few rows have larger scales."""
     matrix = QuantisedMatrix(columns, [RowBlock(rows, form)], dtype=torch.bfloat16, device=DEVICE)
     fill_random(matrix, torch.Generator(DEVICE).manual_seed(rows))
     (stored,) = matrix.stored(0, rows)
@@ -72,7 +72,7 @@ def few_kernels() -> Iterator[None]:
 
 
 def routed(rows: int, experts: int, behind: int, seed: int) -> Tensor:
-    """Offsets of so many rows, of which the last ones are no expert's; some experts have none."""
+    """Random offsets of ``rows`` rows. The last ``behind`` rows belong to no expert, and some experts have no rows."""
     generator = torch.Generator().manual_seed(seed)
     chances = torch.rand(experts, generator=generator) ** 2
     chances[:: 3 if experts > 3 else experts] = 0
@@ -82,7 +82,7 @@ def routed(rows: int, experts: int, behind: int, seed: int) -> Tensor:
 
 
 def check(x: Tensor, stored: QuantisedRows, got: Tensor, offsets: Tensor) -> None:
-    """As ``close``, to products of bfloat16 numbers."""
+    """Compares with products of bfloat16 numbers, as ``close``."""
     each = got.shape[1]
     exact, plain = (torch.zeros(got.shape, dtype=torch.float64, device=DEVICE) for _ in range(2))
     for expert, rows in experts_rows(offsets):

@@ -39,7 +39,7 @@ def case(heads: int, group: int, dim: int, counts: Tensor) -> tuple[Tensor, ...]
 
 
 def ragged(batch: int, entries: int) -> Tensor:
-    """Counts with every edge of a tile, rows of one token, whole rows and empty ones."""
+    """Counts at every edge of a tile, with rows of one token, full rows and empty rows."""
     counts = torch.tensor(EDGES)[torch.randint(len(EDGES), (batch, entries))]
     counts[0] = PAGE
     if batch > 2:
@@ -49,7 +49,7 @@ def ragged(batch: int, entries: int) -> Tensor:
 
 
 def check(out: tuple[Tensor, Tensor], args: tuple[Tensor, ...]) -> None:
-    """Against the reference: float32 as the truth, bfloat16 as the measure of what rounding does."""
+    """Compares with the reference in float32. The reference's error in bfloat16 is the measure of rounding."""
     q, k, v, pages, counts = args
     full = counts.sum(1) > 0
     assert out[0].dtype == torch.bfloat16

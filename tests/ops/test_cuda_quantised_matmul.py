@@ -27,7 +27,7 @@ ALL = {
     "zeros of 16": FORMS["int4, zero points"],
 }
 SIZES = [(264, 72), (1536, 392)]
-"""K and N: neither are multiples of what is stored."""
+"""K and N, which are not multiples of the stored sizes."""
 TOKENS = [1, 2, 7, 16, 33, 256, 2048]
 FEW = (8, 48, 256)
 """Batches that kernels are tuned for: fewer are compiled than an engine needs."""
@@ -46,7 +46,8 @@ def drawn(name: str, rows: int, columns: int, spikes: bool) -> QuantisedRows:
 
 
 def blocks(form: BlockForm, rows: int, columns: int, spikes: bool) -> QuantisedRows:
-    """Any bytes, with scales around 0.01; one block a row has none, and with ``spikes`` another's are larger."""
+    """Random blocks with scales around 0.01. One block of a row has scale 0, and with ``spikes`` another has larger
+    scales."""
     made = QuantisedRows(empty_rows(form, rows, columns, torch.device("cpu")), form)
     per_block = made.tensors[0].view(-1, form.bytes)
     per_block.random_()
@@ -77,21 +78,24 @@ def fits(name: str, columns: int) -> bool:
 
 
 def poisoned(tokens: int, rows: int) -> None:
-    """Memory that the next result of that size is likely to get holds NaN."""
+    """Frees memory that holds NaN, which the next result of this size probably gets."""
     for _ in range(4):
         torch.full((tokens, rows), torch.nan, dtype=torch.bfloat16, device=DEVICE)
 
 
 def check(got: Tensor, x: Tensor, numbers: Tensor) -> None:
-    """As ``close``, to a product of bfloat16 numbers."""
+    """Compares with a product of bfloat16 numbers, as ``close``."""
     exact = x.double() @ numbers.double().T
     close((got.double() - exact).abs(), (F.linear(x, numbers.bfloat16()).double() - exact).abs(), exact)
 
 
 def close(error: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """Errors are in their norm within three times those of products of bfloat16 numbers, and a rounding of a row's
-    factor or scale; the largest within twice theirs, and nine roundings of the largest result: up to ten thread blocks
-    share a tile of the result, and add up what they have of it in bfloat16."""
+    """Checks errors against those of products of bfloat16 numbers.
+
+    The norm is within three times theirs, plus a rounding of a row's factor or scale. The largest error is within twice
+    theirs, plus nine roundings of the largest result: up to ten thread blocks share a tile of the result and add their
+    parts in bfloat16.
+    """
     assert error.isfinite().all()
     assert error.amax() <= 2 * plain.amax() + 9 * 2**-9 * exact.abs().amax(), (error.amax(), plain.amax())
     assert error.norm() <= 3 * plain.norm() + 2**-10 * exact.norm(), (error.norm(), plain.norm())

@@ -30,14 +30,14 @@ LENGTHS = [  # queries, keys
     (2048, 4096),
 ]
 CLOSE = 5e-4
-"""Of log2 of sums: 0.04 % of them."""
+"""Bound on errors of log2 of sums, 0.04 % of the sums."""
 
 
 def problem(
     n: int, m: int, heads: int, group: int, dim: int, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, slices of larger tensors that hold NaN around them, and sampled queries. Keys that are in no
-    block of which there is a choice are NaN, too."""
+    """Queries and keys, slices of larger tensors that hold NaN around them, and sampled queries. Keys of blocks that no
+    tile may leave out are NaN too."""
     q, k = (
         torch.full((1 + rows + 200, 1 + number + 1, dim), math.nan, dtype=dtype, device="cuda")[1 : rows + 1, 1:-1]
         for rows, number in ((n, heads * group), (m, heads))
@@ -51,19 +51,19 @@ def problem(
 
 
 def free_end(n: int, m: int, tile: int) -> int:
-    """Where a tile's own blocks and the newest before them begin."""
+    """End of the blocks that a tile may leave out."""
     return (m - n + tile * BLOCK) // BLOCK - LOCAL_BLOCKS + 1
 
 
 def exact(q: Tensor, k: Tensor, sampled: Tensor, head: int, tile: int) -> Tensor:
-    """log2 of the sums of a tile's sampled queries over all blocks of which it has a choice, float64."""
+    """log2 of the sums of a tile's sampled queries over the blocks that it may leave out, float64."""
     keys = k[SINK_BLOCKS * BLOCK : free_end(len(q), len(k), tile) * BLOCK, head * k.shape[1] // q.shape[1]]
     products = q[sampled[head, tile].long(), head].double() @ keys.double().T / math.sqrt(q.shape[2])
     return products.unflatten(1, (-1, BLOCK)).logsumexp(2) / math.log(2)
 
 
 def score(q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
-    """[tiles of whole parts, query heads, sampled, blocks]; what was not written is NaN."""
+    """The kernel's scores [tiles of whole parts, query heads, sampled, blocks], NaN where it did not write."""
     group = q.shape[1] // k.shape[1]
     scores = triton.score_buffer(q, k).fill_(math.nan)
     cuda_sm90.score_blocks(q, k, sampled, scores)
@@ -74,7 +74,7 @@ def score(q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
 
 
 def check(q: Tensor, k: Tensor, sampled: Tensor, close: float = CLOSE) -> Tensor:
-    """Against float64, and that nothing else is written."""
+    """Compares scores with float64, and checks that no others are written."""
     n, m = len(q), len(k)
     got, tiles = score(q, k, sampled), -(-n // BLOCK)
     assert got[tiles:].isnan().all()

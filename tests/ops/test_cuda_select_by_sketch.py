@@ -34,7 +34,7 @@ def problem(
     chunk: int = 1,
     columns: int | None = None,
 ) -> tuple:
-    """Arguments: shuffled pages of an arena whose other bytes are all NaN, counts as valid pages of each row."""
+    """Arguments with shuffled pages of an arena whose other bytes are all 255. ``counts`` are the rows' valid pages."""
     device = torch.device("cuda")
     columns = columns or max(1, *counts)
     fields = [
@@ -116,7 +116,8 @@ def check(args: tuple) -> None:
 
 
 def check_sampling(args: tuple, sampling: Sampling, layer: int = 0) -> None:
-    """Against chances from parts of the reference: which chunks are sampled depends on the last bits of their sums."""
+    """Compares with probabilities from parts of the reference, because the last bits of sums decide which chunks are
+    sampled."""
     queries, coarse, num_pages, budget, chunk = args[0], args[1], args[6], args[7], args[8]
     made, log_weight = cuda.select_by_sketch(*args, sampling, layer)
     # A kernel adds up weights by the middles of bins: off by a 64th of a value, in powers of two, at the most.
@@ -168,7 +169,7 @@ def check_sampling(args: tuple, sampling: Sampling, layer: int = 0) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch):
-    """Memory that the kernel is given to write to holds what would be seen."""
+    """Memory for the kernel's results holds values that tests would notice."""
     monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, 119, **options))
 
 
@@ -231,7 +232,7 @@ def test_queries_and_keys_of_zero(seed):
 
 
 def larger(scale: Tensor, steps: int) -> None:
-    """Makes scales 2**(steps / 8) times as large, or the largest, where there are any."""
+    """Multiplies scales by 2**(steps / 8), up to the largest scale."""
     scale.copy_((scale.int() + steps).clamp(max=247).where(scale != EXCLUDED_SCALE, scale))
 
 

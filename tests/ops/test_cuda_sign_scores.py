@@ -23,7 +23,7 @@ def queries_of(q: Tensor) -> SketchQueries:
 
 
 def problem(counts: list[int], heads: int, group: int, dim: int, columns: int) -> Arguments:
-    """Arguments: shuffled pages of an arena whose other bytes are all NaN; ``counts`` pages of each row."""
+    """Arguments with shuffled pages of an arena whose other bytes are all 255. ``counts`` are the rows' valid pages."""
     device = torch.device("cuda")
     fields = [
         Field("other", (100,), torch.uint8),
@@ -48,7 +48,7 @@ def problem(counts: list[int], heads: int, group: int, dim: int, columns: int) -
 
 
 def check(args: Arguments) -> None:
-    """Equal to the last bits of float16."""
+    """Compares with the reference up to the last bit of float16."""
     scores, expected = cuda.sign_scores(*args), reference.sign_scores(*args)
     assert scores.dtype == torch.float16 and scores.shape == expected.shape
     torch.testing.assert_close(scores, expected, atol=0, rtol=2**-10)
@@ -57,7 +57,7 @@ def check(args: Arguments) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch):
-    """Memory that the kernel is given to write to holds NaN, or -1 where it is whole numbers."""
+    """Memory for the kernel's results holds NaN, or -1 for whole numbers."""
 
     def filled(*size, **options):
         return torch.full(size, math.nan if options["dtype"].is_floating_point else -1, **options)

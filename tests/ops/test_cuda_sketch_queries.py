@@ -1,4 +1,4 @@
-"""Queries of a key sketch on a GPU against the reference there, and the ops that follow each other as an index does."""
+"""Queries for a key sketch on a GPU against the reference, and the ops that an index calls after each other."""
 
 import dataclasses
 
@@ -20,12 +20,12 @@ if cuda.missing() or scoring.missing() or selecting.missing():
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch):
-    """Memory that the kernel is given to write to holds what would be seen."""
+    """Memory for the kernel's results holds values that tests would notice."""
     monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, 119, **options))
 
 
 def maps_of(heads: int, dim: int, states: int = 3) -> Tensor:
-    """Maps of every state and kv head, near rotations; states have gaps between them."""
+    """Maps of every state and kv head, close to rotations, with gaps between states."""
     maps = (
         random_rotation(dim, "sketch").cuda() + 0.3 * torch.randn(states, 2, heads, dim, dim, device="cuda") / dim**0.5
     )
@@ -33,7 +33,7 @@ def maps_of(heads: int, dim: int, states: int = 3) -> Tensor:
 
 
 def whole_in(q: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Queries and maps that leave nothing to round: whole numbers with a largest one of 127."""
+    """Queries and maps whose products need no rounding: whole numbers, the largest 127."""
     dim = q.shape[-1]
     q = torch.randint(-126, 127, q.shape, device="cuda").to(q.dtype)
     q[..., 3] = 127
@@ -42,7 +42,7 @@ def whole_in(q: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def check(q: Tensor, heads: int) -> None:
-    """Exact where there is nothing to round; otherwise about a coordinate in a thousand may be off by one."""
+    """Compares with the reference. About a coordinate in a thousand may be rounded differently."""
     states = torch.randint(0, 3, (len(q),), device="cuda")
     args = *whole_in(q, heads), states
     made, expected = cuda.sketch_queries(*args), reference.sketch_queries(*args)

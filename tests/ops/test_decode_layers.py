@@ -1,4 +1,4 @@
-"""A decode step's layers in one call are what the ops that they are made of compute one after the other."""
+"""A decode step's layers in one call against the ops that they are composed of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import by_threads
 from precision import InFloat64, assert_close_like_lowp, draws_in_blocks
 from test_quantised_blocks import random_blocks, rows_of
 from torch import Tensor
@@ -30,7 +31,7 @@ FORMS = {"floats": FLOATS, **{form: ((1.0, form),) for form in ("Q4_0", "Q4_1", 
 
 
 def projection(rows: int, columns: int, parts: Sequence[tuple[float, str | None]], bias: bool = False) -> Projection:
-    """Weights whose products are about as large as what they multiply."""
+    """Weights whose products are about as large as their inputs."""
     row_blocks = []
     for share, form in parts:
         count = round(share * rows)
@@ -50,8 +51,8 @@ def make_layers(
     dim: int = DIM,
     **rope: Any,
 ) -> Layers:
-    """Layers of random weights, with pages full of random tokens of a batch. What has columns that are no whole blocks
-    is of plain numbers."""
+    """Layers with random weights, and pages full of random tokens. Matrices whose columns are not whole blocks are
+    plain."""
     parts, made, query = FORMS[forms], [], QUERY_HEADS * dim
 
     def norm(size: int, there: bool) -> Tensor | None:
@@ -86,13 +87,13 @@ def part(layers: Layers, some: slice) -> Layers:
 
 
 def copied(layers: Layers) -> Layers:
-    """The same with pages of its own."""
+    """The layers with copies of the pages."""
     own = [replace(x, k_pages=x.k_pages.clone(), v_pages=x.v_pages.clone()) for x in layers]
     return Layers(own, layers.eps, layers.rotary)
 
 
 def new_tokens(lengths: Sequence[int]) -> NewTokens:
-    """The newest token of sequences that have these lengths with it, in pages in no order."""
+    """The newest tokens of sequences with these lengths, in shuffled pages."""
     page_ids = torch.randperm(NUM_PAGES)
     width = max(-(-length // PAGE) for length in lengths)
     pages, counts = (
@@ -108,7 +109,7 @@ def new_tokens(lengths: Sequence[int]) -> NewTokens:
 
 
 def in_numbers(layers: Layers, dtype: torch.dtype) -> Layers:
-    """The same in plain numbers of ``dtype``, also what is in blocks."""
+    """The layers with all matrices as plain numbers in ``dtype``."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Projection):
@@ -121,13 +122,14 @@ def in_numbers(layers: Layers, dtype: torch.dtype) -> Layers:
 
 
 def results(way: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Layers, tokens: NewTokens) -> list[Tensor]:
-    """All that a way through the layers gives, with the pages that it wrote to."""
+    """The results of ``way``, and the pages that it wrote to."""
     found = way(x, None, layers, tokens, False)
     return [*found, *(pages for layer in layers for pages in (layer.k_pages, layer.v_pages))]
 
 
 def assert_as_reference(layers: Layers, tokens: NewTokens, threads: int = 1) -> None:
-    """Results and pages are those of the reference, in whole and cut up at attentions."""
+    """Compares results and pages with the reference's, for all layers in one call and for calls that end at
+    attentions."""
     x, before = torch.randn(len(tokens.positions), len(layers.layers[0].attention_norm)), torch.get_num_threads()
     single, double = (in_numbers(layers, dtype) for dtype in (torch.float32, torch.float64))
     with InFloat64():
@@ -177,14 +179,8 @@ def test_norms_biases_and_kinds_of_rope(seed: int, rope: dict[str, Any]) -> None
 
 
 def test_more_threads_change_no_bit(seed: int) -> None:
-    layers, tokens, before, results = make_layers(2, "Q4_1"), new_tokens((700, 3, 129)), torch.get_num_threads(), []
-    x = torch.randn(3, HIDDEN)
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(decode_layers(x, None, layers, tokens, False))
-    finally:
-        torch.set_num_threads(before)
+    layers, tokens, x = make_layers(2, "Q4_1"), new_tokens((700, 3, 129)), torch.randn(3, HIDDEN)
+    results = by_threads(lambda: decode_layers(x, None, layers, tokens, False))
     for found in results[1:]:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, results[0], strict=True))
 

@@ -1,4 +1,4 @@
-"""Public functions of the ops say which shapes their tensors have, or whose arguments they take."""
+"""Docstrings of public functions of ops give the shapes of tensors, or name the function whose arguments they share."""
 
 import ast
 import re
@@ -11,15 +11,15 @@ import shadowkv.ops
 
 OPS = Path(shadowkv.ops.__file__).parent
 TENSORS = re.compile(r"\b(Tensor|\w*(Rows|Keys|Queries|Source|Buffer))\b")
-"""In annotations: tensors, and what holds some, as ``attend_selected.sources`` has it."""
+"""Annotations of tensors, and of objects that hold tensors, such as those in ``attend_selected.sources``."""
 SHAPE = re.compile(r"\[(\.\.\.|[^\[\])]*[A-Za-z][^\[\])]*)?\]")
-"""A list of dimensions, ``[rows, heads, dim]``; one of numbers alone is a range."""
+"""A list of dimensions, such as ``[rows, heads, dim]``. A list of numbers is a range."""
 OTHER = re.compile(r"\b[Aa]s\s+(?:the\s+(reference)|``(?:\w+\.)*(\w+)``)")
-"""Where a docstring says whose arguments and result these are."""
+"""A reference to the function whose arguments and result these are."""
 
 
 def functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
-    """Public ones that are given tensors or return some, of classes too; not kernels, which nobody else calls."""
+    """Public functions and methods that take or return tensors. Kernels have no annotations and are not among them."""
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from functions(node.body)
@@ -37,7 +37,7 @@ SHAPED = {function.name for _, function in FOUND if SHAPE.search(ast.get_docstri
 
 
 def says(function: ast.FunctionDef) -> bool:
-    """Whether a docstring gives a shape, or refers to a function whose own does."""
+    """Whether a docstring gives a shape, or refers to a function whose docstring does."""
     text = ast.get_docstring(function) or ""
     named = {function.name if reference else name for reference, name in OTHER.findall(text)}
     return bool(SHAPE.search(text) or named & SHAPED)

@@ -1,11 +1,11 @@
 """Behaviour on empty inputs: no rows, pages or selection; on the CPU, in Triton's interpreter and on a GPU."""
 
 import math
-import os
 from collections.abc import Callable
 
 import pytest
 import torch
+from devices import DEVICE, INTERPRETED, ON_GPU, TRITON_RUNS
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROTATED_ROWS
@@ -21,9 +21,6 @@ from shadowkv.ops.registry import CALLS, Ops
 from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 B, H, G, D, N = 2, 2, 3, 64, 4
 """Rows, kv heads, query heads of each, head dim, pages."""
@@ -46,7 +43,7 @@ def whole(*shape: int) -> Tensor:
 
 
 def returns(found: object, *expected: tuple[tuple[int, ...], float | None]) -> None:
-    """Checks shapes, and values where there are any."""
+    """Checks shapes, and values if they are not None."""
     results = found if isinstance(found, tuple) else (found,)
     for result, (shape, value) in zip(results, expected, strict=True):
         assert result.shape == shape
@@ -139,7 +136,7 @@ def no_exact_tokens(ops: Ops) -> None:
 def no_tokens_in_a_window(ops: Ops) -> None:
     pages = floats(N, H, 64, D)
     for rows, columns in ((0, 2), (B, 0), (B, 2)):
-        tables = (whole(rows, columns) for _ in range(3))  # a page whose first token is not before its last
+        tables = (whole(rows, columns) for _ in range(3))  # no page has a valid token
         found = ops.paged_window_attention(floats(rows, H * G, D), pages, pages, *tables)
         returns(found, ((rows, H * G, D), 0), ((rows, H * G), -math.inf))
 
@@ -297,16 +294,15 @@ AT_LEAST_ONE = {
     *("attend_blocks", "dense_attention.causal", "dense_attention.partial", "low_rank_basis"),
     *("decode_layers", "select_blocks"),
 }
-"""Their docstrings ask for a query, a row or a sequence."""
+"""Ops whose docstrings require at least one query, row or sequence."""
 
 
 def test_every_op_is_here() -> None:
     assert set(CALLS) == CHECKS.keys() | AT_LEAST_ONE
 
 
-if ON_GPU or INTERPRETED:
-    # Rows of 8 dimensions as they are, which a model's ops are chosen for by its case: CUDA takes coded ones of 128.
-    # Rows of numbers that are packed for its own kernels have tests of their own.
+if TRITON_RUNS:
+    # Dense rows, which ``attend_coded`` in CUDA does not support. Packed weights have their own tests.
     PACKED = dict.fromkeys(("quantised_matmul", "grouped_quantised_matmul"), "reference")
     CHOSEN = Ops("cuda", overrides={"attend_coded": "triton", **PACKED})
 

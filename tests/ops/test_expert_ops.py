@@ -1,26 +1,23 @@
-"""What surrounds products of experts: their choice, the order of rows, sums; references, and Triton's kernels on a GPU
-or in its interpreter. How models choose is held to transformers in ``models/test_experts.py``."""
+"""Routing, order of rows and sums of experts: references, and Triton kernels on a GPU or in the interpreter.
+``models/test_experts.py`` compares models' routing with transformers."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from devices import DEVICE, ON_GPU, TRITON_RUNS
 
 from shadowkv.ops.choose_experts import reference as choosing
 from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.sort_by_expert import reference as sorting
 from shadowkv.ops.sum_experts import reference as summing
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 CASES = [(1, 8, 128), (5, 1, 4), (70, 4, 32), (300, 3, 7), (0, 2, 4)]
-"""Tokens, experts of each, experts."""
+"""Tokens, experts per token, experts."""
 CHOICES = CASES if ON_GPU else [(min(tokens, 20), k, experts) for tokens, k, experts in CASES]
-"""A token's choice depends on no other's, and each is a program of its own, which the interpreter takes long for."""
+"""Fewer tokens in the interpreter, which is slow: each token is a program, and does not depend on the others."""
 HERE = [(0, 1.0), (0, 0.5), (2, 0.5), (3, 0.0)]
-"""The first expert that is here, and which share of all."""
+"""The first expert of this rank, and the rank's share of all experts."""
 
 
 def drawn(tokens: int, k: int, experts: int) -> torch.Tensor:
@@ -57,7 +54,7 @@ def test_sums_leave_out_rows_that_are_no_experts(seed: str) -> None:
     torch.testing.assert_close(summing.sum_experts(out, row, weights, offsets), wanted)
 
 
-if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
+if TRITON_RUNS:
     pytest.importorskip("triton")
     from shadowkv.ops.choose_experts import triton as choosing_triton
     from shadowkv.ops.sort_by_expert import triton as sorting_triton

@@ -1,4 +1,4 @@
-"""The buffer of fetched chunks: right bytes, consistent tables, and the least recently used go first."""
+"""The fetch buffer: bytes are right, tables are consistent, and the least recently used chunks are replaced first."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from shadowkv.ops.page import PAGE
 
 @dataclass
 class Problem:
-    """Sequences with shuffled pages and slots, and a stream of selections of which a share repeats."""
+    """Sequences with shuffled pages and slots, and a stream of selections that repeat a share of the previous one."""
 
     host: Tensor
     pages: Tensor
@@ -28,7 +28,7 @@ class Problem:
     def random(
         cls, batch: int, heads: int, k: int, entries: int, num_pages: int, rows: Field, device: str = "cpu"
     ) -> "Problem":
-        """``rows``: shape (C, c, w) of a head; other fields of random bytes lie before and after in a page."""
+        """``rows`` is the shape (C, c, w) of a head. In a page, other fields with random bytes lie before and after."""
         tier = Tier(
             "host", 1, 70 * 256 + rows.nbytes * heads, batch * num_pages + 3, torch.device(device), device != "cpu"
         )
@@ -44,7 +44,7 @@ class Problem:
         return cls(host, pages, slots, buffer, last)
 
     def select(self, share: float, budget: Tensor | None = None) -> Tensor:
-        """The next selection, of which about ``share`` is the last one's; at most ``budget`` [B] chunks of a row."""
+        """The next selection, with about ``share`` of the last one, and at most ``budget`` [B] chunks per row."""
         k = self.last.shape[-1]
         weights = torch.rand(*self.last.shape[:-1], self.buffer.entry.shape[-1], device=self.last.device)
         kept = torch.rand(self.last.shape, device=self.last.device) < share
@@ -113,7 +113,7 @@ def byte_rows(chunk: int, width: int) -> Field:
 
 
 def check_stream(problem: Problem, op: Callable[..., Tensor], steps: int) -> None:
-    """Ragged budgets, rows of padding that share a slot, and a slot that changes hands."""
+    """Checks steps with ragged budgets, padding rows that share a slot, and a slot that gets a new sequence."""
     batch, _, k = problem.last.shape
     for step in range(steps):
         budget = torch.randint(0, k + 1, (batch,))
@@ -128,7 +128,7 @@ def check_stream(problem: Problem, op: Callable[..., Tensor], steps: int) -> Non
 
 
 def check_exact_lru(problem: Problem, op: Callable[..., Tensor], steps: int) -> None:
-    """One chunk a step, so that no two entries are equally old: every miss is where a plain LRU has one."""
+    """Selects one chunk per step, so that no two entries are equally old, and compares all misses with a plain LRU."""
     entries, missed = problem.buffer.owner.shape[-1], 0
     plain: OrderedDict[int, None] = OrderedDict()
     for _ in range(steps):

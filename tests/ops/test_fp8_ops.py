@@ -9,7 +9,7 @@ from shadowkv.ops.scaled_matmul import cuda, reference
 
 TABLE = torch.arange(256, dtype=torch.uint8).view(FP8).double()
 NUMBERS = TABLE[TABLE.isfinite()]
-"""All that the format has: up to 448 in steps of an eighth of a power of two, of 2^-9 below 2^-6."""
+"""All numbers of the format: up to 448 in steps of an eighth of a power of two, and of 2^-9 below 2^-6."""
 
 
 def rows_of_every_kind(dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +71,7 @@ def test_products(seed: int, ops: Ops, rows: int, k: int, n: int, with_bias: boo
 
 
 def scaled_by_row() -> bool:
-    """Whether this PyTorch's CPU takes a scale for each row; some versions take one for all."""
+    """Whether this PyTorch supports a scale per row on a CPU. Some versions support only one for all rows."""
     codes, scale = torch.ones(16, 16).to(FP8), torch.ones(16, 1)
     try:
         torch._scaled_mm(codes, codes.t(), scale, scale.t(), out_dtype=torch.bfloat16)

@@ -18,7 +18,7 @@ gpu = pytest.mark.skipif(
 
 
 def made(counts: tuple[int, ...], n: int, k: int, behind: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, of which the last ``behind`` are no expert's, matrices, and where experts' rows end."""
+    """Rows, of which the last ``behind`` belong to no expert; matrices; and offsets."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(counts) + behind, k, generator=generator)
     weight = torch.randn(len(counts), n, k, generator=generator) * k**-0.5

@@ -1,5 +1,8 @@
-"""Triton's kernels without a GPU, in its interpreter: it is chosen before Triton is imported, so files of tests run
-again in processes of their own, several in each, because every process takes seconds to start."""
+"""Triton kernels without a GPU, in Triton's interpreter.
+
+The interpreter is chosen before Triton is imported, so test files run again in other processes, several in each,
+because a process takes seconds to start.
+"""
 
 import os
 import subprocess

@@ -29,20 +29,20 @@ TURBO = Case(
     rope_dim=128, chunk=1, rank=160, key_codec=17, value_codec=2, max_pages=2000, max_selected=2000, fetched_bytes=384,
     host_values=True, capability=(9, 0), block_memory=232448,
 )  # fmt: skip
-"""Llama-3.1-8B on an H200, its values on the host."""
+"""Llama-3.1-8B on an H200, with values on the host."""
 FOR_HOPPER = {"attend_selected", "dense_attention.partial", "dense_attention.causal"}
-"""Calls with kernels for Hopper beside those for any GPU."""
+"""Calls that have a kernel for Hopper besides one for any GPU."""
 CALLS_OF_DENSE_ATTENTION = [f"dense_attention.{form}" for form in ("causal", "partial", "packed", "windowed")]
 INT4 = replace(TURBO, ops=frozenset(CALLS), key_codec=18, latent_width=96, fetched_bytes=0, host_values=False)
-"""The same with keys of 8 and 4 bits, and values on the device."""
+"""``TURBO`` with keys in 8 and 4 bits, and values on the device."""
 SHARD = {"key_codec": 19, "value_codec": 13}
-"""Formats of the preset of that name."""
+"""Formats of the preset ``shard``."""
 
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every backend is there, as on a GPU with all that can be installed."""
-    if attend_selected.missing():  # whose kernels' need of memory only their library knows
+    """The registry finds every backend, as on a GPU with everything installed."""
+    if attend_selected.missing():  # only the library knows how much memory its kernels need
         monkeypatch.setattr(attend_selected, "_op", lambda *_: lambda *_: 0)
     for path, name in BACKENDS.items():
         module = import_module(f"shadowkv.ops.{name}.{path.stem}")
@@ -105,13 +105,13 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
         ({"dtype": torch.float16}, "torch.float16 is not bfloat16"),
         ({"num_query_heads": 128}, None),
         ({"num_query_heads": 136}, "17 query heads a kv head are more than 16"),
-        ({"chunk": 32}, "chunks of 32 tokens are not of 1, 2, 4, 8, 16"),
+        ({"chunk": 32}, "chunk size 32 is not 1, 2, 4, 8 or 16"),
         ({"head_dim": 256, "rope_dim": 256}, "head dim 256 is not 64 or 128"),
         ({"key_codec": 17}, "codec 17 of keys is not low-rank-int4"),
         ({"key_codec": 5, "centred": True, "rank": 0, "latent_width": 0}, "codec 5 of keys is not low-rank-int4"),
         ({"value_codec": 0}, "codec 0 of values is not one of equal steps"),
-        ({"rank": 192, "latent_width": 112}, "rank 192 is not one of 32, 64, 96, 128, 160"),
-        ({"rank": 48, "latent_width": 40}, "rank 48 is not one of 32, 64, 96, 128, 160"),
+        ({"rank": 192, "latent_width": 112}, "rank 192 is not 32, 64, 96, 128 or 160"),
+        ({"rank": 48, "latent_width": 40}, "rank 48 is not 32, 64, 96, 128 or 160"),
         ({"latent_width": 112}, "latents of 112 bytes have not 32 dimensions in 8 bits and the others in 4"),
         ({"host_values": True}, "values are on the host"),
         ({"host_values": True, "fetched_bytes": 48}, "values are on the host"),
@@ -133,7 +133,7 @@ def test_what_the_kernel_for_hopper_does_not_take_goes_on_to_the_next(
 
 
 DECODING = ("sketch_queries", "sign_scores", "select_by_sketch", "attend_selected", "attend_coded")
-"""What ``turbo``'s decode steps call, with and without an index, on pages that are compressed."""
+"""Ops that ``turbo``'s decode steps call for compressed pages, with and without an index."""
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
         ("cuda", {"key_codec": 1000}, ["quantise_rows", "project_latents"], "triton: codec 1000 of keys is unknown"),
         ("cuda", {"value_codec": 17}, ["quantise_rows", "rebuild_rows"], "triton: codec 17 of values is unknown"),
         ("cpu", {"key_codec": 1000}, ["attend_selected"], "cpu: codec 1000 of keys is unknown"),
-        ("cpu", {"dtype": torch.float64}, ["attend_selected"], "cpu: torch.float64 is neither float32 nor bfloat16"),
+        ("cpu", {"dtype": torch.float64}, ["attend_selected"], "cpu: torch.float64 is not float32 or bfloat16"),
         ("cpu", {"head_dim": 264}, ["sign_scores", "select_by_sketch"], "cpu: head dim 264 is above 256"),
     ],
 )
@@ -345,7 +345,7 @@ def test_other_formats_go_to_cuda_as_policies_pair_them(built: None, keys: int, 
     ("changes", "backend", "reason"),
     [
         ({}, "cuda_mixed_sm90", None),
-        ({"rank": 176}, "triton_selected", "cuda_mixed_sm90: rank 176 is not one of 96, 128, 160, 192"),
+        ({"rank": 176}, "triton_selected", "cuda_mixed_sm90: rank 176 is not 96, 128, 160 or 192"),
         (
             {"num_kv_heads": 9, "num_query_heads": 36},
             "triton_selected",
@@ -450,7 +450,8 @@ def test_no_backend_calls_its_own_reference(path: Path) -> None:
 
 
 SIZE_OF_A_CALL = {"low_rank_basis/cuda.py": ["takes"], "whiten_rows/cuda.py": ["missing"]}
-"""What asks whether a kernel serves a call, as no case tells: the rank of one group of kv heads."""
+"""Backends that check at each call whether a kernel serves it, because a case does not have the rank of one group of kv
+heads."""
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""Matrices of experts as they are packed for a GPU's products, with the library's contract in PyTorch in its place."""
+"""Packed matrices of experts, with a stand-in for the library that follows its contract in PyTorch."""
 
 from __future__ import annotations
 

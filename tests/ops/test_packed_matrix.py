@@ -1,4 +1,4 @@
-"""A matrix in pieces that are multiplied whole, as if packed for a GPU: other products stand in for its."""
+"""A matrix of several row blocks that is packed as a whole, with a stand-in for the GPU's product."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEPT: dict[str, QuantisedRows] = {}
 
 
 def stand_in(rows: QuantisedRows) -> PackedRows:
-    """Packed rows whose numbers are found by their name."""
+    """Packed rows that the stand-in finds by their name."""
     KEPT[name := f"{len(KEPT)}"] = QuantisedRows(tuple(tensor.clone() for tensor in rows.tensors), rows.form)
     return PackedRows(name, {"weight": torch.zeros(len(rows), 7)}, rows.columns, len(rows))
 

@@ -3,10 +3,10 @@ the Triton kernels on a GPU or in Triton's interpreter."""
 
 import importlib
 import math
-import os
 
 import pytest
 import torch
+from devices import DEVICE, ON_GPU, TRITON_RUNS
 from drawn_blocks import check_draws, free_shares
 from torch import Tensor
 
@@ -15,12 +15,9 @@ from shadowkv.ops.dense_attention.reference import dense_attention
 from shadowkv.ops.select_blocks.reference import BLOCK, SAMPLED, SINK_BLOCKS, SPREAD, Blocks
 
 pytest.importorskip("triton")
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-TRITON = ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
-BACKENDS = ["reference", "triton"] if ON_GPU else ["triton" if TRITON else "reference"]
+BACKENDS = ["reference", "triton"] if ON_GPU else ["triton" if TRITON_RUNS else "reference"]
 # Queries, keys, query heads, kv heads, head dim.
 SHAPES = [
     (300, 1800, 6, 2, 64),
@@ -45,7 +42,7 @@ def attend(backend: str, *args: object) -> tuple[Tensor, Tensor]:
 
 
 def inputs(n: int, m: int, query_heads: int, heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values are views of a buffer with NaN behind them and between their tokens."""
+    """Queries, keys and values. Keys and values are views of a buffer with NaN after them and between tokens."""
     buffer = torch.full((2, m + BLOCK, heads + 1, dim), float("nan"))
     buffer[:, :m, :heads] = torch.randn(2, m, heads, dim)
     k, v = buffer.to(DEVICE, DTYPE)[:, :m, :heads]
@@ -53,7 +50,7 @@ def inputs(n: int, m: int, query_heads: int, heads: int, dim: int) -> tuple[Tens
 
 
 def mask_of(indices: Tensor, counts: Tensor) -> Tensor:
-    """bool [H_q, tiles, blocks]; lists must ascend."""
+    """The listed blocks, bool [H_q, tiles, blocks]. Checks that lists ascend."""
     chosen = torch.zeros(indices.shape, dtype=torch.bool)
     for head, tile in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
         listed = indices[head, tile, : counts[head, tile]].long().cpu()
@@ -77,7 +74,7 @@ LONG = [(300, 5000, 4, 2, 64), (129, 4737, 2, 1, 32), (256, 4608, 2, 2, 96), (1,
         (*setting, shape)
         for setting in [(0.1, 2, 0), (0.02, 2, 0), (0.5, 16, 0), (0.0, 16, 0), (0.1, 2, 1), (0.1, 2, 140)]
         for shape in LONG
-        if ON_GPU or not TRITON or setting == (0.1, 2, 0) or shape == LONG[1]
+        if ON_GPU or not TRITON_RUNS or setting == (0.1, 2, 0) or shape == LONG[1]
     ],
     ids=str,
 )
@@ -100,7 +97,7 @@ def test_draws_are_right_on_average(backend: str) -> None:
     q, k, _ = inputs(128, 4736, 2, 1, 32)
     shares = torch.stack([free_shares(q, k, sample(backend, q)[head, 0].tolist(), head, 32) for head in (0, 1)])
     error, drawn = 0.2, []
-    for seed in range(24 if TRITON and not ON_GPU else 200):
+    for seed in range(24 if TRITON_RUNS and not ON_GPU else 200):
         indices, counts, weights = (x.cpu() for x in select(backend, q, k, error, seed=seed))
         stands_for = torch.zeros(2, 37, dtype=torch.float64)
         for head in (0, 1):
@@ -150,7 +147,7 @@ def test_attention_is_that_of_the_listed_blocks(
     indices, counts, weights = select("reference", q.float(), k.float(), 0.3)
     first = m - n + torch.arange(0, n, BLOCK, device=DEVICE)
     weights = torch.where(indices < first[:, None] // BLOCK, 1 + 60 * torch.rand(indices.shape, device=DEVICE), 1.0)
-    # What stands behind a list must not be read.
+    # Indices past the count must not be read.
     behind = torch.arange(indices.shape[2], device=DEVICE) >= counts.unsqueeze(2)
     indices, weights = indices.masked_fill(behind, 2**30), weights.masked_fill(behind, math.nan)
     out, lse = attend(backend, q, k, v, indices, counts, weights)

@@ -1,9 +1,10 @@
-"""Rows of quantised blocks are what ggml's own library makes of them, and products with them those of plain numbers."""
+"""Rows in blocks against ggml's own library, and products with them against products with plain numbers."""
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from devices import by_threads
 from gguf.quants import dequantize
 from precision import integer_step
 from torch import Tensor
@@ -15,13 +16,13 @@ from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.registry import Ops
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where the float16 numbers of a block begin."""
+"""Offsets of the float16 numbers in a block."""
 
 needs_extension = pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension is not built")
 
 
 def random_blocks(form: str, rows: int, columns: int) -> Tensor:
-    """Rows of any codes whose scales are about 0.01, of either sign."""
+    """Rows of random codes with scales of about 0.01, of either sign."""
     known = BLOCKS[form]
     blocks = torch.randint(0, 256, (rows, columns // known.values, known.bytes), dtype=torch.uint8)
     for start in HALVES[form]:
@@ -40,7 +41,7 @@ def exact(blocks: Tensor, form: str) -> Tensor:
 
 
 def assert_products(ops: Ops, form: str, x: Tensor, blocks: Tensor) -> None:
-    """Each product is off by no more than its numbers may be."""
+    """Checks that the error of each product is within the bound of its terms."""
     found, weight = ops.quantised_matmul(x, rows_of(blocks, form)), exact(blocks, form).double()
     assert found.dtype == x.dtype
     # What adding in any order may lose, and weights in the tokens' dtype, is in proportion to the magnitudes added.
@@ -112,18 +113,9 @@ def test_neither_threads_nor_neighbours_change_a_bit(
 ) -> None:
     if tokens == 205 and torch.ops.shadowkv.cpu_isa() != "avx512":
         pytest.skip("without VNNI few tokens are integers and many are floats")
-    blocks, before, matmul = (
-        random_blocks(form, 301, 1280),
-        torch.get_num_threads(),
-        torch.ops.shadowkv.quantised_matmul,
-    )
-    x, results = torch.randn(tokens, 1280), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(matmul(x, blocks, form))
-    finally:
-        torch.set_num_threads(before)
+    blocks, matmul = random_blocks(form, 301, 1280), torch.ops.shadowkv.quantised_matmul
+    x = torch.randn(tokens, 1280)
+    results = by_threads(lambda: matmul(x, blocks, form))
     results += [torch.cat([matmul(some, blocks, form) for some in x.split(batch)]) for batch in batches]
     results += [torch.cat([matmul(x, part, form) for part in blocks.split(7)], 1)]
     assert all(torch.equal(result, results[0]) for result in results)

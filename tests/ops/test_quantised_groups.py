@@ -25,7 +25,7 @@ FORMS = {
 
 
 def random_rows(form: GroupForm, rows: int, columns: int, spikes: bool = False) -> QuantisedRows:
-    """Any codes; with ``spikes`` a few scales are a hundred times as large as the others."""
+    """Random codes. With ``spikes`` a few scales are a hundred times as large as the others."""
     made = QuantisedRows(empty_rows(form, rows, columns, torch.device("cpu")), form)
     codes, scales, *rest = made.tensors
     codes.copy_((100 * torch.randn(codes.shape)).to(codes.dtype) if form.element == "e4m3" else whole(codes, 256))
@@ -45,7 +45,7 @@ def whole(like: Tensor, stop: int) -> Tensor:
 
 
 def exact(rows: QuantisedRows) -> Tensor:
-    """Number by number in Python, float64."""
+    """The numbers of rows, computed one by one in Python, float64."""
     form, (codes, scales, *rest) = rows.form, rows.tensors
     assert isinstance(form, GroupForm)
     columns = codes.shape[1] * 8 // form.bits

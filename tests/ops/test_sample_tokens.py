@@ -2,12 +2,12 @@
 
 import itertools
 import math
-import os
 import random
 from collections.abc import Callable
 
 import pytest
 import torch
+from devices import DEVICE, INTERPRETED, ON_GPU, TRITON_RUNS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,13 +15,10 @@ from torch import Tensor
 from shadowkv.ops.sample_tokens import reference
 from shadowkv.ops.sample_tokens.weights import PARAMETERS, SCRATCH_BYTES, UNIT, token_weights
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 Sample = Callable[[Tensor, Tensor], Tensor]
 BACKENDS: dict[str, Sample] = {"reference": reference.sample_tokens}
 
-if ON_GPU or INTERPRETED:
+if TRITON_RUNS:
     from shadowkv.ops.sample_tokens import triton as kernel
 
     BACKENDS = {**({} if INTERPRETED else BACKENDS), "triton": kernel.sample_tokens}
@@ -44,11 +41,11 @@ def sample(request: pytest.FixtureRequest) -> Sample:
 # -- the definition, in float64 and with a sort ------------------------------------------------------------------------
 
 SLACK = 1e-5
-"""Weights are within 5e-7 of the softmax; where a share is as close to a limit as this, either side of it is right."""
+"""Weights are within 5e-7 of the softmax. If a share is as close to a limit as this, either side is right."""
 
 
 def sampled_by_definition(logits: Tensor, row: dict[str, float]) -> set[int]:
-    """Every token that a sample may give, with ``SLACK``; logits [V] are finite or -inf, not all of them."""
+    """All tokens that may be sampled, with ``SLACK``. Logits [V] are finite or -inf, and at least one is finite."""
     if row["temperature"] <= 1e-5:
         return {int(logits.argmax())}
     values = logits.double().tolist()
@@ -201,7 +198,7 @@ def test_what_is_masked_is_never_sampled(sample: Sample) -> None:
 
 
 def mixed(seed: int, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Rows of all kinds, each with parameters of its own."""
+    """Rows of all kinds, each with its own parameters."""
     pick = random.Random(seed)
     rows = [
         {
@@ -235,7 +232,7 @@ if INTERPRETED:
 
     @pytest.fixture
     def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-        """Rows of few tokens take as many blocks, passes and candidates as those of large vocabularies."""
+        """Makes blocks small, so that short rows take as many blocks and passes as large vocabularies."""
         monkeypatch.setattr(kernel, "BLOCK", 64)
         monkeypatch.setattr(kernel, "LONG_BLOCK", 32)
         monkeypatch.setattr(kernel, "CANDIDATES", 8)

@@ -1,4 +1,4 @@
-"""What ``make sanitize`` runs is there: its list is of names, which change."""
+"""The tests that ``make sanitize`` lists by name exist."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Ragged top-k by the CUDA kernel, on a GPU where there is one and by turns of a CPU elsewhere: the right number of
-chunks, none of them worse than one left out."""
+"""Ragged top-k by the CUDA kernel, on a GPU if there is one, else on a CPU whose threads take turns: it selects the
+right number of chunks, and none that is worse than one left out."""
 
 import ctypes
 import math
@@ -14,7 +14,7 @@ from shadowkv.ops.select_top_chunks import cuda
 
 DEVICE = "cpu" if cuda.missing() else "cuda"
 IN_SHARED_MEMORY = 49_000
-"""Chunks of a row, at the most."""
+"""Most chunks of a row that fit in shared memory."""
 
 Select = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
@@ -26,7 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(params=["cuda"] if DEVICE == "cuda" else [256, 512], ids=str)
 def select(request: pytest.FixtureRequest) -> Select:
-    """The op, or the kernel with so many threads of a block."""
+    """The op on a GPU, or the kernel on a CPU with some number of threads per block."""
     if request.param == "cuda":
         return cuda.select_top_chunks
     run = request.getfixturevalue("library").select_top_chunks

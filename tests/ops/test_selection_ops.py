@@ -12,8 +12,8 @@ shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
 
 
 def scoring_case(heads: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """4 ragged sequences out of 20 pages: page ids, chunks of each, the pages' excluded chunks, and which chunks of
-    each sequence may not be selected."""
+    """4 ragged sequences in 20 pages: page ids, chunks of each sequence, excluded chunks of all pages, and the chunks
+    of each sequence that may not be selected."""
     pages = torch.randperm(20)[:12].view(4, 3)
     ends = torch.tensor([3 * chunks, 2 * chunks + 1, 1, 0])  # the last sequence has nothing to select
     field = torch.rand(20, heads, chunks) < 0.3
@@ -31,7 +31,7 @@ def shares(scores: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 
 def by_page(excluded: torch.Tensor, pages: torch.Tensor, chunks: int) -> torch.Tensor:
-    """bool [20, H, C]: pages' chunks that some sequence may select."""
+    """bool [20, H, C]: the chunks of pages that some sequence may select."""
     allowed = torch.zeros(20, excluded.shape[1], chunks, dtype=torch.bool)
     for row, page_ids in enumerate(pages.tolist()):
         for column, page_id in enumerate(page_ids):
@@ -89,14 +89,15 @@ def test_bounds_of_one_key_score_like_that_key_as_landmark(ops, seed):
 
 
 def select(ops, scores: torch.Tensor, budget: torch.Tensor) -> torch.Tensor:
-    """Selection by scores [B, H, n] through a group of three query heads, the other two of which see less."""
+    """Selects by scores [B, H, n] of one of three query heads. The other two have lower scores."""
     logits = torch.stack((scores - 1, scores, scores - 5), dim=2)
     none = torch.zeros(*logits.shape[:3], 2) - math.log(2)  # two runs whose exponentials add up to 1
     return ops.select_top_chunks(logits, none, budget, min(int(budget.max()), scores.shape[-1]))
 
 
 def check_selection(scores: torch.Tensor, budget: torch.Tensor, selected: torch.Tensor) -> None:
-    """Each row holds ``budget`` distinct chunks that may be selected, none of them worse than one left out."""
+    """Checks that each row has ``budget`` distinct chunks that may be selected, none of them worse than one left
+    out."""
     batch, heads, chunks = scores.shape
     assert selected.shape == (batch, heads, min(int(budget.max()), chunks))
     assert selected.dtype == torch.int64

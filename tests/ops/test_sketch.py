@@ -23,18 +23,18 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries
 from shadowkv.ops.sketch_queries.reference import sketch_queries as sketch
 
 NAN_SCALE = 255
-"""A code that no scale has, which decodes to NaN."""
+"""A code that decodes to NaN. No scale has it."""
 
 dims = pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
 
 
 def sketch_queries(q: Tensor, matrix: Tensor) -> SketchQueries:
-    """Queries of rows that share one map, [d, d] for one kv head or [H, d, d]."""
+    """Queries for a sketch, of rows that share one map, [d, d] for one kv head or [H, d, d]."""
     return sketch(q, matrix.view(1, -1, *matrix.shape[-2:]), torch.zeros(len(q), dtype=torch.int64))
 
 
 def unpacked(signs: Tensor, rest: Tensor, scale: Tensor, dim: int) -> Tensor:
-    """The keys that a sketch stands for, float64 [..., d], times the rotation."""
+    """Keys multiplied by the rotation, as a sketch represents them, float64 [..., d]."""
     levels = 2.0 * plane_bits(signs, dim) + plane_bits(rest, dim) - 1.5
     return levels.double() * decode_scale(scale).double().unsqueeze(-1)
 
@@ -137,8 +137,8 @@ def test_queries_are_the_rounded_coordinates_at_their_places(seed, dim, dtype):
 
 
 def problem(heads: int, group: int, dim: int, chunk: int, pages: list[int]) -> tuple[dict[str, Any], Tensor]:
-    """Arguments of both ops, random pages in random order, whose scales are NaN past a row's end; and the queries of
-    length 1, mapped, rounded to 255 levels, float64 [B, H, G, d]."""
+    """Arguments of both ops with shuffled random pages, whose scales are NaN past a row's end; and the queries, scaled
+    to length 1, mapped and rounded to 255 levels, float64 [B, H, G, d]."""
     most, matrix = max(pages), random_rotation(dim, "sketch")
     maps = matrix + 0.2 * torch.randn(heads, dim, dim) / dim**0.5
     page_ids = torch.randperm(len(pages) * most + 1)[: len(pages) * most].view(len(pages), most)

@@ -1,5 +1,4 @@
-"""Sampling by a key sketch: what is sampled, what it stands for, and that weighted sums estimate those over
-everything."""
+"""Sampling by a key sketch: the samples and their weights, and that weighted sums estimate the sums over all tokens."""
 
 import math
 
@@ -14,7 +13,7 @@ from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, pack_sketch, sign
 from shadowkv.ops.sketch_queries.reference import sketch_queries
 
 TIMES = 400
-"""Rows of the same tokens and queries that sample by other seeds."""
+"""Rows with equal tokens and queries, and different seeds."""
 
 
 def uniform(*shape: int) -> Tensor:
@@ -22,15 +21,15 @@ def uniform(*shape: int) -> Tensor:
 
 
 def select(values: Tensor, sure: int, wanted: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Of rows [n, m] of values, each with a random number of its own."""
+    """Samples rows [n, m] of values, each with its own random number."""
     rows = len(values)
     numbers = (torch.full((rows,), sure), torch.full((rows,), wanted), torch.full((rows,), factor), uniform(rows))
     return systematic_sample(values.half(), *numbers)
 
 
 def fewest(values: Tensor, sure: int, wanted: int, factor: float) -> int:
-    """What any sample from float16 [n] selects at the least, by the definition: whole bins that fit are sure, the
-    chances of the others add up to ``CAUTION`` of what is left, but for what would be above 1."""
+    """The least number that any sample of float16 [n] selects, by definition. Whole bins of the largest values have
+    probability 1. The other probabilities sum up to ``CAUTION`` of the rest, minus what would be above 1."""
     some = values[values.isfinite()]
     magnitude = some.view(torch.int16).int() & 0x7FFF
     bins = torch.where(some < 0, -1 - magnitude, magnitude) >> 5
@@ -41,7 +40,7 @@ def fewest(values: Tensor, sure: int, wanted: int, factor: float) -> int:
 
 
 def nearly(wanted: int) -> int:
-    """The fewest of ``wanted`` where no chance would be above 1: as of logits like those here."""
+    """The least number that is selected of ``wanted`` if no probability is limited to 1, as for the logits here."""
     return int(CAUTION * wanted)
 
 
@@ -99,7 +98,7 @@ def test_many_samples_do_not_overflow(seed):
 
 
 def problem(pages: int, chunk: int, times: int, dim: int = 64) -> tuple[dict, Tensor, Tensor]:
-    """Arguments of rows that are all alike, attention logits of all tokens [H, G, tokens], and which are excluded."""
+    """Arguments with ``times`` equal rows, attention logits of all tokens [H, G, tokens], and the excluded tokens."""
     keys = torch.randn(pages, 2, 64, dim) + torch.randn(2, 1, dim)
     excluded = (torch.rand(pages, 2, 64 // chunk) < 0.1).repeat_interleave(chunk, -1)
     signs, rest, scale = pack_sketch(keys)

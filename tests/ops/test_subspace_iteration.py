@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from devices import DEVICE, ON_GPU
 
 from shadowkv.ops.low_rank_basis import cuda, reference
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
 
 

@@ -1,21 +1,18 @@
 """Attention over selected tokens from latents in Triton against the reference: on a GPU, or through the interpreter."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE, ON_GPU, TRITON_RUNS
 from selected_case import Case, learned, there
 
 from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.ops.attend_selected import reference
 from shadowkv.ops.attend_selected.sources import CodedRows
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
+if TRITON_RUNS:
     from shadowkv.ops.attend_coded import triton as attend_coded
     from shadowkv.ops.attend_selected import triton
 

@@ -1,19 +1,15 @@
 """Small Triton kernels against their references: on a GPU, or on the CPU through Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
+from devices import DEVICE, INTERPRETED, ON_GPU, TRITON_RUNS
 
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 triton = pytest.importorskip("triton")
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-if ON_GPU or INTERPRETED:
+if TRITON_RUNS:
     from shadowkv.ops.add_rms_norm import reference as add_rms_norm_reference
     from shadowkv.ops.add_rms_norm import triton as add_rms_norm_triton
     from shadowkv.ops.append_block import reference as append_block_reference

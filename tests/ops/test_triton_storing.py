@@ -1,30 +1,28 @@
 """Triton kernels that store prompts against their references: on a GPU, or on the CPU through Triton's interpreter."""
 
-import os
+from collections.abc import Iterator
 from copy import copy
 
 import pytest
 import torch
+from devices import DEVICE, ON_GPU, TRITON_RUNS
 
 from shadowkv.kvcache.codecs.fp8 import LARGEST, Fp8Rows
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents, MixedLatents
 from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS, Rule, least_squares, norm, renormalised, unbiased
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
-from shadowkv.ops.codec import LatentCodec
+from shadowkv.ops.codec import LatentCodec, RowCodec
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sign_scores.reference import STEP, plane_bits
 from shadowkv.ops.sketch_queries.reference import plane_bytes
 
 triton = pytest.importorskip("triton")
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TIE = 1e-3
-"""How close to a tie, in steps, a value may be that another order of sums rounds the other way."""
+"""Distance from a tie, in steps, up to which another order of sums may round a value differently."""
 
-if ON_GPU or INTERPRETED:
+if TRITON_RUNS:
     from shadowkv.ops.find_outliers import reference as outliers_reference
     from shadowkv.ops.find_outliers import triton as outliers_triton
     from shadowkv.ops.project_latents import reference as latents_reference
@@ -61,7 +59,7 @@ if ON_GPU or INTERPRETED:
         return torch.randperm(NAMES, device=DEVICE)[:PAGES]
 
     def differing(a: torch.Tensor, b: torch.Tensor, before_rounding: torch.Tensor, offset: float = 0.0) -> None:
-        """Only values within ``TIE`` of a tie may be rounded to neighbours, and few are."""
+        """Checks that few values differ, by one, and only those within ``TIE`` of a tie."""
         wrong = a != b
         assert ((a - b).abs()[wrong] <= 1).all()
         near = (before_rounding + offset - (before_rounding + offset).round()).abs()
@@ -77,6 +75,49 @@ if ON_GPU or INTERPRETED:
         others[pages] = False
         assert (field[:, others] == 77).all()
 
+    def coded_by_both(
+        x: torch.Tensor, codec: RowCodec, rotation: torch.Tensor | None, state: tuple[torch.Tensor, ...], chunk: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Codes [L, n, H, 64, w] of the kernel and of the reference, then scales [L, n, H, 64, s] of both."""
+        heads, dim = x.shape[3:]
+        found, pages, scale_pages = [], page_ids(), page_ids()
+        for op in (rows_triton, rows_reference):
+            codes = arena(heads, 64 // chunk, chunk, codec.row_bytes(dim), dtype=torch.uint8)
+            scale = arena(heads, 64, codec.scales(dim), dtype=torch.float16)
+            op.quantise_rows(x, codec, rotation, state, codes, pages, scale, scale_pages)
+            untouched(codes, pages)
+            untouched(scale, scale_pages)
+            found.append((codes[:, pages].flatten(3, 4), scale[:, scale_pages]))
+        return zip(*found, strict=True)
+
+    def projected_by_both(
+        x: torch.Tensor, codec: LatentCodec, basis: torch.Tensor, mean: torch.Tensor | None, step: torch.Tensor | None,
+        states: torch.Tensor, chunk: int, widths: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """Latents [L, n, 64, w] of the kernel and of the reference."""
+        width, stored = codec.field(basis.shape[2], x.dtype)
+        found, pages = [], page_ids()
+        for op in (latents_triton, latents_reference):
+            latents = arena(64 // chunk, chunk, width, dtype=stored)
+            op.project_latents(x, codec, basis, mean, step, states, latents, pages, widths)
+            untouched(latents, pages)
+            found.append(latents[:, pages].flatten(2, 3))
+        return found
+
+    def sketched_by_both(
+        x: torch.Tensor, mean: torch.Tensor, maps: torch.Tensor, states: torch.Tensor
+    ) -> list[list[torch.Tensor]]:
+        """Signs, rest and scale, [L, n, H, 64, ...] each, of the kernel and of the reference."""
+        heads, dim = x.shape[3:]
+        found, pages = [], page_ids()
+        for op in (sketch_triton, sketch_reference):
+            fields = [arena(heads, 64, *plane, dtype=torch.uint8) for plane in 2 * [(plane_bytes(dim),)] + [()]]
+            op.sketch_keys(x, mean, maps, states, *fields, pages)
+            for field in fields:
+                untouched(field, pages)
+            found.append([field[:, pages] for field in fields])
+        return found
+
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
         ("heads", "dim", "bits", "chunk"),
@@ -85,15 +126,9 @@ if ON_GPU or INTERPRETED:
     )  # fmt: skip
     def test_quantised_rows(heads: int, dim: int, bits: int, chunk: int, dtype: torch.dtype) -> None:
         x, rotation = pages_of(heads, dim, dtype), random_rotation(dim, "values").to(DEVICE)
-        got, wanted = (arena(heads, 64 // chunk, chunk, dim * bits // 8, dtype=torch.uint8) for _ in range(2))
-        scale, wanted_scale = (arena(heads, 64, 1, dtype=torch.float16) for _ in range(2))
         codec = ROTATED_ROWS[bits]
-        pages, scale_pages = page_ids(), page_ids()
-        rows_triton.quantise_rows(x, codec, rotation, (), got, pages, scale, scale_pages)
-        rows_reference.quantise_rows(x, codec, rotation, (), wanted, pages, wanted_scale, scale_pages)
-        untouched(got, pages)
-        untouched(scale, scale_pages)
-        ours, theirs = (field[:, pages].flatten(3, 4).transpose(2, 3) for field in (got, wanted))
+        codes, (scale, wanted_scale) = coded_by_both(x, codec, rotation, (), chunk)
+        ours, theirs = (each.transpose(2, 3) for each in codes)
         assert ours.shape == codec.encode(x, rotation)[0].shape
         one = torch.ones(*ours.shape[:-1], 1, device=DEVICE)
         levels = [codec.decode(codes, one, None, dim) for codes in (ours, theirs)]
@@ -101,9 +136,8 @@ if ON_GPU or INTERPRETED:
         step = codec.step * y.norm(dim=-1, keepdim=True) / dim**0.5
         differing(*levels, (y / step.masked_fill(step == 0, 1)))
         same = (levels[0] == levels[1]).all(-1).transpose(2, 3)
-        found, expected = scale[:, scale_pages][same], wanted_scale[:, scale_pages][same]
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)
-        assert scale[0, scale_pages[0], 0, 5, 0] == 0
+        torch.testing.assert_close(scale[same], wanted_scale[same], rtol=2e-3, atol=0)
+        assert scale[0, 0, 0, 5, 0] == 0
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
@@ -115,20 +149,14 @@ if ON_GPU or INTERPRETED:
     def test_rows_of_levels(heads: int, dim: int, bits: int, chunk: int, rule: Rule, dtype: torch.dtype) -> None:
         x, rotation = pages_of(heads, dim, dtype), random_rotation(dim, "values").to(DEVICE)
         x[0, 1, 7, heads - 1, 3] = torch.nan
-        got, wanted = (arena(heads, 64 // chunk, chunk, dim * bits // 8, dtype=torch.uint8) for _ in range(2))
-        scale, wanted_scale = (arena(heads, 64, 1, dtype=torch.float16) for _ in range(2))
         codec = copy(LLOYD_ROWS[bits])
         codec.rule = rule
-        pages, scale_pages = page_ids(), page_ids()
-        rows_triton.quantise_rows(x, codec, rotation, (), got, pages, scale, scale_pages)
-        rows_reference.quantise_rows(x, codec, rotation, (), wanted, pages, wanted_scale, scale_pages)
-        untouched(got, pages)
-        untouched(scale, scale_pages)
-        assert scale[0, scale_pages[0], 0, 5, 0] == 0
-        assert scale[0, scale_pages[1], heads - 1, 7, 0].isnan()
-        steps = scale[:, scale_pages].transpose(2, 3)
+        codes, (scale, wanted_scale) = coded_by_both(x, codec, rotation, (), chunk)
+        assert scale[0, 0, 0, 5, 0] == 0
+        assert scale[0, 1, heads - 1, 7, 0].isnan()
+        steps = scale.transpose(2, 3)
         assert steps.isnan().sum() == 1
-        ours, theirs = (field[:, pages].flatten(3, 4).transpose(2, 3) for field in (got, wanted))
+        ours, theirs = (each.transpose(2, 3) for each in codes)
         one = torch.full_like(steps, dim**0.5, dtype=torch.float32)
         levels = torch.stack([codec.decode(codes, one, None, dim) for codes in (ours, theirs)])
         ascending = levels_of(codec, dim, x.device)[0] * dim**0.5
@@ -140,8 +168,7 @@ if ON_GPU or INTERPRETED:
         near = y * dim**0.5 / y.norm(dim=-1, keepdim=True) - levels.mean(0)  # the boundary between both
         assert (near[wrong].abs() < TIE * 2.0 ** (4 - bits)).all(), near[wrong].abs().max()
         same = ~wrong.any(-1).transpose(2, 3)
-        found, expected = scale[:, scale_pages][same], wanted_scale[:, scale_pages][same]
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=0, equal_nan=True)
+        torch.testing.assert_close(scale[same], wanted_scale[same], rtol=2e-3, atol=0, equal_nan=True)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("heads", "dim", "chunk"), [(2, 128, 8), (1, 96, 64), (1, 256, 1)])
@@ -157,16 +184,12 @@ if ON_GPU or INTERPRETED:
         ties = torch.cat((finite, (finite[1:] + finite[:-1]) / 2)).to(dtype)
         x[1, 0, :4, 0] = ties[torch.arange(4 * dim, device=DEVICE) % len(ties)].view(4, dim)
         step[1, 0, 0] = 1
-        got, wanted = (arena(heads, 64 // chunk, chunk, dim, dtype=torch.uint8) for _ in range(2))
-        nothing, pages = arena(heads, 64, 0, dtype=torch.float16), page_ids()
-        rows_triton.quantise_rows(x, codec, None, (step,), got, pages, nothing, pages)
-        rows_reference.quantise_rows(x, codec, None, (step,), wanted, pages, nothing, pages)
-        untouched(got, pages)
-        nan = (wanted[:, pages] & 0x7F) == 0x7F
+        (got, wanted), _ = coded_by_both(x, codec, None, (step,), chunk)
+        nan = (wanted & 0x7F) == 0x7F
         assert nan.sum() == 1
-        assert torch.equal((got[:, pages] & 0x7F) == 0x7F, nan)
-        assert torch.equal(got[:, pages][~nan], wanted[:, pages][~nan])
-        assert (got[0, pages[1]] & 0x7F == 0x7E).sum() > 1, f"some are {LARGEST}"
+        assert torch.equal((got & 0x7F) == 0x7F, nan)
+        assert torch.equal(got[~nan], wanted[~nan])
+        assert (got[0, 1] & 0x7F == 0x7E).sum() > 1, f"some are {LARGEST}"
 
     @pytest.mark.parametrize("dtype", DTYPES)
     # In the interpreter, which takes seconds for each, every value of every parameter once.
@@ -184,12 +207,7 @@ if ON_GPU or INTERPRETED:
         codebook = torch.randn(LAYERS, states, 1, ENTRIES, GROUP, device=DEVICE)
         codebook[:, :, :, 0], codebook[:, :, :, 200] = 0, codebook[:, :, :, 9]
         rotation = codec.rotation_matrix(dim, "values").to(DEVICE)
-        got, wanted = (arena(heads, 64 // chunk, chunk, dim // GROUP, dtype=torch.uint8) for _ in range(2))
-        nothing, pages = arena(heads, 64, 0, dtype=torch.float16), page_ids()
-        rows_triton.quantise_rows(x, codec, rotation, (largest, codebook), got, pages, nothing, pages)
-        rows_reference.quantise_rows(x, codec, rotation, (largest, codebook), wanted, pages, nothing, pages)
-        untouched(got, pages)
-        ours, theirs = (field[:, pages].flatten(3, 4) for field in (got, wanted))  # [L, n, H, 64, groups]
+        (ours, theirs), _ = coded_by_both(x, codec, rotation, (largest, codebook), chunk)  # [L, n, H, 64, groups]
         assert (ours[0, 1, 0, 7] == 0).all()
         assert not (ours == 200).any()
         wrong = ours != theirs
@@ -221,17 +239,13 @@ if ON_GPU or INTERPRETED:
         basis = (basis * step[..., None, None]).to(dtype)
         mean = torch.randn(LAYERS, 9, heads, dim, device=DEVICE).to(dtype)
         products = (basis.float().flatten(3) @ mean.float().flatten(2).unsqueeze(3)).squeeze(3)
-        got, wanted = (arena(64 // chunk, chunk, codec.field(rank, dtype)[0], dtype=torch.uint8) for _ in range(2))
-        pages = page_ids()
-        latents_triton.project_latents(x, codec, basis, products, step, states, got, pages, widths)
-        latents_reference.project_latents(x, codec, basis, products, step, states, wanted, pages, widths)
-        untouched(got, pages)
+        got, wanted = projected_by_both(x, codec, basis, products, step, states, chunk, widths)
         own = widths[:, states].unsqueeze(2)
         spare = 4 * rank // 8 - -(-own.int().sum(3) // 8)  # bytes behind the last code, in rows of 64 tokens
-        last = got[:, pages].flatten(2, 3).flip(3).cumsum(3)[..., : int(spare.max())]
+        last = got.flip(3).cumsum(3)[..., : int(spare.max())]
         behind = torch.arange(last.shape[3], device=DEVICE) < spare.unsqueeze(3)
         assert (last.masked_fill(~behind, 0) == 0).all()
-        ours, theirs = (codec.decode(field[:, pages].flatten(2, 3), rank, own).double() for field in (got, wanted))
+        ours, theirs = (codec.decode(latents, rank, own).double() for latents in (got, wanted))
         exact = (x.double() - mean[:, states].double().unsqueeze(2)).flatten(3)
         exact = (
             exact
@@ -251,30 +265,20 @@ if ON_GPU or INTERPRETED:
         mean = 0.5 * torch.randn(LAYERS, 9, heads, dim, device=DEVICE)
         mean[0, 4, 0] = 0
         states = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
-        signs, rest, wanted_signs, wanted_rest = (
-            arena(heads, 64, plane_bytes(dim), dtype=torch.uint8) for _ in range(4)
-        )
-        scale, wanted_scale = (arena(heads, 64, dtype=torch.uint8) for _ in range(2))
-        pages = page_ids()
-        sketch_triton.sketch_keys(x, mean, maps, states, signs, rest, scale, pages)
-        sketch_reference.sketch_keys(x, mean, maps, states, wanted_signs, wanted_rest, wanted_scale, pages)
-        for field in (signs, rest, scale):
-            untouched(field, pages)
-        codes = [
-            (2 * plane_bits(a[:, pages], dim).int() + plane_bits(b[:, pages], dim).int()).transpose(2, 3)
-            for a, b in ((signs, rest), (wanted_signs, wanted_rest))
-        ]
-        assert (signs[:, pages][..., dim // 8 :] == 0).all()
-        assert (rest[:, pages][..., dim // 8 :] == 0).all()
+        both = sketched_by_both(x, mean, maps, states)
+        (signs, rest, scale), (*_, wanted_scale) = both
+        codes = [(2 * plane_bits(a, dim).int() + plane_bits(b, dim).int()).transpose(2, 3) for a, b, _ in both]
+        assert (signs[..., dim // 8 :] == 0).all()
+        assert (rest[..., dim // 8 :] == 0).all()
         centred = x.double() - mean[:, states].unsqueeze(2).double()
         mapped = (centred.transpose(2, 3) @ maps[:, states].double()).transpose(2, 3)
         sigma = mapped.norm(dim=-1, keepdim=True) / dim**0.5
         differing(*codes, mapped / (STEP * sigma).clamp(min=1e-30))
         same = (codes[0] == codes[1]).all(-1).transpose(2, 3)
-        found, expected = scale[:, pages][same].int(), wanted_scale[:, pages][same].int()
+        found, expected = scale[same].int(), wanted_scale[same].int()
         assert ((found - expected).abs() <= 1).all()  # other sums may be rounded the other way
         assert (found != expected).float().mean() < 2e-3
-        assert scale[0, pages[0], 0, 5] == 1
+        assert scale[0, 0, 0, 5] == 1
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_sketched_keys_that_are_not_finite_or_huge(dtype: torch.dtype) -> None:
@@ -283,13 +287,9 @@ if ON_GPU or INTERPRETED:
         x[0, 1, 7, 0, 3], x[0, 1, 8, 0, 3], x[0, 1, 9, 0, 3] = torch.nan, torch.inf, -torch.inf
         x[0, 1, 10] = torch.finfo(dtype).max / dim
         maps = random_rotation(dim, "sketch").to(DEVICE).bfloat16().expand(LAYERS, 1, heads, -1, -1).contiguous()
-        signs, rest = (arena(heads, 64, plane_bytes(dim), dtype=torch.uint8) for _ in range(2))
-        scale, wanted_scale = (arena(heads, 64, dtype=torch.uint8) for _ in range(2))
-        states, pages = torch.tensor([0], device=DEVICE), page_ids()
-        sketch_triton.sketch_keys(x, mean, maps, states, signs, rest, scale, pages)
-        sketch_reference.sketch_keys(x, mean, maps, states, signs.clone(), rest.clone(), wanted_scale, pages)
-        assert scale[0, pages[1], 0, 7:10].tolist() == wanted_scale[0, pages[1], 0, 7:10].tolist() == [1, 1, 1]
-        found, expected = scale[:, pages].int(), wanted_scale[:, pages].int()
+        states = torch.tensor([0], device=DEVICE)
+        found, expected = (scale.int() for *_, scale in sketched_by_both(x, mean, maps, states))
+        assert found[0, 1, 0, 7:10].tolist() == expected[0, 1, 0, 7:10].tolist() == [1, 1, 1]
         assert (found >= 1).all() and (found <= 247).all()
         found[0, 1, 0, 10] = expected[0, 1, 0, 10]  # whether sums overflow, their order says
         assert ((found - expected).abs() <= 1).all()
@@ -313,13 +313,8 @@ if ON_GPU or INTERPRETED:
         states = torch.tensor([4] if shared else [4, *[1, 8, 0, 4][: PAGES - 1]], device=DEVICE)
         products = (basis.float().flatten(3) @ mean.float().flatten(2).unsqueeze(3)).squeeze(3)
         extra = (products, step) if codec.largest else (None, None)
-        width, stored = codec.field(rank, dtype)
-        got, wanted = (arena(64 // chunk, chunk, width, dtype=stored) for _ in range(2))
-        pages = page_ids()
-        latents_triton.project_latents(x, codec, basis, *extra, states, got, pages)
-        latents_reference.project_latents(x, codec, basis, *extra, states, wanted, pages)
-        untouched(got, pages)
-        ours, theirs = (codec.decode(field[:, pages].flatten(2, 3), rank).double() for field in (got, wanted))
+        both = projected_by_both(x, codec, basis, *extra, states, chunk)
+        ours, theirs = (codec.decode(latents, rank).double() for latents in both)
         rows = basis[:, states].double().flatten(3).transpose(2, 3)
         if not codec.largest:
             exact = x.double().flatten(3) @ rows

@@ -1,4 +1,5 @@
-"""Rows times the inverse of a Cholesky factor: what that says; the kernel runs by turns of a CPU, too."""
+"""Rows times the inverse of a Cholesky factor against float64. The CUDA kernel runs on a CPU too, whose threads take
+turns."""
 
 import ctypes
 from types import SimpleNamespace
@@ -6,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiled_source import kernel_on_cpu
+from devices import DEVICE
 from torch import Tensor
 
 from shadowkv.ops.whiten_rows import cuda, reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["reference", "threads", *([] if cuda.missing() else ["cuda"])]
 
 pytestmark = pytest.mark.usefixtures("seed")
@@ -35,14 +36,14 @@ def backend(request, threads, monkeypatch):
     if request.param == "threads":
         yield SimpleNamespace(whiten_rows=lambda *args: by_threads(threads, *args))
         return
-    # What is written to holds NaN before.
+    # Outputs hold NaN before.
     monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: torch.full_like(x, float("nan"), **kwargs))
     with torch.device(DEVICE):
         yield {"reference": reference, "cuda": cuda}[request.param]
 
 
 def exact(rows: Tensor, products: Tensor, shift: float) -> Tensor:
-    """In float64."""
+    """The result in float64."""
     scale = products.double().diagonal(dim1=1, dim2=2).rsqrt()
     scaled = products.double() * scale[:, :, None] * scale[:, None]
     root = torch.linalg.cholesky(scaled + shift * torch.eye(rows.shape[1], dtype=torch.float64))

@@ -1,11 +1,10 @@
-"""Paged attention within a window of the newest tokens against a softmax over exactly those, and sinks."""
+"""Paged attention within a window against a softmax over exactly its tokens; and sinks."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from devices import DEVICE, ON_GPU, TRITON_RUNS
 
 from shadowkv.ops.add_sinks.reference import add_sinks
 from shadowkv.ops.paged_window_attention.reference import paged_window_attention
@@ -50,11 +49,7 @@ def test_pages_are_read_from_their_first_valid_token_to_their_last(seed: str) ->
     assert not out[2].any() and (lse[2] == float("-inf")).all()
 
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-
-
-if ON_GPU or os.environ.get("TRITON_INTERPRET") == "1":
+if TRITON_RUNS:
     pytest.importorskip("triton")
     from shadowkv.ops.add_sinks import triton as sinks_kernel
 

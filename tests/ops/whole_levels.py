@@ -1,4 +1,4 @@
-"""What kernels that multiply levels as whole numbers decode."""
+"""Rows as kernels decode them that multiply levels as whole numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shadowkv.ops.codec import RowCodec
 
 
 def with_whole_levels(rows: CodedRows) -> CodedRows:
-    """Rows whose codec decodes the levels that are nearest to its own in multiples of a step."""
+    """The rows with a codec whose levels are rounded to multiples of a step (``whole_levels``)."""
     return replace(rows, codec=_rounded(rows.codec, rows.dim))
 
 

@@ -11,16 +11,17 @@ from pathlib import Path
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 
 HELD_SECONDS = 240.0
-"""Most that a held disk waits: by half of it whoever is not to wait for the disk has gone on, on any machine."""
+"""Most seconds that a held disk waits. A caller that must not wait for the disk has gone on after half of it, on any
+machine."""
 
 
 def failure(number: int) -> OSError:
-    """What the system says."""
+    """The system's error with this number."""
     return OSError(number, os.strerror(number))
 
 
 class SlowDisk(FileSystem):
-    """Every call takes a while."""
+    """Every call takes ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -43,7 +44,7 @@ class SlowDisk(FileSystem):
 
 
 class HeldDisk(FileSystem):
-    """Listings, openings, reads and writes, those named, wait until they may go on."""
+    """The calls in ``held``, of ``names``, ``open``, ``read`` and ``write``, wait for ``go_on``."""
 
     def __init__(self, *held: str) -> None:
         self.held, self.go_on, self.reached = held, threading.Event(), threading.Event()
@@ -71,7 +72,7 @@ class HeldDisk(FileSystem):
 
 
 class FullDisk(FileSystem):
-    """Has room for so many bytes in a directory; if ``late`` it reserves nothing, and is found full in a write."""
+    """A disk with ``room`` bytes for a directory. If ``late``, only writes fail, not reservations."""
 
     def __init__(self, directory: Path, room: int, late: bool = False) -> None:
         self.directory, self.room, self.late = directory, room, late
@@ -90,7 +91,7 @@ class FullDisk(FileSystem):
 
 
 class ReadOnlyDisk(FileSystem):
-    """Nothing can be written, removed or touched."""
+    """No file can be created, removed or touched."""
 
     def __init__(self, number: int = errno.EROFS) -> None:
         self.number = number
@@ -106,7 +107,7 @@ class ReadOnlyDisk(FileSystem):
 
 
 class BrokenDisk(FileSystem):
-    """Its data cannot be read."""
+    """Headers can be read, data cannot."""
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         if offset > 4096:

@@ -1,4 +1,4 @@
-"""Small snapshots, made up, and the tiers that keep them."""
+"""Small made-up snapshots, and disk tiers for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = CacheKey(
 LAYERS, LAYER_BYTES = 3, 1000
 LIMIT = 10**9
 PATIENCE = 120.0
-"""Seconds in which a disk of a busy machine has done what is asked of it: a test that passes never waits so long."""
+"""Seconds in which the disk of a busy machine finishes any job. A test that passes never waits so long."""
 
 
 def prompt(seed: int, length: int = 200) -> np.ndarray:
@@ -37,19 +37,19 @@ def prompt(seed: int, length: int = 200) -> np.ndarray:
 
 
 def data_of(header: FileHeader) -> bytes:
-    """What a snapshot's layers hold: something that its uid decides."""
+    """The bytes of a snapshot's layers, which depend on its uid."""
     return np.random.default_rng(int(header.uid, 16)).bytes(header.nbytes)
 
 
 def snapshot_name(key_digest: str, salt: str | None, token_ids: Any) -> str:
-    """The name of the snapshot that ends with the last of these tokens; the first is the prompt's first."""
+    """The name of the snapshot that ends with the last of a prompt's first tokens ``token_ids``."""
     return [name for _, name in page_names(origin(key_digest, salt), token_ids)][-1]
 
 
 def header_of(
     ids: np.ndarray, parent: FileHeader | None = None, *, key: CacheKey = KEY, salt: str | None = None, **others: Any
 ) -> FileHeader:
-    """The header of a snapshot of all these tokens, or of those behind its parent's."""
+    """The header of a snapshot of a prompt's tokens, or of those after its parent's."""
     given = {
         "parent": parent.name if parent else "",
         "parent_uid": parent.uid if parent else "",
@@ -71,12 +71,12 @@ def header_of(
 
 
 def names_of(ids: np.ndarray, key: CacheKey = KEY, salt: str | None = None) -> list[str]:
-    """Names of a prompt's prefixes, shortest first."""
+    """Names of a prompt's prefixes, the shortest first."""
     return [name for _, name in page_names(key.origin(salt), ids)]
 
 
 def found(tier: DiskTier, names: list[str]) -> list[FileHeader]:
-    """The longest of these snapshots that is there with all that it continues, itself last."""
+    """The longest of these snapshots that exists with all its ancestors, after these."""
     for name in reversed(names):
         chain = [tier.lookup(name)]
         while chain[0] is not None and chain[0].parent:
@@ -88,20 +88,22 @@ def found(tier: DiskTier, names: list[str]) -> list[FileHeader]:
     return []
 
 
-def put(tier: DiskTier, ids: np.ndarray, parent: FileHeader | None = None, **others: Any) -> FileHeader:
-    """Stores a snapshot and waits until it is there."""
+def put(
+    tier: DiskTier, ids: np.ndarray, parent: FileHeader | None = None, *, stored: bool = True, **others: Any
+) -> FileHeader:
+    """Puts a new snapshot and waits until it is stored, or refused."""
     header = header_of(ids, parent, **others)
-    assert tier.put(header, ids[header.start :], [data_of(header)]).result(PATIENCE)
+    assert tier.put(header, ids[header.start :], [data_of(header)]).result(PATIENCE) == stored
     return header
 
 
 def keep(tier: DiskTier, name: str, header: FileHeader, tokens: int | None = None) -> None:
-    """Saves all that leads to a snapshot under a name."""
+    """Saves a snapshot and its ancestors under a name."""
     tier.keep(name, tokens or header.length, tier.chain(header.name)).result(PATIENCE)
 
 
 def read(tier: DiskTier, header: FileHeader, ids: np.ndarray) -> bytes:
-    """The data of a file."""
+    """The data of a snapshot's file."""
     buffers = [bytearray(700), bytearray(header.nbytes - 700)]
     tier.read(header, buffers, ids[header.start : header.length]).result(PATIENCE)
     return b"".join(buffers)
@@ -109,7 +111,7 @@ def read(tier: DiskTier, header: FileHeader, ids: np.ndarray) -> bytes:
 
 @contextmanager
 def opened(directory: Path, limit: int = LIMIT, key: CacheKey = KEY, **others: Any) -> Iterator[DiskTier]:
-    """A tier whose directory is known; it ends without leaving a thread."""
+    """A tier whose directory has been scanned. At the end it is closed, and all its threads have ended."""
     tier = DiskTier(directory, limit, key, **{"watch_seconds": 0.05, **others})
     try:
         assert tier.wait_scanned(PATIENCE)

@@ -1,10 +1,10 @@
-"""Names in archives: they come behind what they keep, are believed no further, and take the place of none."""
+"""Names in archives: they come after their snapshots, are checked against these, and replace no existing name."""
 
 import os
 import tarfile
 
 import pytest
-from stored_snapshots import KEY, PATIENCE, data_of, keep, opened, prompt, put
+from stored_snapshots import KEY, PATIENCE, keep, opened, prompt, put
 from test_cache_command import run, tar_of
 
 from shadowkv.kvcache.snapshots.dataclass_json import MAX_BYTES, to_json
@@ -15,7 +15,7 @@ IDS = prompt(7, 400)
 
 
 def saved(directory):
-    """What every name of a directory keeps."""
+    """The saves of a directory by name."""
     return Names(directory, FileSystem()).all()[0]
 
 
@@ -27,7 +27,7 @@ def members(archive):
 
 @pytest.fixture
 def named(tmp_path):
-    """A directory with a name for a chain of two, one for its start, and one for another snapshot."""
+    """A directory with names for a chain of two snapshots, for its first one, and for another snapshot."""
     directory = tmp_path / "cache"
     with opened(directory) as tier:
         first = put(tier, IDS[:128])
@@ -39,7 +39,7 @@ def named(tmp_path):
 
 
 def test_names_go_along_with_what_they_keep(named, tmp_path, capsys):
-    directory, first, second, other = named
+    directory, first, second, _ = named
     archive, target = tmp_path / "a.tar", tmp_path / "target"
     code, text, _ = run(capsys, "export", "--dir", directory, "long", archive)
     assert (code, text) == (0, f"2 snapshots exported to {archive}, saved as long\n")
@@ -49,7 +49,7 @@ def test_names_go_along_with_what_they_keep(named, tmp_path, capsys):
     with opened(target, first.file_bytes + second.file_bytes + 1) as tier:
         save, chain = tier.kept("long").result(PATIENCE)
         assert save == saved(directory)["long"] and [entry.uid for entry in chain] == [first.uid, second.uid]
-        assert not tier.put(other, prompt(8), [data_of(other)]).result(PATIENCE)  # nothing makes room for it
+        put(tier, prompt(8), stored=False)  # nothing makes room for it
     assert [path.stat().st_mode & 0o777 for path in (target / "names", target / "names/long.json")] == [0o700, 0o600]
     for number, (text, names) in enumerate(
         [(first.name, ["short"]), (second.name, ["long", "short"]), ("other", ["other"])]

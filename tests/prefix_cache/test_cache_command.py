@@ -1,4 +1,4 @@
-"""``python -m shadowkv.prefix_cache``: what it says, what it removes, and what it takes in."""
+"""``python -m shadowkv.prefix_cache``: its output, the files that it removes, and those that it imports."""
 
 import io
 import json
@@ -21,7 +21,7 @@ IDS = prompt(7, 400)
 
 @pytest.fixture
 def stored(tmp_path):
-    """A directory with a chain of two and another snapshot."""
+    """A directory with a chain of two snapshots, and another snapshot."""
     directory = tmp_path / "cache"
     with opened(directory) as tier:
         first = put(tier, IDS[:128])

@@ -1,4 +1,4 @@
-"""The package imports what lies below it, and nothing of it needs PyTorch."""
+"""The package imports only packages below it, and the disk tier works without PyTorch."""
 
 import ast
 import subprocess

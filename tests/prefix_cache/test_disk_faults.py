@@ -1,4 +1,5 @@
-"""Disks that are full, read-only, broken or slow: served from what is left, one line each, and nothing stays behind."""
+"""Disks that are full, read-only, broken or slow: the tier serves other snapshots, logs one line, and leaves no
+files."""
 
 import errno
 import logging
@@ -23,7 +24,7 @@ def offer(tier, ids, **others):
 
 
 def damage(path, how):
-    """Changes a file."""
+    """Damages a file."""
     raw = bytearray(path.read_bytes())
     if how == "flipped":
         raw[-1000] ^= 4

@@ -1,4 +1,4 @@
-"""What is found on disk becomes a tree, in whatever order it is found; and room in host memory is made with care."""
+"""Files found on disk become a tree, in any order; and copies that make room in host memory are chosen correctly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORM = 64 * "a"
 
 
 def header(page: int) -> SnapshotHeader:
-    """Of one page of a dense sequence."""
+    """The header of one page of a dense sequence."""
     fields, nbytes = laid_out([("tail", (2, PAGE, 1, 1), torch.float32)])
     start = PAGE * page
     return SnapshotHeader(FORM, start, start + PAGE, (), PAGE, False, fields, 1, nbytes)
@@ -39,7 +39,7 @@ def kept(tree: PrefixTree, slabs: int) -> Copies:
 def file_of(
     header: SnapshotHeader, names: PageNames, name: str, uid: str, parent: FileHeader | None = None
 ) -> FileHeader:
-    """Of a snapshot with this header, among pages with these names."""
+    """The file header of a snapshot with this header, of pages with these names."""
     return FileHeader(
         name=name,
         origin=names.origin,

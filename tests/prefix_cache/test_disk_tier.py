@@ -1,4 +1,4 @@
-"""The disk tier: what it stores it finds again, after a restart and from another server, and no more than its limit."""
+"""The disk tier: it finds stored snapshots again, after a restart and from another server, and keeps to its limit."""
 
 import os
 import stat
@@ -70,8 +70,7 @@ def test_a_continuation_fits_only_the_very_bytes_that_it_was_computed_on(tmp_pat
         first = put(tier, IDS[:128])
         second = put(tier, IDS[:250], first)
         stranger = replace(first, uid=new_uid())
-        header = header_of(IDS[:200], stranger)
-        assert not tier.put(header, IDS[128:200], [data_of(header)]).result(PATIENCE)
+        put(tier, IDS[:200], stranger, stored=False)
         assert tier.stats().refused == 1
     # As after the first was lost and computed anew: its continuation is of no use, until it is computed anew, too.
     (tmp_path / first.file_name).unlink()
@@ -87,8 +86,8 @@ def test_a_continuation_fits_only_the_very_bytes_that_it_was_computed_on(tmp_pat
 
 def test_what_is_there_already_stays(tmp_path):
     with opened(tmp_path) as tier, opened(tmp_path) as other:
-        first, second = put(tier, IDS[:128]), header_of(IDS[:128])
-        assert not other.put(second, IDS[:128], [data_of(second)]).result(PATIENCE)
+        first = put(tier, IDS[:128])
+        put(other, IDS[:128], stored=False)
         assert read(other, found(other, names_of(IDS))[0], IDS) == data_of(first)
 
 
@@ -209,15 +208,13 @@ def test_a_continuation_is_not_written_at_the_cost_of_what_it_continues(tmp_path
         second = put(tier, IDS[:256], first)
         assert tier.lookup(other.name) is None
         assert [entry.name for entry in found(tier, names_of(IDS[:256]))] == [first.name, second.name]
-        third = header_of(IDS[:384], second)
-        assert not tier.put(third, IDS[256:384], [data_of(third)]).result(PATIENCE)
+        put(tier, IDS[:384], second, stored=False)
         assert tier.stats().files == 2 and tier.stats().refused == 1
 
 
 def test_what_is_larger_than_the_limit_is_refused(tmp_path):
     with opened(tmp_path, limit=SIZE - 1) as tier:
-        header = header_of(IDS[:128])
-        assert not tier.put(header, IDS[:128], [data_of(header)]).result(PATIENCE)
+        put(tier, IDS[:128], stored=False)
         assert tier.stats().refused == 1 and os.listdir(tmp_path) == []
 
 

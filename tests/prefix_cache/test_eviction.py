@@ -1,4 +1,4 @@
-"""What goes first where others need room: scores of hand-made graphs, the order, and how long it takes."""
+"""Eviction of copies: scores of hand-made graphs, the order, and its time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shadowkv.prefix_cache.tree import Node, PrefixTree
 
 
 class Clock:
-    """Shows what it is set to."""
+    """A clock that shows the time to which it is set."""
 
     seconds = 0.0
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 def tree_of(*parents: int | None) -> PrefixTree:
-    """Nodes of a page each, in order, by the number of the one that each continues."""
+    """A tree with a node of one page for each number, that of its parent."""
     tree, nodes = PrefixTree(), list[Node]()
     for number, parent in enumerate(parents):
         above = None if parent is None else nodes[parent]
@@ -86,7 +86,7 @@ def test_lru_is_the_order_of_uses_whatever_the_tree_says() -> None:
 
 
 def kept(policy: str, tree: PrefixTree) -> Copies:
-    """A copy of a slab of each node fills the host."""
+    """A copy of one slab for each node. They fill host memory."""
     host = HostTier(len(tree), torch.device("cpu"), slab_bytes=1)
     copies = Copies(tree, host, Counts(), Eviction(policy))
     for node in tree:

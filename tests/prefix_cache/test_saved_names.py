@@ -1,4 +1,4 @@
-"""Names that prompts are saved under: what they keep stays, and what is wrong with their files is found out."""
+"""Names under which prompts are saved: their snapshots stay, and faults of their files are found."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ def test_what_names_keep_is_not_evicted(tmp_path, caplog):
         keep(tier, "other", others[2])
         keep(tier, "third", others[3])
         # There is no room left: what is kept stays, and what is new is refused.
-        header = header_of(prompt(9, 128))
-        assert not tier.put(header, prompt(9, 128), [bytes(header.nbytes)]).result(PATIENCE)
+        put(tier, prompt(9, 128), stored=False)
         assert (tier.stats().refused, tier.stats().pinned_bytes, tier.stats().evictions) == (1, 3 * SIZE, 2)
         keep(tier, "mine", others[3])  # in place of what it kept
         put(tier, prompt(9, 128))
@@ -234,8 +233,8 @@ def test_nothing_is_evicted_while_the_names_cannot_be_read(tmp_path):
             return super().stat(path)
 
     with opened(tmp_path, SIZE, files=Unreadable()) as tier:
-        header, new = put(tier, IDS[:128]), header_of(prompt(1, 128))
-        assert not tier.put(new, prompt(1, 128), [bytes(new.nbytes)]).result(PATIENCE)
+        header = put(tier, IDS[:128])
+        put(tier, prompt(1, 128), stored=False)
         assert tier.lookup(header.name) and tier.stats().write_errors == 1
 
 

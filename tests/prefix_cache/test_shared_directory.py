@@ -1,4 +1,4 @@
-"""Several processes on one directory, and some that are killed: nothing that is served is ever wrong."""
+"""Several processes share a directory, and some are killed: they never serve wrong data."""
 
 import multiprocessing
 import os
@@ -21,8 +21,8 @@ SECONDS = 3.0
 
 
 def hammer(directory: Path, seed: int, results) -> None:
-    """Stores, finds and reads for SECONDS, and longer until it has done some of each; reports how often which came to
-    pass, and whatever was wrong."""
+    """Stores, finds and reads for SECONDS, and until it has done some of each. Reports the number of each, and
+    errors."""
     chance, counts, wrong = random.Random(seed), {"read": 0, "stored": 0, "gone": 0}, []
     with opened(directory, limit=7 * SIZE, watch_seconds=0.01) as tier:
         end = time.monotonic() + SECONDS

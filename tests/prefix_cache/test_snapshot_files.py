@@ -1,4 +1,4 @@
-"""The file format: what was written is what is read, and nothing else is."""
+"""The file format: exactly the written bytes are read, and all others are refused."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ def written(tmp_path: Path) -> tuple[Path, FileHeader]:
 
 
 def read_all(path: Path) -> bytes:
-    """Everything that a file is asked for on the way of serving it."""
+    """Reads a file like the disk tier, with all checks."""
     with SnapshotFile(path.parent, path.name.removesuffix(".safetensors")) as file:
         file.expect(IDS)
         data = bytearray(file.header.nbytes)
@@ -52,11 +52,23 @@ def read_all(path: Path) -> bytes:
         return bytes(data)
 
 
-def with_metadata(path: Path, **changed: str) -> None:
-    """Writes other metadata into a file's header, with a checksum that is right for them."""
+def refused(path: Path, problem: str | None = None) -> None:
+    """Checks that a file is bad."""
+    with pytest.raises(BadSnapshot, match=problem):
+        read_all(path)
+
+
+def parts(path: Path) -> tuple[bytes, bytes]:
+    """The JSON of a file's header, and the bytes that follow it."""
     raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    content = json.loads(raw[8 : 8 + length])
+    end = 8 + struct.unpack("<Q", raw[:8])[0]
+    return raw[8:end], raw[end:]
+
+
+def with_metadata(path: Path, **changed: str) -> None:
+    """Changes metadata in a file's header, and the header's checksum to match."""
+    text, data = parts(path)
+    content = json.loads(text)
     content["__metadata__"] |= {"header_checksum": "0" * 32} | changed
 
     def header() -> bytes:
@@ -65,7 +77,7 @@ def with_metadata(path: Path, **changed: str) -> None:
         return struct.pack("<Q", len(text)) + text
 
     content["__metadata__"]["header_checksum"] = xxhash.xxh3_128_hexdigest(header())
-    path.write_bytes(header() + raw[8 + length :])
+    path.write_bytes(header() + data)
 
 
 def test_the_bytes_of_a_header_never_change():
@@ -175,18 +187,15 @@ def test_who_comes_second_keeps_out_unless_the_first_is_of_no_use(written):
 
 def test_every_single_byte_of_the_header_counts(written):
     path, _ = written
-    raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    chance = random.Random(0)
-    for place in range(8 + length):
+    raw, chance = path.read_bytes(), random.Random(0)
+    for place in range(len(raw) - len(parts(path)[1])):
         bad = bytearray(raw)
         bad[place] ^= chance.randrange(1, 256)
         with pytest.raises(BadSnapshot):
             decode_all(path, bytes(bad))
         if place % 50 == 0:  # the file itself
             path.write_bytes(bad)
-            with pytest.raises(BadSnapshot):
-                read_all(path)
+            refused(path)
 
 
 def decode_all(path: Path, raw: bytes) -> None:
@@ -196,16 +205,14 @@ def decode_all(path: Path, raw: bytes) -> None:
 
 def test_every_bit_of_the_data_counts(written):
     path, _ = written
-    raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    chance = random.Random(1)
-    places = [8 + length, len(raw) - 1, *(chance.randrange(8 + length, len(raw)) for _ in range(200))]
+    raw, chance = path.read_bytes(), random.Random(1)
+    begin = len(raw) - len(parts(path)[1])
+    places = [begin, len(raw) - 1, *(chance.randrange(begin, len(raw)) for _ in range(200))]
     for place in places:
         bad = bytearray(raw)
         bad[place] ^= 1 << chance.randrange(8)
         path.write_bytes(bad)
-        with pytest.raises(BadSnapshot):
-            read_all(path)
+        refused(path)
 
 
 def test_a_file_that_was_cut_anywhere_is_bad(written):
@@ -214,11 +221,9 @@ def test_a_file_that_was_cut_anywhere_is_bad(written):
     begin = len(raw) - header.nbytes - 4 * header.tokens
     for size in [0, 1, 7, 8, 9, 100, begin - 1, begin, begin + 1, begin + LAYER_BYTES, len(raw) - 801, len(raw) - 1]:
         path.write_bytes(raw[:size])
-        with pytest.raises(BadSnapshot, match=r"cut off|bytes instead of"):
-            read_all(path)
+        refused(path, r"cut off|bytes instead of")
     path.write_bytes(raw + b"\0")
-    with pytest.raises(BadSnapshot, match="bytes instead of"):
-        read_all(path)
+    refused(path, "bytes instead of")
 
 
 @pytest.mark.parametrize(
@@ -253,29 +258,25 @@ def test_a_file_that_was_cut_anywhere_is_bad(written):
 def test_hostile_metadata_are_bad_even_with_a_right_checksum(written, changed, problem):
     path, _ = written
     with_metadata(path, **changed)
-    with pytest.raises(BadSnapshot, match=problem):
-        read_all(path)
+    refused(path, problem)
 
 
 @pytest.mark.parametrize("offsets", [[0, 1001], [0, 999], [0, 2**63], [-1, 999], [1000, 2000]])
 def test_tensors_that_overlap_or_leave_gaps_are_bad(written, offsets):
     path, _ = written
-    raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    content = json.loads(raw[8 : 8 + length])
+    header, data = parts(path)
+    content = json.loads(header)
     content["layer.000"]["data_offsets"] = offsets
-    text = json.dumps(content, separators=(",", ":")).encode().ljust(length)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
-    with pytest.raises(BadSnapshot):
-        read_all(path)
+    text = json.dumps(content, separators=(",", ":")).encode().ljust(len(header))
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    refused(path)
 
 
 @pytest.mark.parametrize("length", [MAX_HEADER_BYTES + 1, 2**40, 2**64 - 1])
 def test_giant_headers_are_not_read(written, length):
     path, _ = written
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    with pytest.raises(BadSnapshot, match=f"a header of {length} bytes"):
-        read_all(path)
+    refused(path, f"a header of {length} bytes")
 
 
 @pytest.mark.parametrize(
@@ -284,8 +285,7 @@ def test_giant_headers_are_not_read(written, length):
 def test_what_is_no_header_is_bad(written, raw):
     path, _ = written
     path.write_bytes(struct.pack("<Q", len(raw)) + raw)
-    with pytest.raises(BadSnapshot):
-        read_all(path)
+    refused(path)
 
 
 def test_what_is_no_file_is_not_read(tmp_path):

@@ -1,4 +1,4 @@
-"""Names: fixed for all time, and none is shared by two keys, salts or prompts."""
+"""Names of pages never change, and two keys, salts or prompts share none."""
 
 import json
 from dataclasses import fields, replace

@@ -1,4 +1,4 @@
-"""What restoring and computing are said to take."""
+"""Estimated times of restoring and computing."""
 
 import pytest
 

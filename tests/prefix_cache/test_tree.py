@@ -1,4 +1,4 @@
-"""Pages by name and the tree over them, against plain comparison of token ids."""
+"""Names of pages and the tree over them, against plain comparisons of token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ORIGIN = origin(40 * "0")
 
 
 def names(pages: str) -> PageNames:
-    """Of a prompt that has a page of one token for each letter."""
+    """Names of a prompt with a page for each letter."""
     return PageNames(ORIGIN).extend_to([ord(letter) for letter in pages for _ in range(PAGE)])
 
 
@@ -54,7 +54,7 @@ def test_a_prompt_is_followed_no_further_than_it_is_known() -> None:
 
 
 class Tree(RuleBasedStateMachine):
-    """Sequences come, fork, grow, shrink, are compressed and go; every prompt finds what somebody has of it."""
+    """Sequences are added, forked, extended, cut, compressed and removed. Every prompt finds its longest prefix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Tree(RuleBasedStateMachine):
 
 
 class Held(SimpleNamespace):
-    """A sequence, as far as the tree looks at it."""
+    """A stand-in for a sequence, with the attributes that the tree reads."""
 
     __hash__ = object.__hash__
 

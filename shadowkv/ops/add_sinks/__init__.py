@@ -1,1 +1,1 @@
-"""Adds learned sinks to a part of an attention: a position of every softmax whose value is nothing."""
+"""Adds learned sinks to partial attention: one more position in every softmax, whose value is zero."""

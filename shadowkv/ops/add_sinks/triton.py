@@ -1,4 +1,4 @@
-"""Sinks in the merge of attention parts, in one Triton kernel."""
+"""Adds learned sinks to partial attention in one Triton kernel."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Keys and values of a block of a prompt, kept before and after RoPE."""
+"""Copies a prompt block's keys and values, and its keys after RoPE, to where prefill keeps them."""

@@ -1,4 +1,4 @@
-"""Keys and values of a block of a prompt in PyTorch."""
+"""Copies keys and values of a prompt block in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shadowkv.ops.apply_rope.tables import RotaryTables
 def append_block(
     k: Tensor, v: Tensor, positions: Tensor, rotary: RotaryTables, keys: Tensor, rope_keys: Tensor, values: Tensor
 ) -> None:
-    """Copies keys and values, and keys as ``apply_rope`` makes them.
+    """Copies the keys, the RoPE-rotated keys and the values of a prompt block.
 
     Args:
         k, v: [n, H, d], keys before RoPE.

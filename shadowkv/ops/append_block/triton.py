@@ -1,4 +1,4 @@
-"""Keys and values of a block of a prompt in one Triton launch that reads both once."""
+"""Copies keys and values of a prompt block in one Triton kernel, which reads each of them once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch import Tensor
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
 TOKENS, TOGETHER = 16, 4
-"""Tokens per program, and heads per program, which share one read of cosines and sines."""
+"""Tokens and heads per program. The heads share one read of cosines and sines."""
 
 
 def append_block(
     k: Tensor, v: Tensor, positions: Tensor, rotary: RotaryTables, keys: Tensor, rope_keys: Tensor, values: Tensor
 ) -> None:
-    """Same as the reference; the last dimension of every tensor is dense, and the last two of every output."""
+    """Same as the reference. The last dimension of every tensor must be contiguous, and the last two of every
+    output."""
     (tokens, heads, dim), config = k.shape, rotary.config
     if not tokens:
         return

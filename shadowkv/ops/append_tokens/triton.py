@@ -20,7 +20,7 @@ def append_tokens(
     write_page: Tensor,
     write_offset: Tensor,
 ) -> None:
-    """Same as the reference; the last dimension of every tensor must be dense."""
+    """Same as the reference. The last dimension of every tensor must be contiguous."""
     batch, heads, dim = k.shape
     _append_tokens[(batch, heads)](
         k, v, positions, rotary.cos, rotary.sin, k_pages, v_pages, write_page, write_offset,

@@ -1,7 +1,7 @@
-"""Rotary position embedding: frequencies with every scaling the supported models use, and the tables.
+"""Rotary position embedding: a model's frequencies, with every scaling that supported models use, and its tables.
 
-The cache owns RoPE, because keys are compressed before it (ShadowKV, arXiv:2410.21465, section 3.1).
-RoFormer: arXiv:2104.09864; YaRN: arXiv:2309.00071; LongRoPE: arXiv:2402.13753; Llama 3.1: its release notes.
+The cache owns RoPE, because keys are compressed before it (ShadowKV, arXiv:2410.21465, section 3.1). RoFormer:
+arXiv:2104.09864; YaRN: arXiv:2309.00071; LongRoPE: arXiv:2402.13753; Llama 3.1: its release notes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RopeConfig:
         beta_fast, beta_slow: YaRN's ramp, in rotations over the original context.
         attention_factor: multiplier of cos and sin (YaRN, LongRoPE); None derives it from ``factor``.
         factors: LongRoPE's divisor per frequency, the short or the long set, fixed at load.
-        truncate: YaRN rounds its ramp to whole dimensions.
+        truncate: whether YaRN's ramp starts and ends at whole dimensions.
     """
 
     head_dim: int

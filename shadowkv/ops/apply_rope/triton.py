@@ -10,12 +10,12 @@ from torch import Tensor
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
 MANY = 2048
-"""From this many tokens on, a program takes several heads and reads cosines and sines once for them; fewer tokens are
-spread over more programs."""
+"""Minimum number of tokens for which a program rotates several heads, to read cosines and sines once for them. Fewer
+tokens are spread over more programs."""
 
 
 def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
-    """Same as the reference; the last dimension must be dense."""
+    """Same as the reference. The last dimension must be contiguous."""
     rows, heads, dim = x.shape[:-2].numel(), x.shape[-2], x.shape[-1]
     flat, config = x.reshape(rows, heads, dim), rotary.config
     out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
@@ -63,7 +63,8 @@ def rope_pair(
     source, cos, sin, position,
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, cos_scale, sin_scale,
 ):  # fmt: skip
-    """Offsets of both members of every pair, their RoPE-rotated values in float32, and which pairs there are."""
+    """Offsets of both members of every pair, their RoPE-rotated values in float32, and a mask of the pairs that
+    exist."""
     pair = tl.arange(0, HALF_BLOCK)
     lives = pair < HALF
     if INTERLEAVED:

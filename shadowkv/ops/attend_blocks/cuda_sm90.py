@@ -1,4 +1,4 @@
-"""Prefill attention on Hopper, over selected blocks or everything: ``csrc/kernels/attend_blocks_sm90/``."""
+"""Prefill attention on Hopper, over selected blocks or over all keys (``csrc/kernels/attend_blocks_sm90/``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.case import Case, unless_one_of
 from shadowkv.ops.extension import HOPPER, cuda_missing
 
 DIMS = (64, 128)
@@ -21,19 +21,18 @@ missing = partial(cuda_missing, "attend_blocks_sm90", "attend_blocks_sm90", "att
 
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
-    dims = unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not 64 or 128")
-    return unless(case.dtype in DTYPES, f"{case.dtype} is not bfloat16 or float16") + dims
+    return unless_one_of(case.dtype, DTYPES) + unless_one_of(case.head_dim, DIMS, "head dim")
 
 
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference; sums are in float32. Can be captured in a CUDA graph.
+    """Same as the reference. Sums are in float32. Can be captured in a CUDA graph.
 
-    bfloat16 or float16 with a head dim of 64 or 128; strides between heads and tokens of q, k and v are multiples of
-    16 bytes. ``indices``, ``counts`` and ``weights`` are read on the device and not checked: a tile whose list lacks
-    blocks of its own positions is masked incorrectly, and a tile without any block is not written. Blocks outside k and
-    v read as zeros.
+    The dtype is bfloat16 or float16, the head dim 64 or 128. Strides between heads and tokens of q, k and v are
+    multiples of 16 bytes. ``indices``, ``counts`` and ``weights`` are read on the device and not checked. If a tile's
+    list lacks a block of the tile's own positions, the mask is wrong. A tile without any block is not written. Blocks
+    outside k and v read as zeros.
     """
     out, taken = q.new_empty(q.shape), _taken(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -49,14 +48,17 @@ def attend_sequences(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention [n, H_q, d] over all of k, v [m, H, d], and float32 log-sum-exp [n, H_q]; as above otherwise.
+    """Attention [n, H_q, d] of q [n, H_q, d] over all of k, v [m, H, d], and its log-sum-exp, float32 [n, H_q].
+
+    Dtypes, head dims and strides as for ``attend_blocks``. ``dense_attention`` uses it.
 
     Args:
-        causal: q are the last n of the m positions, and each sees those up to its own; otherwise it sees all.
-        cu_seqlens: int32 [S + 1], the start of each of S packed sequences' queries, from 0 to n, read on the device;
-            attention is causal within each sequence. None for a single sequence.
-        cu_seqlens_k: int32 [S + 1], the start of each one's keys, from 0 to m or less, read on the device and not
-            checked; None where there are as many keys as queries.
+        causal: True: q are the last n of the m positions, and each sees the positions up to its own. False: each query
+            sees all positions.
+        cu_seqlens: int32 [S + 1], the start of the queries of each of S packed sequences, from 0 to n. It is read on
+            the device. Attention is causal within each sequence. None for a single sequence.
+        cu_seqlens_k: int32 [S + 1], the start of each sequence's keys, from 0 to at most m. It is read on the device
+            and not checked. None if there are as many keys as queries.
     """
     out, taken = q.new_empty(q.shape), _taken(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -65,7 +67,7 @@ def attend_sequences(
 
 
 def _taken(q: Tensor) -> Tensor:
-    """Number of tiles taken by thread blocks so far."""
+    """The kernel's counter of tiles that thread blocks have taken, int32 [1], at 0."""
     return torch.zeros(1, dtype=torch.int32, device=q.device)
 
 

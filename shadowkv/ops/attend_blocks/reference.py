@@ -11,16 +11,19 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention [n, H_q, d] of the last n of m positions over blocks of k, v [m, H, d], each up to its own; and its
-    log-sum-exp, float32 [n, H_q].
+    """Causal attention of the last n of m positions over selected blocks of keys and values.
 
     Args:
         q: [n, H_q, d], n at least 1.
+        k, v: [m, H, d].
         indices: int32 [H_q, tiles, blocks], ascending: the blocks of 128 keys that each tile of 128 queries of each
-            head attends to, including those that hold keys of its own positions.
-        counts: int32 [H_q, tiles], how many of them are valid.
-        weights: float32 [H_q, tiles, blocks]: as how many blocks each of them counts, in sums and divisor of the
-            softmax; 1 for those that hold keys of the tile's own positions.
+            head attends to. They include the blocks that hold keys of the tile's own positions.
+        counts: int32 [H_q, tiles], how many of the indices are valid.
+        weights: float32 [H_q, tiles, blocks], how many blocks each of them stands for, in the softmax's numerator and
+            denominator. It is 1 for blocks that hold keys of the tile's own positions.
+
+    Returns:
+        out [n, H_q, d] and its log-sum-exp, float32 [n, H_q].
     """
     n, query_heads, dim = q.shape
     m, heads = k.shape[:2]

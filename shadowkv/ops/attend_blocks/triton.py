@@ -1,4 +1,4 @@
-"""Attention over selected blocks in one Triton kernel, a program for each tile of queries of one head."""
+"""Attention over selected blocks in one Triton kernel. A program computes one tile of queries of one head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 
 
 def supports(case: Case) -> list[str]:
-    """Why the kernel cannot serve a case: a tile and blocks of keys and values must fit in shared memory."""
+    """Why the kernel cannot serve a case: a tile of queries and blocks of keys and values must fit in shared memory."""
     row = triton.next_power_of_2(case.head_dim) * case.dtype.itemsize
     blocks = 5 if case.capability is not None and case.capability >= (9, 0) else 3
     need = blocks * BLOCK * row
@@ -26,7 +26,7 @@ def supports(case: Case) -> list[str]:
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference; sums are in float32."""
+    """Same as the reference. Sums are in float32."""
     n, query_heads, dim = q.shape
     m, heads = k.shape[:2]
     out, lse = torch.empty_like(q), torch.empty(n, query_heads, dtype=torch.float32, device=q.device)
@@ -60,7 +60,7 @@ def _attend(
     weighted = weights + place_in_list.to(tl.int64) * blocks
     count = tl.load(counts + place_in_list)
     first = m - n + tile * BLOCK
-    masked = (tl.minimum(first + BLOCK, m) - 1) // BLOCK - first // BLOCK + 1  # blocks that its queries see in part
+    masked = (tl.minimum(first + BLOCK, m) - 1) // BLOCK - first // BLOCK + 1  # blocks that some queries see in part
     keys_of, values_of = k + head * k_head + dim[None, :], v + head * v_head + dim[None, :]
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)

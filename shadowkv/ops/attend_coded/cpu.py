@@ -1,4 +1,5 @@
-"""Attention over all tokens in C++, with every chunk selected (``csrc/cpu/attention/attend_selected.h``)."""
+"""Attention over all tokens in C++: ``attend_selected`` with every chunk selected
+(``csrc/cpu/attention/attend_selected.h``)."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ __all__ = ["attend_coded", "missing", "supports"]
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, but computed entirely in float32, and rows begin and end at chunk boundaries.
+    """Same as the reference, but computed entirely in float32. Rows begin and end at chunk boundaries.
 
     Raises:
-        ValueError: a row that does not.
+        ValueError: a row begins or ends within a chunk.
     """
     chunk = heads_and_chunk(keys)[1]
     for name, place in (("begin", begin), ("end", end)):

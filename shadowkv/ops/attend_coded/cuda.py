@@ -1,8 +1,7 @@
-"""Attention over coded rows in CUDA, in integer arithmetic: ``csrc/kernels/attend_coded/``."""
+"""Attention over coded rows in CUDA, in integer arithmetic (``csrc/kernels/attend_coded/``)."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.attention_results import attend_to_nothing, result_and_parts
+from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId, RowCodec
-from shadowkv.ops.extension import cuda_missing
+from shadowkv.ops.extension import cuda_missing, multiprocessors
 
 LLOYD = (CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
 VALUES_OF = {
@@ -28,22 +28,22 @@ QUERIES = 4
 """Query heads per thread block."""
 
 WARPS, RESIDENT_BLOCKS = {False: 4, True: 8}, {False: 5, True: 2}
-"""Warps per thread block, and blocks that a multiprocessor of an H100 or H200 holds at a time with the kernel as
-compiled, by whether keys are centred."""
+"""Warps per thread block, and thread blocks that a multiprocessor of an H100 or H200 holds at a time. Both depend on
+whether keys are centred, because the compiled kernels use different numbers of registers."""
 
 MAX_WAVES = 5
-"""Blocks per resident place on the device: more blocks even out ragged lengths, but cost launches and partial
-results."""
+"""Maximum number of waves of thread blocks. More blocks even out ragged lengths, but each costs a launch and a partial
+result."""
 
 PAGES_OF_A_WARP = 16
-"""Pages per warp that justify another block."""
+"""Minimum number of pages per warp for which another wave of blocks pays."""
 
 missing = partial(cuda_missing, "attend_coded", "attend_coded")
 
 
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
-    reasons = unless(case.head_dim == DIM, f"head dim {case.head_dim} is not {DIM}")
+    reasons = unless_one_of(case.head_dim, (DIM,), "head dim")
     reasons += _unknown_pair(case.key_codec, case.value_codec)
     whole = not case.centred or case.rope_dim % 8 == 0
     return reasons + unless(whole, f"centred keys of which RoPE rotates {case.rope_dim} dimensions, no multiple of 8")
@@ -52,16 +52,16 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, but queries and weights are rounded to 16 bits: queries in units of their largest entry,
-    and the products of a page's weights and its values' scales in units of the largest. Can be captured in a CUDA
-    graph.
+    """Same as the reference, but some operands are rounded to 16 bits. Can be captured in a CUDA graph.
 
-    Rows have 128 dimensions and the codec pairs of ``VALUES_OF``; the pages of a head are contiguous. Levels are
-    multiplied as ``whole_levels``. Names, states and positions are read on the device and not checked: those that do
-    not exist are read anyway.
+    Queries are rounded in units of their largest entry. A page's softmax weights are multiplied by the scales of its
+    values, and the products are rounded in units of the largest product. Levels are multiplied as ``whole_levels``.
+
+    Rows have 128 dimensions and a pair of codecs in ``VALUES_OF``. The rows of a head in a page are contiguous. Page
+    ids, states and positions are read on the device and not checked: wrong ones read out of bounds.
 
     Raises:
-        ValueError: other rows.
+        ValueError: rows of other dimensions or codecs.
         RuntimeError: shapes, dtypes or strides that do not fit.
     """
     batch, query_heads, dim = q.shape
@@ -74,17 +74,15 @@ def attend_coded(
         raise ValueError(f"attend_coded in CUDA: {'; '.join(wrong)}")
     heads, entries = keys.codes.shape[1], keys.pages.shape[1]
     if not batch or not entries:
-        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        return attend_to_nothing(q)
     units, centred = batch * heads * -(-query_heads // heads // QUERIES), isinstance(keys, CentredKeys)
-    split = splits(units, entries, processors, centred)
+    split = splits(units, entries, multiprocessors(q.device), centred)
     rope_q = q.float().contiguous()
     asked = rope_q if keys.rotation is None else rope_q @ keys.rotation
-    out, lse = torch.empty_like(asked), asked.new_empty(batch, query_heads)
-    partial_out, partial_lse = lse.new_empty(batch, query_heads, split, dim), lse.new_empty(batch, query_heads, split)
+    out, lse, *parts = result_and_parts(asked, split)
     torch.ops.shadowkv_cuda.attend_coded(
         asked, begin.contiguous(), end.contiguous(), *_form(keys), *_form(values), *_mean(rope_q, keys),
-        out, lse, partial_out, partial_lse,
+        out, lse, *parts,
     )  # fmt: skip
     if values.rotation is not None:
         out = out @ values.rotation.T
@@ -92,9 +90,11 @@ def attend_coded(
 
 
 def splits(units: int, entries: int, processors: int, centred: bool) -> int:
-    """Number of shares into which the pages of each of ``units`` sequences x kv heads x query blocks are split to fill
-    the device: whole waves of blocks whose warps have at least two pages each, and enough waves to leave at most a
-    tenth of the places empty."""
+    """Number of thread blocks that share the pages of a unit, a query block of one kv head of one sequence.
+
+    Blocks come in whole waves, enough of them that at most a tenth of the places for blocks stay empty. Each warp has
+    at least two pages.
+    """
     warps, places = WARPS[centred], processors * RESIDENT_BLOCKS[centred]
     waves = min(MAX_WAVES, max(1, units * entries // (places * warps * PAGES_OF_A_WARP)))
     while waves < MAX_WAVES and places * waves // units * units < 0.9 * places * waves:
@@ -103,9 +103,11 @@ def splits(units: int, entries: int, processors: int, centred: bool) -> int:
 
 
 def level_bytes(codec: RowCodec) -> tuple[int, float]:
-    """The levels of a codec's first eight codes as the bytes of an integer, and their step; the levels of further codes
-    follow from them. A byte b stands for 2 b + 1 steps, or for b if there are few enough steps. Codecs without levels
-    give 0 and 1."""
+    """The levels of a codec's first eight codes, packed into the bytes of an integer, and their step.
+
+    A byte b stands for b steps if all levels fit, otherwise for 2 b + 1 steps. The kernel derives the levels of further
+    codes. Codecs without levels yield 0 and 1.
+    """
     levels = codec.whole_levels(DIM)
     if levels is None:
         return 0, 1.0
@@ -124,13 +126,13 @@ def _unknown_pair(keys: int, values: int) -> list[str]:
 
 
 def _form(rows: CodedRows) -> tuple[Any, ...]:
-    """Codec, codes, scales, their pages, levels as the bytes of an integer, and their step."""
-    scale_pages = rows.pages if rows.scale_pages is None else rows.scale_pages
-    return rows.codec.id, rows.codes.flatten(2, 3), rows.scale, rows.pages, scale_pages, *level_bytes(rows.codec)
+    """The kernel's arguments for keys or values: codec, codes, scales, pages of both, and ``level_bytes``."""
+    pages = rows.pages, rows.pages_of_scales
+    return rows.codec.id, rows.codes.flatten(2, 3), rows.scale, *pages, *level_bytes(rows.codec)
 
 
 def _mean(rope_q: Tensor, keys: CodedRows) -> tuple[Any, ...]:
-    """Of centred keys the queries without the codec's rotation, the mean keys and RoPE."""
+    """The kernel's arguments for centred keys: queries without the codec's rotation, mean keys and RoPE."""
     if not isinstance(keys, CentredKeys):
         return *[None] * 6, 1.0, False
     rotary = keys.rotary

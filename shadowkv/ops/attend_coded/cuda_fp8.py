@@ -1,5 +1,5 @@
-"""Attention over rows of 8-bit floats in CUDA: pages are read in place by the kernel for exact pages
-(``csrc/kernels/paged_attention/``); a head's key and value scales multiply its scores and its output."""
+"""Attention over rows of 8-bit floats in CUDA. The kernel of ``paged_attention`` reads the pages in place
+(``csrc/kernels/paged_attention/``). A head's key scale multiplies its scores, its value scale multiplies its output."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
-from shadowkv.ops.case import NOT_CENTRED, Case, unless
+from shadowkv.ops.attention_results import result_and_parts
+from shadowkv.ops.case import NOT_CENTRED, Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId
-from shadowkv.ops.extension import cuda_missing
+from shadowkv.ops.extension import cuda_missing, multiprocessors
 from shadowkv.ops.paged_attention.cuda import splits
 
 RESIDENT_BLOCKS = {64: 5, 96: 5, 128: 4, 256: 2}
-"""Thread blocks that a multiprocessor holds at a time with the kernel as compiled, by head dim."""
+"""Thread blocks of the compiled kernel that a multiprocessor holds at a time, by head dim."""
 
 missing = partial(cuda_missing, "attend_fp8", "attend_fp8")
 
@@ -26,15 +27,15 @@ def supports(case: Case) -> list[str]:
     return [
         *(f"codec {codec} of {axis} is not fp8" for axis, codec in codecs.items() if codec != CodecId.FP8),
         *unless(not case.centred, NOT_CENTRED),
-        *unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16"),
-        *unless(case.head_dim in RESIDENT_BLOCKS, f"head dim {case.head_dim} is not 64, 96, 128 or 256"),
+        *unless_one_of(case.dtype, (torch.bfloat16,)),
+        *unless_one_of(case.head_dim, RESIDENT_BLOCKS, "head dim"),
     ]
 
 
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for 8-bit floats (e4m3) without a mean; can be captured in a CUDA graph.
+    """Same as the reference, for 8-bit floats (e4m3) without a mean. Can be captured in a CUDA graph.
 
     Queries are bfloat16 with entries up to 65504 and a head dim of 64, 96, 128 or 256. Pages and lengths are read on
     the device and are not checked.
@@ -42,19 +43,16 @@ def attend_coded(
     Raises:
         ValueError: rows of another codec, or another head dim.
     """
-    batch, query_heads, dim = q.shape
+    batch, _, dim = q.shape
     if dim not in RESIDENT_BLOCKS:
         raise ValueError(f"head dim {dim} is not 64, 96, 128 or 256, what attend_coded takes in CUDA for fp8")
     keys, values, q = _fp8(keys), _fp8(values), q.contiguous()
     k, v = keys.codes.flatten(2, 3), values.codes.flatten(2, 3)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    split = splits(batch * k.shape[1], keys.pages.shape[1], dim, processors, RESIDENT_BLOCKS)
-    out, lse = torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32)
-    partial_out = lse.new_empty(batch, query_heads, split, dim)
-    partial_lse = lse.new_empty(batch, query_heads, split)
+    split = splits(batch * k.shape[1], keys.pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)
+    out, lse, *parts = result_and_parts(q, split)
     torch.ops.shadowkv_cuda.attend_fp8(
         q, k, v, *keys.state, *values.state, keys.states, values.states, keys.pages, values.pages, begin, end,
-        out, lse, partial_out, partial_lse,
+        out, lse, *parts,
     )  # fmt: skip
     return out, lse
 

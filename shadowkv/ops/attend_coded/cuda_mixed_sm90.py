@@ -1,5 +1,5 @@
-"""Attention over all tokens of mixed latents and vectors (Shard's formats) on Hopper:
-``csrc/kernels/attend_mixed_sm90/``."""
+"""Attention over all tokens in Shard's formats, keys as mixed latents and values as vector codes, on Hopper
+(``csrc/kernels/attend_mixed_sm90/``)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from shadowkv.ops.attend_selected.cuda_sm90 import frequencies
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, LatentKeys
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.attention_results import attend_to_nothing, result_and_parts
+from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId
-from shadowkv.ops.extension import cuda_missing
+from shadowkv.ops.extension import cuda_missing, multiprocessors
 
 DIM = 128
 RANKS = (96, 128, 160, 192)
@@ -21,11 +22,11 @@ MAX_GROUP = 8
 """Most query heads per kv head that the kernel supports."""
 
 CONSUMERS = {True: 3, False: 2}
-"""Consumer warpgroups of a thread block, each attending to one page at a time, by whether a kv head has at most four
-query heads."""
+"""Consumer warpgroups of a thread block, by whether a kv head has at most four query heads. Each consumer attends to
+one page at a time."""
 
 FILLING = 4
-"""Pages per consumer that a block could attend to in the time it takes to load its basis and codebook."""
+"""Time in which a thread block loads its basis and codebook, in pages that each consumer could attend to meanwhile."""
 
 missing = partial(cuda_missing, "attend_mixed_sm90", "attend_mixed_sm90")
 
@@ -38,9 +39,9 @@ def supports(case: Case) -> list[str]:
     )
     reasons = [f"codec {codec} of {axis} is not {name}" for axis, codec, known, name in codecs if codec != known]
     reasons += unless(case.capability == (9, 0), f"compute capability {case.capability} is not that of Hopper, 9.0")
-    reasons += unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16")
-    reasons += unless(case.head_dim == DIM, f"head dim {case.head_dim} is not {DIM}")
-    reasons += unless(case.rank in RANKS, f"rank {case.rank} is not one of {', '.join(map(str, RANKS))}")
+    reasons += unless_one_of(case.dtype, (torch.bfloat16,))
+    reasons += unless_one_of(case.head_dim, (DIM,), "head dim")
+    reasons += unless_one_of(case.rank, RANKS, "rank")
     reasons += unless(case.num_kv_heads % 2 == 0, f"{case.num_kv_heads} kv heads are an odd number")
     reasons += unless(case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}")
     reasons += unless(not case.host_values, "values are on the host, from where pages were never copied as a whole")
@@ -51,16 +52,18 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the reference, but products are of half: keys, queries RoPE-rotated to each page, weights and entries of the
-    codebook; and values are rotated back by the codec's own Hadamard matrix, whatever ``values.rotation`` is. It can be
-    captured in a CUDA graph after a first call with the same ``keys.rotary``.
+    """Same as the reference, but factors of products are float16. Can be captured in a CUDA graph after a first call
+    with the same ``keys.rotary``.
 
-    Basis entries under 6e-5 lose bits, keys over 65504 overflow. Pages, states and positions are read on the device and
-    are not checked. A page's latents are contiguous on the device, as are a page's codes of all heads. Every 16
-    consecutive latents share one width.
+    These are float16: keys, queries RoPE-rotated to each page, softmax weights, and entries of the codebook. Basis
+    entries under 6e-5 lose bits, keys over 65504 overflow. Values are rotated back by the codec's own Hadamard matrix,
+    whatever ``values.rotation`` is.
+
+    Pages, states and positions are read on the device and are not checked. A page's latents are contiguous on the
+    device, as are a page's codes of all heads. Every 16 consecutive latents share one width.
 
     Raises:
-        ValueError: other sources.
+        ValueError: keys or values in other formats.
         RuntimeError: shapes, dtypes or strides that do not fit.
     """
     if not isinstance(keys, LatentKeys) or keys.basis_step is None or keys.widths is None or keys.mean is None:
@@ -71,25 +74,27 @@ def attend_coded(
     batch, query_heads, dim = q.shape
     heads, entries = keys.basis.shape[2], keys.pages.shape[1]
     if not batch or not entries:
-        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    split = splits(batch * heads // 2, entries, CONSUMERS[query_heads <= 4 * heads], processors)
+        return attend_to_nothing(q)
+    split = splits(batch * heads // 2, entries, CONSUMERS[query_heads <= 4 * heads], multiprocessors(q.device))
     largest, codebook = values.state
-    out, lse = torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32)
+    out, lse, *parts = result_and_parts(q, split)
     torch.ops.shadowkv_cuda.attend_mixed_sm90(
         q.contiguous(), begin.contiguous(), end.contiguous(), keys.latents.flatten(1, 2), keys.basis, keys.basis_step,
         keys.widths, keys.mean, keys.states, keys.first, keys.pages, frequencies(keys.rotary),
         values.codes.flatten(2, 3), largest, codebook, values.states, values.pages,
         math.log2(math.e) / math.sqrt(dim) * keys.rotary.config.magnitude,
-        out, lse, lse.new_empty(batch, query_heads, split, dim), lse.new_empty(batch, query_heads, split),
+        out, lse, *parts,
     )  # fmt: skip
     return out, lse
 
 
 @lru_cache(maxsize=1024)
 def splits(units: int, entries: int, consumers: int, processors: int) -> int:
-    """Number of shares into which the pages of each of ``units`` sequences x pairs of kv heads are split: the fastest
-    in waves of one thread block per multiprocessor, where each block first fills its shared memory."""
+    """Number of thread blocks that share the pages of a unit, a pair of kv heads of one sequence.
+
+    It takes the least estimated time: a multiprocessor runs one block at a time, and each block first fills its shared
+    memory.
+    """
     most = max(1, entries // (2 * consumers))
 
     def time(share: int) -> int:

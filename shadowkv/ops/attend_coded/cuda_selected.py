@@ -1,5 +1,5 @@
-"""Attention over all tokens of low-rank keys in CUDA, for formats that no other kernel supports, with every chunk
-selected (``csrc/kernels/attend_selected/``)."""
+"""Attention over all tokens of low-rank keys in CUDA: ``attend_selected`` with every chunk selected, for formats that
+no other kernel supports (``csrc/kernels/attend_selected/``)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for what ``attend_selected`` in CUDA takes; can be captured in a CUDA graph after a first
-    call. Rows begin and end at chunk boundaries."""
+    """Same as the reference, for arguments that ``attend_selected`` in CUDA supports. Can be captured in a CUDA graph
+    after a first call. Rows begin and end at chunk boundaries."""
     return cuda.attend_selected(q, keys, values, every_chunk(keys, begin, end))

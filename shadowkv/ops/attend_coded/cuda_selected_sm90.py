@@ -1,5 +1,5 @@
-"""Attention over all tokens of low-rank keys on Hopper, for formats that no other kernel supports, with every chunk
-selected (``csrc/kernels/attend_latents_sm90/``)."""
+"""Attention over all tokens of low-rank keys on Hopper: ``attend_selected`` with every chunk selected, for formats that
+no other kernel supports (``csrc/kernels/attend_latents_sm90/``)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ __all__ = ["attend_coded", "missing", "supports"]
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for what ``attend_selected`` on Hopper takes; can be captured in a CUDA graph after a
-    first call. Rows begin and end at chunk boundaries."""
+    """Same as the reference, for arguments that ``attend_selected`` on Hopper supports. Can be captured in a CUDA graph
+    after a first call. Rows begin and end at chunk boundaries."""
     return cuda_sm90.attend_selected(q, keys, values, every_chunk(keys, begin, end))

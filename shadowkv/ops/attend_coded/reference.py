@@ -1,6 +1,9 @@
-"""Attention over all tokens in PyTorch. Coded rows without a state stay rotated by their codec: queries are, too, and
-the output is rotated back once (TurboQuant, arXiv:2504.19874; the mean key's term is our own). Keys are rebuilt of
-latents."""
+"""Attention over all tokens in PyTorch.
+
+Coded rows without a state stay multiplied by their codec's rotation: queries are multiplied by it too, and the output
+is rotated back once (TurboQuant, arXiv:2504.19874). The term for mean keys is our own. Low-rank keys are rebuilt from
+latents.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from shadowkv.ops.attend_selected.sources import (
 from shadowkv.ops.page import PAGE
 
 DECODED_AT_ONCE = 64
-"""Pages of a row that are decoded at a time."""
+"""Pages of each row that are decoded at a time."""
 
 
 def attend_coded(
@@ -33,12 +36,12 @@ def attend_coded(
         q: [B, H_q, d].
         keys: source of the keys, H heads; query head i reads kv head i // (H_q / H).
         values: source of the values.
-        begin, end: int64 [B], multiples of a chunk's tokens; ``end`` is at most the 64 P tokens that the page tables
-            name. A row whose end is not after its begin attends to nothing.
+        begin, end: int64 [B], multiples of a chunk's tokens. ``end`` is at most 64 P, the tokens of the page tables. A
+            row attends to no tokens if its end is not after its begin.
 
     Returns:
-        out [B, H_q, d] in the dtype of ``q``, 0 where nothing is attended to; log-sum-exp float32 [B, H_q], -inf
-        there.
+        out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf for a row that attends
+        to no tokens.
     """
     dim = q.shape[2]
     if isinstance(keys, LatentKeys):
@@ -70,25 +73,28 @@ def attend_coded(
 
 
 def mean_scores(q: Tensor, keys: CentredKeys, place: Tensor) -> Tensor:
-    """What the mean keys add to the products of queries and centred keys: q x RoPE(mean), [B, H, G, n].
+    """Products of queries and mean keys, q x RoPE(mean), [B, H, G, n]. They are added to those of centred keys.
 
-    This is a sum over frequencies of two products that do not depend on the token, times the cosine and sine of its
-    angle, which do not depend on the head.
+    Each is a sum over frequencies: two factors that do not depend on the token, times the cosine and the sine of the
+    token's angle, which do not depend on the head.
 
     Args:
         q: [B, H, G, d], after RoPE.
         place: int64 [n], tokens of the rows.
     """
     along, across, rest = rope_products(q, keys.mean[keys.states].unsqueeze(2).to(q.dtype), keys.rotary)
-    # Behind a row's end there may be no more positions.
+    # Tokens past a row's end may have positions that the tables do not have.
     positions = (keys.first[:, None] + place).clamp(max=len(keys.rotary.cos) - 1)
     cos, sin = (table[positions][:, None].to(q.dtype) for table in (keys.rotary.cos, keys.rotary.sin))
     return along @ cos.transpose(-1, -2) + across @ sin.transpose(-1, -2) + rest
 
 
 def rope_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
-    """What the product of ``q`` and ``rows``, RoPE-rotated by an angle t, is the sum of: by frequency what is
-    multiplied by cos t and by sin t, [..., dim / 2] each, and what RoPE does not change, [..., 1]."""
+    """Terms of the product of ``q`` [..., d] and ``rows`` [..., d] RoPE-rotated by an angle t per frequency.
+
+    The first is multiplied by cos t, the second by sin t, [..., dim / 2] each. The third, [..., 1], does not depend on
+    t.
+    """
     config = rotary.config
     (a, b), (c, e) = (halves(x[..., : config.dim], config) for x in (q, rows))
     rest = (q[..., config.dim :] * rows[..., config.dim :]).sum(-1, keepdim=True)
@@ -96,8 +102,8 @@ def rope_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor
 
 
 def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
-    """Numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, followed by -1s: for backends that treat all
-    tokens as selected."""
+    """Numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, followed by -1s. Backends that call
+    ``attend_selected`` for all tokens use it."""
     heads, chunk = heads_and_chunk(keys)
     count = keys.pages.shape[1] * PAGE // chunk
     chunks = torch.arange(count, device=begin.device).expand(len(begin), -1) + (begin // chunk)[:, None]
@@ -106,13 +112,15 @@ def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def rotation_of(source: KeySource) -> Tensor | None:
-    """The codec's rotation that decoded rows keep, float32 [d, d]; None where they are decoded as they were: what a
-    codec has learned may be of rows before its rotation."""
+    """The codec's rotation that decoded rows keep, float32 [d, d]; None if decoding undoes the rotation.
+
+    Rows with a state are rotated back, because a state may apply to rows before the rotation.
+    """
     return source.rotation if isinstance(source, CodedRows) and not source.state else None
 
 
 def _rows(source: KeySource, pages: slice) -> Tensor:
-    """Rows [B, H, n, d] of some pages, coded ones with the rotation that they keep; float32."""
+    """Rows float32 [B, H, n, d] of some pages. Coded rows keep ``rotation_of``."""
     page_ids = source.pages[:, pages]
     if isinstance(source, LatentKeys):
         heads, chunk = heads_and_chunk(source)
@@ -122,8 +130,7 @@ def _rows(source: KeySource, pages: slice) -> Tensor:
     if isinstance(source, DenseRows):
         return source.rows[page_ids].float().transpose(1, 2).flatten(2, 4)
     codes = source.codes[page_ids].transpose(1, 2).flatten(2, 4)
-    scale_pages = page_ids if source.scale_pages is None else source.scale_pages[:, pages]
-    scale = source.scale[scale_pages].transpose(1, 2).flatten(2, 3)
+    scale = source.scale[source.pages_of_scales[:, pages]].transpose(1, 2).flatten(2, 3)
     state = tuple(x[source.states][:, :, None] for x in source.state)
     kept = rotation_of(source)
     return source.codec.decode(codes, scale, source.rotation if kept is None else None, source.dim, state)

@@ -1,8 +1,8 @@
-"""Attention over coded rows in Triton: one page of one kv head at a time with all of its query heads; a sequence's
-pages are split into several parts.
+"""Attention over coded rows in Triton. A program takes one part of a sequence's pages, one page of one kv head at a
+time, with all query heads of the kv head.
 
-What the mean key adds to the logits needs no angle of each token: cosines and sines of a page's first token rotate
-the queries' side, those of the 64 places behind it are the same for all pages.
+The terms of mean keys need no cosines and sines per token. Those of a page's first token rotate the queries' factors.
+Those of the 64 offsets within a page are the same for all pages.
 """
 
 from __future__ import annotations
@@ -15,25 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.attend_coded.reference import rope_products
-from shadowkv.ops.attend_coded.triton_rows import (
-    LEAST,
-    PAGEWISE,
-    TOKENS,
-    TOKENWISE,
-    StoredForm,
-    codes_of,
-    decoded_rows,
-)
+from shadowkv.ops.attend_coded.triton_rows import PAGEWISE, TOKENWISE, StoredForm, codes_of, decoded_rows
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
+from shadowkv.ops.attention_results import attend_to_nothing
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import LATENTS, unknown_codecs
+from shadowkv.ops.extension import multiprocessors
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 WAVES = 4
-"""Thread blocks per multiprocessor, so that ragged lengths even out."""
+"""Thread blocks per multiprocessor. Several even out ragged lengths."""
 
 MIN_PAGES = 4
-"""Pages that justify a thread block."""
+"""Minimum number of pages per thread block."""
 
 
 def supports(case: Case) -> list[str]:
@@ -45,9 +40,9 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for dense rows and codecs that ``StoredForm`` knows.
+    """Same as the reference, for dense rows and the codecs that ``StoredForm`` supports.
 
-    16-bit queries are multiplied with float16 levels. The pages of a head are contiguous.
+    16-bit queries are multiplied with float16 levels. The rows of a head in a page are contiguous.
 
     Raises:
         ValueError: another codec.
@@ -57,7 +52,7 @@ def attend_coded(
     heads = key_codes.shape[1]
     group, count = query_heads // heads, keys.pages.shape[1]
     if not count or not batch:
-        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
+        return attend_to_nothing(q)
     exact = torch.float32 if q.dtype == torch.float32 else torch.float16
     grouped = q.float().unflatten(1, (heads, group)) * (dim**-0.5 * math.log2(math.e))
     key_form, value_form = StoredForm(keys, dim, exact), StoredForm(values, dim, exact)
@@ -72,26 +67,26 @@ def attend_coded(
         begin, end, *mean, out, lse,
         key_codes.stride(0), key_form.scale.stride(0), value_codes.stride(0), value_form.scale.stride(0),
         count, triton.cdiv(count, parts),
-        HEADS=heads, GROUP=group, GROUP_BLOCK=max(LEAST, triton.next_power_of_2(group)), DIM=dim,
+        HEADS=heads, GROUP=group, GROUP_BLOCK=dot_size(group), DIM=dim,
         KEY_FORMAT=key_form.format, KEY_BITS=key_form.bits, KEY_COLUMNS=key_form.columns, KEY_SCALES=key_form.scales,
         KEY_SCALED=key_form.scaled, KEY_STEPPED=key_form.stepped,
         VALUE_FORMAT=value_form.format, VALUE_BITS=value_form.bits, VALUE_COLUMNS=value_form.columns,
         VALUE_SCALES=value_form.scales, VALUE_SCALED=value_form.scaled, VALUE_ENTRIES=value_form.row_entries,
-        HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), num_warps=4,
+        HALF=half, HALF_BLOCK=dot_size(half), num_warps=4,
         num_stages=3 if exact == torch.float16 else 1,  # float32 would not fit shared memory
     )  # fmt: skip
     return value_form.merged(out, lse, q.dtype)
 
 
 def thread_blocks(units: int, pages: int, device: torch.device) -> int:
-    """Thread blocks that share the pages of each of ``units`` sequences x kv heads."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    """Number of thread blocks that share the pages of each of ``units`` pairs of sequence and kv head."""
+    processors = multiprocessors(device) if device.type == "cuda" else 16
     return max(1, min(pages // MIN_PAGES, WAVES * processors // units))
 
 
 def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], int]:
-    """Of centred keys by frequency what cosines and sines are multiplied by, [B, H, G, half] each, what is added
-    besides, RoPE's tables and the rows' first positions; and half."""
+    """The kernel's arguments for centred keys: ``rope_products``, RoPE's tables and the rows' first positions; and the
+    number of frequencies, 0 for keys that are not centred."""
     if not isinstance(keys, CentredKeys):
         return (q, q, q, q, q, q, q, keys.pages), 0
     rotary = keys.rotary
@@ -117,7 +112,7 @@ def _attend_coded(
     VALUE_SCALED: tl.constexpr, VALUE_ENTRIES: tl.constexpr,
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of the pages of one kv head of a row."""
+    """Attends to one part of the pages of one kv head of a row."""
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = unit // HEADS, unit % HEADS
     member, token = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS)
@@ -177,8 +172,8 @@ def _attend_coded(
 
 @triton.jit
 def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.constexpr):
-    """Adds 64 tokens to the largest scores, sums of weights and sums of weighted values. Scores are base-2 exponents,
-    -inf for tokens that do not exist."""
+    """Adds 64 tokens to an online softmax: the largest scores, sums of weights and sums of weighted values. Scores are
+    base-2 exponents, -inf for tokens that do not exist."""
     most = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(most == float("-inf"), 0.0, most)
     weights = tl.exp2(scores - base[:, None])
@@ -201,7 +196,7 @@ def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.con
 def store_part(
     out, lse, target, peak, total, acc, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Stores the result of one part, from row ``target`` on."""
+    """Stores the result of one part from row ``target`` on."""
     member, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, COLUMNS)
     alive = member < GROUP
     found = total != 0  # NaN must propagate

@@ -1,8 +1,8 @@
-"""How rows are stored, as the Triton attention kernels read them: what a format requires of the queries and the output,
-and how a page is decoded.
+"""Stored rows for the Triton attention kernels: what a format requires of queries and output, and how a page is
+decoded.
 
-Rows stay multiplied by their codec's rotation and in the order of their bytes. Queries are brought into both once, and
-the output is brought out of them.
+Kernels do not undo the codec's rotation, and keep dimensions in the order of the stored bytes. Queries are rotated and
+ordered once to match, and the output is brought back once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,10 @@ from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
 from shadowkv.ops.codec import LANES, CodecId
-from shadowkv.ops.page import PAGE
-
-TOKENS = tl.constexpr(PAGE)
-"""Tokens of a page, for kernels."""
-
-LEAST = 16
-"""Least number of rows of a matrix product."""
+from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 PAGEWISE = (CodecId.KVARN_4BIT, CodecId.KVARN_2BIT)
-"""Codecs that decode whole pages only."""
+"""Codecs that can only decode whole pages."""
 
 TOKENWISE = (*LANES, CodecId.POLAR_INT4, CodecId.TQ3_0, CodecId.FP8, CodecId.VQ_4X256)
 """Codecs that can decode tokens of several pages together."""
@@ -39,32 +33,31 @@ FORMATS = {
     CodecId.KVARN_4BIT: "steps of channels",
     CodecId.KVARN_2BIT: "steps of tokens",
 }
-"""Format names for ``decoded_rows``; all other codecs use ``codes``."""
+"""``FORMAT`` of codecs for ``decoded_rows``. All other codecs use ``codes``."""
 
 
 def codes_of(source: DenseRows | CodedRows) -> Tensor:
-    """What is stored of each token: rows [N, H, C, c, d], or codes uint8 [N, H, C, c, w]."""
+    """The stored tokens: rows [N, H, C, c, d] of dense rows, codes uint8 [N, H, C, c, w] of coded ones."""
     return source.rows if isinstance(source, DenseRows) else source.codes
 
 
 class StoredForm:
-    """How rows are stored, as a kernel needs to know it.
+    """The arguments by which a kernel reads stored rows. Tensors that a format does not use are arbitrary.
 
     Attributes:
-        format: for ``decoded_rows``.
+        format: ``FORMAT`` for ``decoded_rows``.
         bits: bits per code.
         columns: columns of a decoded row, a power of two.
-        table: what codes stand for, in units of the scale or the step, in the products' dtype; arbitrary if a code has
-            no meaning on its own.
+        table: the values of codes, in units of the scale or the step, in the dtype of products.
         row_entries: entries of the table per row of the batch, 0 if all rows share one table.
-        scales: scales per token, stored together.
-        scaled: whether the first of them multiplies the decoded row.
-        scale, scale_pages: arbitrary if there is none.
+        scales: scales per token, which are contiguous.
+        scaled: whether the first scale multiplies the decoded row.
+        scale, scale_pages: the scales, and the page ids by which they are found.
         stepped: whether each head has a step.
-        step: float32 [B, H, 1], arbitrary if there is none.
+        step: float32 [B, H, 1].
 
     Raises:
-        ValueError: another codec.
+        ValueError: a codec that the kernels do not support.
     """
 
     def __init__(self, source: DenseRows | CodedRows, dim: int, exact: torch.dtype) -> None:
@@ -72,7 +65,7 @@ class StoredForm:
         self.largest: Tensor | None = None
         self.dim, self.exact, self.format, self.bits = dim, exact, "dense", 8
         self.scales, self.scaled, self.stepped, self.row_entries = 1, False, False, 0
-        self.columns = max(LEAST, triton.next_power_of_2(dim))
+        self.columns = dot_size(dim)
         self.scale = self.table = self.step = codes_of(source)
         self.scale_pages = source.pages
         self.order = torch.arange(self.columns, device=self.table.device)
@@ -82,7 +75,7 @@ class StoredForm:
         if codec.id not in TOKENWISE + PAGEWISE:
             raise ValueError(f"attend_coded in Triton does not know codec {codec.name!r} ({codec.id})")
         self.format, self.rotation, self.scale = FORMATS.get(CodecId(codec.id), "codes"), source.rotation, source.scale
-        self.scale_pages = source.pages if source.scale_pages is None else source.scale_pages
+        self.scale_pages = source.pages_of_scales
         self.scales = max(1, codec.scales(dim))
         levels = codec.code_levels(dim, device)
         if levels is not None:
@@ -106,7 +99,7 @@ class StoredForm:
             self.bits = codec.row_bytes(dim) * 8 // dim
 
     def ordered(self, q: Tensor) -> Tensor:
-        """Queries [..., d] as they are multiplied with rows, [..., columns]."""
+        """Queries [..., d] rotated and ordered like stored rows, [..., columns]."""
         asked = q if self.rotation is None else q @ self.rotation
         padded = torch.nn.functional.pad(asked, (0, self.columns))
         return padded[..., self.order].to(self.exact)
@@ -120,7 +113,7 @@ class StoredForm:
         return joined.flatten(1, 2).to(dtype), total.flatten(1, 2)
 
     def _restored(self, out: Tensor) -> Tensor:
-        """Sums of stored rows [B, H, G, columns], brought back to the rows' original form, [B, H, G, d]."""
+        """Sums of stored rows [B, H, G, columns] with the order, scale and rotation undone, [B, H, G, d]."""
         back = out.new_zeros(*out.shape[:-1], max(self.dim, self.columns) + 1)
         back[..., self.order] = out
         rows = back[..., : self.dim]
@@ -133,8 +126,8 @@ class StoredForm:
 
 @cache
 def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
-    """Dimensions int64 [columns] in the order of codes in lanes, ``dim`` for padding columns. Cached: captured steps
-    would otherwise compute it again in every layer."""
+    """Dimensions int64 [columns] in the order of codes in lanes, ``dim`` for padding columns. They are cached, because
+    captured steps would otherwise compute them in every layer."""
     places = 8 // (1 if bits == 3 else bits)
     run = dim // 8 // places  # bytes of a lane
     byte = torch.arange(triton.next_power_of_2(8 * run), device=device)[:, None]
@@ -144,8 +137,8 @@ def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
 
 @cache
 def _halves_order(dim: int, device: torch.device) -> Tensor:
-    """Same as ``_lane_order``, for bytes that hold one dimension of the first half and one of the second."""
-    byte = torch.arange(max(LEAST, triton.next_power_of_2(dim)) // 2, device=device)[:, None]
+    """``_lane_order`` for bytes that hold one dimension of the first half and one of the second."""
+    byte = torch.arange(dot_size(dim) // 2, device=device)[:, None]
     return (byte + torch.tensor([0, dim // 2], device=device)).masked_fill(byte >= dim // 2, dim).flatten()
 
 
@@ -153,14 +146,14 @@ def _halves_order(dim: int, device: torch.device) -> Tensor:
 def decoded_rows(
     page, scales, table, head, token, FORMAT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Rows [64, COLUMNS] of one head, not yet multiplied by the tokens' scales: dense rows, or what codes stand for, in
-    the order of their bytes.
+    """Rows [64, COLUMNS] of one head before they are multiplied by the tokens' scales: dense rows, or the values of
+    codes in the order of the stored bytes.
 
     Args:
         page: pointer to a page of all heads, one per token ([64, 1]) or one for all tokens.
-        scales: pointer to the scales of the head and all tokens of the page, float16 [64, s]; read by formats that
-            store their steps there.
-        table: pointer to the table of the batch's row.
+        scales: pointer to the scales of the page's tokens in this head, float16 [64, s]. Only formats that store steps
+            there read them.
+        table: pointer to the table of this row of the batch.
         token: int32 [64], places in the page.
     """
     if FORMAT == "dense":
@@ -176,13 +169,13 @@ def decoded_rows(
     elif FORMAT == "planes" or FORMAT == "selectors":
         row = page + head * (TOKENS * DIM * 3 // 8) + token[:, None] * (DIM * 3 // 8)
         byte, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
-        run: tl.constexpr = DIM // 64  # bytes of a lane in the plane of the upper bits, where it has half as many
+        run: tl.constexpr = DIM // 64  # bytes of a lane in the plane of upper bits, half as many as in the other
         at = byte // run * (2 * run) + 2 * (byte % run)
         first = _loaded(row, at, DIM // 4, COLUMNS // 4).to(tl.int32)
         second = _loaded(row, at + 1, DIM // 4, COLUMNS // 4).to(tl.int32)
         lower = ((first | (second << 8))[:, :, None] >> (2 * place)) & 3
         upper = row + DIM // 4
-        if FORMAT == "selectors":  # both of two bytes hold bits of the first eight codes and of the last eight
+        if FORMAT == "selectors":  # each byte of a pair holds bits of the first eight codes and of the last eight
             even = _loaded(upper, byte - byte % 2, DIM // 8, COLUMNS // 8).to(tl.int32)
             odd = _loaded(upper, byte - byte % 2 + 1, DIM // 8, COLUMNS // 8).to(tl.int32)
             planes = ((even | (odd << 8)) >> (byte % 2 * 2))[:, :, None]
@@ -205,7 +198,7 @@ def decoded_rows(
 
 @triton.jit
 def _loaded(row, at, USED: tl.constexpr, ALL: tl.constexpr):
-    """Elements ``at`` of rows, 0 past those in use; loaded without a mask if all are in use."""
+    """Elements ``at`` of rows, 0 from ``USED`` on. The load has no mask if all are used."""
     if USED == ALL:
         return tl.load(row + at)
     else:
@@ -214,7 +207,7 @@ def _loaded(row, at, USED: tl.constexpr, ALL: tl.constexpr):
 
 @triton.jit
 def _decoded_blocks(page, table, head, token, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of ``tq3_0``: blocks of 32 dimensions in 7 words of 16 bits, 4 of lower bits, 2 of upper bits, 1 float."""
+    """Rows of ``tq3_0``. A block of 32 dimensions has 7 words of 16 bits: 4 of lower bits, 2 of upper bits, 1 float."""
     WORDS: tl.constexpr = DIM // 32 * 7
     word, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
     row = page.to(tl.pointer_type(tl.uint16)) + head * (TOKENS * WORDS) + token[:, None] * WORDS
@@ -228,9 +221,12 @@ def _decoded_blocks(page, table, head, token, DIM: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def _stepped(codes, scales, token, FORMAT: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of variance-normalised pages (``codecs.variance_normalised``): either channels have steps and least entries,
-    and the caller applies the scales of tokens; or tokens have steps and least entries, and channels have scales. The
-    channels' numbers are stored after the tokens' numbers, one share after each token's."""
+    """Rows of variance-normalised pages (``codecs.variance_normalised``).
+
+    "steps of channels": channels have steps and minima, and the caller applies the tokens' scales. "steps of tokens":
+    tokens have steps and minima, and channels have scales. Each token stores its own numbers, then an equal share of
+    the channels' numbers.
+    """
     OF_TOKEN: tl.constexpr = 1 if FORMAT == "steps of channels" else 2
     SHARE: tl.constexpr = (3 - OF_TOKEN) * DIM // TOKENS
     SCALES: tl.constexpr = OF_TOKEN + SHARE

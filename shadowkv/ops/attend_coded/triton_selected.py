@@ -1,4 +1,4 @@
-"""Attention over all tokens of low-rank keys in Triton, with every chunk selected."""
+"""Attention over all tokens of low-rank keys in Triton: ``attend_selected`` with every chunk selected."""
 
 from __future__ import annotations
 
@@ -15,5 +15,6 @@ __all__ = ["attend_coded", "supports"]
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for what ``attend_selected`` in Triton takes; rows begin and end at chunk boundaries."""
+    """Same as the reference, for arguments that ``attend_selected`` in Triton supports. Rows begin and end at chunk
+    boundaries."""
     return triton.attend_selected(q, keys, values, every_chunk(keys, begin, end))

@@ -1,1 +1,1 @@
-"""Attention of one query per sequence over the chunks it selected, read in their stored form."""
+"""Attention of one query per sequence over its selected chunks, read in their stored form."""

@@ -1,4 +1,4 @@
-"""Attention over selected chunks in C++, read in their stored form: ``csrc/cpu/attention/attend_selected.h``."""
+"""Attention over selected chunks in C++, read in their stored form (``csrc/cpu/attention/attend_selected.h``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shadowkv.ops.attend_selected.sources import (
     LatentKeys,
     ValueSource,
 )
-from shadowkv.ops.case import Case
+from shadowkv.ops.case import Case, unless_one_of
 from shadowkv.ops.codec import LANES, CodecId, unknown_codecs
 from shadowkv.ops.extension import cpu_missing as missing
 
@@ -27,8 +27,7 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    dtypes = [] if case.dtype in FLOATS else [f"{case.dtype} is neither float32 nor bfloat16"]
-    return dtypes + unknown_codecs(case.key_codec, case.value_codec, LANES)
+    return unless_one_of(case.dtype, FLOATS) + unknown_codecs(case.key_codec, case.value_codec, LANES)
 
 
 def attend_selected(
@@ -52,7 +51,8 @@ def attend_selected(
 
 
 def _keys(keys: KeySource) -> tuple[Any, ...]:
-    """As rows; of latents, which are of every head, and of keys without their mean, states and RoPE behind."""
+    """The C++ op's arguments for keys: ``_rows``, then basis, mean, states and RoPE of latents and of centred keys.
+    Latents get an axis of heads, which all share them."""
     if not isinstance(keys, LatentKeys | CentredKeys):
         return *_rows(keys), *[None] * 6, False
     rope = keys.rotary.cos, keys.rotary.sin, keys.rotary.config.interleaved
@@ -64,7 +64,7 @@ def _keys(keys: KeySource) -> tuple[Any, ...]:
 
 
 def _values(values: ValueSource) -> tuple[Any, ...]:
-    """Values in the same form as ``_rows``, followed by the slots of a buffer."""
+    """The C++ op's arguments for values: ``_rows``, then the slots of a buffer."""
     if not isinstance(values, BufferedRows):
         return *_rows(values), None
     codec, _, _, *coded = _rows(values.source)
@@ -72,10 +72,9 @@ def _values(values: ValueSource) -> tuple[Any, ...]:
 
 
 def _rows(source: DenseRows | CodedRows) -> tuple[Any, ...]:
-    """Codec, rows or codes, their pages; scale, its pages, the codec's rotation and levels."""
+    """Codec, rows or codes, their pages; scales, their pages, the codec's rotation and levels."""
     if isinstance(source, DenseRows):
         return CodecId.DENSE, source.rows, source.pages, *[None] * 4
     scale = source.scale.unflatten(2, source.codes.shape[2:4])
-    scale_pages = source.pages if source.scale_pages is None else source.scale_pages
     levels = source.codec.code_levels(source.dim, source.codes.device)
-    return source.codec.id, source.codes, source.pages, scale, scale_pages, source.rotation, levels
+    return source.codec.id, source.codes, source.pages, scale, source.pages_of_scales, source.rotation, levels

@@ -1,4 +1,4 @@
-"""Attention over selected chunks in one CUDA kernel: ``csrc/kernels/attend_selected/``."""
+"""Attention over selected chunks in one CUDA kernel (``csrc/kernels/attend_selected/``)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from shadowkv.ops.attend_selected.sources import (
     LatentKeys,
     ValueSource,
 )
-from shadowkv.ops.case import NOT_CENTRED, Case, unless
+from shadowkv.ops.attention_results import attend_to_nothing
+from shadowkv.ops.case import NOT_CENTRED, Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId
-from shadowkv.ops.extension import cuda_missing
+from shadowkv.ops.extension import cuda_missing, multiprocessors
 
 CHUNKS = (1, 2, 4, 8, 16)
 MAX_GROUP = 16
 """Most query heads per kv head that the kernels of this op support."""
 QUERIES = 8
-"""Most query heads of a thread block: of a kv head with more, several blocks rebuild the same keys."""
+"""Most query heads per thread block. If a kv head has more, several blocks rebuild the same keys."""
 ROPE_DIMS = 16
-"""Dimensions that RoPE rotates are a multiple of this."""
+"""The number of dimensions that RoPE rotates must be a multiple of this."""
 KERNELS: dict[tuple[int, int], str] = {}
-"""Ops in ``torch.ops.shadowkv_cuda`` for further pairs of key and value codecs; ``attend_selected`` serves all
-others."""
+"""Ops in ``torch.ops.shadowkv_cuda`` by pair of key and value codec. All other pairs use ``attend_selected``. Kernels
+for codecs from outside the package are added here."""
 WARPS = 4
 """Warps per thread block; each processes its own tiles."""
 TILE = 32
@@ -46,7 +47,7 @@ missing = partial(cuda_missing, "attend_selected", "attend_selected")
 
 
 def supports(case: Case) -> list[str]:
-    """Why there is no kernel for ``case``, or none that runs here."""
+    """Why no kernel serves ``case`` on this GPU."""
     reasons = unfit_queries(case) + unless(not case.centred, NOT_CENTRED)
     if case.rank:
         reasons += other_rope(case.rope_dim, case.head_dim, case.interleaved)
@@ -54,18 +55,18 @@ def supports(case: Case) -> list[str]:
     try:
         needed = memory(case.key_codec, case.value_codec, case.head_dim, case.rank)
     except RuntimeError as error:
-        return [*reasons, str(error).partition("\n")[0].split(", ", 2)[-1]]  # after function and line
+        return [*reasons, str(error).partition("\n")[0].split(", ", 2)[-1]]  # without function and line
     if needed > case.block_memory:
         reasons.append(f"a block needs {needed} bytes of shared memory, and can have {case.block_memory}")
     return reasons
 
 
 def unfit_queries(case: Case) -> list[str]:
-    """Why queries of ``case``, or the chunks that they select, are none that the kernels of this op take."""
+    """Why the CUDA kernels of this op do not support the queries and chunk sizes of ``case``."""
     return [
-        *unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16"),
+        *unless_one_of(case.dtype, (torch.bfloat16,)),
         *unless(1 <= case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}"),
-        *unless(case.chunk in CHUNKS, f"chunks of {case.chunk} tokens are not of {', '.join(map(str, CHUNKS))}"),
+        *unless_one_of(case.chunk, CHUNKS, "chunk size"),
     ]
 
 
@@ -77,24 +78,24 @@ def attend_selected(
     log_weight: Tensor | None = None,
     most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
+    """Same as the reference. Can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
-    Queries are bfloat16, of head dim 64, 96, 128 or 256, at most 16 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens,
-    exact rows and bases bfloat16, ranks multiples of 32 up to 256; RoPE rotates a multiple of 16 dimensions, in halves.
-    Which codecs of keys go with which of values, ``csrc/kernels/attend_selected/attend_selected.cu`` says. Pages lie on
-    the queries' device, scales of values in the pages of the keys.
+    Queries, exact rows and bases are bfloat16. The head dim is 64, 96, 128 or 256, with at most 16 query heads per kv
+    head. Chunks have 1, 2, 4, 8 or 16 tokens. Ranks are multiples of 32 up to 256. RoPE rotates a multiple of 16
+    dimensions, in halves. ``csrc/kernels/attend_selected/attend_selected.cu`` lists the pairs of key and value codecs.
+    Pages are on the queries' device. Scales of values are in the same pages as the keys.
 
-    RoPE and scores of rebuilt keys are in half, coded latents are multiplied in half too: entries of the basis under
-    6e-5 lose bits, keys over 65504 overflow. ``pages``, ``states``, ``first``, ``slots``, ``entries`` and ``selected``
-    are read on the device and are not checked.
+    RoPE, scores of rebuilt keys and products of coded latents are in float16: entries of the basis under 6e-5 lose
+    bits, keys over 65504 overflow. ``pages``, ``states``, ``first``, ``slots``, ``entries`` and ``selected`` are read
+    on the device and are not checked.
 
     Raises:
-        RuntimeError: no kernel for these codecs, or arguments that it is not made for.
+        RuntimeError: codecs without a kernel, or arguments that the kernel does not support.
         ValueError: another RoPE, or scales in other pages than the keys.
     """
     batch, heads, dim = q.shape
     if not selected.numel():
-        return torch.zeros_like(q), q.new_full((batch, heads), -math.inf, dtype=torch.float32)
+        return attend_to_nothing(q)
     q, selected = q.contiguous(), selected.contiguous()
     log_weight = None if log_weight is None else log_weight.contiguous()
     _check(keys, values)
@@ -102,9 +103,8 @@ def attend_selected(
     kv_heads = selected.shape[1]
     key_codec, rows, *basis = _stored_keys(keys)
     value_codec, *stored = _stored_values(values)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     units = batch * kv_heads * -(-heads // (kv_heads * QUERIES))
-    split = splits(units, selected.shape[2] * rows.shape[-2], processors)
+    split = splits(units, selected.shape[2] * rows.shape[-2], multiprocessors(q.device))
     width = dim + 4 if split > 1 else 0
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
     rope = keys.rotary.config if isinstance(keys, LatentKeys) else RopeConfig(dim)
@@ -121,7 +121,7 @@ def _op(key_codec: int, value_codec: int, what: str = "") -> Callable[..., Any]:
 
 
 def other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
-    """Why keys of ``dim`` dimensions, ``rope_dim`` of which RoPE rotates, are not rotated as the kernel does."""
+    """Why the kernel cannot rotate keys of ``dim`` dimensions of which RoPE rotates ``rope_dim``."""
     pairs = "neighbours" if interleaved else "halves"
     return unless(
         rope_dim % ROPE_DIMS == 0 and not interleaved,
@@ -130,20 +130,18 @@ def other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
 
 
 def _check(keys: KeySource, values: ValueSource) -> None:
-    """Checks what the op cannot see."""
+    """Checks RoPE and the pages of scales, which the kernel's own checks do not see. Raises ValueError."""
     stored = values.source if isinstance(values, BufferedRows) else values
     if isinstance(keys, LatentKeys):
         rope = keys.rotary.config
         for reason in other_rope(rope.dim, rope.head_dim, rope.interleaved):
             raise ValueError(reason)
-    if isinstance(stored, CodedRows):
-        scale_pages = stored.pages if stored.scale_pages is None else stored.scale_pages
-        if scale_pages.data_ptr() != keys.pages.data_ptr():
-            raise ValueError("scales of values are not in the pages of the keys")
+    if isinstance(stored, CodedRows) and stored.pages_of_scales.data_ptr() != keys.pages.data_ptr():
+        raise ValueError("scales of values are not in the pages of the keys")
 
 
 def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
-    """Codec, rows; basis, mean, state and first position of each row, and two factors of cos and sin, of latents."""
+    """The kernel's arguments for keys: codec and rows; for latents basis, mean, states, first positions and angles."""
     match keys:
         case DenseRows():
             return CodecId.DENSE, keys.rows, *[None] * 6
@@ -155,7 +153,8 @@ def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
 
 
 def _stored_values(values: ValueSource) -> tuple[Any, ...]:
-    """Codec, rows or codes, scales and the codec's rotation, pages or entries, and slots of a buffer."""
+    """The kernel's arguments for values: codec, rows or codes, scales, the codec's rotation, pages or entries,
+    slots."""
     match values:
         case DenseRows():
             return CodecId.DENSE, values.rows, None, None, values.pages, None
@@ -168,28 +167,28 @@ def _stored_values(values: ValueSource) -> tuple[Any, ...]:
 
 
 def splits(units: int, tokens: int, processors: int) -> int:
-    """Blocks for each of ``units``, up to ``QUERIES`` query heads of a kv head and sequence: enough to fill the device,
-    with a tile for every warp.
+    """Number of thread blocks that share the tokens of a unit, up to ``QUERIES`` query heads of one kv head and
+    sequence. The blocks fill the device, and each warp has at least one tile.
 
-    A second wave of whole blocks costs less than splitting them (90 against 100 us at 384 units of 1024 tokens on an
-    H200): the 40 KiB basis is read once per block.
+    Units are not split just to avoid a second wave of blocks, because each block reads the 40 KiB basis. 384 units of
+    1024 tokens take 90 us on an H200, and 100 us if they are split.
     """
     return max(1, min(-(-tokens // (WARPS * TILE)), BLOCKS_PER_PROCESSOR * processors // units))
 
 
 _angles_of: WeakKeyDictionary[RotaryTables, tuple[Tensor, Tensor]] = WeakKeyDictionary()
-"""Captured graphs read them by address: they live as long as the tables that they were made from."""
+"""Results of ``_angles``. Captured graphs read them by address, so they live as long as their tables."""
 
 
 def _angles(rotary: RotaryTables) -> tuple[Tensor, Tensor]:
-    """cos and sin as the kernel reads them, of every eighth position and of the first eight: the rest are products.
+    """Cosines and sines of every eighth position, and of the first eight positions. The kernel computes the others.
 
-    float16 [n, d / 4, 2, 2], for every two dimensions their cosines and their sines, without the magnitude; of
-    dimensions that do not rotate 1 and 0.
+    Both are float16 [n, d / 4, 2, 2]: the cosines of two dimensions, then their sines. They do not have RoPE's
+    magnitude. Dimensions that do not rotate have 1 and 0.
     """
     if rotary not in _angles_of:
         both = torch.stack([rotary.cos, rotary.sin], dim=1) / rotary.config.magnitude
-        still = torch.eye(2, 1, device=both.device)  # cos and sin of no angle
+        still = torch.eye(2, 1, device=both.device)  # cos and sin of the angle 0
         still = still.expand(len(both), -1, (rotary.config.head_dim - rotary.config.dim) // 2)
         both = torch.cat([both, still], dim=-1).unflatten(-1, (-1, 2)).transpose(1, 2).half()
         _angles_of[rotary] = both[::8].contiguous(), both[:8].contiguous()

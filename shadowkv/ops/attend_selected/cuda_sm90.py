@@ -1,4 +1,5 @@
-"""Attention over selected tokens from latents and coded values on Hopper: ``attend_latents_sm90.cuh``."""
+"""Attention over selected tokens, with keys as latents and coded values, on Hopper
+(``csrc/kernels/attend_latents_sm90/``)."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.attend_selected.cuda import other_rope, unfit_queries
 from shadowkv.ops.attend_selected.sources import CodedRows, KeySource, LatentKeys, ValueSource
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.attention_results import attend_to_nothing
+from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
-from shadowkv.ops.extension import HOPPER, cuda_missing
+from shadowkv.ops.extension import HOPPER, cuda_missing, multiprocessors
 
 DIMS = (64, 128)
 """Head dims that the kernel supports."""
@@ -23,9 +25,9 @@ TILE = 64
 KERNELS: dict[int, str] = dict.fromkeys(UNIFORM, "attend_latents_sm90")
 """Ops in ``torch.ops.shadowkv_cuda`` by value codec."""
 CONSUMERS = 3
-"""Most consumer warpgroups per thread block; each leaves a partial result for what the block has of a unit."""
+"""Most consumer warpgroups per thread block. Each writes a partial result of its share of a unit."""
 RANKS = (32, 64, 96, 128, 160)
-"""Ranks that the kernel is made for; the basis of a larger one does not fit in shared memory."""
+"""Ranks that the kernel supports. The basis of a larger rank does not fit in shared memory."""
 
 
 missing = partial(cuda_missing, "attend_latents_sm90", "attend_latents_sm90", capability=HOPPER)
@@ -35,10 +37,10 @@ def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
     return [
         *unfit_queries(case),
-        *unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not 64 or 128"),
+        *unless_one_of(case.head_dim, DIMS, "head dim"),
         *unless(case.key_codec == CodecId.LATENT_INT4, f"codec {case.key_codec} of keys is not low-rank-int4"),
         *unless(case.value_codec in KERNELS, f"codec {case.value_codec} of values is not one of equal steps"),
-        *unless(case.rank in RANKS, f"rank {case.rank} is not one of {', '.join(map(str, RANKS))}"),
+        *unless_one_of(case.rank, RANKS, "rank"),
         *unless(
             2 * case.latent_width == case.rank + STRONG,
             f"latents of {case.latent_width} bytes have not {STRONG} dimensions in 8 bits and the others in 4",
@@ -56,30 +58,29 @@ def attend_selected(
     log_weight: Tensor | None = None,
     most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference; can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
+    """Same as the reference. Can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
-    Queries are bfloat16, of head dim 64 or 128, at most 16 to a kv head, chunks of 1, 2, 4, 8 or 16 tokens. Keys are
-    latents of a rank in ``RANKS``, the 32 strongest dimensions in 8 bits and the others in 4; RoPE rotates a multiple
-    of 16 dimensions, in halves. Values are of the codecs in ``KERNELS``, in no buffer. Pages lie on the same device as
-    queries, multiples of 32 bytes apart, scales of values in the pages of their codes.
+    Queries are bfloat16, the head dim is 64 or 128, with at most 16 query heads per kv head. Chunks have 1, 2, 4, 8 or
+    16 tokens. Keys are latents of a rank in ``RANKS``, the 32 strongest dimensions in 8 bits and the others in 4. RoPE
+    rotates a multiple of 16 dimensions, in halves. Values have a codec in ``KERNELS`` and are not in a buffer. Pages
+    are on the queries' device, multiples of 32 bytes apart. Scales of values are in the pages of their codes.
 
-    Keys are rebuilt, rotated and scored in half: entries of the basis under 6e-5 lose bits, keys over 65504 overflow.
-    ``pages``, ``states``, ``first``, ``selected`` and ``most`` are read on the device and are not checked; ``most``
-    while the previous launch, which may write the others, is still running.
+    Keys are rebuilt, rotated and scored in float16: entries of the basis under 6e-5 lose bits, keys over 65504
+    overflow. ``pages``, ``states``, ``first``, ``selected`` and ``most`` are read on the device and are not checked.
+    ``most`` is read while the previous launch is still running, which may write the other arguments.
 
     Raises:
-        ValueError: other sources, another RoPE, or scales in other pages than the codes.
+        ValueError: keys or values in other formats, another RoPE, or scales in other pages than the codes.
         RuntimeError: shapes, dtypes or strides that do not fit.
     """
     batch, heads, dim = q.shape
     if not selected.numel():
-        return torch.zeros_like(q), q.new_full((batch, heads), -math.inf, dtype=torch.float32)
+        return attend_to_nothing(q)
     keys, values = _latents(keys), _coded(values)
     assert values.rotation is not None, "these codecs have a rotation"
     q, selected, kv_heads = q.contiguous(), selected.contiguous(), selected.shape[1]
     units, tiles = batch * kv_heads, -(-selected.shape[2] * keys.latents.shape[2] // TILE)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    blocks = blocks_for(units * tiles, processors)
+    blocks = blocks_for(units * tiles, multiprocessors(q.device))
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
     getattr(torch.ops.shadowkv_cuda, KERNELS[values.codec.id])(
         q,
@@ -111,7 +112,7 @@ def attend_selected(
 
 
 def _latents(keys: KeySource) -> LatentKeys:
-    """``keys``, if they are latents that the kernel's op can check; raises ValueError otherwise."""
+    """``keys`` if they are latents with a RoPE that the kernel supports; raises ValueError otherwise."""
     if not isinstance(keys, LatentKeys):
         raise ValueError(f"attend_selected on Hopper takes latents, not {type(keys).__name__}")
     rope = keys.rotary.config
@@ -121,27 +122,28 @@ def _latents(keys: KeySource) -> LatentKeys:
 
 
 def _coded(values: ValueSource) -> CodedRows:
-    """The same for values."""
+    """``values`` if the kernel supports their codec and pages; raises ValueError otherwise."""
     if not isinstance(values, CodedRows) or values.codec.id not in KERNELS:
         kind = values.codec.name if isinstance(values, CodedRows) else type(values).__name__
         raise ValueError(f"attend_selected on Hopper takes values of equal steps in no buffer, not {kind}")
-    if values.scale_pages is not None and values.scale_pages.data_ptr() != values.pages.data_ptr():
+    if values.pages_of_scales.data_ptr() != values.pages.data_ptr():
         raise ValueError("scales of values are not in the pages of their codes")
     return values
 
 
 def blocks_for(tiles: int, processors: int) -> int:
-    """Thread blocks that share at most so many tiles of all units."""
+    """Number of thread blocks that share at most ``tiles`` tiles of all units."""
     return min(max(1, tiles // CONSUMERS), processors)
 
 
 _frequencies_of: WeakKeyDictionary[RotaryTables, Tensor] = WeakKeyDictionary()
-"""Captured graphs read them by address: they live as long as the tables that they were computed from."""
+"""Results of ``frequencies``. Captured graphs read them by address, so they live as long as their tables."""
 
 
 def frequencies(rotary: RotaryTables) -> Tensor:
-    """Revolutions per position as the kernel reads them, times 2^32: int32 [d / 32, 4, 2, 2], of dimensions 16 i + 8 j
-    + 2 t + e at [i, t, j, e]; 0 of dimensions that do not rotate.
+    """Revolutions per position in units of 2^-32, in the kernel's order, int32 [d / 32, 4, 2, 2].
+
+    Dimension 16 i + 8 j + 2 t + e is at [i, t, j, e]. Dimensions that do not rotate have 0.
     """
     if rotary not in _frequencies_of:
         revolutions = rotary.config.inverse_frequencies() / (2 * math.pi) * 2**32

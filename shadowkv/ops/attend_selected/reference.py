@@ -32,13 +32,14 @@ def attend_selected(
         keys: source of the keys, H heads; query head i reads kv head i // (H_q / H).
         values: source of the values.
         selected: int64 [B, H, k] chunk numbers, -1 for none, all -1s last.
-        log_weight: float32 [B, H, k], natural logarithm of how many chunks a selected one stands for; arbitrary where
-            none is selected. Without it every chunk stands for itself.
-        most: int64 [B], how many chunks of a row are selected at the most, for kernels that share out work by it;
-            without it ``k``.
+        log_weight: float32 [B, H, k], the natural logarithm of how many chunks each selected chunk stands for. It is
+            arbitrary where none is selected. None means that each chunk stands for itself.
+        most: int64 [B], an upper bound on the number of selected chunks of each row, by which kernels divide the work.
+            None means ``k``.
 
     Returns:
-        out [B, H_q, d] in the dtype of ``q``, 0 where nothing is selected; log-sum-exp float32 [B, H_q], -inf there.
+        out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf where no chunk is
+        selected.
     """
     dim = q.shape[2]
     k, v = gather_selected(keys, selected).to(q.dtype), gather_selected(values, selected)
@@ -55,8 +56,7 @@ def attend_selected(
 
 
 def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor:
-    """Rows of the selected chunks as they are attended to: keys after RoPE, coded rows in float32, without their
-    codec's rotation.
+    """The selected chunks as plain rows: keys after RoPE, coded rows in float32 with their codec's rotation undone.
 
     Args:
         source: source of the rows.
@@ -83,10 +83,9 @@ def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor
 
 def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
     """Rows [B, H, k * c, d] decoded from the codes [B, H, k, c, w] of the selected chunks."""
-    pages = source.pages if source.scale_pages is None else source.scale_pages
     scale = codes[..., :0]
     if source.scale.shape[-1]:
-        scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), pages, selected)
+        scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), source.pages_of_scales, selected)
     state = tuple(x[source.states][:, :, None] for x in source.state)
     rows = source.codec.decode(codes.flatten(2, 3), scale.flatten(2, 3), source.rotation, source.dim, state)
     if isinstance(source, CentredKeys):
@@ -111,7 +110,7 @@ def _with_rope(rows: Tensor, keys: LatentKeys | CentredKeys, selected: Tensor, c
     """Rows [B, H, k * c or 1, d] RoPE-rotated to the positions of the selected chunks' tokens."""
     within = torch.arange(chunk, device=selected.device)
     positions = keys.first[:, None, None] + (selected.unsqueeze(-1) * chunk + within).flatten(2)
-    # Past a row's end, where nothing counts, there may be no more positions.
+    # Tokens past a row's end, which are masked, may have positions that the tables do not have.
     positions = positions.clamp(max=len(keys.rotary.cos) - 1)
     return rope_by(rows, keys.rotary.cos[positions], keys.rotary.sin[positions], keys.rotary)
 

@@ -1,8 +1,8 @@
-"""Where the op reads the keys and values of compressed tokens.
+"""Keys and values of compressed tokens in their stored forms: the arguments of the ops that attend to them.
 
-B rows, each with compressed pages of a sequence, H kv heads, C chunks of c tokens in a page of 64. The first axis
-of every page array counts granules and is indexed by page ids (``shadowkv.kvcache.memory.arenas``). Token p of a row
-is at row p % 64 = chunk * c + offset of the page that the row's table has at p // 64.
+There are B rows, one per sequence, each with P compressed pages; H kv heads; and C chunks of c tokens in a page of 64.
+The first axis of every page array counts granules and is indexed by page ids (``shadowkv.kvcache.memory.arenas``).
+Token p of a row is in page ``pages[row, p // 64]``, at p % 64 = chunk * c + offset.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class DenseRows:
     """Exact rows: keys after RoPE, or values.
 
     Attributes:
-        rows: [N, H, C, c, d], any float dtype; pinned host memory appears as a tensor of the device that reads it.
+        rows: [N, H, C, c, d], any float dtype. If they are in pinned host memory, this is a tensor of the device that
+            reads them.
         pages: int64 [B, P].
     """
 
@@ -36,12 +37,12 @@ class LatentKeys:
     Attributes:
         latents: [N, C, c, w], stored by ``codec``. The quantisation step of each rank dimension is part of the basis.
         codec: codec of the latents.
-        basis: [states, r, H, d], dense but for the first axis; int8 if there is a ``basis_step``.
-        mean: [states, H, d], likewise, or None for zero.
+        basis: [states, r, H, d], contiguous but for the first axis; int8 if there is a ``basis_step``.
+        mean: [states, H, d], contiguous but for the first axis, or None for zero.
         states: int64 [B], the state of each row, an index into ``basis`` and ``mean``.
         pages: int64 [B, P].
-        first: int64 [B], position of the row's first token, a multiple of 64: offset o of chunk n is at position
-            first + n * c + o.
+        first: int64 [B], position of the row's first token, a multiple of 64: offset o of chunk n is at position first
+            + n * c + o.
         rotary: RoPE; its tables are on the queries' device.
         widths: uint8 [states, r], bits of each rank dimension, for codecs that learn them.
         basis_step: float32 [states, r], the step of the integers in each row of an int8 basis; None otherwise.
@@ -80,15 +81,14 @@ class CodedRows:
 
     Attributes:
         codes: uint8 [N, H, C, c, w].
-        scale: of the codec's dtype [N', H, 64, s]; nothing is read where s is 0.
-        codec: what they mean.
-        dim: head dim, which codes do not tell.
-        rotation: float32 [d, d], the codec's, orthogonal; rows were multiplied by it before they were coded. None where
-            not.
-        pages: int64 [B, P], those of ``codes``.
-        scale_pages: int64 [B, P], those of ``scale``; None where they are the same.
-        state: what the codec has learned, float32 [states, H, ...] each.
-        states: int64 [B], the state of each row; given with ``state``.
+        scale: [N', H, 64, s] in the codec's dtype. It is not read if s is 0.
+        codec: codec of the rows.
+        dim: d, the head dim.
+        rotation: float32 [d, d], orthogonal: rows were multiplied by it before they were coded. None without one.
+        pages: int64 [B, P], page ids of ``codes``.
+        scale_pages: int64 [B, P], page ids of ``scale``. None if they are the same.
+        state: the codec's fitted state, float32 [states, H, ...] each.
+        states: int64 [B], the state of each row. Given with ``state``.
     """
 
     codes: Tensor
@@ -101,11 +101,16 @@ class CodedRows:
     state: tuple[Tensor, ...] = ()
     states: Tensor | None = None
 
+    @property
+    def pages_of_scales(self) -> Tensor:
+        """int64 [B, P], page ids of ``scale``."""
+        return self.pages if self.scale_pages is None else self.scale_pages
+
 
 @dataclass(frozen=True)
 class CentredKeys(CodedRows):
-    """Coded keys without their mean: key = RoPE(mean) + decoded row. They have ``states``, whether or not their codec
-    has a state.
+    """Coded keys minus their mean: key = RoPE(mean) + decoded row. ``states`` is never None, because it also indexes
+    ``mean``.
 
     Attributes:
         mean: float32 [states, H, d], before RoPE.
@@ -123,10 +128,10 @@ class BufferedRows:
     """Values whose selected chunks ``fetch_chunks`` has copied into a buffer.
 
     Attributes:
-        source: the values themselves; only their scales are read from there.
-        rows: [slots, H, M, c, w], copies of chunks of its rows or codes.
-        slots: int64 [B], the row of ``rows`` that a sequence owns.
-        entries: int64 [B, H, k], the entries of ``rows`` that hold the selected chunks, -1 for none.
+        source: the values. Only their scales are read from there.
+        rows: [slots, H, M, c, w], copies of chunks of the values' rows or codes.
+        slots: int64 [B], the slot of each sequence.
+        entries: int64 [B, H, k], the entry of each selected chunk in its slot, -1 for none.
     """
 
     source: DenseRows | CodedRows

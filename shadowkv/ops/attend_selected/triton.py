@@ -1,8 +1,8 @@
-"""Attention over selected tokens from latents in Triton, for what the CUDA kernels do not know: latents of widths that
-a prompt is given, values in other formats, RoPE of neighbours or of some dimensions.
+"""Attention over selected tokens, with keys as latents, in Triton. It serves what the CUDA kernels do not support:
+latents of mixed widths, other formats of values, and RoPE of neighbouring or of only some dimensions.
 
-A program takes as many tokens as a page has of one kv head at a time, all of its query heads together, and makes keys
-of their latents: the dimensions that RoPE rotates as a pair in two products.
+A program takes 64 tokens of one kv head at a time, with all query heads of the kv head. It rebuilds keys from latents
+in two products, one for the first and one for the second dimensions of RoPE's pairs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.attend_coded.triton import add_tokens, store_part, thread_blocks
-from shadowkv.ops.attend_coded.triton_rows import LEAST, TOKENS, TOKENWISE, StoredForm, codes_of, decoded_rows
+from shadowkv.ops.attend_coded.triton_rows import TOKENWISE, StoredForm, codes_of, decoded_rows
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, KeySource, LatentKeys, ValueSource
+from shadowkv.ops.attention_results import attend_to_nothing
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import LATENTS, CodecId
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.rebuild_rows.triton import decoded_latents, places_of_bits
+from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 KEYS = (*LATENTS, CodecId.LATENT_MIXED)
 VALUES = (CodecId.DENSE, *TOKENWISE)
@@ -43,13 +45,13 @@ def attend_selected(
     log_weight: Tensor | None = None,
     most: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for latents, and for dense rows and codecs in ``VALUES`` that are not in a buffer.
+    """Same as the reference, for keys as latents and values with a codec in ``VALUES`` that are not in a buffer.
 
-    16-bit queries are multiplied with keys and values in float16. Pages of latents, and of a head's values, are
-    contiguous.
+    16-bit queries are multiplied with keys and values in float16. The latents of a page are contiguous, as are the
+    values of a head in a page.
 
     Raises:
-        ValueError: other sources.
+        ValueError: keys or values in other formats.
     """
     batch, query_heads, dim = q.shape
     if not isinstance(keys, LatentKeys) or isinstance(values, BufferedRows):
@@ -59,7 +61,7 @@ def attend_selected(
         raise ValueError(f"attend_selected in Triton does not know codec {values.codec.name!r} ({values.codec.id})")
     keys, (heads, chunks) = keys.decoded(), selected.shape[1:]
     if not selected.numel():
-        return torch.zeros_like(q), q.new_full((batch, query_heads), -math.inf, dtype=torch.float32)
+        return attend_to_nothing(q)
     group, half, rope = query_heads // heads, dim // 2, keys.rotary.config
     exact = torch.float32 if q.dtype == torch.float32 else torch.float16
     asked = (q.float() * (dim**-0.5 * math.log2(math.e))).to(exact)
@@ -79,8 +81,8 @@ def attend_selected(
         codes.stride(0), form.scale.stride(0), keys.pages.shape[1], chunks, tiles, triton.cdiv(tiles, parts),
         SAMPLED=log_weight is not None, MIXED=keys.widths is not None, PACKED=keys.codec.id == CodecId.LATENT_INT4,
         HAS_MEAN=keys.mean is not None, HEADS=heads, GROUP=group,
-        GROUP_BLOCK=max(LEAST, triton.next_power_of_2(group)), DIM=dim, CHUNK=chunk, WIDTH=latents.shape[3],
-        RANK=basis.shape[1], HALF=half, HALF_BLOCK=max(LEAST, triton.next_power_of_2(half)), ROPE_HALF=rope.dim // 2,
+        GROUP_BLOCK=dot_size(group), DIM=dim, CHUNK=chunk, WIDTH=latents.shape[3],
+        RANK=basis.shape[1], HALF=half, HALF_BLOCK=dot_size(half), ROPE_HALF=rope.dim // 2,
         INTERLEAVED=rope.interleaved,
         VALUE_FORMAT=form.format, VALUE_BITS=form.bits, VALUE_COLUMNS=form.columns, VALUE_SCALED=form.scaled,
         VALUE_ENTRIES=form.row_entries,
@@ -104,12 +106,12 @@ def _attend_latents(
     VALUE_FORMAT: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_SCALED: tl.constexpr,
     VALUE_ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One part of what one kv head of a row has selected."""
+    """Attends to one part of the selected tokens of one kv head of a row."""
     unit, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = unit // HEADS, unit % HEADS
     member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS), tl.arange(0, HALF_BLOCK)
     in_pair = pair < HALF
-    if INTERLEAVED:  # dimensions that RoPE rotates together; behind them those that do not
+    if INTERLEAVED:  # dimensions that RoPE rotates together, then the others
         one = tl.where(pair < ROPE_HALF, 2 * pair, pair + ROPE_HALF)
         other = tl.where(pair < ROPE_HALF, 2 * pair + 1, pair + HALF)
     elif ROPE_HALF < HALF:

@@ -1,1 +1,1 @@
-"""Routers of mixtures of experts: which experts a token is given to, and how much each of them counts."""
+"""Routing in mixtures of experts: which experts a token goes to, and the weight of each."""

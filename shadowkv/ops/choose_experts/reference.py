@@ -1,4 +1,4 @@
-"""The choice of experts in PyTorch."""
+"""Routing of tokens to experts in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from shadowkv.ops.choose_experts.routing import Routing
 
 BEST_OF_GROUP = 2
-"""Experts whose scores are added up for a group's own."""
+"""A group's score is the sum of this many best scores of its experts."""
 
 
 def choose_experts(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -16,8 +16,8 @@ def choose_experts(logits: Tensor, correction: Tensor | None, routing: Routing) 
 
     Args:
         logits: [T, E].
-        correction: float32 [E]; None where the routing has none.
-        routing: how they are chosen.
+        correction: float32 [E], added to scores when experts are chosen (``Routing.corrected``), or None.
+        routing: the model's rule.
 
     Returns:
         weights, float32 [T, k]; experts, int64 [T, k].

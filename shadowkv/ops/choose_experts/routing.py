@@ -1,4 +1,4 @@
-"""How routers choose, as models say."""
+"""``Routing``: a model's rule for choosing experts. Models' configs define it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ class Routing:
     """How a token's experts are chosen, and how their outputs are weighted.
 
     Attributes:
-        experts: E, of a layer.
-        per_token: k, how many of them a token is given to.
-        scores: ``softmax`` over all experts, or ``sigmoid`` of each by itself.
-        normalised: the weights of a token's experts are divided by their sum.
-        scale: what weights are multiplied with.
-        groups, groups_per_token: experts stand in so many groups of the same size, and those of a token are in so many
-            of them: where the sum of the two best experts is largest (DeepSeek-V3, arXiv:2412.19437).
-        corrected: a learned number is added to the score of each expert where experts are chosen, and not in weights.
+        experts: E, the experts of a layer.
+        per_token: k, the experts that a token goes to.
+        scores: ``softmax`` over all experts, or ``sigmoid`` of each expert.
+        normalised: whether the weights of a token's experts are divided by their sum.
+        scale: factor of the weights.
+        groups: number of groups of equal size into which the experts are divided.
+        groups_per_token: groups from which a token's experts come, those with the largest sum of their two best scores
+            (DeepSeek-V3, arXiv:2412.19437).
+        corrected: whether experts are chosen by scores plus a learned correction per expert. Weights do not include it.
     """
 
     experts: int
@@ -30,5 +31,5 @@ class Routing:
     corrected: bool = False
 
     def share_touched(self, tokens: int) -> float:
-        """Share of the experts that so many tokens are given to, as expected where all are chosen equally often."""
+        """Expected share of the experts that at least one of ``tokens`` tokens goes to, if all are equally likely."""
         return 1 - (1 - self.per_token / self.experts) ** tokens

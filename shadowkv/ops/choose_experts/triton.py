@@ -1,4 +1,4 @@
-"""The choice of experts in one Triton launch, a program for each token."""
+"""Routing of tokens to experts in one Triton kernel, with a program per token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from shadowkv.ops.choose_experts.routing import Routing
 
 
 def choose_experts(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Same as the reference, with experts in int32; of experts that are alike the first are chosen, and one whose score
-    is no number after all others."""
+    """Same as the reference, with experts in int32. Among equal scores the first experts are chosen. NaN ranks last."""
     (tokens, experts), k = logits.shape, routing.per_token
     logits = logits.contiguous()
     weights = logits.new_empty(tokens, k, dtype=torch.float32)
@@ -45,11 +44,11 @@ def _choose(
     ranked = scores
     if CORRECTED:
         ranked += tl.load(correction + expert, mask=there, other=0.0)
-    # Finite, above those that are chosen already or are not there: K different experts in any case.
+    # Finite, so above the -inf of experts that are already chosen or do not exist: there are always K distinct experts.
     ranked = tl.where(ranked == ranked, tl.maximum(ranked, -3e38), -3e38)
     if GROUPS > 1:
         group = expert // (EXPERTS // GROUPS)
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)  # of an expert's group
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)  # the score of each expert's group
         for g in tl.static_range(GROUPS):
             those = tl.where(there & (group == g), ranked, float("-inf"))
             highest, where = tl.max(those, 0), tl.argmax(those, 0)

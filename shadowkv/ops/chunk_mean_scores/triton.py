@@ -1,4 +1,4 @@
-"""Scores of chunks by the few keys that represent them, in one Triton kernel that reads each of those keys once."""
+"""Scores of chunks by one or two keys that represent each, in one Triton kernel. It reads each of these keys once."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shadowkv.ops.triton_sizes import dot_size
+
 TILE = 128
 """Chunks multiplied at a time."""
 
 BITS_SCALE = 2.0**8
-"""Ratio of a float8_e4m3fn number to the float16 number with the same upper bits, as their exponent biases are 7 and
-15. Shifts take longer than the conversion, which GPUs below compute capability 8.9 do not have."""
+"""Ratio of a float8_e4m3fn number to the float16 number with the same upper bits: their exponent biases are 7 and 15.
+GPUs below compute capability 8.9 have no conversion instruction, so codes are shifted there, which takes longer."""
 
 PROGRAMS = 4096
-"""Least number of programs, if there is enough work for them."""
+"""A program takes several tiles only if there would otherwise be more programs than this."""
 
 
 def chunk_mean_scores(
     q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, where T is the number of parts that a row is split into. Products are summed in float32.
+    """Same as the reference. T is the number of programs that share a row. Products are summed in float32.
 
-    Landmarks in float8_e4m3fn are multiplied with bfloat16 queries in float16, which holds both as long as no query is
-    above 65504.
+    Landmarks in float8_e4m3fn and bfloat16 queries are multiplied in float16, so queries must not exceed 65504.
     """
     return score_chunks(q, landmarks.unsqueeze(2), excluded, pages, num_chunks, scale)
 
@@ -36,7 +37,7 @@ def score_chunks(
 ) -> tuple[Tensor, Tensor]:
     """``chunk_mean_scores`` for bounds [N, H, 1, C, d], ``min_max_scores`` for bounds [N, H, 2, C, d].
 
-    All views over pages are dense but for their first axis.
+    All views over pages are contiguous but for their first axis.
     """
     factor = q.shape[-1] ** -0.5
     converts = scale is not None and _converts(q.device)
@@ -70,10 +71,10 @@ def score_chunks(
         CONVERTS=converts,
         HEADS=heads,
         GROUP=group,
-        GROUP_BLOCK=max(16, triton.next_power_of_2(group)),  # a product has at least 16 rows
+        GROUP_BLOCK=dot_size(group),
         CHUNKS=chunks,
         DIM=dim,
-        DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
+        DIM_BLOCK=dot_size(dim),
         TILE=TILE,
         num_warps=4,
         num_stages=3 if scale is None else 2,

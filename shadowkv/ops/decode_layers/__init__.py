@@ -1,1 +1,1 @@
-"""Decoder layers of a decode step, with exact attention, in one call."""
+"""Runs the decoder layers of a decode step in one call, with attention to exact pages."""

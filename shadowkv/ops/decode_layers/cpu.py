@@ -1,11 +1,11 @@
-"""Decoder layers of a decode step in C++: ``csrc/cpu/decode_layers/``."""
+"""Decoder layers of a decode step in C++ (``csrc/cpu/decode_layers/``)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.case import Case, unless_one_of
 from shadowkv.ops.decode_layers.layers import Layers, NewTokens
 from shadowkv.ops.extension import cpu_missing as missing
 
@@ -14,13 +14,14 @@ __all__ = ["decode_layers", "missing"]
 
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
-    return unless(case.dtype == torch.float32, f"{case.dtype} is not float32")
+    return unless_one_of(case.dtype, (torch.float32,))
 
 
 def decode_layers(
     x: Tensor, attended: Tensor | None, layers: Layers, tokens: NewTokens, to_attention: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as the reference, in float32. Where no attention is computed, the queries and sums have no meaning."""
+    """Same as the reference, in float32. If no attention is computed, the returned queries and log-sum-exps are
+    arbitrary."""
     rotary = layers.rotary
     result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.shadowkv.decode_layers(
         x, attended, layers.vectors, layers.matrices, layers.forms, layers.row_blocks, layers.k_pages, layers.v_pages,

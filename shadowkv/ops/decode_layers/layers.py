@@ -1,4 +1,5 @@
-"""What decoder layers compute with, as ``decode_layers`` takes it: weights, pages, and where new tokens are."""
+"""The arguments of ``decode_layers``: weights and exact pages of layers, and the new tokens.
+``engine/execution/fused_layers.py`` makes them."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ class Projection:
     """y = x Wᵀ + b.
 
     Attributes:
-        row_blocks: of W [N, K], in order, plain numbers [rows, K] or quantised ones.
-        bias: [N]; None for none.
+        row_blocks: W [N, K] as consecutive blocks of rows [rows, K], each plain or quantised.
+        bias: [N], or None.
     """
 
     row_blocks: tuple[Tensor | QuantisedRows, ...]
@@ -26,12 +27,12 @@ class Projection:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer (``layers.decoder_layer``), and its exact pages.
+    """Weights of a decoder layer (``layers.decoder_layer``), and its exact pages.
 
     Attributes:
-        attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: weights [D] of norms; None where there is none.
-        qkv, out, gate_up, down: its projections; gate and up have I rows each.
-        query_norm, key_norm: weights [d]; None where there is none.
+        attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: weights [D] of norms; None without the norm.
+        qkv, out, gate_up, down: projections. Gate and up have I rows each.
+        query_norm, key_norm: weights [d]; None without the norm.
         k_pages, v_pages: [N, H, 64, d], views over all pages.
     """
 
@@ -50,17 +51,19 @@ class Layer:
 
 
 class Layers:
-    """Layers one after the other.
+    """Consecutive layers, and their tensors in flat lists for the C++ op.
 
     Args:
         layers: at least one.
         eps: added to the mean square in every norm.
-        rotary: of all of them.
+        rotary: RoPE of all layers.
 
     Attributes:
-        vectors, matrices, forms, row_blocks, k_pages, v_pages: the same in lists, as kernels take them: of each layer 8
-            norms and biases or None, and of each of its 4 projections the row blocks, which are floats, with the form
-            "", or in a GGUF file's blocks, and their number.
+        vectors: norms and biases, 8 per layer, None for those that a layer does not have.
+        matrices: row blocks of all projections, plain or in a GGUF file's blocks.
+        forms: the block format of each matrix, "" for a plain one.
+        row_blocks: the number of row blocks of each projection, 4 projections per layer.
+        k_pages, v_pages: exact pages of each layer.
     """
 
     def __init__(self, layers: Sequence[Layer], eps: float, rotary: RotaryTables) -> None:
@@ -87,8 +90,8 @@ class NewTokens:
     Attributes:
         positions: int64 [B].
         pages: int64 [B, E], ids of exact pages.
-        counts: int64 [B, E], valid tokens at the start of each page, the new one included; 0 skips it.
-        write_page, write_offset: int64 [B], the page and the row there that take the new token.
+        counts: int64 [B, E], valid tokens at the start of each page, with the new token; 0 skips the page.
+        write_page, write_offset: int64 [B], where the new token is written: page id, and row of the page.
     """
 
     positions: Tensor

@@ -1,4 +1,4 @@
-"""Decoder layers of a decode step in PyTorch, from the references of what they are made of."""
+"""Decoder layers of a decode step in PyTorch, composed of other ops' references."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from shadowkv.ops.quantised_matmul.reference import quantised_matmul
 from shadowkv.ops.rms_norm.reference import rms_norm
 
 SYNCHRONISES = True
-"""As ``paged_attention``'s reference."""
+"""Because the reference of ``paged_attention`` does."""
 
 
 def decode_layers(
     x: Tensor, attended: Tensor | None, layers: Layers, tokens: NewTokens, to_attention: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A decode step's way through layers, whose attention is to exact pages; keys and values are written to these.
+    """Computes a decode step through consecutive layers with attention to exact pages. It writes the new tokens' keys
+    and values to these pages.
 
     Args:
         x: [B, D], the residual stream of at least one sequence. It is not changed.
-        attended: [B, H_q, d], what the attention of the first layer has found: the way begins behind it. None begins
-            before the first layer.
-        to_attention: end with the attention of the last layer instead of behind it.
+        attended: [B, H_q, d], the result of the first layer's attention, after which the computation starts. None
+            starts before the first layer.
+        to_attention: whether to stop after the last layer's attention, instead of after the last layer.
 
     Returns:
-        the residual stream [B, D], and of the last attention that was computed the queries after RoPE [B, H_q, d],
-        its result [B, H_q, d] and the log-sum-exp of its scores, float32 [B, H_q].
+        The residual stream [B, D]; then of the last computed attention the queries after RoPE [B, H_q, d], the result
+        [B, H_q, d] and the log-sum-exp, float32 [B, H_q].
     """
     q = x.new_empty(0)
     lse = q.float()

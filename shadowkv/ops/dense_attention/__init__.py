@@ -1,1 +1,1 @@
-"""Attention of prompts to all that they may see: of one sequence or of packed ones, within windows, with sinks."""
+"""Dense attention of prompts: of one sequence or packed sequences, with or without windows and sinks."""

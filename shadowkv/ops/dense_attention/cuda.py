@@ -1,4 +1,4 @@
-"""Dense attention of one sequence on a GPU by PyTorch's flash attention, without scores in memory."""
+"""Dense attention of one sequence on a GPU by PyTorch's flash attention."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from shadowkv.ops.dense_attention.flash import flash_attention
 from shadowkv.ops.extension import gpu_missing
 
 missing = gpu_missing
+partial = flash_attention
 
 
 def supports(case: Case) -> list[str]:
@@ -22,8 +23,3 @@ def supports(case: Case) -> list[str]:
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Same as the reference, for 16-bit dtypes and head dims that are multiples of 8 up to 256."""
     return flash_attention(q, k, v, True)[0]
-
-
-def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for 16-bit dtypes and head dims that are multiples of 8 up to 256."""
-    return flash_attention(q, k, v, causal)

@@ -1,4 +1,4 @@
-"""Dense attention of one sequence on a GPU for what flash attention does not take: float32, and other head dims."""
+"""Dense attention of one sequence on a GPU, for dtypes and head dims that flash attention does not support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ missing = gpu_missing
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Same as the reference; where n is not m, PyTorch makes a mask of n x m."""
+    """Same as the reference. If n is not m, PyTorch makes a mask of n x m."""
     bias = causal_lower_right(len(q), len(k))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)[0].transpose(0, 1)

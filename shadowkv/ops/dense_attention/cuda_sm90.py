@@ -1,5 +1,5 @@
-"""Dense attention on Hopper by our kernel (``csrc/kernels/attend_blocks_sm90/``), which takes a tile of 128 queries of
-a head on each multiprocessor. Few queries of one sequence go to PyTorch's flash attention, which splits the keys."""
+"""Dense attention on Hopper by our kernel (``csrc/kernels/attend_blocks_sm90/``). A multiprocessor computes a tile of
+128 queries of one head. A call with few queries uses PyTorch's flash attention instead, which splits the keys."""
 
 from __future__ import annotations
 
@@ -13,29 +13,25 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 __all__ = ["causal", "missing", "packed", "partial", "supports"]
 
 MIN_TILES = 64
-"""Fewest tiles, over all query heads, for which our kernel is the faster one: they keep about half of a Hopper's
-multiprocessors busy."""
+"""Minimum number of tiles, over all query heads, for which our kernel is faster. They occupy about half of a Hopper
+GPU's multiprocessors."""
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Same as the reference, for 16-bit dtypes and head dims of 64 or 128."""
-    return _attend_by_size(q, k, v, True)[0]
+    return partial(q, k, v, True)[0]
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Same as the reference, for 16-bit dtypes and head dims of 64 or 128."""
-    return _attend_by_size(q, k, v, causal)
+    few = q.shape[1] * -(-len(q) // BLOCK) < MIN_TILES
+    return (flash_attention if few else attend_sequences)(q, k, v, causal)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
-    """Same as the reference; sums are in float32. Can be captured in a CUDA graph.
+    """Same as the reference. Sums are in float32. Can be captured in a CUDA graph.
 
-    bfloat16 or float16 with a head dim of 64 or 128; strides between heads and tokens of q, k and v are multiples of
-    16 bytes.
+    The dtype is bfloat16 or float16, the head dim 64 or 128. Strides between heads and tokens of q, k and v are
+    multiples of 16 bytes.
     """
     return attend_sequences(q, k, v, True, pack.cu_seqlens, pack.cu_seqlens_k)[0]
-
-
-def _attend_by_size(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    few = q.shape[1] * -(-len(q) // BLOCK) < MIN_TILES
-    return (flash_attention if few else attend_sequences)(q, k, v, causal)

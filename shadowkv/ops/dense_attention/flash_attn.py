@@ -1,5 +1,5 @@
-"""Dense attention by flash-attn (github.com/Dao-AILab/flash-attention, arXiv:2307.08691): version 2 of it, for GPUs
-from Ampere on. 16-bit dtypes, and head dims that are multiples of 8 up to 256."""
+"""Dense attention by flash-attn 2 (github.com/Dao-AILab/flash-attention, arXiv:2307.08691), on GPUs from Ampere on. The
+dtype has 16 bits, the head dim is a multiple of 8 up to 256."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MIN_CAPABILITY = (8, 0)
 
 
 def missing() -> list[str]:
-    """The reasons why the library cannot be used here; none if it can."""
-    built = find_spec("flash_attn_2_cuda") is not None  # later versions share the package's name, and not its functions
+    """Reasons why the library cannot be used here."""
+    built = find_spec("flash_attn_2_cuda") is not None  # later versions have the same package name, but other functions
     return gpu_missing(MIN_CAPABILITY) + unless(
         built, "flash-attn is not installed: pip install flash-attn --no-build-isolation, which compiles it"
     )
@@ -52,16 +52,16 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """Same as the reference; a call of the library for each packed sequence."""
+    """Same as the reference. The library is called for each packed sequence."""
     return windowed_by(attend, q, k, v, window, sinks, pack)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
-    """Attention of q [n, H_q, d] over k, v [m, H, d], over the newest ``window`` positions up to each one's own where
-    there is one: out [n, H_q, d] and the log-sum-exp, float32 [n, H_q]."""
+    """Attention of q [n, H_q, d] over k, v [m, H, d], with or without a window: out [n, H_q, d] and its log-sum-exp,
+    float32 [n, H_q]."""
     from flash_attn import flash_attn_func
 
-    # Bounds of a window are inclusive, of positions before a query's own and after it; -1 is none.
+    # How many positions a query sees before its own and after it; -1 means no bound.
     bounds = (-1, -1) if window is None else (window - 1, 0)
     out, lse, _ = flash_attn_func(
         q[None], k[None], v[None], causal=causal, window_size=bounds, return_attn_probs=True

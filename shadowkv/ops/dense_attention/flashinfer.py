@@ -1,6 +1,8 @@
-"""Dense attention by FlashInfer (github.com/flashinfer-ai/flashinfer, arXiv:2501.01005): kernels that it compiles here
-with nvcc, once for every dtype and head dim, with a window or without, and keeps in ``~/.cache/flashinfer``. 16-bit
-dtypes, and head dims of 64, 128 or 256."""
+"""Dense attention by FlashInfer (github.com/flashinfer-ai/flashinfer, arXiv:2501.01005).
+
+FlashInfer compiles a kernel with nvcc for every dtype and head dim, with and without a window, and keeps it in
+``~/.cache/flashinfer``. The dtype has 16 bits, the head dim is 64, 128 or 256.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.installation import adding
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.cuda_compiler import PYPI, CompilerNotFound, find_compiler
 from shadowkv.ops.dense_attention.forms import Packed, windowed_by
 from shadowkv.ops.extension import gpu_missing
@@ -22,25 +24,27 @@ from shadowkv.ops.extension import gpu_missing
 NEEDS_LENGTHS = ("packed", "windowed")
 
 FASTER_AT = {"causal": (256,), "packed": (256,)}
-"""Head dims at which it takes less than half of PyTorch's time on an H200 for one sequence, and less than 0.7 of
-Triton's for packed ones. For one sequence ours takes 1.06 to 0.93 of its time at 64 and 128. Packed, ours takes 1.06 to
-1.26 of its time at 128, and 0.86 to 1.0 at 64, for which nobody should wait while kernels compile."""
+"""Head dims at which FlashInfer is faster, by form. On an H200 with 256 dimensions it takes less than half of PyTorch's
+time for one sequence, and less than 0.7 of Triton's time for packed sequences. Our kernel takes 0.93 to 1.06 times
+FlashInfer's time for one sequence with 64 or 128 dimensions. For packed sequences it takes 1.06 to 1.26 times as long
+with 128, and 0.86 to 1.0 times with 64: too little gain to wait until kernels are compiled."""
 
 WORKSPACE = 128 * 2**20
-"""Bytes for partial results, as many as the library recommends."""
+"""Bytes for partial results, as the library recommends."""
 
 PLANS = 8
-"""Plans that are kept, each with 8 MiB on the device and on the host: in every layer packs of a batch take turns."""
+"""Plans that are kept, each with 8 MiB on the device and on the host. In every layer, the packs of a batch are computed
+one after another, each with its plan."""
 
 MIN_CAPABILITY = (8, 0)
-"""Of tensor cores with bfloat16."""
+"""Lowest compute capability whose tensor cores have bfloat16."""
 
 DIMS = (64, 128, 256)
 """Head dims that its attention is compiled for."""
 
 
 def missing() -> list[str]:
-    """The reasons why the library cannot be used here; none if it can."""
+    """Reasons why the library cannot be used here."""
     if find_spec("flashinfer") is None:
         return [*gpu_missing(MIN_CAPABILITY), f"flashinfer-python is not installed: {adding('flashinfer')}"]
     return gpu_missing(MIN_CAPABILITY) + _compiler_missing()
@@ -48,8 +52,7 @@ def missing() -> list[str]:
 
 def supports(case: Case) -> list[str]:
     """Why the library cannot serve a case."""
-    dims = unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not {', '.join(map(str, DIMS))}")
-    return unless(case.dtype in (torch.bfloat16, torch.float16), f"{case.dtype} is not of 16 bits") + dims
+    return unless_one_of(case.dtype, (torch.bfloat16, torch.float16)) + unless_one_of(case.head_dim, DIMS, "head dim")
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -63,8 +66,8 @@ def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
-    """Same as the reference. The library plans on the host how kernels divide the work: in the first call of a pack,
-    which waits for the one before. Cannot be captured in a CUDA graph."""
+    """Same as the reference. Cannot be captured in a CUDA graph: in the first call of a pack, the library plans the
+    work on the host, and this waits for the copy of the previous plan."""
     if not len(q):
         return torch.empty_like(q)
     lengths = tuple(pack.cu_seqlens.diff().tolist() if pack.lengths is None else pack.lengths)
@@ -74,27 +77,27 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """Same as the reference; a call of the library for each packed sequence."""
+    """Same as the reference. The library is called for each packed sequence."""
     return windowed_by(attend, q, k, v, window, sinks, pack)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
-    """Attention of q [n, H_q, d] over k, v [m, H, d], over the newest ``window`` positions up to each one's own where
-    there is one: out [n, H_q, d] and the log-sum-exp, float32 [n, H_q]. Needs no plan on the host."""
+    """Attention of q [n, H_q, d] over k, v [m, H, d], with or without a window: out [n, H_q, d] and its log-sum-exp,
+    float32 [n, H_q]. Needs no plan on the host."""
     from flashinfer import single_prefill_with_kv_cache
 
-    before = -1 if window is None else window - 1  # positions before a query's own; -1 is all
+    before = -1 if window is None else window - 1  # positions that a query sees before its own; -1 means all
     out, lse = single_prefill_with_kv_cache(q, k, v, causal=causal, window_left=before, return_lse=True)
     return out, lse * math.log(2)  # the library's are in base 2
 
 
 @cache
 def _compiler_missing() -> list[str]:
-    """Why the library cannot compile its kernels, unless they are installed compiled."""
+    """Why the library cannot compile its kernels. None is needed if the package with compiled kernels is installed."""
     if find_spec("flashinfer_jit_cache") is not None:
         return []
     try:
-        whole = find_compiler(None).origin != PYPI  # which lacks the headers of curand that the library includes
+        whole = find_compiler(None).origin != PYPI  # PyPI's packages lack curand's headers, which the library includes
     except CompilerNotFound:
         whole = False
     places = "of $CUDA_HOME, on the path or in /usr/local/cuda"
@@ -110,13 +113,13 @@ def _planned(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """The library's object that attends to a pack of ``lengths`` queries [H_q, d] over ``keys`` keys."""
+    """The library's wrapper, planned for packed sequences with ``lengths`` queries [H_q, d] and ``keys`` keys."""
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
     workspace, copied = _workspace(device)
-    copied.synchronize()  # a plan that was dropped may be on its way from pinned memory, which is given to the next
+    copied.synchronize()  # the new plan may get the pinned memory of a dropped one, which may still be copied from
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-    # On the host, so that they need not be read.
+    # On the host, where the library reads them.
     starts, key_starts = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (lengths, keys))
     wrapper.plan(starts, key_starts, query[0], kv_heads, query[1], causal=True, q_data_type=dtype, kv_data_type=dtype)
     copied.record()
@@ -125,5 +128,5 @@ def _planned(
 
 @cache
 def _workspace(device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
-    """Memory that the packs of a device take turns with, and what marks that the latest plan is on it."""
+    """The workspace that all plans of a device share, and the event after which the latest plan is on the device."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device), torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Dense attention as one op: what it is called with, and which function of which backend serves a call."""
+"""``DenseAttention``: the op's four forms behind one call, and the packed sequences that it takes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shadowkv.ops.add_sinks.reference import add_sinks
 
 
 class Packed(NamedTuple):
-    """Where S packed sequences begin in n queries and m keys. Each of them sees itself alone.
+    """Where each of S packed sequences starts in n queries and m keys. A sequence sees only its own keys.
 
     Attributes:
         cu_seqlens: int32 [S + 1], the start of each sequence's queries, from 0 to n.
-        lengths: queries of each sequence, for the host, which then need not wait for ``cu_seqlens``. None where only
-            the device knows them, as in a graph.
-        cu_seqlens_k: int32 [S + 1], the start of each sequence's keys, from 0 to m or less: its queries are its last
-            positions. None where sequences have a query for every key.
+        lengths: queries of each sequence, so that the host need not wait for ``cu_seqlens``. None if only the device
+            knows them, as in a CUDA graph.
+        cu_seqlens_k: int32 [S + 1], the start of each sequence's keys, from 0 to at most m. A sequence's queries are
+            its last positions. None if sequences have as many keys as queries.
     """
 
     cu_seqlens: Tensor
@@ -30,14 +30,14 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """The op. A call has one of four forms, and each form has the backend that was chosen for it: few backends serve
-    all of them. A backend's functions have these names.
+    """The op. Each of its four forms has its own backend, because few backends serve all forms. A backend has a
+    function with the name of each form that it serves.
 
     Attributes:
         causal: one sequence.
-        partial: one sequence, with the log-sum-exp by which the result is merged with that of other keys.
+        partial: one sequence, with the log-sum-exp for merging the result with attention to other keys.
         packed: packed sequences.
-        windowed: one sequence or packed ones, within a window, with sinks or without.
+        windowed: one sequence or packed sequences, with a window, sinks or both.
     """
 
     causal: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -74,19 +74,20 @@ class DenseAttention:
         causal: bool = True,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d], each position up to
-        its own. n and m are at least 1, or 0 for packed sequences; the last dimension of every tensor is dense.
+        """Causal attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d].
+
+        n and m are at least 1, or 0 for packed sequences. The last dimension of every tensor is contiguous.
 
         Args:
-            pack: where packed sequences begin; None for one sequence.
-            window: each position sees as many of the newest, its own included; None for all.
-            sinks: float32 [H_q], scores of one more position in every softmax, whose value is 0.
+            pack: the starts of packed sequences; None for one sequence.
+            window: how many of the newest positions, with its own, each position sees; None for all.
+            sinks: float32 [H_q], the score of one more position in every softmax, whose value is 0.
             causal: False lets every query see all m positions.
             return_lse: whether to return the log-sum-exp too, float32 [n, H_q].
 
         Raises:
-            TypeError: a log-sum-exp of packed sequences, a window or sinks, or attention that is not causal and
-                has no log-sum-exp: there are no kernels for these.
+            TypeError: ``return_lse`` with ``pack``, ``window`` or ``sinks``, or ``causal=False`` without
+                ``return_lse``: no form serves these.
         """
         if return_lse or not causal:
             if not return_lse or pack is not None or window is not None or sinks is not None:
@@ -100,8 +101,8 @@ class DenseAttention:
 def of_each(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, pack: Packed
 ) -> Tensor:
-    """What ``attend`` makes of each packed sequence, one after the other: [n, H_q, d] of q [n, H_q, d] and k, v
-    [m, H, d]. Waits for ``cu_seqlens`` where lengths are not known, and for ``cu_seqlens_k``."""
+    """Calls ``attend`` for each packed sequence: [n, H_q, d] of q [n, H_q, d] and k, v [m, H, d]. The host waits for
+    ``cu_seqlens_k``, and for ``cu_seqlens`` if it does not know the lengths."""
     lengths = pack.cu_seqlens.diff().tolist() if pack.lengths is None else list(pack.lengths)
     keys = lengths if pack.cu_seqlens_k is None else pack.cu_seqlens_k.diff().tolist()
     k, v = k[: sum(keys)], v[: sum(keys)]
@@ -119,8 +120,8 @@ def windowed_by(
     sinks: Tensor | None,
     pack: Packed | None,
 ) -> Tensor:
-    """As ``DenseAttention.__call__`` within a window, by a library's attention of one sequence, which returns its
-    log-sum-exp: sinks are a factor on its result. [n, H_q, d] of q [n, H_q, d]."""
+    """The form ``windowed``, by a library's attention of one sequence: [n, H_q, d] of q [n, H_q, d] and k, v [m, H, d].
+    ``attend`` returns the log-sum-exp too, with which sinks are added to its result."""
 
     def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, lse = attend(q, k, v, True, window)

@@ -1,4 +1,4 @@
-"""Dense attention in PyTorch, by its fused kernels where no log-sum-exp is asked for."""
+"""Dense attention in PyTorch, by its fused kernels except for the form with a log-sum-exp."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from shadowkv.ops.dense_attention.forms import DenseAttention, Packed, of_each
 
 NEEDS_LENGTHS = ("packed", "windowed")
-"""Forms for which the host has to know how long packed sequences are: a graph would hold the lengths of its capture."""
+"""Forms for which the host must know the lengths of packed sequences. A CUDA graph would keep the lengths of its
+capture."""
 
 SCORES_AT_ONCE = 2**24
-"""Most scores, over all query heads, that are in memory at once where a log-sum-exp is asked for: 64 MB in float32."""
+"""Most scores, over all query heads, that ``partial`` holds in memory at once: 64 MB in float32."""
 
 QUERIES_AT_ONCE = 256
-"""Queries that attend at a time within a window: their keys are few more than it has. On one core, 2,048 queries with a
-window of 512 took half as long as with 1,024 at a time, with one of 4,096 as long."""
+"""Queries that ``windowed`` computes at a time, so that it computes few scores outside of windows. On one core, 2,048
+queries took half as long as with 1,024 at a time for a window of 512, and as long for a window of 4,096."""
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d], each up to its own."""
+    """Causal attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d]."""
     n, m, mask = len(q), len(k), None
     if n != m:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
@@ -30,7 +31,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """As ``causal``, or of each query over all m positions, and the log-sum-exp, float32 [n, H_q]."""
+    """As ``causal``, or over all m positions for each query; and the log-sum-exp, float32 [n, H_q]."""
     n, m = len(q), len(k)
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
     rows = max(1, SCORES_AT_ONCE // (q.shape[1] * m))
@@ -44,12 +45,13 @@ def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
-    """As ``causal``, of each packed sequence: [n, H_q, d] of q [n, H_q, d] over k, v [m, H, d]."""
+    """As ``causal``, for each packed sequence: [n, H_q, d] of q [n, H_q, d] over k, v [m, H, d]."""
     return of_each(causal, q, k, v, pack)
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """As ``causal``, over the newest ``window`` positions up to each one's own; sinks are float32 [H_q]."""
+    """As ``causal``, but each position sees only the newest ``window`` positions, with its own. Sinks are float32
+    [H_q]."""
 
     def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _attend_windowed(q, k, v, window, sinks)
@@ -75,7 +77,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
 
 
 def _attend_windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None) -> Tensor:
-    """That of one sequence."""
+    """``windowed`` for one sequence."""
     out = torch.empty_like(q)
     n, m = q.shape[0], k.shape[0]
     for start in range(0, n, QUERIES_AT_ONCE):
@@ -84,7 +86,7 @@ def _attend_windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor
         mask = torch.ones(stop - start, last - first, dtype=torch.bool, device=q.device)
         mask = mask.tril(m - n + start - first).triu(m - n + start - first - window + 1)
         queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q[start:stop], k[first:last], v[first:last]))
-        if sinks is not None:  # a key of zeros, to whose score of 0 the mask adds the sink
+        if sinks is not None:  # one more key of zeros has score 0, to which the mask adds the sink
             seen = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
             column = sinks.to(q.dtype)[:, None, None].expand(-1, len(seen), 1)
             mask = torch.cat((seen.expand(len(sinks), -1, -1), column), -1)

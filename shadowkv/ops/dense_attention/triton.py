@@ -1,5 +1,5 @@
-"""Dense attention of packed sequences, and within windows, in one Triton launch (FlashAttention-2, arXiv:2307.08691),
-in any dtype."""
+"""Dense attention of packed sequences, and with windows and sinks, in one Triton kernel (FlashAttention-2,
+arXiv:2307.08691), in any dtype."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.dense_attention.forms import Packed
+from shadowkv.ops.triton_sizes import dot_size
 
 
 def supports(case: Case) -> list[str]:
@@ -25,19 +26,19 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """Same as the reference, for head dims up to 256: blocks of keys before a tile's windows are not read. Can be
+    """Same as the reference, for head dims up to 256. Blocks of keys before a tile's windows are not read. Can be
     captured in a CUDA graph."""
     return _launch(q, k, v, window, sinks, pack)
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """Without a window each position sees all up to its own."""
+    """As ``packed`` if ``window`` is None, otherwise as ``windowed``."""
     cu_seqlens, cu_seqlens_k = (None, None) if pack is None else (pack.cu_seqlens, pack.cu_seqlens_k)
     (tokens, heads, dim), count = q.shape, 1 if cu_seqlens is None else len(cu_seqlens) - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not tokens:
         return out
-    block = max(16, triton.next_power_of_2(dim))
+    block = dot_size(dim)
     narrow = block * q.element_size() <= 256
     rows, keys = (128, 64) if narrow else (64, 32)
     # Each sequence starts with a new tile, even if the previous sequence's last tile is not full.
@@ -61,11 +62,11 @@ def _attend(
     window, scale, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PACKED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the queries of one sequence and head. A sequence that is not packed has ``before`` positions without
-    queries first."""
+    """Computes one tile of the queries of one sequence and head. ``before`` is the number of a sequence's first
+    positions that have no queries here. It is computed if sequences are packed."""
     tile, head = tl.program_id(0), tl.program_id(1)
     if PACKED:
-        # Sequence i has the tiles from cu_seqlens[i] // ROWS + i on: as many as it needs, or one more.
+        # The tiles of sequence i start at cu_seqlens[i] // ROWS + i. They are as many as it needs, or one more.
         sequence = 0
         last = count - 1
         while sequence < last:
@@ -94,7 +95,7 @@ def _attend(
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, DIM_BLOCK), tl.float32)
-    position, from_here = before + row, before + first  # among the keys
+    position, from_here = before + row, before + first  # in the sequence's keys
     end = tl.where(first < length, tl.minimum(from_here + ROWS, before + length), 0)  # 0 for a surplus tile
     if WINDOWED:
         most, total, sums = _add(
@@ -102,7 +103,7 @@ def _attend(
             most, total, sums, True, True, DIM, DIM_BLOCK, KEYS,
         )  # fmt: skip
     else:
-        seen_by_all = tl.minimum(from_here // KEYS * KEYS, end)  # whole blocks of keys before the tile
+        seen_by_all = tl.minimum(from_here // KEYS * KEYS, end)  # whole blocks of keys that the whole tile sees
         most, total, sums = _add(
             x, keys, values, k_row, v_row, position, 0, seen_by_all, end, window, scale,
             most, total, sums, False, False, DIM, DIM_BLOCK, KEYS,
@@ -126,7 +127,8 @@ def _add(
     x, keys, values, k_row, v_row, position, start, stop, end, window, scale, most, total, sums,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys from ``start`` to ``stop`` to a base-2 softmax; keys from ``end`` on belong to another sequence."""
+    """Adds the keys from ``start`` to ``stop`` to a base-2 online softmax. Keys from ``end`` on belong to another
+    sequence."""
     dim = tl.arange(0, DIM_BLOCK)
     for first in range(start, stop, KEYS):
         key = first + tl.arange(0, KEYS)

@@ -1,1 +1,1 @@
-"""Rows of quantised numbers, of GGUF files and of quantised checkpoints, as float32."""
+"""Dequantises rows of GGUF files and quantised checkpoints to float32."""

@@ -1,4 +1,4 @@
-"""Rows of quantised numbers, those in a GGUF file's blocks in C++: ``csrc/cpu/quantised_matmul/``."""
+"""Dequantises rows. Rows in a GGUF file's blocks are dequantised in C++ (``csrc/cpu/quantised_matmul/``)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shadowkv.ops.quantised.rows import Form, QuantisedRows
 __all__ = ["FORMATS", "dequantise_rows", "in_blocks", "missing"]
 
 FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
-"""Those of ``csrc/cpu/quantised_matmul/quantised_matmul.h``."""
+"""Block formats that ``csrc/cpu/quantised_matmul/quantised_matmul.h`` supports."""
 
 
 def in_blocks(form: Form) -> bool:
-    """Whether rows are in one of ``FORMATS``."""
+    """Whether ``form`` is one of ``FORMATS``."""
     return isinstance(form, BlockForm) and form.name in FORMATS
 
 
 def dequantise_rows(rows: QuantisedRows) -> Tensor:
-    """Same as the reference, to the last bit."""
+    """Same as the reference, bit for bit."""
     if not in_blocks(rows.form):
         return rows.form.unpack(rows.tensors)
     (blocks,) = rows.tensors

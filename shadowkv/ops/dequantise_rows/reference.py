@@ -1,4 +1,4 @@
-"""Rows of quantised numbers in PyTorch."""
+"""Dequantises rows in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from shadowkv.ops.quantised.rows import QuantisedRows
 
 
 def dequantise_rows(rows: QuantisedRows) -> Tensor:
-    """Rows as plain numbers.
+    """Dequantised rows, float32 [N, K].
 
     Args:
         rows: [N, K] in any form.
 
-    Returns:
-        float32 [N, K].
-
-    Raises ValueError if their tensors do not fit their form.
+    Raises:
+        ValueError: the tensors do not fit the form.
     """
     return rows.form.unpack(rows.tensors)

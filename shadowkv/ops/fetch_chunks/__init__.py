@@ -1,1 +1,1 @@
-"""Selected chunks from host memory, through a buffer on the device that keeps the most recently used ones."""
+"""Fetches selected chunks from host memory into a buffer on the device, which keeps the most recently used ones."""

@@ -1,4 +1,4 @@
-"""Fetches of missing chunks across the bus: ``csrc/kernels/fetch_chunks/``."""
+"""Fetches missing chunks from host memory in CUDA (``csrc/kernels/fetch_chunks/``)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.fetch_chunks.reference import SHORT_ROW, ChunkBuffer
 
 BUCKETS = 512
-"""Parts of host memory by which the copies of short rows are ordered."""
+"""Number of equal parts of host memory. Copies of short rows are ordered by the part that they read."""
 
 BLOCKS = 16
-"""Thread blocks that copy. On an H200, more blocks do not fetch chunks of 2 KiB any faster."""
+"""Thread blocks that copy. On an H200, more blocks do not fetch chunks of 2 KiB faster."""
 
 BLOCKS_OF_SHORT_ROWS = 32
-"""The same for short rows; these blocks are half as large."""
+"""Thread blocks that copy short rows. These blocks are half as large."""
 
 BLOCKS_OVERLAPPED = 8
-"""The same for short rows alongside work that takes as long, whose own address translations queue behind those of all
-copies in flight: a step whose micro-batches fetch 65 x 8 x 34 chunks of 384 B a layer takes 38.2 ms with 8 blocks on an
-H200, 42.4 with 16, and 49.5 with 4, where it waits for the copies."""
+"""Thread blocks that copy short rows while other work runs. The other work's address translations queue behind those of
+all copies in flight. On an H200, a step whose micro-batches fetch 65 x 8 x 34 chunks of 384 B per layer takes 38.2 ms
+with 8 blocks and 42.4 ms with 16. With 4 blocks it waits for the copies and takes 49.5 ms."""
 
 missing = partial(cuda_missing, "fetch_chunks", "find_missing_chunks", "copy_missing_chunks")
 
@@ -42,17 +42,16 @@ def fetch_chunks(
     stream: torch.cuda.Stream | None = None,
     overlapped: bool = False,
 ) -> Tensor:
-    """Same as the reference; can be captured in a CUDA graph.
+    """Same as the reference. Can be captured in a CUDA graph.
 
-    ``host`` may be pinned host memory that is mapped to the device. Pages and chunks must start at multiples of
-    16 bytes and be dense but for the first axis of ``host``. Names in the buffer and the tables are not checked on the
-    device.
+    ``host`` may be pinned host memory that is mapped to the device. Pages and chunks start at multiples of 16 bytes,
+    and ``host`` is contiguous but for its first axis. Page ids, slots and entries are not checked on the device.
     """
     entries = torch.empty_like(selected)
     if not selected.numel():
         return entries
     ordered = host.shape[3] * host.shape[4] * host.element_size() < SHORT_ROW
-    misses = selected.new_empty(1 + ordered, selected.numel(), 2)  # source and target addresses, as found and in order
+    misses = selected.new_empty(1 + ordered, selected.numel(), 2)  # source and target addresses, unordered and ordered
     counts = selected.new_empty(1 + 2 * BUCKETS, dtype=torch.int32)
     bucket_bits = _bucket_bits(host) if ordered else -1
     torch.ops.shadowkv_cuda.find_missing_chunks(
@@ -85,11 +84,14 @@ def fetch_chunks(
 
 
 def scratch_bytes(chunks: int, row_bytes: int) -> int:
-    """Device bytes that a call over ``chunks`` selected chunks, of all rows and heads, needs until they are copied:
-    entries, and the addresses of misses, twice for short rows; not including ``counts``, which take at most 4 KiB."""
+    """Device bytes that a call needs for ``chunks`` selected chunks of all rows and heads until they are copied.
+
+    These are the entries, and the addresses of missing chunks, twice for short rows. ``counts``, at most 4 KiB, is not
+    included.
+    """
     return chunks * 8 * (1 + 2 * (1 + (row_bytes < SHORT_ROW)))
 
 
 def _bucket_bits(host: Tensor) -> int:
-    """Number of address bits within one of the buckets that cover ``host``."""
+    """Number of address bits within a bucket, if ``BUCKETS`` buckets cover ``host``."""
     return (host.shape[0] * host.stride(0) * host.element_size() // BUCKETS).bit_length()

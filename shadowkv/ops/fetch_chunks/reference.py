@@ -1,7 +1,7 @@
-"""The buffer of fetched chunks in PyTorch: about two of three selected chunks were also selected in the previous step.
+"""The fetch buffer in PyTorch: selected chunks that are not in the buffer are copied from host memory.
 
-ShadowKV keeps the chunks of one step (arXiv:2410.21465); here an entry stays until it is the least recently used and
-its place is needed.
+About two of three selected chunks were also selected in the previous step. ShadowKV keeps the chunks of one step
+(arXiv:2410.21465). Here an entry stays until it is the least recently used one and its place is needed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ SYNCHRONISES = True
 """Missing chunks are determined on the host."""
 
 SHORT_ROW = 1024
-"""On a GPU, chunks of fewer bytes are limited by address translation rather than by the bus: chunks of 384 B are,
-chunks of 2 KiB are not."""
+"""Chunks of fewer bytes are limited by a GPU's address translation rather than by the bus. Chunks of 384 B are, chunks
+of 2 KiB are not."""
 
 
 @dataclass(frozen=True)
 class ChunkBuffer:
-    """Chunks of H kv heads in one layer and their numbers, all on one device; each slot is owned by one sequence.
+    """The fetch buffer of H kv heads in one layer, on one device. Each slot belongs to one sequence.
 
-    For every slot and head, ``owner`` and ``entry`` are inverse to each other, and ``used`` is 0 where ``owner`` is -1.
-    In an empty slot ``entry`` and ``owner`` are -1, ``used`` and ``step`` are 0.
+    For every slot and head, ``owner`` maps entries to chunks and ``entry`` maps chunks to entries. ``used`` is 0 where
+    ``owner`` is -1. In an empty slot ``entry`` and ``owner`` are -1, ``used`` and ``step`` are 0.
 
     Attributes:
         rows: [slots, H, M, c, w], the chunks; M up to 32767.
         owner: int32 [slots, H, M], number of the chunk in an entry, -1 for none.
         entry: int16 [slots, H, n], entry of a chunk by its number, -1 for none.
         used: int32 [slots, H, M], step in which an entry was last selected, counted from 1.
-        step: int32 [slots, H], number of calls so far that selected anything.
-        counters: int64 [2], chunks selected and chunks fetched, over all calls, slots and heads.
+        step: int32 [slots, H], number of calls so far that selected chunks.
+        counters: int64 [2], selected chunks and fetched chunks, over all calls, slots and heads.
     """
 
     rows: Tensor
@@ -44,11 +44,10 @@ class ChunkBuffer:
 
     @classmethod
     def empty(cls, slots: int, entries: int, chunks: int, like: Tensor) -> ChunkBuffer:
-        """A buffer of ``entries`` per slot and head for sequences of at most ``chunks``, with rows like those of
-        ``like``.
+        """An empty buffer with ``entries`` per slot and head, for sequences of at most ``chunks`` chunks.
 
         Args:
-            like: [N, H, C, c, w], the ``host`` of ``fetch_chunks``.
+            like: [N, H, C, c, w], with the rows' dtype, device and sizes: the ``host`` of ``fetch_chunks``.
         """
         heads, device = like.shape[1], like.device
         return cls(
@@ -61,7 +60,8 @@ class ChunkBuffer:
         )
 
     def reset(self, slot: int | slice) -> None:
-        """Empties a slot for its next sequence. Fields may have more dimensions, e.g. layers, before that of slots."""
+        """Empties a slot for its next sequence. Fields may have more dimensions, such as layers, before that of
+        slots."""
         self.owner[..., slot, :, :].fill_(-1)
         self.entry[..., slot, :, :].fill_(-1)
         self.used[..., slot, :, :].zero_()
@@ -77,23 +77,22 @@ def fetch_chunks(
     stream: torch.cuda.Stream | None = None,
     overlapped: bool = False,
 ) -> Tensor:
-    """Makes ``buffer.rows`` hold all selected chunks; chunks that it already holds are not read from ``host``.
+    """Copies selected chunks that are missing in ``buffer`` from ``host`` into it.
 
     B sequences, H kv heads, C chunks of c tokens in a page, w elements per token and head. Fetched chunks replace
-    entries that are not selected now, least recently used first, with ties broken arbitrarily; steps that lie more than
-    65,000 back may count as equal. Chunks must not change while the buffer may hold them.
+    entries that are not selected now, the least recently used first. Ties are broken arbitrarily, and steps more than
+    65,000 ago may count as equal. Chunks must not change while the buffer may hold them.
 
     Args:
         host: [N, H, C, c, w], indexed by page ids; readable by the device.
         pages: int64 [B, P].
-        slots: int64 [B], rows of the buffer that the sequences own. Rows in which nothing is selected may repeat a
-            slot, others may not.
-        selected: int64 [B, H, k], distinct chunk numbers of a sequence, -1 for none; those come last. k <= M.
+        slots: int64 [B], the slot of each sequence. Only rows without selected chunks may repeat a slot.
+        selected: int64 [B, H, k], distinct chunk numbers of a sequence, then -1s. k <= M.
         buffer: updated in place.
-        stream: on a GPU, the stream that copies the bytes, after all prior work of the current stream; readers must
-            wait for it. Must be the same for every call with this buffer. None is the current stream.
-        overlapped: on a GPU, whether other work that takes as long runs meanwhile, which copies of short chunks should
-            not slow down.
+        stream: on a GPU, the stream that copies, after all prior work of the current stream. Readers must wait for it.
+            It must be the same for every call with this buffer. None is the current stream.
+        overlapped: on a GPU, whether other work runs meanwhile that takes as long. Copies of short chunks then use
+            fewer thread blocks.
 
     Returns:
         int64 [B, H, k], the entries that hold the selected chunks, -1 for none.

@@ -1,1 +1,1 @@
-"""The chunks whose mean represents their keys worst."""
+"""Finds outliers, the chunks whose mean represents their keys worst."""

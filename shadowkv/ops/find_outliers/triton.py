@@ -1,4 +1,4 @@
-"""Outlier detection in Triton: one pass over the keys, without float32 copies of them."""
+"""Outlier detection in Triton. It reads the keys once and makes no float32 copies of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.page import PAGE
-
-TOKENS = tl.constexpr(PAGE)
-"""Of a program."""
+from shadowkv.ops.triton_sizes import TOKENS
 
 
 def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
-    """Same as the reference; ``chunk`` is a power of two up to 64, and the last dimension of ``rope_keys`` is dense."""
+    """Same as the reference. ``chunk`` is a power of two up to 64. The last dimension of ``rope_keys`` is
+    contiguous."""
     tokens, heads, dim = rope_keys.shape
     if not count:
         return torch.empty(heads, 0, dtype=torch.int64, device=rope_keys.device)
@@ -30,7 +28,7 @@ def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> T
 def _worst_cosine(
     rope_keys, worst, token_stride, head_stride, chunks, CHUNK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A page of tokens of one head: the smallest cosine of each chunk's members with their mean."""
+    """Computes the smallest cosine of each chunk's keys with their mean, for a page of tokens of one head."""
     block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     CHUNKS: tl.constexpr = TOKENS // CHUNK
     chunk = block * CHUNKS + tl.arange(0, CHUNKS)
@@ -39,7 +37,7 @@ def _worst_cosine(
     dim = tl.arange(0, DIM_BLOCK)
     lives = (token < chunks * CHUNK)[:, None] & (dim < DIM)[None, :]
     rows = tl.load(rope_keys + token[:, None] * token_stride + head * head_stride + dim[None, :], mask=lives, other=0.0)
-    # A mean's products with its members are sums of the members' products with each other, computed by tensor cores.
+    # The mean's product with a key is the mean of the keys' products with that key, which tensor cores compute.
     products = tl.dot(rows, tl.trans(rows), input_precision="ieee")
     same = (within // CHUNK)[:, None] == (within // CHUNK)[None, :]
     with_sum = tl.sum(tl.where(same, products, 0.0), 1)

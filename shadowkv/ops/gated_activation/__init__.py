@@ -1,1 +1,1 @@
-"""Gates of MLPs (arXiv:2002.05202): the activation of a gate times up."""
+"""Gated activations of MLPs, activation(gate) * up (arXiv:2002.05202)."""

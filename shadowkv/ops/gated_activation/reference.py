@@ -6,18 +6,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ALPHA = 1.702
-"""Factor within the sigmoid of ``clamped_silu``, which makes it close to GELU (arXiv:1606.08415)."""
+"""Factor within the sigmoid of ``clamped_silu``. With it the activation is close to GELU (arXiv:1606.08415)."""
 
 LIMIT = 7.0
-"""With ``clamped_silu`` gates are at most this, and up is between minus this and this."""
+"""``clamped_silu`` limits gates to at most this, and up to between -LIMIT and LIMIT."""
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """[..., 2n], gate before up -> [..., n].
+    """activation(gate) * up, [..., n].
 
     Args:
-        activation: ``silu``; ``gelu_pytorch_tanh``, GELU by its approximation with tanh (arXiv:1606.08415); or
-            ``clamped_silu``, gpt-oss's, clamp(gate) * sigmoid(1.702 * clamp(gate)) * (clamp(up) + 1)
+        gate_up: [..., 2n], gate, then up.
+        activation: ``silu``; ``gelu_pytorch_tanh``, GELU's approximation with tanh (arXiv:1606.08415); or
+            ``clamped_silu`` of gpt-oss, clamp(gate) * sigmoid(1.702 * clamp(gate)) * (clamp(up) + 1)
             (arXiv:2508.10925).
     """
     gate, up = gate_up.chunk(2, dim=-1)

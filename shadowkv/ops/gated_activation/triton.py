@@ -12,11 +12,11 @@ from shadowkv.ops.gated_activation.reference import ALPHA, LIMIT
 BLOCK = 1024
 
 VARIANTS = {"silu": (False, 1.0, None), "gelu_pytorch_tanh": (True, 1.0, None), "clamped_silu": (False, ALPHA, LIMIT)}
-"""Whether the gate's activation is GELU, its factor within the sigmoid otherwise, and its limit, by its name."""
+"""By name of the activation: whether it is GELU, the factor within the sigmoid if not, and the limit."""
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """Same as the reference; of ``clamped_silu`` the product alone is rounded."""
+    """Same as the reference, but ``clamped_silu`` rounds only the product."""
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     grid = out.numel() // size, triton.cdiv(size, BLOCK)
@@ -46,5 +46,5 @@ def _multiply(
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
         inner = ALPHA * gate
-    gated = (gate / (1 + tl.exp(-inner))).to(up.dtype) * up  # rounded in between, as in PyTorch, but for the clamped
+    gated = (gate / (1 + tl.exp(-inner))).to(up.dtype) * up  # rounded in between like PyTorch, except clamped_silu
     tl.store(out + row * SIZE + column, gated.to(out.dtype.element_ty), mask=column < SIZE)

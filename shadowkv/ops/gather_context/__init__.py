@@ -1,1 +1,1 @@
-"""Cached and new keys and values of packed sequences, one sequence after the other."""
+"""Gathers the cached and the new keys and values of packed sequences, one sequence after another."""

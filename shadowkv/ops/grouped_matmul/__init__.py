@@ -1,1 +1,1 @@
-"""Products of rows with matrices of experts, each row with its own expert's."""
+"""Matrix products for mixtures of experts: each row is multiplied with its own expert's matrix."""

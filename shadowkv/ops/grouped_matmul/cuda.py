@@ -1,5 +1,5 @@
-"""Products of sorted rows with experts' matrices by PyTorch's grouped kernel (CUTLASS), or by Triton's where experts
-have few rows: where these end is read on the device."""
+"""Products of sorted rows with experts' matrices by PyTorch's grouped kernel (CUTLASS), or by our Triton kernel if
+experts have few rows. Both read on the device where an expert's rows end."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import gpu_missing
 
 CAPABILITIES = (9, 10)
-"""Major compute capabilities, of Hopper and Blackwell: on others PyTorch loops over experts, and the host waits."""
+"""Major compute capabilities of Hopper and Blackwell. On other GPUs PyTorch loops over experts, and the host waits."""
 
 MULTIPLE = 8
-"""K and N must be multiples of this: rows begin at multiples of 16 bytes."""
+"""K and N must be multiples of this, so that rows start at multiples of 16 bytes."""
 
 MAX_EXPERTS = 1023
 
 FEW = 128
-"""Rows of an expert, in the mean, up to which Triton's kernel is faster, as its tiles are lower: it takes 13 to 17 %
-less time there, and 7 to 13 % more at 256 rows. Those of experts on other ranks count, too, as how many they are is not
-known on the host."""
+"""Mean rows per expert up to which the Triton kernel is used, because its tiles have fewer rows. It takes 13 to 17 %
+less time up to there, and 7 to 13 % more at 256 rows. Rows of experts on other ranks count too, because the host does
+not know how many they are."""
 
 
 def missing() -> list[str]:
-    """Reasons why it cannot run here."""
+    """Why this backend cannot run here."""
     return gpu_missing() + unless(hasattr(F, "grouped_mm"), f"torch {torch.__version__} has no grouped_mm")
 
 
 def supports(case: Case) -> list[str]:
-    """Reasons why it cannot serve."""
+    """Why this backend cannot serve a case."""
     major = None if case.capability is None else case.capability[0]
     return [
         *unless(case.dtype == torch.bfloat16, f"it multiplies torch.bfloat16, not {case.dtype}"),
@@ -42,7 +42,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Same as the reference.
 
     Raises:
-        ValueError: sizes K or N that are not multiples of 8, or more than 1,023 experts.
+        ValueError: K or N is not a multiple of 8, or there are more than 1,023 experts.
     """
     experts, out_features, in_features = weight.shape
     if out_features % MULTIPLE or in_features % MULTIPLE or experts > MAX_EXPERTS:

@@ -13,15 +13,15 @@ SYNCHRONISES = True
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x[s] W_eᵀ for every row s, of the expert e whose rows it is among.
+    """x[s] W_eᵀ for every row s of expert e.
 
     Args:
         x: [S, K], sorted by expert.
         weight: [E, N, K].
-        offsets: int32 [E + 1], where the rows of each expert begin, and where the last one's end; from 0 to at most S.
+        offsets: int32 [E + 1], the start of each expert's rows, and the end of the last one's; from 0 to at most S.
 
     Returns:
-        [S, N] in the dtype of ``x``; rows from ``offsets[-1]`` on have any numbers.
+        [S, N] in the dtype of ``x``. Rows from ``offsets[-1]`` on are arbitrary.
     """
     out = x.new_empty(len(x), weight.shape[1])
     for expert, rows in experts_rows(offsets):
@@ -30,8 +30,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def experts_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Experts that have any rows, and which, of ``grouped_matmul``'s ``offsets``, int32 [E + 1]; waits for the
-    device."""
+    """Experts that have rows, and their rows, by ``offsets`` int32 [E + 1] of ``grouped_matmul``. The host waits for
+    the device."""
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if end > start:
             yield expert, slice(start, end)

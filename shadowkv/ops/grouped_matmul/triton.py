@@ -1,4 +1,4 @@
-"""Products of sorted rows with experts' matrices in Triton, on GPUs for which PyTorch has no grouped kernel."""
+"""Products of sorted rows with experts' matrices in Triton, for GPUs for which PyTorch has no grouped kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def supports(case: Case) -> list[str]:
-    """Reasons why it cannot serve."""
+    """Why this backend cannot serve a case."""
     return unless(case.dtype in DTYPES, f"it multiplies torch.bfloat16 and torch.float16, not {case.dtype}")
 
 

@@ -1,5 +1,5 @@
-"""Products of sorted rows with experts' matrices in one Triton launch, which finds on the device where experts' rows
-begin and reads the matrices of those that have any."""
+"""Products of sorted rows with experts' matrices in one Triton kernel, which two backends use. The kernel finds on the
+device where an expert's rows start, and reads only the matrices of experts that have rows."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import triton.language as tl
 from torch import Tensor
 
 TILES = ((16, 64, 128, 4, 4), (32, 128, 128, 3, 8), (64, 128, 64, 4, 4), (128, 128, 64, 3, 8))
-"""Rows, columns of the result and of x in a tile, stages and warps, of tiles that experts fill by half in the mean, and
-the last. On an H200, with the experts of Qwen3-30B-A3B, these were the fastest of some fifteen, or within 3 % of it."""
+"""Sizes of tiles: rows, columns of the result, columns of x, stages and warps. The first tile is used whose rows
+experts fill by at most half on average, else the last. On an H200, with the experts of Qwen3-30B-A3B, each was the
+fastest of some fifteen, or within 3 % of the fastest."""
 
 
 def multiply_in_tiles(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """``grouped_matmul`` of x [S, K], weight [E, N, K] and offsets [E + 1] in 16 bits, with sums in float32: [S, N]."""
+    """``grouped_matmul`` of x [S, K], weight [E, N, K] and offsets [E + 1] in a 16-bit dtype, [S, N]. Sums are in
+    float32."""
     (rows, columns), (experts, size, _) = x.shape, weight.shape
     out = x.new_empty(rows, size)
     if rows:
         each = rows / experts
         tile = next((tile for tile in TILES if each <= tile[0] // 2), TILES[-1])
         high, wide, deep, stages, warps = tile
-        blocks = min(rows, rows // high + min(rows, experts))  # as many as there are at the most
+        blocks = min(rows, rows // high + min(rows, experts))  # upper bound on the tiles of rows
         _multiply[(triton.cdiv(size, wide), blocks)](
             x, weight, offsets, out, experts, N=size, K=columns, EXPERTS=triton.next_power_of_2(experts),
             HIGH=high, WIDE=wide, DEEP=deep, num_stages=stages, num_warps=warps,
@@ -33,7 +35,7 @@ def _multiply(
     x, weight, offsets, out, experts, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the rows of one expert: those of an expert begin a tile of their own."""
+    """Computes a tile of one expert's rows. A tile has rows of only one expert."""
     block, number = tl.program_id(1), tl.arange(0, EXPERTS)
     begins = tl.load(offsets + number, mask=number < experts, other=0)
     ends = tl.load(offsets + number + 1, mask=number < experts, other=0)

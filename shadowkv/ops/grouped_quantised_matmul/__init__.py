@@ -1,1 +1,2 @@
-"""Products of rows with matrices of experts that are kept quantised, each row with its own expert's."""
+"""Matrix products for mixtures of experts whose weights are quantised: each row is multiplied with its own expert's
+matrix."""

@@ -1,4 +1,4 @@
-"""Products of sorted rows with experts' quantised matrices: a loop over experts, in C++ for a GGUF file's blocks."""
+"""Products of sorted rows with experts' quantised matrices: a loop over experts, in C++ for blocks of GGUF files."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ __all__ = ["grouped_quantised_matmul", "missing"]
 
 
 def grouped_quantised_matmul(x: Tensor, weight: Sequence[Tensor | QuantisedRows], offsets: Tensor) -> Tensor:
-    """Same as the reference, but for the order of additions."""
+    """Same as the reference except for the order of additions."""
     return loop(x, weight, offsets, quantised_matmul)

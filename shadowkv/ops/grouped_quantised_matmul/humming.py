@@ -1,6 +1,5 @@
-"""Products of sorted rows with experts' quantised matrices on a GPU, by one kernel of
-github.com/vllm-project/humming, which finds on the device where experts' rows end. Of the weights it reads those of
-experts that have any rows."""
+"""Products of sorted rows with experts' quantised matrices on a GPU by a kernel of github.com/vllm-project/humming. The
+kernel finds on the device where an expert's rows end, and reads only the weights of experts that have rows."""
 
 from __future__ import annotations
 
@@ -13,9 +12,10 @@ __all__ = ["grouped_quantised_matmul", "missing"]
 
 
 def grouped_quantised_matmul(x: Tensor, weight: PackedExperts, offsets: Tensor) -> Tensor:
-    """Same as the reference, in bfloat16, with matrices that were packed, rounded as ``quantised_matmul`` says.
+    """Same as the reference, in bfloat16, with packed matrices. Rounds like ``quantised_matmul`` of this backend.
 
-    Raises ValueError for rows that are not bfloat16 [S, K], and for offsets that are not int32 [E + 1].
+    Raises:
+        ValueError: rows are not bfloat16 [S, K], or offsets are not int32 [E + 1].
     """
     if offsets.shape != (weight.experts + 1,) or offsets.dtype != torch.int32:
         raise ValueError(

@@ -16,15 +16,15 @@ SYNCHRONISES = True
 
 
 def grouped_quantised_matmul(x: Tensor, weight: Sequence[Tensor | QuantisedRows], offsets: Tensor) -> Tensor:
-    """x[s] W_eᵀ for every row s, of the expert e whose rows it is among.
+    """x[s] W_eᵀ for every row s of expert e.
 
     Args:
         x: [S, K], sorted by expert, any float dtype.
-        weight: rows of W, [E N, K], those of one expert after the other, in row blocks that may differ in form.
-        offsets: int32 [E + 1], as ``grouped_matmul`` has them.
+        weight: W [E N, K], one expert after another, as consecutive blocks of rows that may differ in form.
+        offsets: int32 [E + 1], as for ``grouped_matmul``.
 
     Returns:
-        [S, N] in the dtype of ``x``; rows from ``offsets[-1]`` on have any numbers.
+        [S, N] in the dtype of ``x``. Rows from ``offsets[-1]`` on are arbitrary.
     """
     return loop(x, weight, offsets, quantised_matmul)
 
@@ -35,7 +35,7 @@ def loop(
     offsets: Tensor,
     multiply: Callable[[Tensor, QuantisedRows], Tensor],
 ) -> Tensor:
-    """Same as ``grouped_quantised_matmul``, with any backend's ``quantised_matmul``."""
+    """As ``grouped_quantised_matmul``, with the ``quantised_matmul`` of some backend."""
     each = sum(map(len, weight)) // (len(offsets) - 1)
     out = x.new_empty(len(x), each)
     for expert, rows in experts_rows(offsets):

@@ -1,1 +1,1 @@
-"""The subspace that holds most of a sequence's keys."""
+"""The low-rank subspace that holds most of the energy of a sequence's keys."""

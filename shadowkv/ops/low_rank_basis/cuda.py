@@ -1,13 +1,14 @@
-"""Truncated SVDs on a GPU by subspace iteration on Gram matrices: unlike ``torch.linalg.eigh``, the host never waits.
+"""Truncated SVDs on a GPU by subspace iteration on Gram matrices. Unlike with ``torch.linalg.eigh``, the host never
+waits.
 
 Simultaneous iteration with Cholesky-QR (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4) orders the rows
 like a Gram-Schmidt process, strongest first. Cholesky-QR squares the condition number of its input, which is too much
-for float32. So rows are first scaled to length 1, which leaves little to do once they are near eigenvectors; and a
-shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). The second pass runs
-only at the end, since rows that are only nearly orthonormal span the same subspace.
+for float32. So rows are first scaled to length 1: they are then nearly orthonormal once they are near eigenvectors. And
+a shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). The second pass runs
+only at the end, because rows that are only nearly orthonormal span the same subspace.
 
-A pass is one launch of ``whiten_rows`` in CUDA for matrices of up to 256 rows, where that kernel is built, and a
-Cholesky factor by PyTorch otherwise. Rows are those of a call, the rank of one group of kv heads.
+A pass calls ``whiten_rows`` in CUDA for up to 256 rows if that kernel is built, and PyTorch's Cholesky factor
+otherwise. The number of rows is the rank of one group of kv heads.
 """
 
 from __future__ import annotations
@@ -22,23 +23,22 @@ from shadowkv.ops.whiten_rows import cuda as kernel
 from shadowkv.ops.whiten_rows import reference
 
 ROWS_AT_ONCE = 16384
-"""Number of rows whose centred copy, 32 MB for 1024 dimensions in bfloat16, stays in the L2 cache."""
+"""Keys that are centred at a time. Their copy, 32 MB for 1024 dimensions in bfloat16, stays in the L2 cache."""
 
 FLOOR = 1e-6
-"""Added to all eigenvalues, as a share of their sum, so that keys of lower rank, or all zero, still have a basis."""
+"""Added to all eigenvalues, as a share of their sum, so that keys of a lower rank, or all zero, have a basis too."""
 
 SHIFTS = (1e-5,), (1e-5,), (1e-5,), (1e-5,), (1e-5, 1e-5), (1e-5, 1e-5, 1e-7)
-"""Added to the squared lengths of rows, which are 1, in each pass after each product with the Gram matrix: if a few
-directions dominate, all rows are similar after a product, even one of nearly orthonormal rows. The lost energy is then
-within 2 % of the least possible loss, or within 1e-5 of the total, for squared singular values from 1 / sqrt(i) to
-exp(-i / 15) and rank 160 of 1024."""
+"""The shifts of each pass after each product with the Gram matrix, added to the squared lengths of rows, which are 1.
+They are needed because a product makes all rows similar if a few directions dominate. With these shifts, the lost
+energy is within 2 % of the least possible loss, or within 1e-5 of the total, for squared singular values from 1 /
+sqrt(i) to exp(-i / 15) and rank 160 of 1024."""
 
 missing = gpu_missing
 
 
 def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as the reference, but centred keys are rounded to their dtype, as is the basis before its latents are
-    computed."""
+    """Same as the reference, but centred keys are rounded to their dtype, and so is the basis for computing latents."""
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     step = max(1, ROWS_AT_ONCE // len(keys))
     for block in keys.split(step, dim=1):
@@ -56,13 +56,13 @@ def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """float32 products of matrices that may have a lower precision."""
+    """float32 products of matrices that may be in 16 bits."""
     return a @ b if a.dtype == torch.float32 else torch.bmm(a, b, out_dtype=torch.float32)
 
 
 def _leading(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Leading eigenvectors float32 [M, rank, n] of symmetric matrices [M, n, n], which are overwritten, and each one's
-    share of the trace [M, rank]."""
+    """Leading eigenvectors float32 [M, rank, n] of symmetric matrices [M, n, n], and their shares of the trace [M,
+    rank]. It overwrites the matrices."""
     gram /= gram.diagonal(dim1=1, dim2=2).sum(1).clamp(min=1e-30)[:, None, None]
     gram.diagonal(dim1=1, dim2=2).add_(FLOOR)
     basis = _start(gram.shape[1], rank, gram.device).expand(len(gram), -1, -1)

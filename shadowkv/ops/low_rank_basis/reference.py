@@ -1,4 +1,4 @@
-"""Truncated SVDs through Gram matrices in PyTorch: the cost does not grow with the rank, and barely grows with S."""
+"""Truncated SVDs through Gram matrices in PyTorch. The cost does not depend on the rank, and hardly on S."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple
     for block in keys.split(ROWS_AT_ONCE, dim=1):
         wide = _centred(block, mean)
         gram.baddbmm_(wide.transpose(1, 2), wide)
-    # Keys that overflowed (NaN, infinity) must not fail the whole batch: their sequence's logits will show it.
+    # Keys that overflowed (NaN, infinity) must not fail the whole batch. Their sequence's logits will show it.
     values, vectors = torch.linalg.eigh(gram.nan_to_num_(0.0, 0.0, 0.0))
     values = values.clamp(min=0) / keys.shape[1]
     basis = vectors[:, :, -rank:].flip(2).transpose(1, 2).contiguous()

@@ -1,1 +1,1 @@
-"""Joins partial attentions over disjoint sets of tokens."""
+"""Merges partial attentions over disjoint sets of tokens."""

@@ -28,7 +28,7 @@ def _merge_two(a, lse_a, b, lse_b, out, DIM: tl.constexpr, DIM_BLOCK: tl.constex
     dim = tl.arange(0, DIM_BLOCK)
     first, second = tl.load(lse_a + row), tl.load(lse_b + row)
     peak = tl.maximum(first, second)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)  # for two parts without tokens, before others
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # both parts may have no tokens
     weight_a, weight_b = tl.exp(first - peak), tl.exp(second - peak)
     x = tl.load(a + row * DIM + dim, mask=dim < DIM).to(tl.float32)
     y = tl.load(b + row * DIM + dim, mask=dim < DIM).to(tl.float32)

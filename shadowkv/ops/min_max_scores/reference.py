@@ -10,14 +10,14 @@ from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 def min_max_scores(
     q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The largest q . k / sqrt(d) that keys within a chunk's bounds can reach, per chunk and query head, in float32.
+    """Upper bounds on q . k / sqrt(d) for the keys of each chunk, per query head, in float32.
 
     Args:
         q: [B, H_q, d], after RoPE.
         bounds: [N, H, 2, C, d], smallest and largest key per dimension, views over all pages.
-        excluded: bool [N, H, C], views over all pages: chunks that may not be selected.
+        excluded: bool [N, H, C], views over all pages, true for chunks that may not be selected.
         pages: int64 [B, P].
-        num_chunks: int64 [B], chunks of each row; ragged.
+        num_chunks: int64 [B], chunks of each row.
 
     Returns:
         Same as ``chunk_mean_scores``.

@@ -1,1 +1,1 @@
-"""Attention of one query per sequence over its exact pages."""
+"""Attention of one query per sequence over the sequence's exact pages."""

@@ -1,4 +1,4 @@
-"""Paged decode attention in CUDA: pages are read in place, ``csrc/kernels/paged_attention/``."""
+"""Paged decode attention in CUDA. Pages are read in place (``csrc/kernels/paged_attention/``)."""
 
 from __future__ import annotations
 
@@ -8,55 +8,54 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shadowkv.ops.case import Case, unless
-from shadowkv.ops.extension import cuda_missing
+from shadowkv.ops.attention_results import result_and_parts
+from shadowkv.ops.case import Case, unless_one_of
+from shadowkv.ops.extension import cuda_missing, multiprocessors
 
 RESIDENT_BLOCKS = {64: 5, 96: 4, 128: 3, 256: 2}
-"""Thread blocks that a multiprocessor holds at a time with the kernel as compiled, by head dim."""
+"""Thread blocks of the compiled kernel that a multiprocessor holds at a time, by head dim."""
 
 MAX_WAVES = 5
-"""Blocks per resident place on the device: more blocks even out ragged lengths, but cost launches and partial
-results."""
+"""Maximum number of waves of thread blocks. More blocks even out ragged lengths, but each costs a launch and a partial
+result."""
 
 missing = partial(cuda_missing, "paged_attention", "paged_attention")
 
 
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
-    dims = unless(case.head_dim in RESIDENT_BLOCKS, f"head dim {case.head_dim} is not 64, 96, 128 or 256")
-    return unless(case.dtype == torch.bfloat16, f"{case.dtype} is not bfloat16") + dims
+    return unless_one_of(case.dtype, (torch.bfloat16,)) + unless_one_of(case.head_dim, RESIDENT_BLOCKS, "head dim")
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Same as the reference; can be captured in a CUDA graph.
+    """Same as the reference. Can be captured in a CUDA graph.
 
-    bfloat16 with pages of 64 tokens and a head dim of 64, 96, 128 or 256. ``pages`` and ``counts`` are read on the
-    device and are not checked: a count over 64, or a page past the views with a nonzero count, reads out of bounds.
-    Page ids with a count of 0 are arbitrary.
+    The dtype is bfloat16, the head dim 64, 96, 128 or 256. ``pages`` and ``counts`` are read on the device and not
+    checked: a count over 64, or a wrong page id with a nonzero count, reads out of bounds. Page ids with a count of 0
+    are arbitrary.
     """
     return attend("paged_attention", q, k, v, pages, counts)
 
 
 def attend(op: str, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Calls one of the kernels for pages [B, E], with what says which of their tokens are attended to."""
-    (batch, query_heads, dim), heads = q.shape, k.shape[1]
+    """Calls the kernel ``op`` for pages [B, E]. ``tokens``, int64 [B, E] each, give the range of each page's valid
+    tokens. Arguments and result otherwise as for ``paged_attention``."""
+    (batch, _, dim), heads = q.shape, k.shape[1]
     if dim not in RESIDENT_BLOCKS:
         raise ValueError(f"head dim {dim} is not 64, 96, 128 or 256, what {op} takes in CUDA")
     q = q.contiguous()
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    split = splits(batch * heads, pages.shape[1], dim, processors, RESIDENT_BLOCKS)
-    out, lse = torch.empty_like(q), q.new_empty(batch, query_heads, dtype=torch.float32)
-    partial_out = lse.new_empty(batch, query_heads, split, dim)
-    partial_lse = lse.new_empty(batch, query_heads, split)
-    getattr(torch.ops.shadowkv_cuda, op)(q, k, v, pages, *tokens, out, lse, partial_out, partial_lse)
+    split = splits(batch * heads, pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)
+    out, lse, *parts = result_and_parts(q, split)
+    getattr(torch.ops.shadowkv_cuda, op)(q, k, v, pages, *tokens, out, lse, *parts)
     return out, lse
 
 
 def splits(pairs: int, entries: int, dim: int, processors: int, resident_blocks: Mapping[int, int]) -> int:
-    """Number of shares into which the pages of each of ``pairs`` sequences x kv heads are split to fill the device.
+    """Number of thread blocks that share the pages of each of ``pairs`` pairs of sequence and kv head.
 
-    Whole waves of blocks with at least 45 pages (of dim 128) each; if there is too little work for one wave, fewer
-    blocks than fit are faster (B=1, 61440 tokens on an H200: 62 us, against 64 us with the last place used too).
+    Blocks come in whole waves and have at least 45 pages (of dim 128) each. If there is too little work for one wave,
+    it is faster not to use the last place for a block: one sequence of 61440 tokens takes 62 us on an H200, and 64 us
+    with it.
     """
     resident = resident_blocks[dim]
     waves = min(MAX_WAVES, pairs * entries * dim // (processors * resident * 45 * 128))

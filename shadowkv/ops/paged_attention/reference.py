@@ -1,5 +1,5 @@
-"""Paged decode attention in PyTorch: a partial softmax per page, merged per sequence, so that work scales with the
-pages in use and not with the longest sequence (split-KV, FlashDecoding)."""
+"""Paged decode attention in PyTorch. Each page has a partial softmax, and these are merged per sequence (split-KV,
+FlashDecoding), so that work depends on the number of pages and not on the longest sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 SYNCHRONISES = True
-"""The pages in use are counted on the host."""
+"""The host counts the pages in use."""
 
 GATHERED_AT_ONCE = 4096
 """Pages gathered at a time, to bound the copies."""
@@ -23,8 +23,8 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
         counts: int64 [B, E], valid tokens at the start of each page; 0 skips it.
 
     Returns:
-        out [B, H_q, d] in the dtype of ``q``, 0 for a row without tokens, and the log-sum-exp of its scores, float32
-        [B, H_q], -inf for such a row.
+        out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf for a row without
+        tokens.
     """
     batch, query_heads, dim = q.shape
     heads, page = k.shape[1], k.shape[2]
@@ -39,7 +39,7 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
         scores.masked_fill_(empty[:, None, None, :], float("-inf"))
         total = scores.logsumexp(-1)
         weights = (scores - total.unsqueeze(-1)).exp()
-        # Rows past the count may hold anything, NaN too, and 0 * NaN is NaN.
+        # Rows past the count may hold NaN, and 0 * NaN is NaN.
         values = v[page_ids].masked_fill(empty[:, None, :, None], 0)
         outs.append((weights.to(v.dtype) @ values).float())
         sums.append(total)

@@ -1,1 +1,1 @@
-"""Attention of one query per sequence over the exact pages that its window is in."""
+"""Attention of one query per sequence over a sliding window in the sequence's exact pages."""

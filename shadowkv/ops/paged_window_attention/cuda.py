@@ -1,5 +1,5 @@
-"""Decode attention over the pages of a window in CUDA: ``paged_attention``'s kernel, which skips tokens at the start of
-pages too (``csrc/kernels/paged_attention/``)."""
+"""Decode attention over the pages of a window in CUDA: the kernel of ``paged_attention``, which can also skip tokens at
+the start of a page (``csrc/kernels/paged_attention/``)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ missing = partial(cuda_missing, "paged_window_attention", "paged_window_attentio
 def paged_window_attention(
     q: Tensor, k: Tensor, v: Tensor, pages: Tensor, starts: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference; can be captured in a CUDA graph.
+    """Same as the reference. Can be captured in a CUDA graph.
 
-    bfloat16 with pages of 64 tokens and a head dim of 64, 96, 128 or 256. What is on the device is not checked: a count
-    over 64, or a page past the views that has a token, reads out of bounds. Ids of pages without tokens are
-    arbitrary.
+    The dtype is bfloat16, the head dim 64, 96, 128 or 256. ``pages``, ``starts`` and ``counts`` are read on the device
+    and not checked: a count over 64, or a wrong page id with a valid token, reads out of bounds. Ids of pages without
+    valid tokens are arbitrary.
     """
     return attend("paged_window_attention", q, k, v, pages, starts, counts)

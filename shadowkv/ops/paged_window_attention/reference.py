@@ -1,4 +1,4 @@
-"""Decode attention over the pages that hold a window of the newest tokens, in PyTorch."""
+"""Decode attention over the pages that hold a sliding window, in PyTorch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 def paged_window_attention(
     q: Tensor, k: Tensor, v: Tensor, pages: Tensor, starts: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over pages that hold any number of valid tokens in a row.
+    """Softmax attention over pages, each with a contiguous range of valid tokens.
 
     Args:
         q: [B, H_q, d], after RoPE.
         k, v: [N, H, 64, d], views over all pages.
         pages: int64 [B, E], page ids.
-        starts, counts: int64 [B, E], the first valid token of each page, and the one after the last; any that is not
-            after the first skips the page.
+        starts, counts: int64 [B, E], the first valid token of each page, and the end of the valid ones. A page is
+            skipped if its count is not above its start.
 
     Returns:
-        out [B, H_q, d] in the dtype of ``q``, 0 for a row without tokens, and the log-sum-exp of its scores, float32
-        [B, H_q], -inf for such a row.
+        out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf for a row without
+        tokens.
     """
     heads, page = k.shape[1], k.shape[2]
     token = torch.arange(page, device=q.device)
@@ -31,6 +31,6 @@ def paged_window_attention(
     scores = scores.masked_fill(~valid, float("-inf"))
     total = scores.logsumexp(-1, keepdim=True)
     weights = (scores - total.where(total > float("-inf"), 0)).exp()
-    # Other rows may hold anything, NaN too, and 0 * NaN is NaN.
+    # Other rows may hold NaN, and 0 * NaN is NaN.
     out = weights.to(v.dtype) @ values.masked_fill(~valid[:, :, 0, :, None], 0)
     return out.flatten(1, 2).to(q.dtype), total.squeeze(-1).flatten(1)

@@ -1,1 +1,1 @@
-"""Latents of keys on their sequence's basis, into pages."""
+"""Projects keys on their sequence's basis and writes the latents to pages."""

@@ -23,13 +23,13 @@ def project_latents(
     Args:
         keys: [L, n, 64, H, d], before RoPE.
         codec: codec of the latents.
-        basis: [L, states, r, H, d], each row times its ``step`` if there are steps.
-        mean: float32 [L, states, r], the products of the mean key with ``basis``, subtracted from those of the keys;
-            given with ``step``.
+        basis: [L, states, r, H, d]. With ``step``, each row is multiplied by its step.
+        mean: float32 [L, states, r], the products of the mean key with ``basis``. They are subtracted from the keys'
+            products. Given with ``step``.
         step: float32 [L, states, r], or None for latents that are not quantised.
-        states: int64 [n], or [1] when all pages have the same: states in ``basis``, ``mean`` and ``step``.
-        latents: the codec's [L, N, C, c, w], views over all pages, C c = 64.
-        pages: int64 [n], which of the N take them.
+        states: int64 [n], the state of each page in ``basis``, ``mean`` and ``step``, or [1] if all pages share one.
+        latents: [L, N, C, c, w] in the codec's format, views over all pages, C c = 64. Written.
+        pages: int64 [n], page ids, at which the latents are written.
         widths: uint8 [L, states, r], bits of each rank dimension, for codecs that learn them.
     """
     rows = basis[:, states].flatten(3).transpose(2, 3)  # [L, n or 1, H d, r]

@@ -1,6 +1,6 @@
-"""Projection of keys in one Triton kernel: keys are read once, latents are written directly into their pages.
+"""Projection of keys in one Triton kernel. It reads keys once and writes latents directly into their pages.
 
-61440 tokens of 1024 dimensions with 160 directions take 0.08 ms on an H200.
+61440 keys of 1024 dimensions with rank 160 take 0.08 ms on an H200.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import LATENTS, CodecId, LatentCodec, unknown_codecs
-from shadowkv.ops.page import PAGE
-
-TOKENS = tl.constexpr(PAGE)
-"""Tokens of a page, for kernels."""
+from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 MAX_RANKS = 256
-"""Most rank dimensions of a thread block: 64 x 256 float32 sums take half of a multiprocessor's registers."""
+"""Most rank dimensions per thread block. 64 x 256 float32 sums take half of a multiprocessor's registers."""
 
 
 def supports(case: Case) -> list[str]:
@@ -38,8 +35,8 @@ def project_latents(
     pages: Tensor,
     widths: Tensor | None = None,
 ) -> None:
-    """Same as the reference; the last dimension of ``keys``, and all but the first two of ``basis``, ``mean``, ``step``
-    and ``widths``, are dense. Pages of mixed widths start at multiples of 4 bytes.
+    """Same as the reference. The last dimension of ``keys`` is contiguous, and so are all but the first two of
+    ``basis``, ``mean``, ``step`` and ``widths``. Pages of mixed widths start at multiples of 4 bytes.
 
     Raises:
         ValueError: another codec, or too many rank dimensions of mixed widths.
@@ -53,14 +50,14 @@ def project_latents(
         raise ValueError(f"project_latents in Triton takes ranks of up to {MAX_RANKS} in mixed widths, not {rank}")
     if not layers * count:
         return
-    # Unused arguments get a placeholder with the same alignment in all calls: passing ``states`` would compile the
-    # kernel once per alignment.
+    # Placeholders of unused arguments have the same alignment in all calls. With ``states`` as placeholder, the kernel
+    # would be compiled once per alignment.
     if mean is None or step is None:
         mean = step = basis
     if widths is None:
         widths = basis
     packed = codec.id == CodecId.LATENT_INT4
-    block = min(MAX_RANKS, max(16, triton.next_power_of_2(rank)))
+    block = min(MAX_RANKS, dot_size(rank))
     _project_latents[(count, layers, triton.cdiv(rank, block))](
         keys, basis, mean, step, widths, states, latents, pages,
         *keys.stride()[:4], *basis.stride()[:2], *mean.stride()[:2], *step.stride()[:2],
@@ -80,7 +77,7 @@ def _project_latents(
     STRONG: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
     STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """One page of one layer. Packed latents from STRONG on, if there are any, are in 4 bits."""
+    """Projects one page of one layer. Packed latents from STRONG on, if there are any, have 4 bits."""
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token, within = tl.arange(0, TOKENS), tl.arange(0, STRETCH)
     rank = tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)
@@ -108,12 +105,12 @@ def _project_latents(
             )
             middle = (1 << width) // 2
             largest = tl.maximum(middle - 1, 0).to(tl.float32)[None, :]
-        # Ties to even, as torch.round: adding and subtracting 1.5 * 2^23 drops the fraction.
+        # Rounds ties to even like torch.round: adding and subtracting 1.5 * 2^23 drops the fraction.
         ratio = tl.minimum(tl.maximum(ratio, -largest), largest)
         whole = (ratio + 12582912.0) - 12582912.0
         if MIXED:
-            # Codes are offset by half their range and stored in one bit string per page, each across at most two of its
-            # words. One thread block writes all of them, and no other block writes to the page.
+            # Codes are offset by half their range and form one bit string per page. A code lies in at most two words of
+            # it. One thread block writes all codes of the page, and no other block writes to the page.
             bits = tl.where(width > 0, whole.to(tl.int32) + middle[None, :], 0).to(tl.uint32)
             begin = token[:, None] * (8 * WIDTH) + (tl.cumsum(width, 0) - width)[None, :]
             word = target.to(tl.pointer_type(tl.int32), bitcast=True) + begin // 32

@@ -1,4 +1,4 @@
-"""Coded rows in PyTorch, through their codec."""
+"""Encodes rows in PyTorch, by calling their codec."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from shadowkv.ops.codec import RowCodec
 
 CODED_AT_ONCE = 128
-"""Pages of one layer that are encoded at a time, to bound the float32 copies."""
+"""Pages of one layer that are encoded at a time, to limit the memory of float32 copies."""
 
 
 def quantise_rows(
@@ -24,13 +24,13 @@ def quantise_rows(
 
     Args:
         rows: [L, n, 64, H, d].
-        codec: how.
-        rotation: float32 [d, d], the codec's, or None where it has none.
-        state: the codec's of each page, [L, n or 1, H, ...] each.
-        codes: uint8 [L, N, H, C, c, w], views over all pages, C c = 64.
-        code_pages: int64 [n], which of the N take the codes.
-        scale: of the codec's dtype [L, N', H, 64, s]; nothing is written where s is 0.
-        scale_pages: int64 [n], which of the N' take the scales.
+        codec: codec of the rows.
+        rotation: float32 [d, d], the codec's rotation, or None if it has none.
+        state: the codec's state of each page, [L, n or 1, H, ...] each.
+        codes: uint8 [L, N, H, C, c, w], views over all pages, C c = 64. Written.
+        code_pages: int64 [n], page ids, at which codes are written.
+        scale: [L, N', H, 64, s] in the codec's dtype, written unless s is 0.
+        scale_pages: int64 [n], page ids, at which scales are written.
 
     Raises:
         ValueError: as ``codec.encode``.

@@ -1,9 +1,9 @@
-"""Coded rows in Triton kernels: rows are read once, codes are written directly into their pages.
+"""Encodes rows in Triton kernels. They read rows once and write codes directly into their pages.
 
-The codec's rotation runs on tensor cores, exactly enough that codes agree with float32 arithmetic: its entries are sums
-of two bfloat16 numbers, which hold 17 bits, and the rows' products with both are exact; rows of other dtypes are
-multiplied in three parts of TensorFloat-32 each. 61440 tokens of 8 heads take
-0.17 ms in 4 bits of equal steps on an H200.
+Tensor cores compute the product with the codec's rotation precisely enough that codes agree with float32 arithmetic. An
+entry of the rotation is the sum of two bfloat16 numbers, which hold 17 bits, and products of bfloat16 rows with both
+are exact. Rows of other dtypes are multiplied in three parts of TensorFloat-32. 61440 tokens of 8 heads take 0.17 ms on
+an H200, in 4 bits with equal steps.
 """
 
 from __future__ import annotations
@@ -18,26 +18,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, CodecId, LevelRows, RowCodec, UniformRows, unknown_codecs
-from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows import MAX_DIMS, ROTATED_IN_KERNELS
-
-TOKENS = tl.constexpr(PAGE)
-"""Tokens of a page, for kernels."""
+from shadowkv.ops.triton_sizes import TOKENS
 
 HEADS_AT_ONCE, WARPS = 4, 4
-"""Heads of a page that share a thread block and the rotation that it holds, and warps per block: the fastest choice on
-an H200, where twice the warps take twice the time."""
+"""Heads of a page per thread block, which share the rotation that the block holds, and warps per block. This choice is
+the fastest on an H200, where twice the warps take twice the time."""
 
 _arranged: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _levels: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 
 
 def arranged(rotation: Tensor, sources: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Columns ``sources`` of a rotation, zeros for -1, padded with rows of zeros to a power of two.
+    """Columns ``sources`` of a rotation [d, d], zeros for -1, padded with rows of zeros to a power of two. Cached for
+    the rotation's lifetime.
 
     Returns:
-        bfloat16 [2, K, columns], whose sum is the columns, and float32 [K, columns]. Cached for the rotation's
-        lifetime.
+        bfloat16 [2, K, columns], two parts whose sum is the columns; and the columns, float32 [K, columns].
     """
     known = _arranged.setdefault(rotation, {})
     if sources not in known:
@@ -52,13 +49,13 @@ def arranged(rotation: Tensor, sources: tuple[int, ...]) -> tuple[Tensor, Tensor
 
 @cache
 def whole_numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """``values`` as int32 [n]. Cached, so that captured graphs can read them."""
+    """``values`` as int32 [n]. Cached, because captured graphs read the tensor by its address."""
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def levels_of(codec: LevelRows, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels float32 [n] of a codec in lanes, ascending, in units of the scale; the boundaries between them [n - 1];
-    and the code int32 [n] of each. Cached for captured graphs too."""
+    """Ascending levels float32 [n] of a codec in lanes, in units of the scale, the boundaries between them [n - 1], and
+    their codes int32 [n]. Cached, because captured graphs read the tensors by their addresses."""
     key = codec.id, dim, device
     if key not in _levels:
         by_code = codec.code_levels(dim, device)
@@ -86,8 +83,8 @@ def quantise_rows(
     scale: Tensor,
     scale_pages: Tensor,
 ) -> None:
-    """Same as the reference, for codes in lanes or of vectors with up to 128 rotated dimensions, and for 8-bit floats;
-    the last dimension of ``rows`` is dense.
+    """Same as the reference, for 8-bit floats, and for codes in lanes and vector codes with up to 128 dimensions. The
+    last dimension of ``rows`` is contiguous.
 
     Raises:
         ValueError: another codec, or more dimensions.
@@ -114,7 +111,7 @@ def quantise_rows(
     if vectors:
         largest, codebook = state
         entries, size = codebook.shape[3:]
-        # The first dimension of each vector, then the second of each vector, and so on.
+        # The first dimension of every vector, then the second of every vector, and so on.
         sources = tuple(size * vector + place for place in range(size) for vector in range(dim // size))
         parts, exact = arranged(rotation, sources)
         _quantise_vectors[(pages, layers, heads)](
@@ -127,7 +124,7 @@ def quantise_rows(
     per = codec.row_multiple // 8
     run = dim // 8 // per
     block = triton.next_power_of_2(run)
-    # Dimensions in the order of their places within a byte, then by byte: 8 lanes of ``run`` bytes.
+    # Dimensions in the order of their place within a byte, then of their byte: 8 lanes of ``run`` bytes.
     sources = tuple(
         8 * (per * byte + place) + lane if byte < run else -1
         for place in range(per) for lane in range(8) for byte in range(block)
@@ -146,8 +143,8 @@ def quantise_rows(
 
 @triton.jit
 def rotate_rows(row, row_token, exact, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """64 rows ``x @ exact`` in float32, for rows that are not bfloat16: a few dimensions at a time, as the whole
-    rotation would not fit into shared memory."""
+    """64 rows ``x @ exact`` in float32, for rows that are not bfloat16. It takes a few dimensions at a time, because
+    the whole rotation does not fit in shared memory."""
     AT_ONCE: tl.constexpr = 32 if DIM_BLOCK > 32 else DIM_BLOCK
     token, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, COLUMNS)[None, :]
     y = tl.zeros((TOKENS, COLUMNS), tl.float32)
@@ -161,9 +158,9 @@ def rotate_rows(row, row_token, exact, DIM: tl.constexpr, DIM_BLOCK: tl.constexp
 
 @triton.jit
 def nearest_levels(x, levels, boundaries, codes, BITS: tl.constexpr):
-    """The nearest level of each entry, and its code: a level's index is the number of boundaries at or below the entry.
+    """The nearest level of each entry, and its code. A level's index is the number of boundaries at or below the entry.
     NaN gets the lowest level."""
-    if BITS > 4:  # binary search: each step halves the remaining boundaries
+    if BITS > 4:  # binary search over the boundaries
         index = tl.zeros(x.shape, tl.int32)
         for bit in tl.static_range(BITS):
             half = 1 << (BITS - 1 - bit)
@@ -185,7 +182,7 @@ def _quantise_vectors(
     row_layer, row_page, row_token, row_head, largest_layer, largest_page, largest_head, book_layer, book_page,
     code_layer, code_page, SHARED: tl.constexpr, DIM: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """One head of one page of one layer: the first entry with the least distance, 0 for NaN."""
+    """Writes vector codes of one head of one page of one layer: the first nearest entry of the codebook, 0 for NaN."""
     page, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     state = 0 if SHARED else page
     VECTORS: tl.constexpr = DIM // 4
@@ -224,9 +221,11 @@ def _quantise_rows(
     UNIFORM: tl.constexpr, STEP: tl.constexpr, RULE: tl.constexpr, PER: tl.constexpr, RUN: tl.constexpr,
     RUN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one page of one layer. ``PER`` codes share a byte of the narrowest plane, whose 8 lanes have
-    ``RUN`` bytes each; these codes are multiples of ``BYTES`` columns apart in the rotated tile. Levels are in units of
-    the row's norm times ``STEP``."""
+    """Writes codes in lanes of some heads of one page of one layer.
+
+    ``PER`` codes share a byte of the narrowest plane, whose 8 lanes have ``RUN`` bytes each. In the rotated tile, these
+    codes are multiples of ``BYTES`` columns apart. Levels are in units of the row's norm times ``STEP``.
+    """
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     BYTES: tl.constexpr = 8 * RUN_BLOCK
     WIDTH: tl.constexpr = DIM * BITS // 8
@@ -271,7 +270,7 @@ def _quantise_rows(
         code = tl.reshape(code, (TOKENS, PER, BYTES))
         target = code_row + head * TOKENS * WIDTH
         if BITS == 3:
-            # The plane of the lower two bits has two bytes for each byte of the upper bits' plane, which follows it.
+            # The plane of the lower two bits comes first. It has two bytes for each byte of the plane of upper bits.
             low = tl.sum(tl.where(place < 4, (code & 3) << (2 * place), 0), 1)
             high = tl.sum(tl.where(place >= 4, (code & 3) << (2 * (place - 4)), 0), 1)
             at = lane * (2 * RUN) + 2 * within
@@ -296,7 +295,7 @@ def _quantise_fp8(
     row_layer, row_page, row_token, row_head, step_layer, step_page, step_head, code_layer, code_page,
     SHARED: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one page of one layer, in units of a step that is shared by all pages of a layer or is per page."""
+    """Writes 8-bit floats of one head of one page of one layer, in units of the layer's or the page's step."""
     page, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     token, dim = tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     row = rows + layer * row_layer + page * row_page + head * row_head
@@ -308,11 +307,11 @@ def _quantise_fp8(
 
 @triton.jit
 def e4m3_of(x):
-    """The nearest 8-bit floats (e4m3) of float32 numbers, as int32: ties go to even codes, numbers above the largest
-    become the largest. Uses arithmetic, as not every GPU has an instruction for it."""
+    """The nearest 8-bit floats (e4m3) of float32 numbers, as int32. Ties go to even codes, and larger numbers than the
+    largest become the largest. It uses arithmetic, because not all GPUs have an instruction."""
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
-    # From 2^-6 on a code is the upper bits with another bias; below, it counts steps of 2^-9, as float32 has at 2^14.
+    # From 2^-6 on a code is the upper bits with another bias. Below, it counts steps of 2^-9: float32 has such at 2^14.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, small, normal)

@@ -1,4 +1,4 @@
-"""Rows in float8_e4m3fn in one Triton kernel, a program for each row."""
+"""Quantises rows to float8_e4m3fn in one Triton kernel, with a program per row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shadowkv.ops.quantise_tokens.reference import FP8, MIN_SCALE, STEP
 
 
 def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Same as the reference; the last dimension must be dense."""
+    """Same as the reference. The last dimension must be contiguous."""
     rows, size = x.shape
     codes = torch.empty(rows, size, dtype=FP8, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
@@ -31,8 +31,8 @@ def _quantise_tokens(x, codes, scale, row_stride, step, least, SIZE: tl.constexp
     wide = tl.load(x + row * row_stride + column, mask=lives, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(wide), axis=0) * step, least)
     tl.store(scale + row, largest)
-    # Rounded to the format's numbers before the conversion, which is then exact everywhere: Triton's interpreter loses
-    # the carry. Adding a number this large leaves three bits of mantissa, or multiples of 2^-9.
+    # Rounded before the conversion, which is then exact: Triton's interpreter loses the carry when it rounds. Adding
+    # such a large number leaves three bits of mantissa, or multiples of 2^-9.
     code = wide * tl.div_rn(1.0, largest)
     power = (tl.maximum(tl.abs(code), 0.015625).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     code = (code + 1572864.0 * power) - 1572864.0 * power

@@ -1,1 +1,1 @@
-"""Rows of quantised numbers: the forms that they are stored in, as matrices, ops and files of weights share them."""
+"""Quantised rows of weights and their forms. Weight matrices, ops and readers of checkpoints use them."""

@@ -1,4 +1,5 @@
-"""Rows in the blocks of GGUF files. The formats are ggml's (``ggml-common.h`` in github.com/ggml-org/ggml)."""
+"""Quantised rows in the block formats of GGUF files, as ggml defines them (``ggml-common.h`` in
+github.com/ggml-org/ggml)."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockForm:
-    """Numbers in blocks, each of the same bytes: uint8 [N, B], B a multiple of the bytes of a block. Any bytes are
-    valid: scales may be infinite or NaN, and then so are their numbers.
+    """A block format: rows are uint8 [N, B], B a multiple of the bytes of a block. All bytes are valid. If a scale is
+    infinite or NaN, so are its numbers.
 
     Attributes:
-        name: of ggml's type.
+        name: name of ggml's type.
         values: numbers per block.
         bytes: bytes per block.
-        bits: of a code.
+        bits: bits per code.
     """
 
     name: str
@@ -50,7 +51,7 @@ class BlockForm:
         return (numbers if minima is None else numbers + minima.unsqueeze(2)).flatten(1)
 
     def cut_form(self, columns: int, start: int, stop: int) -> BlockForm | None:
-        """As ``Form.cut_form``: whole blocks can be cut out."""
+        """As ``Form.cut_form``. Only whole blocks can be cut out."""
         return None if start % self.values or stop % self.values else self
 
     def cut(self, tensors: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]:
@@ -60,14 +61,14 @@ class BlockForm:
 
 
 def affine_parts(form: BlockForm, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes of rows in blocks, and what these are multiplied with.
+    """Codes, scales and minima of rows in blocks.
 
     Args:
         blocks: uint8 [N, B].
 
     Returns:
-        Codes, uint8 [N, K], whose zero is their middle where there are no minima; scales, float32 [N, G]; minima,
-        float32 [N, G], which are added to code · scale, or None.
+        Codes, uint8 [N, K]; scales, float32 [N, G]; and minima, float32 [N, G], or None. A number is code · scale +
+        minimum. Without minima, it is (code - middle of the codes) · scale.
     """
     codes, scales, minima = _PARTS[form.name](blocks.reshape(-1, form.bytes))
     rows, each = len(blocks), blocks.shape[1] // form.bytes
@@ -79,7 +80,7 @@ def affine_parts(form: BlockForm, blocks: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 _Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Of blocks [n]: codes, uint8 [n, values]; scales and minima, float32 [n, groups]."""
+"""Codes, uint8 [n, values], scales and minima, float32 [n, groups], of n blocks."""
 
 
 def _q8_0(blocks: Tensor) -> _Parts:
@@ -126,17 +127,16 @@ _PARTS: dict[str, Callable[[Tensor], _Parts]] = {
 
 
 def _of_groups(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of 8 groups of 32 numbers and their minima, float32 [n, 8] each."""
+    """Scales and minima of 8 groups of 32 numbers, float32 [n, 8] each."""
     units, packed = _halves(blocks, 0, 2), blocks[:, 4:16]
-    # Scales and minima of 8 groups in 6 bits: the last 4 are stored in 4 bits plus the bits that the first 4 leave
-    # free.
+    # Scales and minima have 6 bits. Those of the last 4 groups have 4 bits here, and 2 in bytes of the first 4 groups.
     low, last = packed[:, :8].view(-1, 2, 4), torch.stack((packed[:, 8:] & 15, packed[:, 8:] >> 4), 1)
     steps = torch.cat((low & 63, last | (low >> 6) << 4), -1).float() * units[:, :, None]
     return steps[:, 0], -steps[:, 1]
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Lower halves of a row's bytes, then the upper halves."""
+    """The lower halves of a row's bytes, then the upper halves."""
     return torch.cat((packed & 15, packed >> 4), 1)
 
 
@@ -155,4 +155,4 @@ BLOCKS = {
         BlockForm("Q6_K", 256, 210, 6),
     )
 }
-"""By the names of ggml's types."""
+"""Block formats by the names of ggml's types."""

@@ -1,4 +1,5 @@
-"""Rows of quantised numbers as kernels for GPUs take them: one code a number, and scales of groups that these allow."""
+"""Quantised rows in the form in which humming's kernels take them: one code per number, and scales of groups of 16 to
+128 columns. ``quantised_matmul/humming.py`` packs them."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 MIN_GROUP, MAX_GROUP = 16, 128
-"""Columns that share a scale: other groups become smaller ones, with the same scales."""
+"""Range of columns that share a scale. Larger groups are divided into smaller ones with equal scales."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """Codes and what belongs to a group and a row: a number is (code - zero point) · scale · factor.
+    """A format of rows with one code per number. A number is (code - zero point) · scale · factor.
 
     Attributes:
-        element: ``uint4``, ``uint5``, ``uint6`` or ``uint8``, whose zero point is their middle where groups have none
-            of their own, ``e2m1`` or ``e4m3``.
-        group: columns that share a scale, a power of two; None for all of a row.
-        scale: dtype of the scales that loses nothing that is worth keeping; None for the activations'.
-        zeros: groups have zero points, which need not be whole numbers.
-        factor: rows have a factor.
+        element: ``uint4``, ``uint5``, ``uint6`` or ``uint8``, whose zero point is the middle of the codes unless groups
+            have zero points; ``e2m1`` or ``e4m3``.
+        group: columns that share a scale, a power of two; None if all columns of a row share one.
+        scale: dtype to store the scales in; None for the dtype of activations.
+        zeros: whether groups have zero points. These need not be whole numbers.
+        factor: whether rows have a factor.
     """
 
     element: str
@@ -36,7 +37,7 @@ class Coding:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits per code."""
         return {"e2m1": 4, "e4m3": 8}.get(self.element) or int(self.element.removeprefix("uint"))
 
 
@@ -46,7 +47,7 @@ class Coded:
 
     Attributes:
         codes: uint8 [N, K].
-        scales: [N, G], as the form has them, or float32.
+        scales: [N, G], in the dtype of the original form, or float32.
         zeros: float32 [N, G], or None.
         factor: float32 [N, 1], or None.
     """
@@ -58,7 +59,7 @@ class Coded:
 
 
 def coding(form: Form) -> Coding | None:
-    """That of a form; None where its numbers have none."""
+    """The coding of rows in ``form``; None if no coding represents them."""
     if isinstance(form, BlockForm):
         return _OF_BLOCKS.get(form.name)
     assert isinstance(form, GroupForm)
@@ -74,7 +75,8 @@ def coding(form: Form) -> Coding | None:
 
 
 def code(rows: QuantisedRows) -> Coded:
-    """Rows [N, K] in the coding of their form, which must have one. No number changes but for rounding in float32."""
+    """Converts rows [N, K] to the coding of their form, which must have one. Numbers change at most by rounding in
+    float32."""
     found = coding(rows.form)
     assert found is not None, f"{rows.form.name} has no coding"
     if isinstance(rows.form, BlockForm):
@@ -97,10 +99,10 @@ def code(rows: QuantisedRows) -> Coded:
 
 
 def _with_zeros(codes: Tensor, scales: Tensor, minima: Tensor, found: Coding) -> Coded:
-    """Numbers code · scale + minimum, with a zero point instead of the minimum.
+    """Converts numbers code · scale + minimum to (code - zero point) · scale.
 
-    Zero points are stored in fewer bits than float32 has, so they are kept small: where one is above the middle of
-    the codes, these are counted from the other end. Groups without a scale have the minimum as their only number.
+    Zero points are stored in fewer bits than float32 has, so they are kept small: if one is above the middle of the
+    codes, the group's codes are counted down from the highest. In groups with scale 0, all numbers are the minimum.
     """
     assert found.group is not None
     top, flat = 2**found.bits - 1, scales == 0

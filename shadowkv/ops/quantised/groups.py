@@ -1,7 +1,7 @@
-"""Rows of codes with a scale for every group of columns: integers and small floats as quantised checkpoints have them.
+"""Quantised rows with a scale for each group of columns: the integers and small floats of quantised checkpoints.
 
-Codes of 4 bits are two a byte, the first in the low half. Block-wise scales of several rows are repeated for each of
-them, and a scale of the whole tensor is a factor of each row: so rows can be cut and joined whatever they came from.
+Two codes of 4 bits share a byte, the first in the low half. A scale that several rows share is repeated for each row,
+and a scale of a whole tensor becomes a factor of each row. So rows of any checkpoint can be cut and joined.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 ELEMENTS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8}
-"""What codes can be, and their bits: integers from 0 on, whose zero point is their middle where groups have none of
-their own, and floats (e2m1 of OCP's Microscaling Formats 1.0, e4m3 of arXiv:2209.05433)."""
+"""Types of codes, and their bits. Integers start at 0, and their zero point is their middle unless groups have zero
+points. Floats are e2m1 of OCP's Microscaling Formats 1.0 and e4m3 of arXiv:2209.05433."""
 
 
 @dataclass(frozen=True)
 class GroupForm:
-    """Codes, a scale for each group of columns, and what else a group and a row have.
+    """A format with codes and a scale for each group of columns. A number is (code - zero point) · scale · factor.
 
-    Rows of K numbers are stored in these tensors: codes, uint8 [N, K / 2] of 4 bits, uint8 or float8_e4m3fn [N, K] of 8
-    bits; scales [N, G]; zero points, uint8 [N, G], where ``zeros``; a factor, float32 [N, 1], where ``factor``. A
-    number is (code - zero point) · scale · factor. The last group may be cut off.
+    N rows of K numbers are stored in up to four tensors: codes, uint8 [N, K / 2] for 4 bits, uint8 or float8_e4m3fn [N,
+    K] for 8 bits; scales [N, G]; zero points, uint8 [N, G], with ``zeros``; and factors, float32 [N, 1], with
+    ``factor``. The last group may have fewer columns.
 
     Attributes:
         element: one of ``ELEMENTS``.
-        group: columns that share a scale; None for all of a row.
+        group: columns that share a scale; None if all columns of a row share one.
         scale: dtype of the scales.
-        zeros: integers have a zero point for each group.
-        factor: scales are themselves scaled, by one number a row.
+        zeros: whether groups of integers have zero points.
+        factor: whether rows have a factor.
     """
 
     element: str
@@ -45,18 +45,19 @@ class GroupForm:
 
     @property
     def name(self) -> str:
-        """As in ``int4-g128``, groups of 128; without a number scales are one a row, or of the format's own groups."""
+        """For messages: ``int4-g128`` has groups of 128. Without a number, a row has one scale, or the groups are those
+        that the element's format defines."""
         own = {"e4m3": ("fp8", None), "e2m1": ("nvfp4", 16) if self.factor else ("mxfp4", 32)}
         element, group = own.get(self.element, (self.element, None))
         return element if self.group == group else f"{element}-g{self.group}"
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits per code."""
         return ELEMENTS[self.element]
 
     def groups(self, columns: int) -> int:
-        """G, the scales of a row."""
+        """G, the number of scales of a row."""
         return 1 if self.group is None else -(-columns // self.group)
 
     def layout(self, columns: int) -> tuple[tuple[int, torch.dtype], ...]:
@@ -93,7 +94,7 @@ class GroupForm:
         return numbers.mul_(self._spread(scale, columns))
 
     def cut_form(self, columns: int, start: int, stop: int) -> GroupForm | None:
-        """As ``Form.cut_form``: groups that a border cuts become smaller ones, with the same scales."""
+        """As ``Form.cut_form``. If a border cuts a group, groups become smaller and repeat their scales."""
         if start * self.bits % 8 or stop * self.bits % 8:
             return None
         return self if self.group is None else replace(self, group=self._fitting(columns, start, stop))
@@ -115,19 +116,20 @@ class GroupForm:
         return (codes, within(scales), *zeros, *rest[len(zeros) :])
 
     def _fitting(self, columns: int, start: int, stop: int) -> int:
-        """The largest groups that begin at ``start`` and, unless that is the end of the row, end at ``stop``."""
+        """The size of the largest groups of which one starts at ``start`` and, unless the row ends there, one ends at
+        ``stop``."""
         assert self.group is not None
         return gcd(self.group, start, 0 if stop == columns else stop)
 
     def _numbers(self, codes: Tensor) -> Tensor:
-        """What codes [N, B] stand for, before zero points of their own and scales: a new float32 [N, K].
+        """The values of codes [N, B] before groups' zero points and scales, a new float32 [N, K].
 
-        By arithmetic on bits, which is several times as fast on a CPU as tables, or as PyTorch's conversion of e4m3:
-        small floats are placed as those of float16 are, whose exponents are larger by a constant.
+        On a CPU, arithmetic on bits is several times as fast as tables or as PyTorch's conversion of e4m3. A small
+        float is shifted to the bits of a float16, whose exponent is larger by a constant.
         """
         if self.element == "e4m3":
             bits, magnitude = codes.view(torch.int8).short(), codes.view(torch.uint8) & 0x7F
-            bits <<= 7  # the sign is in all bits above the exponent
+            bits <<= 7  # the bits above the exponent all have the sign
             bits &= ~0x4000
             numbers = bits.view(torch.float16).float().mul_(2.0**8)
             if len(codes) and magnitude.amax() == 0x7F:
@@ -135,16 +137,16 @@ class GroupForm:
             return numbers
         if self.bits == 4:
             pairs = codes.contiguous().short()
-            codes = ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)  # the low half comes first
+            codes = ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)  # the first code is in the low half
         if self.element == "e2m1":
             bits = codes.short()
             bits <<= 12
-            bits >>= 3  # fills the places above the exponent with the sign
+            bits >>= 3  # fills the bits above the exponent with the sign
             bits &= ~0x7000
             return bits.view(torch.float16).float().mul_(2.0**14)
         numbers = codes.float()
         return numbers if self.zeros else numbers.sub_(1 << (self.bits - 1))
 
     def _spread(self, of_groups: Tensor, columns: int) -> Tensor:
-        """[N, G] -> [N, K]."""
+        """Repeats [N, G] for the columns of each group, [N, K]."""
         return of_groups.repeat_interleave(self.group or columns, 1)[:, :columns]

@@ -1,4 +1,4 @@
-"""Rows of quantised numbers: tensors with a row for each of them, and the form that says what these mean."""
+"""``QuantisedRows``: rows of a quantised weight matrix, as tensors and the form that interprets them."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from torch import Tensor
 
 
 class Form(Protocol):
-    """How the numbers of a row are stored: a value that is hashable, and equal where rows mean the same."""
+    """How the numbers of a row are stored. Forms are hashable and compare by value."""
 
     @property
     def name(self) -> str:
-        """In words, for messages."""
+        """The form's name for messages."""
         ...
 
     def layout(self, columns: int) -> tuple[tuple[int, torch.dtype], ...]:
-        """Width and dtype of each tensor, [N, width], that rows of ``columns`` numbers are stored in; raises ValueError
-        if such rows cannot be."""
+        """Width and dtype of each tensor [N, width] that stores rows of ``columns`` numbers. Raises ValueError if the
+        form cannot store such rows."""
         ...
 
     def columns(self, tensors: tuple[Tensor, ...]) -> int:
-        """K of tensors [N, width]; raises ValueError if their widths do not fit."""
+        """K of rows in tensors [N, width]. Raises ValueError if the widths do not fit."""
         ...
 
     def unpack(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Tensors [N, width] as plain numbers, float32 [N, K]; raises ValueError as ``columns``."""
+        """Dequantises tensors [N, width] to float32 [N, K]. Raises ValueError if the widths do not fit."""
         ...
 
     def cut_form(self, columns: int, start: int, stop: int) -> Form | None:
-        """The form of columns ``start`` to ``stop`` alone; None if these cannot be cut out."""
+        """The form of columns ``start`` to ``stop``; None if they cannot be cut out."""
         ...
 
     def cut(self, tensors: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]:
-        """Columns ``start`` to ``stop`` of tensors [N, width] in that form, which must not be None."""
+        """Columns ``start`` to ``stop`` of tensors [N, width], in ``cut_form``, which must not be None."""
         ...
 
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """Rows W [N, K] of quantised numbers.
+    """Quantised rows [N, K] of a weight matrix.
 
     Attributes:
-        tensors: each [N, its width], as ``form`` lays them out.
-        form: what they mean.
+        tensors: each [N, width], as ``form.layout`` defines them.
+        form: how the tensors store the rows.
     """
 
     tensors: tuple[Tensor, ...]
@@ -59,12 +59,12 @@ class QuantisedRows:
         return len(self.tensors[0])
 
     def __getitem__(self, rows: slice | Tensor) -> QuantisedRows:
-        """Rows: a view of a range of them, or copies of those with the indices int64 [n]."""
+        """A view of a range of rows, or copies of the rows with the indices int64 [n]."""
         return QuantisedRows(tuple(tensor[rows] for tensor in self.tensors), self.form)
 
     @property
     def columns(self) -> int:
-        """K; raises ValueError if the tensors do not fit the form."""
+        """K. Raises ValueError if the tensors do not fit the form."""
         return self.form.columns(self.tensors)
 
     @property
@@ -73,7 +73,7 @@ class QuantisedRows:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def cut(self, start: int, stop: int) -> QuantisedRows:
-        """Columns ``start`` to ``stop``, [N, stop - start]; raises ValueError if they cannot be cut out."""
+        """Columns ``start`` to ``stop``, [N, stop - start]. Raises ValueError if they cannot be cut out."""
         form = self.form.cut_form(self.columns, start, stop)
         if form is None:
             raise ValueError(
@@ -82,11 +82,11 @@ class QuantisedRows:
         return QuantisedRows(self.form.cut(self.tensors, start, stop), form)
 
     def to(self, device: torch.device) -> QuantisedRows:
-        """The same rows [N, K] there."""
+        """The same rows [N, K] on ``device``."""
         return QuantisedRows(tuple(tensor.to(device) for tensor in self.tensors), self.form)
 
     def tiles(self, numbers: int) -> Iterator[tuple[slice, QuantisedRows]]:
-        """Portions of rows [n, K] with about ``numbers`` numbers each, at least one row, and where they are."""
+        """Consecutive portions [n, K] of about ``numbers`` numbers, at least one row, each with its range of rows."""
         step = max(1, numbers // max(1, self.columns))
         for start in range(0, len(self), step):
             rows = slice(start, start + step)
@@ -94,7 +94,7 @@ class QuantisedRows:
 
 
 def cut_out(row_blocks: Iterable[Tensor | QuantisedRows], start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
-    """Rows ``start`` to ``stop`` of blocks of rows [n, K], one block after the other: views."""
+    """Views of rows ``start`` to ``stop`` of consecutive row blocks [n, K]."""
     for block in row_blocks:
         if start < min(stop, len(block)):
             yield block[start:stop] if start > 0 or stop < len(block) else block
@@ -102,21 +102,22 @@ def cut_out(row_blocks: Iterable[Tensor | QuantisedRows], start: int, stop: int)
 
 
 def empty_rows(form: Form, rows: int, columns: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Uninitialised tensors [rows, width] of a form; on a CPU in large pages where there are some."""
+    """Uninitialised tensors [rows, width] of a form. On a CPU they are in large memory pages if the kernel has them."""
     empty = _in_large_pages if device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE") else torch.empty
     return tuple(empty((rows, width), dtype=dtype, device=device) for width, dtype in form.layout(columns))
 
 
 def _in_large_pages(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor of this size: weights are read once a step, and pages of 4 KiB slow that down."""
+    """An uninitialised tensor, in large memory pages. Each step reads all weights once, which pages of 4 KiB slow
+    down."""
     if not prod(size):
         return torch.empty(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without large pages knows no such advice
+    with suppress(OSError):  # a kernel without large pages rejects the advice
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(size)
 
 
 def row_bytes(form: Form, columns: int) -> int:
-    """Bytes of a row."""
+    """Bytes of a row of ``columns`` numbers in ``form``."""
     return sum(prod((width, dtype.itemsize)) for width, dtype in form.layout(columns))

@@ -1,1 +1,1 @@
-"""Matrix products with rows of quantised numbers, kept as the files of a model store them."""
+"""Matrix products with quantised weights, which stay as a model's files store them."""

@@ -1,5 +1,8 @@
-"""Products with rows in a GGUF file's blocks in C++, without a copy of the rows for few tokens, or with AVX-512 for any
-number: ``csrc/cpu/quantised_matmul/``; those in other forms as the reference has them."""
+"""Matrix products with quantised weights on a CPU: in C++ for blocks of GGUF files (``csrc/cpu/quantised_matmul/``),
+like the reference for other forms.
+
+C++ multiplies without dequantised copies for few tokens, and with AVX-512 for any number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,15 @@ from shadowkv.ops.quantised_matmul.reference import multiply_tiles
 __all__ = ["missing", "quantised_matmul"]
 
 MAX_FUSED = {torch.bfloat16: 24}
-"""Without AVX-512: most tokens for which products here are faster than PyTorch's with dequantised tiles, by dtypes in
-which the latter can be faster than in float32. In float32 the two are equally fast from 128 to 512 tokens (2,048 x
-2,048 weights, one Zen 4 core)."""
+"""Without AVX-512: most tokens for which C++ is faster than PyTorch's product with dequantised tiles. In float32 C++ is
+always used: the two are equally fast from 128 to 512 tokens (2,048 x 2,048 weights, one Zen 4 core)."""
 
 MAX_FUSED_OTHERS = 96
 
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
-    """Same as the reference, with weights in blocks that are never rounded. With AVX-512 activations are, to 16 bits
-    with a scale for every 32 of them: an activation changes by up to 1/65,278 of the largest of these."""
+    """Same as the reference, but weights in blocks are not rounded. With AVX-512, activations are rounded to 16 bits
+    with a scale per 32 of them: each changes by at most 1/65,278 of the largest of its 32."""
     if in_blocks(weight.form) and _fused(x):
         (blocks,) = weight.tensors
         product: Tensor = torch.ops.shadowkv.quantised_matmul(x.float(), blocks, weight.form.name)

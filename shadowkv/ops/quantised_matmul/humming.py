@@ -1,6 +1,9 @@
-"""Products with rows of quantised numbers on a GPU, of one matrix or of experts, by the kernels of
-github.com/vllm-project/humming, which are compiled here for every shape, with NVRTC, and kept in
-``~/.humming/cache``."""
+"""Matrix products with quantised weights on a GPU, of one matrix or of experts, by the kernels of
+github.com/vllm-project/humming.
+
+The library compiles kernels for every shape with NVRTC and keeps them in ``~/.humming/cache``.
+``layers/quantised_matrix.py`` packs weights when a model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -29,40 +32,40 @@ from shadowkv.ops.quantised.codings import Coding, code, coding
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 MIN_CAPABILITY = (8, 0)
-"""Of tensor cores with bfloat16."""
+"""Lowest compute capability whose tensor cores have bfloat16."""
 
 OLDEST_TORCH = (2, 11)
-"""Whose stable interface the library's own extension was built for."""
+"""The library's own extension was built for the stable ABI of this torch."""
 
 ROWS, COLUMNS = 128, 128
-"""Rows and columns are padded to multiples of these, as they are stored: tiles of the kernels are such, or smaller."""
+"""Stored rows and columns are padded to multiples of these, the kernels' largest tiles."""
 
 COLUMNS_OF_EXPERTS = 64
-"""Columns of experts are padded to multiples of this, and of their groups: they have fewer, and gpt-oss 2,880."""
+"""Columns of experts are padded to multiples of this and of their groups. Experts have fewer columns, gpt-oss 2,880."""
 
 MULTIPLE = 8
-"""K and N must be multiples of this: 16 bytes of activations."""
+"""K and N must be multiples of this, 16 bytes of activations."""
 
 BATCHES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
-"""Most tokens that kernels are tuned for, one for each of these, and one for more. The library knows about forty, which
-differ in their tiles of tokens; each takes seconds to compile."""
+"""Each kernel runs for up to one of these numbers of tokens and is tuned for it. One more kernel runs for more tokens.
+The library can make about forty, which differ in their tiles of tokens, but each takes seconds to compile."""
 
 MANY = 4096
-"""Tokens that the last kernel is tuned for."""
+"""Number of tokens that the last kernel is tuned for."""
 
 FEW_OF_EXPERTS, OF_EACH, MANY_OF_EACH = (8, 64), (2, 8, 16, 32, 64, 128), 256
-"""The same for rows of all experts together: a step of one sequence or few, rows of each where they are chosen equally
-often, and those that the last kernel is tuned for."""
+"""The numbers of rows for experts' kernels: rows of all experts together in steps of few sequences; rows per expert, if
+all are chosen equally often; and rows per expert that the last kernel is tuned for."""
 
 LOCKS = 4096
-"""Counters that blocks with shares of one tile wait for each other by: more than kernels need on 148 processors."""
+"""Counters by which thread blocks that share a tile wait for each other. Kernels need fewer on 148 multiprocessors."""
 
 NUMBERS_AT_ONCE = 2**24
-"""Numbers that are coded at a time: they take some 20 bytes each meanwhile."""
+"""Numbers that are converted at a time. Each takes about 20 bytes meanwhile."""
 
 
 def missing() -> list[str]:
-    """The reasons why there are no such products here; none if there are."""
+    """Reasons why the library cannot be used here."""
     installed, recent = find_spec("humming") is not None, torch_version() >= OLDEST_TORCH
     return [
         *gpu_missing(MIN_CAPABILITY),
@@ -72,16 +75,16 @@ def missing() -> list[str]:
 
 
 def takes(form: Form, dtype: torch.dtype) -> bool:
-    """Whether rows in a form can be packed for products with activations in ``dtype``."""
+    """Whether rows in ``form`` can be packed for products with activations in ``dtype``."""
     return coding(form) is not None and dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Numbers in the library's layout, which has no rows that could be cut out.
+    """Weights in the library's layout, from which no rows can be cut out.
 
     Attributes:
-        layer: the library's description of them, in its JSON.
+        layer: the library's description of the weights, as its JSON.
         tensors: weight, scales, zero points, factor and locks, by the library's names.
         columns: K.
         rows: N.
@@ -94,7 +97,7 @@ class Packed:
 
 
 class PackedRows(Packed):
-    """Rows [N, K]."""
+    """A packed matrix [N, K]."""
 
     def __len__(self) -> int:
         return self.rows
@@ -102,7 +105,7 @@ class PackedRows(Packed):
 
 @dataclass(frozen=True)
 class PackedExperts(Packed):
-    """Matrices of experts [E, N, K].
+    """Packed matrices of experts [E, N, K].
 
     Attributes:
         experts: E.
@@ -112,17 +115,16 @@ class PackedExperts(Packed):
 
 
 def quantised_matmul(x: Tensor, weight: PackedRows) -> Tensor:
-    """Same as the reference, in bfloat16, with rows that were packed; one kernel, which a graph can capture once
-    ``compile_kernels`` has had these rows.
+    """Same as the reference, in bfloat16, with packed rows. Can be captured in a CUDA graph after ``compile_kernels``
+    with these rows.
 
-    Scales are rounded to bfloat16, unless they have 8 bits, as are numbers of single weights on their way to tensor
-    cores; sums are in float32.
+    Dequantised weights are rounded to bfloat16, and so are scales unless they have 8 bits. Sums are in float32.
     """
     return launch(x, weight)
 
 
 def launch(x: Tensor, weight: Packed, offsets: Tensor | None = None) -> Tensor:
-    """x Wᵀ, bfloat16 [T, K] -> [T, N]; of experts with ``offsets`` as ``grouped_quantised_matmul`` has them."""
+    """x Wᵀ, bfloat16 [T, K] -> [T, N]. Experts need ``offsets`` int32 [E + 1], as in ``grouped_quantised_matmul``."""
     if x.dtype != torch.bfloat16 or x.shape[1] != weight.columns:
         raise ValueError(f"x has shape {tuple(x.shape)} and {x.dtype}: needs K = {weight.columns} in bfloat16")
     if not len(x):
@@ -140,8 +142,8 @@ _importing = Lock()
 
 @cache
 def _import_library() -> None:
-    """Imports it without torch._dynamo, which takes seven seconds: a decorator of the library's loads that, for
-    torch.compile alone, of which nothing here is made."""
+    """Imports the library without torch._dynamo, which takes seven seconds. A decorator in the library would load it,
+    for torch.compile, which is not used here."""
     with _importing:
         decorator = torch.compiler.assume_constant_result
         torch.compiler.assume_constant_result = lambda function: function
@@ -153,8 +155,8 @@ def _import_library() -> None:
 
 @torch.no_grad()
 def pack_rows(rows: QuantisedRows) -> PackedRows:
-    """Rows [N, K] on a GPU, in a form that it ``takes``, in the library's layout, for products in bfloat16; raises
-    ValueError where N or K is no multiple of 8."""
+    """Packs rows [N, K] on a GPU, in a form that ``takes`` accepts, for products in bfloat16. Raises ValueError if N or
+    K is not a multiple of 8."""
     layout = _Layout.of(rows, 1, COLUMNS)
     packed = {name: tensor.squeeze(0) if tensor.ndim > 1 else tensor for name, tensor in layout.packed(rows).items()}
     packed["locks"] = torch.zeros(LOCKS, dtype=torch.int32, device=layout.device)
@@ -163,8 +165,8 @@ def pack_rows(rows: QuantisedRows) -> PackedRows:
 
 @torch.no_grad()
 def pack_experts(rows: QuantisedRows, experts: int) -> PackedExperts:
-    """As ``pack_rows``, of rows [E N, K], those of one expert after the other; beside them and the result there is one
-    expert at a time, or as many as have ``NUMBERS_AT_ONCE``."""
+    """As ``pack_rows``, for rows [E N, K], one expert after another. Besides rows and result, it needs memory for one
+    expert, or for the experts that together have ``NUMBERS_AT_ONCE`` numbers."""
     layout, packed = _Layout.of(rows, experts, COLUMNS_OF_EXPERTS), dict[str, Tensor]()
     at_once = max(1, NUMBERS_AT_ONCE // (layout.rows * layout.columns))
     for first in range(0, experts, at_once):
@@ -179,13 +181,14 @@ def pack_experts(rows: QuantisedRows, experts: int) -> PackedExperts:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a matrix [N, K], or that of every expert, is stored.
+    """How one matrix [N, K], or each expert's matrix, is stored.
 
     Attributes:
-        coding: of its numbers.
+        coding: coding of the numbers.
         rows, columns: N and K.
-        high, wide: the same, padded.
-        shared: rows of a matrix have the same factor.
+        high, wide: N and K after padding.
+        shared: whether all rows of a matrix have the same factor.
+        device: where the matrix is.
     """
 
     coding: Coding
@@ -198,8 +201,8 @@ class _Layout:
 
     @staticmethod
     def of(rows: QuantisedRows, matrices: int, multiple: int) -> _Layout:
-        """That of rows of as many matrices, whose columns are padded to multiples of ``multiple``; raises ValueError
-        for sizes that kernels do not take."""
+        """The layout of ``matrices`` matrices whose columns are padded to multiples of ``multiple``. Raises ValueError
+        if kernels do not support their sizes."""
         found, count, columns = coding(rows.form), len(rows) // matrices, rows.columns
         assert found is not None
         if count % MULTIPLE or columns % MULTIPLE:
@@ -216,7 +219,7 @@ class _Layout:
         return _Layout(found, count, columns, high, wide, shared, rows.tensors[0].device)
 
     def packed(self, rows: QuantisedRows) -> dict[str, Tensor]:
-        """Tensors [n, ...] of rows of n matrices, [n N, K]."""
+        """The library's tensors, [n, ...] each, for rows [n N, K] of n matrices."""
         from humming import ops
         from humming.transform import transform_humming_tensors
 
@@ -243,7 +246,7 @@ class _Layout:
         return made
 
     def described(self, experts: int = 0) -> Any:
-        """The library's description of one matrix, or of those of experts."""
+        """The library's description of one matrix, or of ``experts`` matrices."""
         from humming.config import LayerConfig
 
         found = self.coding
@@ -267,8 +270,7 @@ class _Layout:
 
 
 def _padded(of_groups: Tensor, rows: int, groups: int, dtype: torch.dtype | None) -> Tensor:
-    """[n, N, G] -> [n, rows, groups] in ``dtype``, None for bfloat16; what is added is multiplied with codes of 0
-    alone."""
+    """Pads [n, N, G] with zeros to [n, rows, groups] in ``dtype``, None for bfloat16. The padding's codes are 0."""
     if dtype is None:
         of_groups = of_groups.bfloat16()
     raw = of_groups.view(torch.uint8) if dtype is not None else of_groups
@@ -278,8 +280,9 @@ def _padded(of_groups: Tensor, rows: int, groups: int, dtype: torch.dtype | None
 
 @cache
 def _kernels(layer: str, device: int) -> Tensor:
-    """Kernels for rows of a layer, int64 [4 x their number] on the host: above and up to how many tokens each runs, its
-    number, and of processors 0 for all."""
+    """The kernels of a layer for ``launch_kernel``, int64 [4 x kernels] on the host. Each has a lower bound, which is
+    exclusive, and an upper bound on the number of tokens, the kernel's id, and a number of multiprocessors, 0 for
+    all."""
     sizes = _sizes(layer)
     bounds = (0, *sizes[:-1], 1 << 30)
     kernels = [_kernel(layer, tokens, device) for tokens in sizes]
@@ -288,7 +291,7 @@ def _kernels(layer: str, device: int) -> Tensor:
 
 
 def _sizes(layer: str) -> tuple[int, ...]:
-    """Tokens, or rows of all experts, that kernels of a layer are tuned for; the last runs for all above."""
+    """The numbers of tokens, or of rows of all experts, that a layer's kernels are tuned for, ascending."""
     experts = json.loads(layer)["num_experts"]
     if not experts:
         return (*BATCHES, MANY)
@@ -297,7 +300,7 @@ def _sizes(layer: str) -> tuple[int, ...]:
 
 @cache
 def _kernel(layer: str, tokens: int, device: int) -> tuple[int, int]:
-    """The number of a kernel, which is compiled if it was not before, and of the processors that it runs on."""
+    """The id of the kernel for ``tokens``, which is compiled if necessary, and its number of multiprocessors."""
     from humming.kernel.humming import HummingKernel
     from humming.tune import get_heuristics_config
 
@@ -308,14 +311,15 @@ def _kernel(layer: str, tokens: int, device: int) -> tuple[int, int]:
         tuned = dict(get_heuristics_config(described, shape_m=tokens, gemm_type=gemm, device=device))
         processors = tuned.pop("num_sms", 0)
         if described["num_experts"]:
-            # Where experts' rows end is read before a kernel waits for the one before it, which may write that.
+            # With it, the kernel would read where experts' rows end before the previous kernel has written that.
             tuned["use_pdl"] = False
         return HummingKernel(**described, **tuned, gemm_type=gemm).kernel_id, processors
 
 
 @cache
 def _let_the_compiler_find_its_parts() -> None:
-    """NVRTC from PyPI, in the library's processes, looks for a second library beside it by name alone."""
+    """Adds the folder of PyPI's NVRTC to LD_LIBRARY_PATH. In the library's processes, NVRTC loads a second library from
+    there by its name alone."""
     from humming.utils.nvrtc import get_nvrtc_library_path
 
     folder, before = str(Path(get_nvrtc_library_path()).resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")
@@ -324,10 +328,10 @@ def _let_the_compiler_find_its_parts() -> None:
 
 
 def compile_kernels(packed: Iterable[Packed]) -> None:
-    """Compiles what products with rows [N, K], or with experts' [E, N, K], need and loads it into the GPU, so that
-    graphs can capture them: on all processors, with a progress bar if the output is a terminal."""
+    """Compiles the kernels for packed rows [N, K] and experts [E, N, K], and loads them into the GPU, so that graphs
+    can capture them. It compiles on all CPU cores and shows a progress bar if the output is a terminal."""
     layers = {weight.layer: weight for weight in packed}
-    if not layers:  # then the library need not be there
+    if not layers:  # then the library need not be installed
         return
     from humming.utils.cpu import get_parallel_build_workers
 
@@ -341,7 +345,7 @@ def compile_kernels(packed: Iterable[Packed]) -> None:
     for layer, weight in layers.items():
         for below in (0, *_sizes(layer)[:-1]):
             x, offsets = torch.zeros(below + 1, weight.columns, dtype=torch.bfloat16, device=device), None
-            if isinstance(weight, PackedExperts):  # all rows are the first one's
+            if isinstance(weight, PackedExperts):  # all rows belong to the first expert
                 offsets = torch.full((weight.experts + 1,), len(x), dtype=torch.int32, device=device)
                 offsets[0] = 0
             launch(x, weight, offsets)

@@ -1,4 +1,4 @@
-"""Products with rows of quantised numbers in PyTorch, which dequantises one tile of rows at a time."""
+"""Matrix products with quantised weights in PyTorch. One tile of rows is dequantised at a time."""
 
 from __future__ import annotations
 
@@ -11,30 +11,27 @@ from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.quantised.rows import QuantisedRows
 
 TILE = 2**20
-"""Numbers dequantised at a time: 4 MiB stay in cache, and the product with them is large enough."""
+"""Numbers dequantised at a time. Their 4 MiB stay in cache, and are enough for an efficient product."""
 
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
-    """x Wᵀ, where W are rows of quantised numbers.
+    """x Wᵀ with quantised weights W.
 
     Args:
         x: [T, K], any float dtype.
-        weight: rows [N, K] in any form.
+        weight: W [N, K] in any form. It is converted to the dtype of ``x`` for the product.
 
     Returns:
-        [T, N] in the dtype of ``x``, to which W is converted for the product too.
+        [T, N] in the dtype of ``x``.
 
-    Raises ValueError if the tensors of ``weight`` do not fit its form, or do not have K numbers a row.
+    Raises:
+        ValueError: the tensors of ``weight`` do not fit its form, or do not have K numbers per row.
     """
     return multiply_tiles(x, weight, dequantise_rows)
 
 
 def multiply_tiles(x: Tensor, weight: QuantisedRows, dequantise: Callable[[QuantisedRows], Tensor]) -> Tensor:
-    """Same as ``quantised_matmul``, with any backend's ``dequantise_rows``.
-
-    Raises:
-        ValueError: the tensors of ``weight`` do not fit its form, or do not have K numbers a row.
-    """
+    """As ``quantised_matmul``, with the ``dequantise_rows`` of some backend."""
     if weight.columns != x.shape[1]:
         raise ValueError(f"x has shape {tuple(x.shape)}, rows of {weight.form.name} have {weight.columns} numbers")
     out = x.new_empty(len(x), len(weight))

@@ -1,2 +1,1 @@
-"""Compressed pages of one sequence as the plain rows that attention reads: keys rebuilt, with RoPE, values
-dequantised."""
+"""Rebuilds compressed pages of one sequence as plain rows for attention: keys after RoPE, and values."""

@@ -1,4 +1,4 @@
-"""Rows of compressed pages in PyTorch, with every chunk selected."""
+"""Rebuilds rows of compressed pages in PyTorch: ``gather_selected`` with every chunk selected."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from shadowkv.ops.page import PAGE
 
 
 def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:
-    """Writes the rows of whole pages, from page number ``first`` of the row on.
+    """Writes the plain rows of whole pages of a sequence.
 
     Args:
-        source: source of the pages, with one row, B = 1.
-        out: [H, m, d], any float dtype, m a multiple of 64.
-        across_bus: whether the source is on the other side of a bus, which a few readers saturate.
+        source: source of the pages, with B = 1.
+        first: index of the first page in the sequence's table.
+        out: [H, m, d], any float dtype, m a multiple of 64. Written.
+        across_bus: whether the source is in host memory, behind a bus that a few thread blocks saturate.
     """
     chunk = heads_and_chunk(source)[1]
     start, stop = first * PAGE // chunk, (first * PAGE + out.shape[1]) // chunk

@@ -1,4 +1,4 @@
-"""Rows of compressed pages in Triton, one page of one head at a time: every stored byte is read once."""
+"""Rebuilds rows of compressed pages in Triton, one page of one head at a time. Every stored byte is read once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from shadowkv.ops.case import Case
 from shadowkv.ops.codec import LANES, LATENTS, CodecId, LevelRows, unknown_codecs
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows.triton import whole_numbers
-
-TOKENS = tl.constexpr(PAGE)
-"""Tokens of a page, for kernels."""
+from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 BLOCKS = 32
-"""Thread blocks that saturate the bus, which leaves the others free."""
-
-LEAST = 16
-"""Least number of dimensions of a matrix product."""
+"""Thread blocks that are enough to saturate the bus. The rest of the GPU stays free for other work."""
 
 MOST = 64
-"""Coded dimensions that a product with the codec's rotation takes at a time."""
+"""Coded dimensions that are multiplied with the codec's rotation at a time."""
 
 
 def supports(case: Case) -> list[str]:
@@ -32,7 +27,7 @@ def supports(case: Case) -> list[str]:
 
 
 def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:
-    """Same as the reference; the last dimension of ``out`` is dense."""
+    """Same as the reference. The last dimension of ``out`` is contiguous."""
     heads, rows, dim = out.shape
     tiles = rows // PAGE * heads
     if not tiles:
@@ -59,13 +54,16 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
             out.stride(0), out.stride(1), first, tiles,
             HAS_MEAN=mean is not None, PACKED=source.codec.id == CodecId.LATENT_INT4, MIXED=source.widths is not None,
             WIDTH=source.latents.shape[3], RANK=source.basis.shape[1], RANK_BLOCK=32, HEADS=heads, DIM=dim,
-            HALF=half, HALF_BLOCK=_block(half), REST=rest, REST_BLOCK=_block(rest), INTERLEAVED=config.interleaved,
+            HALF=half, HALF_BLOCK=dot_size(half), REST=rest, REST_BLOCK=dot_size(rest), INTERLEAVED=config.interleaved,
         )  # fmt: skip
 
 
 def places_of_bits(source: LatentKeys) -> tuple[Tensor, Tensor]:
-    """Bits of each row's latents and their bit offsets, int32 [B, r]. For latents without widths, placeholders that are
-    not read, with the same alignment in all calls, as kernels are compiled per alignment."""
+    """Bits of each row's latents, and their bit offsets, int32 [B, r] each.
+
+    Latents without widths get placeholders that are not read. These have the same alignment in all calls, because a
+    kernel is compiled for each alignment.
+    """
     if source.widths is None:
         return source.basis, source.basis
     bits = source.widths[source.states].to(torch.int32)
@@ -76,7 +74,7 @@ def _rebuild_coded_rows(
     source: CodedRows, pages: Tensor, first: int, out: Tensor, grid: tuple[int], tiles: int
 ) -> None:
     codec, (heads, _, dim) = source.codec, out.shape
-    # Entries of a codec's rotation have three more bits in float16 than in bfloat16.
+    # float16 has three more bits than bfloat16 for entries of a codec's rotation.
     exact = out.dtype if out.dtype == torch.float32 else torch.float16
     levels = places = rotation = step = source.codes
     scale_pages, bits = pages, 8
@@ -91,7 +89,7 @@ def _rebuild_coded_rows(
     else:
         raise ValueError(f"rebuild_rows in Triton does not know codec {codec.name!r} ({codec.id})")
     states = pages if source.states is None else source.states
-    # Unused arguments get a placeholder, of any alignment where the kernel is not specialised on it.
+    # Placeholders of unused arguments may have any alignment if the kernel is not specialised on it.
     start, mean, cos, sin = pages, source.codes, source.codes, source.codes
     half, interleaved, centred = 0, False, isinstance(source, CentredKeys)
     if isinstance(source, CentredKeys):
@@ -101,14 +99,10 @@ def _rebuild_coded_rows(
         source.codes, pages, source.scale, scale_pages, levels, places, rotation, step, states, mean, start, cos, sin,
         out, source.codes.stride(0), source.scale.stride(0), step.stride(0), mean.stride(0), out.stride(0),
         out.stride(1), first, tiles,
-        FP8=codec.id == CodecId.FP8, BITS=bits, CENTRED=centred, HEADS=heads, DIM=dim, DIM_BLOCK=_block(dim),
-        AT_ONCE=min(MOST, _block(dim)), HALF=half, INTERLEAVED=interleaved,
+        FP8=codec.id == CodecId.FP8, BITS=bits, CENTRED=centred, HEADS=heads, DIM=dim, DIM_BLOCK=dot_size(dim),
+        AT_ONCE=min(MOST, dot_size(dim)), HALF=half, INTERLEAVED=interleaved,
         num_warps=8, num_stages=1,  # with more stages, 256 dimensions would not fit into shared memory
     )  # fmt: skip
-
-
-def _block(size: int) -> int:
-    return max(LEAST, triton.next_power_of_2(size))
 
 
 @triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["pages"])
@@ -172,12 +166,12 @@ def _decode_rows(
 
 @triton.jit
 def _codes(row, dim, places, there, BITS: tl.constexpr, DIM: tl.constexpr):
-    """Codes of dimensions ``dim`` of rows whose lanes hold dimensions 8 apart."""
+    """Codes of dimensions ``dim`` in rows stored in lanes. A lane holds dimensions 8 apart."""
     lane, i = dim % 8, dim // 8
     LOW: tl.constexpr = 2 if BITS == 3 else BITS  # bits of the first plane
     at = lane * (DIM * LOW // 64) + i * LOW // 8
     code = (tl.load(row + at, mask=there, other=0).to(tl.int32) >> (i * LOW % 8)) & ((1 << LOW) - 1)
-    if BITS == 3:  # a plane of the upper bits follows
+    if BITS == 3:  # the plane of upper bits follows
         place = tl.load(places + i, mask=there, other=0)
         upper = tl.load(row + DIM // 4 + lane * (DIM // 64) + place // 8, mask=there, other=0).to(tl.int32)
         code |= ((upper >> (place % 8)) & 1) << 2
@@ -186,7 +180,7 @@ def _codes(row, dim, places, there, BITS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _float_of_e4m3(x):
-    """Values of 8-bit floats (e4m3) in int32, by arithmetic, as not every GPU has an instruction for it."""
+    """Values of 8-bit floats (e4m3) in int32. It uses arithmetic, because not all GPUs have an instruction."""
     size = x & 0x7F
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
@@ -199,7 +193,8 @@ def decoded_latents(
     rows, rank, wanted, bits, bit,
     RANK: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Latents ``rank`` [n] of tokens at rows [m, 1], where ``wanted``; ``bits`` and ``bit`` are those of a row."""
+    """Latents of dimensions ``rank`` [n] of the tokens that start at pointers [m, 1], where ``wanted``. ``bits`` and
+    ``bit`` are ``places_of_bits`` of this row."""
     if MIXED:  # codes offset by half their range, lowest bits first, across at most two bytes
         width = tl.load(bits + rank, mask=rank < RANK, other=0)
         begin = tl.load(bit + rank, mask=rank < RANK, other=0)

@@ -1,4 +1,4 @@
-"""RMSNorm in PyTorch, the mean square in float32."""
+"""RMSNorm in PyTorch. The mean square is computed in float32."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension: [..., n] and [n] -> [..., n] in the dtype of ``x``.
+    """x / rms(x) * weight over the last dimension, [..., n] in the dtype of ``x`` [..., n].
 
-    ``weight`` is in that dtype, and numbers are rounded to it before they are multiplied, as the reference
-    implementations of most models do; or it is in float32, and so is the product, as in those of Gemma.
+    The dtype of ``weight`` [n] is that of ``x`` or float32. Numbers are rounded to it before they are multiplied. Most
+    models' reference implementations have the former, Gemma's the latter.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

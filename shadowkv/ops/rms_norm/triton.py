@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Same as the reference; the last dimension must be dense. Queries or keys [T, H, d] are read where their product
-    left them, among the others."""
+    """Same as the reference. The last dimension must be contiguous. Queries or keys [T, H, d] may be views of a product
+    that holds queries, keys and values."""
     size, block = x.shape[-1], triton.next_power_of_2(x.shape[-1])
     rows = x if x.ndim == 3 else x.reshape(1, -1, size)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -26,7 +26,8 @@ def _warps(block: int) -> int:
 
 @triton.jit(do_not_specialize=["inner"])
 def _rms_norm(x, weight, out, outer_stride, inner_stride, inner, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """``inner`` rows follow one another at one stride, and so many again at another."""
+    """Normalises one row. Rows are in groups of ``inner``: ``inner_stride`` lies between rows, ``outer_stride`` between
+    groups."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     place = x + (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride

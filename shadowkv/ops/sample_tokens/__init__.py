@@ -1,1 +1,1 @@
-"""Samples the next token of every row from its logits: temperature, top-k, top-p, min-p."""
+"""Samples the next token of every row from its logits, with temperature, top-k, top-p and min-p."""

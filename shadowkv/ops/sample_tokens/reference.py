@@ -1,4 +1,5 @@
-"""Sampling without sorting the vocabulary, in PyTorch: buckets of logits are narrowed down as in radix selection."""
+"""Samples tokens in PyTorch without sorting the vocabulary: ranges of logits are narrowed down as in radix
+selection."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ from torch import Tensor
 from shadowkv.ops.sample_tokens.weights import COLDEST, LARGEST, UNIT, token_weights
 
 BUCKETS = 2048
-"""Number of parts that a range of logits is divided into."""
+"""Number of buckets into which a range of logits is divided."""
 
 SORTED = 512
-"""Number of tokens that is small enough to sort."""
+"""Number of tokens that are few enough to sort."""
 
 
 def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
-    """One token per row, by the inverse of the distribution function over the tokens that the filters keep.
+    """Samples one token per row from the tokens that the filters keep.
 
     A row is ordered by its logits, largest first, with ties in order of token id. In that order, the filters keep
 
@@ -25,20 +26,18 @@ def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     - of these, after a softmax over them, the shortest prefix with a total probability of at least ``top_p``, and
     - of these, the tokens that are at least ``min_p`` times as likely as the first.
 
-    The sampled token is the first one, in the order of token ids, for which the kept tokens up to and including it have
-    more than ``uniform`` of the total probability of all kept tokens. It depends on its row alone and is the same in
-    every backend: probabilities are whole numbers (``weights.py``).
+    Then probabilities of kept tokens are summed in the order of token ids. The sampled token is the first one with
+    which the sum exceeds ``uniform`` times the total. It depends on its row alone and is the same in every backend,
+    because probabilities are whole numbers (``weights.py``).
 
     Args:
-        logits: float32 [B, V], V at least 1 and at most 2**22, rows dense. -inf is never sampled if any logit is
-            finite.
-        parameters: float64 [B, 5], columns as in ``weights.PARAMETERS``: temperature, at most 100; up to
-            ``weights.COLDEST`` it selects the largest logit, whatever the other parameters are; top_k, a whole number,
-            ignored unless it is above 0 and below V; top_p in (0, 1], no effect at 1; min_p in [0, 1]; uniform in
-            [0, 1).
+        logits: float32 [B, V], V from 1 to 2**22, rows contiguous. -inf is never sampled if any logit is finite.
+        parameters: float64 [B, 5], with the columns of ``weights.PARAMETERS``. temperature: at most 100; up to
+            ``weights.COLDEST`` it selects the largest logit, whatever the other parameters are. top_k: a whole number,
+            ignored unless it is above 0 and below V. top_p: in (0, 1]. min_p: in [0, 1]. uniform: in [0, 1).
 
     Returns:
-        int64 [B], in [0, V) for any logits; the token of a row with NaN or infinity has no meaning.
+        int64 [B], always in [0, V). The token of a row with NaN or infinity is arbitrary.
     """
     sampled = [_sample(row, *numbers) for row, numbers in zip(logits, parameters.tolist(), strict=True)]
     return torch.stack(sampled) if sampled else torch.empty(0, dtype=torch.int64, device=logits.device)
@@ -65,17 +64,18 @@ def _sample(logits: Tensor, temperature: float, top_k: float, top_p: float, min_
 
 
 def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Tensor:
-    """The shortest prefix of the tokens that are ``there`` whose measures sum up to at least ``target``: bool [V].
+    """The shortest prefix of the tokens in ``there``, by descending logits, whose measures sum up to at least
+    ``target``, bool [V].
 
-    Measures are int64 [V], 0 for the other tokens, and ``target`` is at least 1.
+    ``measure`` is int64 [V], 0 for the other tokens. ``target`` is at least 1.
     """
-    # Other tokens would fall into the last bucket; -inf there would make the next range infinite, and shares of it NaN.
+    # Other tokens would fall into the last bucket. Their -inf would make the next range infinite, and its shares NaN.
     values, measure = logits[there], measure[there]
     while len(values) > SORTED:
         high, low = values.amax(), values.amin()
         if low / 2 >= high / 2:
             break
-        # Halved, as the difference of two large numbers can be infinite, which makes shares of it meaningless.
+        # Halved, because the difference of two large numbers can be infinite.
         bucket = ((high / 2 - values / 2) / (high / 2 - low / 2)).clamp_(max=1).mul_(BUCKETS - 1).int()
         sums = measure.new_zeros(BUCKETS).scatter_add_(0, bucket.long(), measure).cumsum(0)
         place = int(torch.searchsorted(sums, target))

@@ -1,11 +1,12 @@
-"""Sampling without sorting in one Triton kernel, one program per row: passes over a row that stays in the L2 cache.
+"""Samples tokens without sorting in one Triton kernel. A program makes several passes over its row, which stays in the
+L2 cache.
 
-The first passes find the largest and the smallest logit, then the weight of all tokens. For each filter, the value at
-which it ends is bracketed: each pass measures what lies above three values and leaves a quarter of the range, until the
-remaining tokens fit in registers. A last pass sums up what is kept, block by block; the block with the sampled token is
-read again.
+The first passes find the largest and the smallest logit, then the weight of all tokens. For each filter, the kernel
+searches the logit at which the filter ends: each pass measures the tokens above three values and leaves a quarter of
+the range, until the remaining tokens fit in registers. A last pass sums up the kept tokens by block. The block with the
+sampled token is read again.
 
-Weights are whole numbers, so the order of additions does not matter and passes may be split in any way.
+Weights are whole numbers, so sums do not depend on the order of additions.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from shadowkv.ops.sample_tokens import weights
 from shadowkv.ops.sample_tokens.weights import CANDIDATES, PARAMETERS
 
 BLOCK = 2048
-"""Tokens of a row that are read at a time, four by each thread, where threads sum separately until the row's end."""
+"""Tokens of a row that are read at a time, four by each thread, in passes in which threads sum separately."""
 
 LONG_BLOCK = 4096
-"""The same where threads wait for each other after every block."""
+"""Tokens of a row that are read at a time in passes in which threads wait for each other after every block."""
 
 BY_VALUE = 4
-"""Passes that divide a range of values into equal parts; later passes divide the set of floats in it, which takes at
-most 16 more passes."""
+"""Passes that divide a range of values into equal parts. Later passes divide the floats in the range into equal parts,
+of which at most 16 are needed."""
 
 COLDEST = tl.constexpr(weights.COLDEST)
 LARGEST = tl.constexpr(weights.LARGEST)
@@ -58,7 +59,7 @@ def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
             LONG_BLOCK=LONG_BLOCK,
             BLOCKS=triton.next_power_of_2(triton.cdiv(size, LONG_BLOCK)),
             num_warps=16,
-            enable_fp_fusion=False,  # a fused multiply-add rounds differently
+            enable_fp_fusion=False,  # fused multiply-adds round differently
         )
     return tokens
 
@@ -88,13 +89,13 @@ def _sample_tokens(
     smallest, largest, sampled = _extent(logits, size, BLOCK)
     if (temperature > COLDEST) & (largest > float("-inf")):
         scale = (1 / temperature).to(tl.float32) * LOG2E
-        # All tokens with a nonzero weight are above low.
+        # ``low`` is below all tokens with a nonzero weight.
         high = _order(largest).to(tl.int64)
         low = tl.maximum(_order(largest - 42 / scale).to(tl.int64), _order(smallest).to(tl.int64) - 1)
         low = tl.minimum(low, high - 1)
         count, total = _measure(logits, size, largest, scale, _value(low), BLOCK)
         least, ties, kept = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-        for by_mass in range(2):  # top-k, then top-p of what is left
+        for by_mass in range(2):  # top-k, then top-p of the rest
             if by_mass == 0:
                 target, filters = top_k, (top_k > 0) & (top_k < count)
             else:
@@ -122,7 +123,7 @@ def _load(logits, start, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight(logit, largest, scale):
-    """``token_weights``, operation by operation."""
+    """``weights.token_weights``, with the same operations."""
     octaves = tl.minimum((largest - logit) * scale, MAX_OCTAVES)
     rounded = octaves + ROUND
     part = octaves - (rounded - ROUND)
@@ -133,14 +134,14 @@ def _weight(logit, largest, scale):
 
 @triton.jit
 def _order(value):
-    """Maps float32 values to int32 in the same order, without gaps; both zeros become 0."""
+    """Maps float32 values to consecutive int32 numbers in the same order. Both zeros become 0."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 @triton.jit
 def _value(order):
-    """The float32 of an ``_order``, int64."""
+    """The float32 value of an ``_order``, int64."""
     size = tl.abs(order).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.where(order < 0, -size, size)
 
@@ -161,7 +162,7 @@ def _extent(logits, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _measure(logits, size, largest, scale, above, BLOCK: tl.constexpr):
-    """Number of tokens above a value, and their weight."""
+    """Number of tokens above ``above``, and their weight."""
     count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
         _, logit = _load(logits, start, size, BLOCK)
@@ -191,8 +192,8 @@ def _measure_three(logits, size, largest, scale, a, b, c, BLOCK: tl.constexpr):
 
 @triton.jit
 def _between(low, high, quarters, by_value):
-    """The order ``quarters`` / 4 of the way from ``low`` to ``high``, by value or by order; at least ``low`` and below
-    ``high``."""
+    """The order that lies ``quarters`` / 4 of the way from ``low`` to ``high``, measured by value or by order. It is at
+    least ``low`` and below ``high``."""
     first, last = _value(low), _value(high)
     middle = _order(first + (last - first) * (0.25 * quarters)).to(tl.int64)
     middle = tl.where(by_value, middle, low + (high - low) * quarters // 4)
@@ -216,11 +217,13 @@ def _enclose(
     BLOCK: tl.constexpr,
     LONG_BLOCK: tl.constexpr,
 ):
-    """The value at which ``target`` tokens, or with ``by_mass`` a weight of ``target``, are reached from the top down.
+    """Finds the value at which tokens, from the largest down, reach the number ``target``, or with ``by_mass`` the
+    weight ``target``.
 
-    The value is always above ``low`` and at most ``high``, both orders. ``count`` tokens are above ``low``.
+    The value is above ``low`` and at most ``high``, both orders. ``count`` tokens are above ``low``.
 
-    Returns the value, how many tokens have it, how many of those are needed, and the total weight including these.
+    Returns:
+        The value, how many tokens have it, how many of those are needed, and the total weight with these.
     """
     above, mass, turn = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), 0  # tokens above high, and their weight
     while (count - above > CANDIDATES) & (high - low > 1):
@@ -264,7 +267,7 @@ def _enclose(
 
 @triton.jit
 def _gather(logits, size, low, high, candidates, BLOCK: tl.constexpr):
-    """Writes the logits above ``low`` and up to ``high`` contiguously, for all threads to read."""
+    """Writes the logits above ``low`` and up to ``high`` to ``candidates``, which all threads read."""
     found = 0
     for start in range(0, size, BLOCK):
         _, logit = _load(logits, start, size, BLOCK)
@@ -277,7 +280,7 @@ def _gather(logits, size, low, high, candidates, BLOCK: tl.constexpr):
 
 @triton.jit
 def _end_of_ties(logits, size, value, kept, BLOCK: tl.constexpr):
-    """The id after the first ``kept`` tokens that have ``value``."""
+    """One more than the id of the last of the first ``kept`` tokens that have ``value``."""
     before, start, end = tl.full([], 0, tl.int64), 0, size
     while before < kept:
         token, logit = _load(logits, start, size, BLOCK)
@@ -302,8 +305,8 @@ def _kept(logits, start, size, largest, scale, least, end, lightest, BLOCK: tl.c
 def _sample(
     logits, size, largest, scale, least, end, lightest, uniform, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """The sampled token, from those above ``least``, or equal to it with ids below ``end``, that weigh at least
-    ``lightest``."""
+    """The sampled token. Kept tokens weigh at least ``lightest``, and are above ``least``, or equal to it with ids
+    below ``end``."""
     block = tl.arange(0, BLOCKS)
     sums = tl.zeros([BLOCKS], tl.int64)
     for number in range(0, tl.cdiv(size, BLOCK)):

@@ -1,8 +1,8 @@
-"""What all backends of the op compute bitwise equally: a row's parameters, and the weights of its tokens.
+"""Sampling parameters, and the tokens' weights, which all backends of the op compute bitwise equally.
 
-A weight is exp(logit / temperature) in whole units, ``UNIT`` for the largest logit. Sums of whole numbers are exact, so
-no sample depends on the order of additions, on the batch or on the backend; and unfused float32 additions and
-multiplications are the same everywhere, unlike the exponentials of libraries.
+A weight is exp(logit / temperature) as a whole number, ``UNIT`` for the largest logit. Sums of whole numbers are exact,
+so samples do not depend on the order of additions, on the batch or on the backend. Weights are computed with unfused
+float32 additions and multiplications, which have the same results on all devices. Exponentials of libraries do not.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "uniform")
-"""Columns of the parameters, float64, which holds probabilities and counts of any size."""
+"""Columns of the parameters. They are float64, which represents probabilities and all counts."""
 
 COLDEST = 2.0**-16
-"""Temperatures up to this are greedy: dividing by less could overflow. It is exact in float32, which kernels may
-use."""
+"""Temperatures up to this are greedy, because dividing by them could overflow. Kernels may use float32, which
+represents it exactly."""
 
 LARGEST = torch.finfo(torch.float32).max
-"""What NaN and larger logits are replaced by: such a row's token has no meaning, but is in the vocabulary."""
+"""NaN and infinite logits are replaced by this. The token of such a row is arbitrary, but in the vocabulary."""
 
 UNIT_BITS = 40
 UNIT = 2**UNIT_BITS
-"""The weight of the largest logit. All tokens that weigh less than one unit have, together, less than 2**-22 of the
-probability in a vocabulary of 2**18, and a sum of that many weights is below 2**58."""
+"""The weight of the largest logit. In a vocabulary of 2**18, the tokens that weigh less than 1 together have less than
+2**-22 of the probability. A sum of that many weights is below 2**58."""
 
 ROUND = 1.5 * 2**23
-"""Added to a nonnegative float32 below 2**22, this rounds it to a whole number in the lowest bits."""
+"""The sum of this and a nonnegative float32 below 2**22 has the rounded number in its lowest bits."""
 
 MAX_OCTAVES = 63.0
-"""Halvings are clamped to this number: from 41 on a weight is below one unit, and a shift is by at most 63 bits."""
+"""Most halvings of a weight. From 41 halvings on a weight is below 1, and a shift can be by at most 63 bits."""
 
 LOG2E = 1.44269502162933349609375
 """log2(e) as a float32."""
@@ -38,21 +38,21 @@ MANTISSA_BITS = 21
 MANTISSA = (
     2.0**MANTISSA_BITS, -1453634.625, 503782.9375, -116407.3203125, 20282.6328125, -2781.81494140625,
 )  # fmt: skip
-"""Coefficients of 2**(21 - f) for f in [-1/2, 1/2], all in float32: the polynomial of least relative error, 9e-8, that
-is exact at 0. Including the rounding of its value, a weight is within 5e-7."""
+"""Coefficients, all float32, of a polynomial for 2**(21 - f) with f in [-1/2, 1/2]. It has the least relative error,
+9e-8, of those that are exact at 0. With rounding, the relative error of a weight is at most 5e-7."""
 
 CANDIDATES = 8192
-"""Logits of a row that fit in a backend's scratch memory: the last candidates for the end of a filter."""
+"""Logits of a row for which a backend has scratch memory: the last candidates for the end of a filter."""
 
 SCRATCH_BYTES = 4 * CANDIDATES + 8 * len(PARAMETERS)
-"""Device bytes that sampling takes per row, besides logits and tokens."""
+"""Device bytes that sampling needs per row, besides logits and tokens."""
 
 
 def token_weights(logits: Tensor, largest: Tensor, temperature: float) -> Tensor:
     """Weights int64 [...], 0 to ``UNIT``, of float32 logits [...].
 
     Args:
-        logits: none above ``largest``, and no NaN among them; -inf weighs nothing.
+        logits: at most ``largest``, without NaN. -inf has weight 0.
         largest: float32 [], finite.
         temperature: above ``COLDEST``.
     """

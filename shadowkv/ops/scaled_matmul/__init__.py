@@ -1,1 +1,1 @@
-"""Matrix products of 8-bit floats with a scale per row of either operand."""
+"""Matrix products of 8-bit floats, with a scale per row of activations and per row of weights."""

@@ -1,4 +1,4 @@
-"""Matrix products of scaled 8-bit floats on tensor cores, using the libraries that come with PyTorch."""
+"""Matrix products of scaled 8-bit floats on tensor cores, by the libraries that come with PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from shadowkv.ops.extension import gpu_missing
 
 MIN_CAPABILITY = (8, 9)
-"""Ada; Hopper is 9.0. Older GPUs have no tensor cores for 8-bit floats."""
+"""Compute capability of Ada. Older GPUs have no tensor cores for 8-bit floats."""
 
 MULTIPLE = 16
 """K and N must be multiples of this."""
@@ -21,10 +21,10 @@ missing = partial(gpu_missing, MIN_CAPABILITY)
 def scaled_matmul(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Same as the reference, with a result and bias in bfloat16; all rows must be dense.
+    """Same as the reference, with result and bias in bfloat16. All rows must be contiguous.
 
     Raises:
-        ValueError: another dtype, or sizes K or N that are not multiples of 16.
+        ValueError: another dtype, or K or N is not a multiple of 16.
     """
     out_features, in_features = weight.shape
     if dtype != torch.bfloat16:
@@ -33,7 +33,7 @@ def scaled_matmul(
         raise ValueError(f"scaled_matmul on a GPU takes multiples of {MULTIPLE}, not {out_features} x {in_features}")
     if not len(codes):
         return codes.new_empty(0, out_features, dtype=dtype)
-    # Summed in the tensor cores' own precision, as in vLLM: this loses less than the three bits of the codes do.
+    # Summed in the tensor cores' own precision, like vLLM. This loses less than rounding to three bits of mantissa.
     out = torch._scaled_mm(
         codes, weight.t(), scale_a=scale, scale_b=weight_scale.t(), out_dtype=dtype, use_fast_accum=True
     )

@@ -1,5 +1,5 @@
-"""Selection of blocks on Hopper: scores of what a tile may leave out by
-``csrc/kernels/score_blocks_sm90/``, the rest by Triton."""
+"""Selection of blocks on Hopper. ``csrc/kernels/score_blocks_sm90/`` scores the blocks that a tile may leave out, and
+Triton does the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shadowkv.ops.case import Case, unless
+from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.extension import HOPPER, cuda_missing
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SAMPLED, SINK_BLOCKS, Blocks
 from shadowkv.ops.select_blocks.triton import draw_blocks, sample_queries, score_attended, score_buffer
@@ -18,7 +18,7 @@ DIMS = (64, 128)
 """Head dims that the kernel supports."""
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 128
-"""Most sampled queries per tile and kv head that the kernel takes."""
+"""Most sampled queries per tile and kv head that the kernel supports."""
 
 
 missing = partial(cuda_missing, "score_blocks_sm90", "score_blocks_sm90", capability=HOPPER)
@@ -27,17 +27,18 @@ missing = partial(cuda_missing, "score_blocks_sm90", "score_blocks_sm90", capabi
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
     return [
-        *unless(case.dtype in DTYPES, f"{case.dtype} is not bfloat16 or float16"),
-        *unless(case.head_dim in DIMS, f"head dim {case.head_dim} is not 64 or 128"),
+        *unless_one_of(case.dtype, DTYPES),
+        *unless_one_of(case.head_dim, DIMS, "head dim"),
         *unless(case.group * SAMPLED <= MAX_ROWS, f"group {case.group} is above {MAX_ROWS // SAMPLED}"),
     ]
 
 
 def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
-    """Same as ``triton.select_blocks``; a block's share has a relative error of at most 1e-4.
+    """Same as ``triton.select_blocks``, but a block's share has a relative error of up to 1e-4. Can be captured in a
+    CUDA graph.
 
-    bfloat16 or float16 with a head dim of 64 or 128, up to 16 query heads per kv head; strides between heads and tokens
-    of q and k are multiples of 16 bytes. Can be captured in a CUDA graph.
+    The dtype is bfloat16 or float16, the head dim 64 or 128, with up to 16 query heads per kv head. Strides between
+    heads and tokens of q and k are multiples of 16 bytes.
     """
     scores, sampled = score_buffer(q, k), sample_queries(q)
     score_blocks(q, k, sampled, scores)
@@ -45,10 +46,10 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """Same as ``triton.score_blocks``; padding rows, and first blocks, which a tile always attends to, are not
-    written.
+    """Same as ``triton.score_blocks``. Scores of padding rows, and of first blocks, which a tile always attends to, are
+    not written.
 
-    ``sampled``, rows of q, are read on the device and are not checked.
+    ``sampled``, rows of q, are read on the device and not checked.
     """
     scale = q.shape[2] ** -0.5 * math.log2(math.e)
     torch.ops.shadowkv_cuda.score_blocks_sm90(q, k, sampled, scale, SINK_BLOCKS, LOCAL_BLOCKS, scores)

@@ -8,50 +8,52 @@ import torch
 from torch import Tensor
 
 Blocks = tuple[Tensor, Tensor, Tensor]
-"""Indices int32 [H_q, tiles, blocks], how many of them are valid int32 [H_q, tiles], and weights float32 [H_q, tiles,
-blocks]."""
+"""Indices of blocks, int32 [H_q, tiles, blocks]; how many of them are valid, int32 [H_q, tiles]; and their weights,
+float32 [H_q, tiles, blocks]."""
 
 BLOCK = 128
 """Keys of a block and queries of a tile."""
 
 SAMPLED, SPREAD = 8, 4
-"""Queries of a tile by whose attention its blocks are drawn, and those of them that are spread evenly."""
+"""Queries of a tile by whose attention its blocks are sampled, and how many of them are evenly spaced."""
 
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
-"""First blocks, and blocks before a tile's own, that the tile always attends to."""
+"""Numbers of blocks that a tile always attends to: the first ones, and those just before its own."""
 
 MIN_BLOCKS = 16
-"""Blocks that a tile draws besides, on average at least: heads that attend to hardly more than the first tokens would
-have none, and what little they add would be of one block."""
+"""Minimum expected number of blocks that a tile samples. Without it, heads that attend mostly to the first tokens would
+sample none or a single block."""
 
 FACTORS, HALVINGS = 40, 10
-"""Octaves over which the factor of all probabilities is sought, and how often they are halved."""
+"""log2 of the range in which the factor of all probabilities is searched, and how often that range is halved."""
 
 
 def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
-    """The blocks of keys that each tile of the last n of m positions attends to, and how many each of them stands for.
+    """Selects the blocks of keys that each tile of the last n of m positions attends to.
 
-    A tile always attends to the first blocks, to the newest ones and to its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``).
-    All others hold only keys before it, and are sampled. What a block is to a tile is the largest share that it has of
-    the softmax of one of the tile's sampled queries (``sample_queries``) over all keys that the query sees. It is
-    attended to with a probability in proportion to that, at most 1, and then stands for as many blocks as the
-    probability implies, so that expected sums are exact (Horvitz and Thompson 1952). Draws are systematic (Madow 1949).
-    The factor is the least with which the sum of what is drawn has for every sampled query a standard deviation of at
-    most ``error`` of its softmax, draws being counted as independent, and with which ``MIN_BLOCKS`` are drawn, of
-    those whose share is not below 2^-``FACTORS``. So more blocks are needed where attention is spread out, but hardly
-    more for longer prompts.
+    A tile always attends to the first blocks, the newest ones and its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``). The
+    other blocks hold only earlier keys, and are sampled. For each of the tile's sampled queries (``sample_queries``), a
+    block has a share of the softmax over all keys that the query sees. The block's probability is a factor times its
+    largest share, at most 1. If it is selected, it stands for 1 / probability blocks, so that expected sums are exact
+    (Horvitz and Thompson 1952). Sampling is systematic (Madow 1949).
+
+    The factor is the smallest that meets two conditions. For every sampled query, the sampled sum of softmax weights
+    has a standard deviation of at most ``error`` of the whole sum, as if blocks were sampled independently. And
+    ``MIN_BLOCKS`` blocks are expected, of those whose share is at least 2^-``FACTORS``. So a tile needs more blocks if
+    attention is spread out, but hardly more in longer prompts.
 
     Args:
         q: RoPE-rotated queries [n, H_q, d], n at least 1.
         k: RoPE-rotated keys [m, H, d].
-        error: largest standard deviation, 0 to below 1; with 0 everything is attended to.
-        whole: tiles that hold one of the last ``whole`` queries, and a last tile that is not full, attend to all
-            blocks.
-        seed: other draws for other seeds; they do not depend on how a prompt is cut into calls, at multiples of 128.
+        error: largest standard deviation, from 0 to below 1. With 0 all blocks are selected.
+        whole: all blocks are selected for tiles with one of the last ``whole`` queries, and for a last tile that is not
+            full.
+        seed: seed of the random numbers. The samples do not depend on how a prompt is divided into calls, if each call
+            starts at a multiple of 128.
 
     Returns:
-        int32 [H_q, tiles, blocks], ascending, arbitrary past their number; int32 [H_q, tiles], their number; and
-        float32 [H_q, tiles, blocks], 1 or more, how many blocks each of those listed stands for.
+        ``Blocks``: ascending indices, arbitrary from their count on; counts; and weights, the number of blocks that
+        each block stands for, at least 1.
     """
     n, query_heads, dim = q.shape
     m, heads = k.shape[:2]
@@ -83,14 +85,14 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
 
 
 def probabilities(shares: Tensor, error: float) -> Tensor:
-    """With which blocks are attended to, float32 [H_q, blocks], from their shares [H_q, sampled, blocks]."""
+    """Probabilities of blocks, float32 [H_q, blocks], from their shares [H_q, sampled, blocks]."""
     largest, count = shares.amax(1), shares.shape[2]
     least = torch.zeros(len(shares), 1, device=shares.device)
     most = torch.full_like(least, FACTORS)
     for _ in range(HALVINGS):
         factor = (least + most) / 2
         probability = (largest * factor.exp2()).clamp(max=1)
-        missed = torch.where(largest > 0, 1 / probability - 1, 0)  # of independent draws, in units of a squared share
+        missed = torch.where(largest > 0, 1 / probability - 1, 0)  # a sample's variance, in units of its squared share
         variance = (shares.square() * missed[:, None]).sum(-1).amax(1, keepdim=True)
         enough = (variance <= error**2) & (probability.sum(-1, keepdim=True) >= min(MIN_BLOCKS, count) - 1e-3)
         least, most = torch.where(enough, least, factor), torch.where(enough, factor, most)
@@ -98,15 +100,18 @@ def probabilities(shares: Tensor, error: float) -> Tensor:
 
 
 def systematic(probability: Tensor, offset: Tensor) -> Tensor:
-    """Which blocks are drawn, bool [H_q, blocks]: those at which the sum of ``offset`` int64 [H_q, 1] and of their
-    probabilities, in units of 2^-32, passes a whole number, and all of probability 1, which are not in that sum."""
+    """Systematic sample of blocks, bool [H_q, blocks].
+
+    A running sum starts with ``offset``, int64 [H_q, 1] in units of 2^-32, and adds each block's probability. A block
+    is selected if the sum passes a whole number at it. Blocks of probability 1 are selected and not added.
+    """
     part = torch.where(probability < 1, probability * 2**32, 0).long()
     total = part.cumsum(-1) + offset
     return (probability >= 1) | (total >> 32 != total - part >> 32)
 
 
 def offsets(seed: int, query_heads: int, position: int, device: torch.device) -> Tensor:
-    """Random numbers of 32 bits, int64 [H_q, 1], for the tile that begins at ``position`` (MurmurHash3's finaliser)."""
+    """32-bit random numbers, int64 [H_q, 1], for the tile that starts at ``position`` (MurmurHash3's finaliser)."""
     head = torch.arange(query_heads, device=device)
     x = (seed * 0x9E3779B1 + head * 0x85EBCA77 + position * 0xC2B2AE3D) & 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
@@ -117,8 +122,8 @@ def offsets(seed: int, query_heads: int, position: int, device: torch.device) ->
 def sample_queries(q: Tensor) -> Tensor:
     """Rows of ``q`` [n, H_q, d] that represent the tiles, int32 [H_q, tiles, ``SAMPLED``].
 
-    ``SPREAD`` evenly spaced ones, the tile's last among them, which stand for most of its queries, then repeatedly the
-    one farthest from those already sampled (Gonzalez 1985): this catches what only one token looks for.
+    The first ``SPREAD`` of a tile are evenly spaced, the last one at its end, and are typical of its queries. Each
+    further one is the query farthest from those already sampled (Gonzalez 1985), to include queries unlike the others.
     """
     n, query_heads, _ = q.shape
     tiles = -(-n // BLOCK)

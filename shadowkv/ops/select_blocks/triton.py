@@ -1,5 +1,5 @@
-"""Selection of blocks in four Triton kernels: queries are sampled and scored against keys that a tile always attends to
-and against all others, and blocks are drawn."""
+"""Selection of blocks in four Triton kernels. They sample queries, score the keys that tiles always attend to, score
+the other blocks, and sample blocks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from shadowkv.ops.select_blocks.reference import (
     SPREAD,
     Blocks,
 )
+from shadowkv.ops.triton_sizes import dot_size
 
 SPAN = 32
 """Blocks of keys that a program scores."""
 
 AT_ONCE = 64
-"""Blocks of keys that are considered together when drawing."""
+"""Blocks of keys that are sampled at a time."""
 
 
 def supports(case: Case) -> list[str]:
@@ -41,7 +42,7 @@ def supports(case: Case) -> list[str]:
 
 
 def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
-    """Same as the reference, except for blocks at which the sum of probabilities nearly passes a whole number; products
+    """Same as the reference, except for blocks at which the sum of probabilities nearly passes a whole number. Products
     are summed in float32."""
     scores, sampled = score_buffer(q, k), sample_queries(q)
     score_blocks(q, k, sampled, scores)
@@ -49,31 +50,31 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
 
 
 def tiles_together(group: int) -> int:
-    """Number of tiles whose sampled queries, of all query heads of a kv head, are scored together."""
+    """Number of tiles whose sampled queries, of ``group`` query heads of a kv head, are scored together."""
     return max(1, 128 // (group * SAMPLED))
 
 
 def score_buffer(q: Tensor, k: Tensor) -> Tensor:
-    """float32 [blocks, H, parts, rows] for ``score_blocks``.
+    """An uninitialised tensor for the scores of ``score_blocks``, float32 [blocks, H, parts, rows].
 
-    A part's rows are the sampled queries of a kv head's query heads in ``tiles_together`` tiles; there may be more
-    rows.
+    A part's rows are the sampled queries of a kv head's query heads in ``tiles_together`` tiles, and perhaps padding.
     """
     heads, group = k.shape[1], q.shape[1] // k.shape[1]
     together = tiles_together(group)
-    rows = max(16, triton.next_power_of_2(together * group * SAMPLED))
+    rows = dot_size(together * group * SAMPLED)
     parts = triton.cdiv(triton.cdiv(len(q), BLOCK), together)
     shape = triton.cdiv(len(k), BLOCK), heads, parts, rows
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """Writes log2 of the sampled queries' sums of exponentials over all blocks that a tile may choose, and some others.
+    """Writes log2 of the sum of exponentials of every sampled query over each block that its tile may leave out, and
+    over some other blocks.
 
     Args:
-        q, k: [n, H_q, d] and [m, H, d], as for ``select_blocks``; the last dimension is dense.
+        q, k: [n, H_q, d] and [m, H, d], as for ``select_blocks``. The last dimension is contiguous.
         sampled: int32 [H_q, tiles, ``SAMPLED``], rows of ``q``, from ``sample_queries``.
-        scores: float32 [blocks, H, parts, rows], from ``score_buffer``; written.
+        scores: float32 [blocks, H, parts, rows], from ``score_buffer``. Written.
     """
     n, query_heads, dim = q.shape
     blocks, heads, parts, rows = scores.shape
@@ -87,23 +88,28 @@ def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
 
 
 def score_attended(q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
-    """log2 of the sampled queries' sums of exponentials over the keys that their tiles always attend to, up to each
-    query's own: float32 [H_q, tiles, ``SAMPLED``]. Arguments as for ``score_blocks``."""
+    """log2 of the sum of exponentials of every sampled query over the keys that its tile always attends to, up to the
+    query's own position, float32 [H_q, tiles, ``SAMPLED``]. Arguments as for ``score_blocks``."""
     n, query_heads, dim = q.shape
     heads, tiles = k.shape[1], triton.cdiv(n, BLOCK)
     group = query_heads // heads
     attended = torch.empty(query_heads, tiles, SAMPLED, dtype=torch.float32, device=q.device)
     _score_attended[(tiles, heads)](
         q, k, sampled, attended, n, len(k), dim**-0.5 * math.log2(math.e), *q.stride()[:2], *k.stride()[:2], DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim), GROUP=group, ROWS=max(16, triton.next_power_of_2(group * SAMPLED)),
+        DIM_BLOCK=triton.next_power_of_2(dim), GROUP=group, ROWS=dot_size(group * SAMPLED),
         BLOCK=BLOCK, SAMPLED=SAMPLED, SINK=SINK_BLOCKS, LOCAL=LOCAL_BLOCKS, EXACT=q.dtype == torch.float32,
     )  # fmt: skip
     return attended
 
 
 def draw_blocks(scores: Tensor, attended: Tensor, q: Tensor, k: Tensor, error: float, whole: int, seed: int) -> Blocks:
-    """The result of ``select_blocks``, from the scores [blocks, H, parts, rows] that ``score_blocks`` has written and
-    those of ``score_attended``; all other arguments as for ``select_blocks``."""
+    """Samples blocks: the result of ``select_blocks``.
+
+    Args:
+        scores: float32 [blocks, H, parts, rows], written by ``score_blocks``.
+        attended: float32 [H_q, tiles, ``SAMPLED``], from ``score_attended``.
+        q, k, error, whole, seed: as for ``select_blocks``.
+    """
     n, query_heads, m, heads = *q.shape[:2], *k.shape[:2]
     group, tiles, (blocks, _, parts, rows) = query_heads // heads, triton.cdiv(n, BLOCK), scores.shape
     indices = torch.empty(query_heads, tiles, blocks, dtype=torch.int32, device=q.device)
@@ -118,7 +124,7 @@ def draw_blocks(scores: Tensor, attended: Tensor, q: Tensor, k: Tensor, error: f
 
 
 def sample_queries(q: Tensor) -> Tensor:
-    """Same as the reference, except for queries at nearly equal distances; products are summed in float32."""
+    """Same as the reference, except for queries at nearly equal distances. Products are summed in float32."""
     n, query_heads, dim = q.shape
     tiles = triton.cdiv(n, BLOCK)
     sampled = torch.empty(query_heads, tiles, SAMPLED, dtype=torch.int32, device=q.device)
@@ -161,7 +167,7 @@ def _score(
     DIM_BLOCK: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr, SAMPLED: tl.constexpr, LOCAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the sampled queries' sums of exponentials, for a few tiles and each of a span of blocks of one head."""
+    """``score_blocks`` for the tiles of one part, one head, and a span of blocks."""
     part, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.arange(0, ROWS)
     tile = part * TOGETHER + row // (SAMPLED * GROUP)
@@ -197,7 +203,7 @@ def _score_attended(
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr,
     LOCAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the sums of exponentials of one tile's sampled queries, of all query heads of one kv head."""
+    """``score_attended`` for one tile and all query heads of one kv head."""
     tile, head, tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.arange(0, ROWS)
     lives = row < GROUP * SAMPLED
@@ -210,7 +216,7 @@ def _score_attended(
     )  # fmt: skip
     first = m - n + tile * BLOCK
     end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1
-    newest = tl.maximum(first // BLOCK - LOCAL + 1, SINK)  # blocks from here on, and the first ones
+    newest = tl.maximum(first // BLOCK - LOCAL + 1, SINK)  # always attended to, like the first SINK blocks
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for number in range(0, tl.minimum(SINK, end) + tl.maximum(end - newest, 0)):
@@ -222,7 +228,7 @@ def _score_attended(
         )  # fmt: skip
         products = tl.dot(queries, tl.trans(keys), input_precision="ieee" if EXACT else "tf32") * scale
         products = tl.where(key[None, :] <= (m - n + token)[:, None], products, float("-inf"))
-        higher = tl.maximum(peak, tl.max(products, 1))  # the first block has a key that every query sees
+        higher = tl.maximum(peak, tl.max(products, 1))  # every query sees a key in the first block
         total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(products - higher[:, None]), 1)
         peak = higher
     tl.store(attended + place, peak + tl.log2(total), mask=lives)
@@ -230,7 +236,7 @@ def _score_attended(
 
 @triton.jit
 def _add_block(varies, drawn, squared, expected):
-    """Adds blocks' part in the variances of sampled queries and in the number of blocks drawn."""
+    """Adds the terms of some blocks to the variances of sampled queries, and to the expected number of blocks."""
     probability = tl.minimum(expected, 1.0)
     missed = tl.where(expected > 0, 1 / tl.maximum(probability, 1e-30) - 1, 0.0)
     return varies + squared * missed[:, None], drawn + probability
@@ -238,7 +244,7 @@ def _add_block(varies, drawn, squared, expected):
 
 @triton.jit
 def _too_small(varies, drawn, variance, needed):
-    """1 if with a factor some query's variance is above its limit, or too few blocks are drawn, else 0."""
+    """1 if a factor is too small: some query's variance is above its limit, or too few blocks are expected. Else 0."""
     return 1 - ((tl.max(tl.sum(varies, 0), 0) <= variance) & (tl.sum(drawn, 0) >= needed)).to(tl.int32)
 
 
@@ -248,11 +254,11 @@ def _draw(
     TOGETHER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, SINK: tl.constexpr,
     LOCAL: tl.constexpr, LEAST: tl.constexpr, AT_ONCE: tl.constexpr, FACTORS: tl.constexpr, HALVINGS: tl.constexpr,
 ):  # fmt: skip
-    """Draws the blocks of one tile of one query head."""
+    """Samples the blocks of one tile of one query head."""
     tile, query_head = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(0)
     first = m - n + tile * BLOCK
-    end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1  # blocks that its last query sees at least in part
+    end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1  # blocks of which its last query sees at least a part
     free_end = tl.maximum(first // BLOCK - LOCAL + 1, SINK)
     if (tile + 1) * BLOCK > n - whole:
         free_end = SINK + 0 * free_end
@@ -274,9 +280,9 @@ def _draw(
     norm = peak + tl.log2(total)
     needed = tl.minimum(LEAST, tl.maximum(free_end - SINK, 0)).to(tl.float32) - 1e-3
     least, step = tl.zeros([], tl.float32), tl.full([], FACTORS / 4, tl.float32)  # log2 of the factor
-    for _ in range(HALVINGS // 2):  # two halvings at once: scores are read half as often
+    for _ in range(HALVINGS // 2):  # two halvings per pass over the scores
         first_factor, factor_ratio = tl.exp2(least + step), tl.exp2(step)
-        varies_1 = tl.zeros([AT_ONCE, SAMPLED], tl.float32)  # summed over threads once, at last
+        varies_1 = tl.zeros([AT_ONCE, SAMPLED], tl.float32)  # summed over threads at the end
         drawn_1 = tl.zeros([AT_ONCE], tl.float32)
         varies_2, drawn_2, varies_3, drawn_3 = varies_1, drawn_1, varies_1, drawn_1
         for start in range(SINK, free_end, AT_ONCE):
@@ -299,7 +305,7 @@ def _draw(
     hashed = seed.to(tl.uint32) * 0x9E3779B1 + query_head.to(tl.uint32) * 0x85EBCA77 + first.to(tl.uint32) * 0xC2B2AE3D
     hashed = (hashed ^ (hashed >> 16)) * 0x85EBCA6B
     hashed = (hashed ^ (hashed >> 13)) * 0xC2B2AE35
-    passed = (hashed ^ (hashed >> 16)).to(tl.int64)  # in units of 2^-32, as all sums here: they are exact
+    passed = (hashed ^ (hashed >> 16)).to(tl.int64)  # in units of 2^-32, so that sums are exact
     place = (query_head.to(tl.int64) * tiles + tile) * blocks
     count = 0
     for start in range(0, end, AT_ONCE):

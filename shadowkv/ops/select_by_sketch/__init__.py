@@ -1,1 +1,1 @@
-"""The chunks that a 2-bit key sketch finds among the runs of tokens with the best sign scores."""
+"""Selects chunks by a 2-bit key sketch: the best chunks in the runs of tokens with the best sign scores."""

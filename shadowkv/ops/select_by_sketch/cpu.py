@@ -1,4 +1,4 @@
-"""Two-level selection in C++, ``csrc/cpu/sketch/``."""
+"""Selection in two levels in C++ (``csrc/cpu/sketch/``)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ def select_by_sketch(
     sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Same as the reference; ids of pages past the valid ones are not read.
-
-    The head dim is at most 256.
-    """
+    """Same as the reference, for head dims up to 256. Page ids from ``num_pages`` on are not read."""
     heads, fields = signs.shape[1], (coarse, signs, rest, scale, pages, num_pages)
     counts = torch.zeros_like(budget) if sampling is None else sampling.counts.where(budget > 0, 0)
     keep = reference.kept_runs(num_pages, budget + counts, chunk)

@@ -1,4 +1,4 @@
-"""Two-level selection in three launches, ``csrc/kernels/select_by_sketch/``."""
+"""Selection in two levels in three CUDA kernels (``csrc/kernels/select_by_sketch/``)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from shadowkv.ops.sketch_queries import cuda as sketch_queries
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 COUNTS_BYTES = 12 * 1024
-"""Most bytes of shared memory that the kernels use besides the groups of ``supports``."""
+"""Most bytes of shared memory that the kernels use besides those that ``supports`` computes."""
 
 missing = partial(cuda_missing, "select_by_sketch", "select_by_sketch")
 
 
 def supports(case: Case) -> list[str]:
-    """Why the kernels cannot serve a case.
+    """Why the kernels cannot serve a case: one thread block must be able to select from all runs of the longest
+    context.
 
-    On an H200, contexts of 3.5 million tokens, or those that select half a million chunks, have more runs than one
-    thread block can select from.
+    On an H200 it cannot for contexts of 3.5 million tokens, or if half a million chunks are selected.
     """
-    groups = (case.block_memory - COUNTS_BYTES) // 4  # groups of 8 values, with 4 bytes kept for each
+    groups = (case.block_memory - COUNTS_BYTES) // 4  # groups of 8 values take 4 bytes each
     needed = max(case.max_pages, region_bytes(case.max_pages, case.chunk, case.max_selected) // 16)
     reason = f"{case.block_memory} bytes of shared memory are too few to select from {PAGE * case.max_pages} tokens"
     return sketch_queries.supports(case) + unless(needed <= groups, reason)
 
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
-    """Bytes that a row keeps between launches: its kept runs and their weights, the scores of their chunks, and 16."""
+    """Bytes that a row needs between the kernels: kept runs and their weights, scores of their chunks, and 16 more."""
     keep = reference.most_kept(PAGE // RUN * columns, k, chunk)
     return sum(-(-size // 16) * 16 for size in (2 * keep * (RUN // chunk), 8 * keep, 4 * keep)) + 16
 
@@ -54,7 +54,7 @@ def select_by_sketch(
     sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Same as the reference; scores are compared as float16 numbers.
+    """Same as the reference. Scores are compared in float16.
 
     The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head.
     """

@@ -1,8 +1,8 @@
-"""Selection in two levels in PyTorch: the runs with the best sign scores, then their best chunks by all bits.
+"""Selection in two levels in PyTorch: first the runs with the best sign scores, then their best chunks by all bits.
 
-What the top-k leaves out can be sampled (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688): some of the runs
-that are examined are then sampled by their sign scores, and part of the chunks by their scores. Divided by their
-chance, the samples stand for everything that was not sampled.
+The rest can be sampled (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). Then some of the examined runs are
+sampled by their sign scores, and some of the chunks by their scores. Each sample is divided by its probability and so
+stands for others that were not selected.
 """
 
 from __future__ import annotations
@@ -19,58 +19,56 @@ from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN, decode_scale
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 KEPT_SHARE = 16
-"""One in this many runs is examined closely."""
+"""At least one in this many runs is kept: all bits of its tokens are examined."""
 
 KEPT_OVER_BUDGET = 4
-"""The runs examined closely have at least this many times the tokens of the budget."""
+"""Kept runs have at least this many times the tokens of the budget."""
 
 KEPT_LEAST = 384
-"""Least number of runs examined closely: how well samples represent the rest depends on their number more than on their
-share."""
+"""Least number of kept runs. How well samples represent the rest depends on their number more than on their share."""
 
 SAMPLED_SHARE = 4
-"""One in this many of these runs is sampled, if anything is sampled."""
+"""One in this many kept runs is sampled, if there is sampling."""
 
 RUN_SHARPNESS = 0.5
 CHUNK_SHARPNESS = 0.7
-"""Runs and chunks are sampled by exponentials of these multiples of their scores, which are only estimates: what they
-rate as nothing may matter. On attention of RULER prompts, 0.3 to 0.7 and 0.6 to 0.85 work equally well."""
+"""Runs and chunks are sampled by exponentials of their scores times these factors. They are below 1 because scores are
+estimates, and tokens with low scores may matter. On attention of RULER prompts, 0.3 to 0.7 and 0.6 to 0.85 work equally
+well."""
 
 
 def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
-    """Number of runs of each row that are examined closely when ``budget`` chunks are selected, int64 [B].
-
-    ``num_pages``, ``budget`` and ``chunk`` are as for ``select_by_sketch``.
-    """
+    """Number of kept runs of each row, int64 [B]. Arguments as for ``select_by_sketch``."""
     return _kept_of(PAGE // RUN * num_pages, budget * chunk).where(budget > 0, 0)
 
 
 @lru_cache
 def most_kept(runs: int, budget: int, chunk: int) -> int:
-    """The same for a row of ``runs`` that selects up to ``budget`` chunks; called in every step, for few such rows."""
+    """Number of kept runs of a row with ``runs`` runs that selects up to ``budget`` chunks. Cached, because it is
+    called in every step with few different arguments."""
     return int(_kept_of(torch.tensor(runs), torch.tensor(budget * chunk)))
 
 
 def _kept_of(runs: Tensor, tokens: Tensor) -> Tensor:
-    """Number of runs scored by all bits, out of ``runs``, when ``tokens`` tokens are selected. The CUDA kernels define
-    this rule in ``csrc/sketch_rules.h``."""
+    """Number of kept runs, out of ``runs``, if ``tokens`` tokens are selected. ``csrc/sketch_rules.h`` has the same
+    rule for kernels."""
     share = torch.maximum(-(-runs // KEPT_SHARE), -(-tokens * KEPT_OVER_BUDGET // RUN))
     return torch.minimum(runs, share.clamp(min=KEPT_LEAST))
 
 
 def sampled_runs(num_pages: Tensor, kept: Tensor, sampling: Sampling | None) -> Tensor:
-    """Number of the ``kept`` runs int64 [B] that are sampled, int64 [B]: a quarter, if anything is sampled and not all
-    runs of ``num_pages`` int64 [B] are kept.
+    """How many of the ``kept`` runs, int64 [B], are sampled, int64 [B]: a quarter if there is sampling, and none if all
+    runs of ``num_pages``, int64 [B], are kept.
 
-    On attention of RULER prompts, sampling half of them reduces the output error by 4 %, but misses 9.3 % of the tokens
-    with 5 % of a head's attention; a quarter misses 6.1 % and none 4.8 % (64 dimensions).
+    On attention of RULER prompts with 64 dimensions, sampling a half instead reduces the output's error by 4 %. But it
+    misses 9.3 % of the tokens with 5 % of a head's attention, a quarter misses 6.1 %, and no sampling 4.8 %.
     """
     some = torch.zeros_like(kept) if sampling is None else sampling.counts
     return torch.where((some > 0) & (kept < PAGE // RUN * num_pages), kept // SAMPLED_SHARE, 0)
 
 
 def log_sharpness(queries: SketchQueries, heads: int) -> Tensor:
-    """The approximate factor of a score in the softmax, in units of log 2: the mean of a group, float32 [B, H]."""
+    """Approximate factor of scores in a base-2 softmax, float32 [B, H]: the mean over the query heads of a kv head."""
     return queries.length.unflatten(1, (heads, -1)).mean(-1) / math.log(2)
 
 
@@ -88,33 +86,32 @@ def select_by_sketch(
     sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Chunks with the best score of any token with any query of its kv head, with queries of length 1, and sampled
-    chunks.
+    """Selects the best chunks, and samples others. A chunk's score is the best of any of its tokens with any query of
+    its kv head, with queries scaled to length 1.
 
-    Only some runs of 8 tokens are examined, ``kept_runs`` in number: those with the best ``coarse`` scores, and
-    ``sampled_runs`` others.
+    Only ``kept_runs`` runs of 8 tokens are examined: those with the best ``coarse`` scores, and ``sampled_runs``
+    others.
 
     Args:
         queries: B rows of H_q heads.
-        coarse: float16 [B, H, 8 P], of ``sign_scores``.
-        signs, rest: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
-        scale: uint8 [N, H, 64], codes; 0 marks tokens that may not be selected.
-        pages: int64 [B, P]; ids past the valid pages may be any existing page.
+        coarse: float16 [B, H, 8 P], from ``sign_scores``.
+        signs, rest: uint8 [N, H, 64, S], the sketch's planes from ``pack_sketch``, views over all pages.
+        scale: uint8 [N, H, 64], codes of scales; 0 marks tokens that may not be selected.
+        pages: int64 [B, P]. Ids from ``num_pages`` on may be those of any page.
         num_pages: int64 [B], valid pages of each row, 0 to P.
-        budget: int64 [B], number of top-k chunks, an upper limit for rows that sample (see ``systematic_sample``);
-            together with the sampled ones at most ``k``. Nothing is sampled for a row whose budget is 0.
-        chunk: tokens of a chunk, 1, 2, 4 or 8; either all or none of them may be selected.
+        budget: int64 [B], number of top-k chunks. For rows that sample it is an upper bound (``systematic_sample``).
+            With the sampled chunks it is at most ``k``. A row with budget 0 has no samples.
+        chunk: tokens of a chunk, 1, 2, 4 or 8. Either all or none of them may be selected.
         k: columns of the result.
-        sampling: what to sample in addition.
-        layer: each layer uses different random numbers.
+        sampling: the chunks to sample, or None.
+        layer: number of the layer. Each layer uses different random numbers.
 
     Returns:
-        int64 [B, H, k] chunk numbers, ascending, -1 where there is none; those come last. Ties, also of ``coarse``
-        scores, are broken arbitrarily by the backend; scores within a factor of 1 + 2**-10 may count as equal. Which
-        chunks are sampled depends on the last bits of sums, in which backends differ. None of it depends on the other
-        rows or on their number.
-        And float32 [B, H, k], the logarithm of how many chunks each one stands for, 0 or more, arbitrary where there is
-        none; None without ``sampling``.
+        Chunk numbers, int64 [B, H, k], ascending, then -1s. Backends break ties differently, also those of ``coarse``
+        scores. Scores within a factor of 1 + 2**-10 may count as equal. Which chunks are sampled depends on the last
+        bits of sums, in which backends differ. The selection does not depend on other rows of the batch. And the
+        logarithm of how many chunks each one stands for, float32 [B, H, k], 0 or more, arbitrary for -1; None without
+        ``sampling``.
     """
     heads, device = signs.shape[1], coarse.device
     if not coarse.shape[-1]:
@@ -176,14 +173,14 @@ def select_by_sketch(
 
 
 def _largest(values: Tensor, counts: Tensor) -> Tensor:
-    """The ``counts`` int64 [...] largest of [..., n], excluding -inf: bool [..., n]."""
+    """Marks the ``counts`` int64 [...] largest values of [..., n] except -inf, bool [..., n]."""
     order = values.argsort(dim=-1, descending=True, stable=True)
     within = torch.arange(values.shape[-1], device=values.device) < counts[..., None]
     return torch.zeros_like(within).scatter(-1, order, within) & ~values.isneginf()
 
 
 def _numbers(chosen: Tensor, width: int) -> Tensor:
-    """Numbers int64 [..., width] of what is chosen in bool [..., n], ascending, then -1s."""
+    """Indices int64 [..., width] of true entries in bool [..., n], ascending, then -1s."""
     last = chosen.shape[-1]
     numbers = torch.arange(last, device=chosen.device).where(chosen, last).sort(dim=-1).values
     numbers = torch.nn.functional.pad(numbers, (0, max(0, width - last)), value=last)[..., :width]

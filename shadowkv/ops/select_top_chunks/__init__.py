@@ -1,1 +1,1 @@
-"""The chunks with the largest softmax shares of each sequence and kv head."""
+"""Selects the chunks with the largest softmax shares for each sequence and kv head."""

@@ -1,4 +1,4 @@
-"""Ragged top-k by radix selection, one thread block per row, ``csrc/kernels/select_top_chunks/``."""
+"""Ragged top-k by radix selection with one thread block per row (``csrc/kernels/select_top_chunks/``)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def supports(case: Case) -> list[str]:
 
 
 def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass: float | None = None) -> Tensor:
-    """Same as the reference, in ascending order, without ``mass``; among equal shares, the first ones are chosen.
+    """Same as the reference without ``mass``. Among equal shares, the first chunks are selected.
 
-    Rows of more than about 49,000 chunks are ranked in global memory, which is slower, as they no longer fit in shared
-    memory.
+    Rows of more than about 49,000 chunks do not fit in shared memory. They are ranked in global memory, which is
+    slower.
     """
     (batch, heads), chunks = logits.shape[:2], logits.shape[3]
     if mass is not None:

@@ -7,25 +7,24 @@ from torch import Tensor
 
 
 def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass: float | None = None) -> Tensor:
-    """The chunks with the largest share of any query head's softmax, per sequence and kv head.
+    """Selects chunks by their largest share of the softmax of any query head of a kv head.
 
     Args:
-        logits: float32 [B, H, G, chunks], -inf where a chunk may not be selected; NaN counts as -inf.
+        logits: float32 [B, H, G, chunks], -inf where a chunk may not be selected. NaN counts as -inf.
         lse: float32 [B, H, G, T], log-sum-exps of ``logits`` over T disjoint sets that make up all chunks.
         budget: int64 [B], chunks to select, at most ``k``.
         k: columns of the result.
-        mass: if given, keeps only the shortest prefix of the budget, in the order of those shares, with which every
-            query head of the group reaches this share of its softmax: a chunk is kept if some query head has less
-            before it.
+        mass: if given, selection stops as soon as the selected chunks, in descending order of shares, have this share
+            of the softmax of every query head of the kv head.
 
     Returns:
-        int64 [B, H, k], ascending, -1 where there is none; those come last. Among equal shares (backends may treat
-        shares within a factor of 1 + 2**-24 as equal) the choice is up to the backend.
+        Chunk numbers, int64 [B, H, k], ascending, then -1s. Backends may choose differently among equal shares, and
+        treat shares within a factor of 1 + 2**-24 as equal.
     """
     shares = logits - lse.logsumexp(-1, keepdim=True)
     scores = shares.masked_fill(~shares.isfinite(), float("-inf")).amax(2)
     count = min(k, scores.shape[-1])
-    # Stable, unlike topk: among equal shares the first ones are chosen, regardless of the number of padding columns.
+    # Stable, unlike topk: among equal shares the first chunks are selected, whatever the number of padding columns.
     best, chosen = (x[..., :count] for x in scores.sort(dim=-1, descending=True, stable=True))
     beyond = torch.arange(count, device=logits.device) >= budget[:, None, None]
     if mass is not None:
@@ -37,7 +36,7 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass:
 
 
 def in_order(chosen: Tensor, keep: Tensor) -> Tensor:
-    """The chunks int64 [..., k] marked in ``keep``, bool [..., k]: ascending, then -1s."""
+    """The chunks int64 [..., k] that are marked in ``keep`` bool [..., k], ascending, then -1s."""
     last = torch.iinfo(torch.int64).max
     found = chosen.masked_fill(~keep, last).sort(dim=-1).values
     return found.masked_fill(found == last, -1)

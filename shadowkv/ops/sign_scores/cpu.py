@@ -1,4 +1,4 @@
-"""Sign scores in C++, ``csrc/cpu/sketch/``: a table holds the contribution of each byte of signs to a product."""
+"""Sign scores in C++ (``csrc/cpu/sketch/``). A table holds the contribution of each byte of signs to a product."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ __all__ = ["missing", "sign_scores", "supports"]
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """Same as the reference, to the last bit of finite scores; ids of pages past the valid ones are not read.
-
-    The head dim is at most 256.
-    """
+    """Same as the reference, for head dims up to 256. Finite scores are bitwise equal. Page ids from ``num_pages`` on
+    are not read."""
     return torch.ops.shadowkv.sign_scores(queries.whole, queries.unit, signs, scale, pages, num_pages)

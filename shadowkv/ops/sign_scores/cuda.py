@@ -1,4 +1,4 @@
-"""Sign scores with binary tensor cores, ``csrc/kernels/sign_scores/``."""
+"""Sign scores with binary tensor cores (``csrc/kernels/sign_scores/``)."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries
 __all__ = ["block_pages", "missing", "sign_scores", "supports"]
 
 MAX_BLOCK_PAGES = 16
-"""Maximum number of pages that one thread block walks. 63 rows of 61440 tokens take 134 us, 136 with 32 pages."""
+"""Most pages that one thread block scores. 63 rows of 61440 tokens take 134 us on an H200, and 136 us with 32 pages."""
 
 MIN_BLOCKS = 512
-"""Least number of blocks, if there is enough work for them: twice as many as a large GPU holds at a time."""
+"""A thread block takes more pages only if there would otherwise be more blocks than this, twice as many as a large GPU
+holds at a time."""
 
 missing = partial(cuda_missing, "sign_scores", "sign_scores")
 
 
 def block_pages(batch: int, columns: int) -> int:
-    """Pages that a thread block walks: a multiple of 4."""
+    """Number of pages that a thread block scores, a multiple of 4."""
     return max(4, min(MAX_BLOCK_PAGES, -(-batch * columns // (4 * MIN_BLOCKS)) * 4))
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """Same as the reference, to the last bit of float16.
+    """Same as the reference, bit for bit.
 
-    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head. Pages past the
-    valid ones are not read, nor are their ids. The kernel copies pages while the previous launch is still running,
-    which may write ``queries`` but none of the other arguments.
+    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head. Page ids from
+    ``num_pages`` on are not read. The kernel copies pages while the previous launch is still running, which may write
+    ``queries`` but none of the other arguments.
 
-    On an H200 with head dim 128 and 8 kv heads of 4 query heads, including ``sketch_queries``: 63 rows of 61440 tokens
-    in 134 us, 4.2 TB/s.
+    63 rows of 61440 tokens with head dim 128 and 8 kv heads of 4 query heads take 134 us on an H200, with
+    ``sketch_queries``: 4.2 TB/s.
     """
     batch, columns = pages.shape
     scores = torch.empty(batch, signs.shape[1], PAGE // RUN * columns, dtype=torch.float16, device=signs.device)

@@ -1,8 +1,8 @@
 """The 2-bit key sketch, and the scores of its sign plane, in PyTorch.
 
-A random rotation makes the coordinates of every key nearly Gaussian, so that one uniform quantiser with 4 levels serves
-all keys (TurboQuant, arXiv:2504.19874); the scale of a key makes its inner product with itself exact. The two bits are
-stored in two planes: signs alone determine where to look, and the other bits are read only there
+A random rotation makes the coordinates of every key nearly Gaussian, so that one uniform quantiser with 4 levels fits
+all keys (TurboQuant, arXiv:2504.19874). A key's scale makes its product with its own sketch exact. The two bits are
+stored in two planes: signs are read for all tokens, the other bits only for runs with good sign scores
 (``select_by_sketch``).
 """
 
@@ -17,34 +17,35 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes
 
 STEP = 0.9957
-"""Distance between levels in standard deviations: the uniform 4-level quantiser of a Gaussian with the least error."""
+"""Distance between levels, in standard deviations, of the uniform 4-level quantiser with the least error for a
+Gaussian."""
 
 RUN = 8
-"""Tokens that are searched together by their signs."""
+"""Tokens of a run, which share a sign score."""
 
 SCALE_SHIFT = 7
-"""A scale's code, shifted left by this, gives the bits of a float16: 5 bits of exponent, 3 of mantissa, no sign."""
+"""A scale's code, shifted left by this, is a float16. The code has 5 bits of exponent, 3 of mantissa and no sign."""
 
 LARGEST_SCALE = 61440.0
-"""The largest finite scale, with code 247."""
+"""The largest scale, with code 247."""
 
 EXCLUDED_SCALE = 0
-"""Code of tokens that may not be selected; keys have other codes."""
+"""Code of tokens that may not be selected. No scale has this code."""
 
 UNPACKED_AT_ONCE = 512
-"""Pages unpacked at a time, to bound the copies."""
+"""Pages that are unpacked at a time, to limit the memory of copies."""
 
 
 def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes and scales of keys, from their coordinates.
 
     Args:
-        x: float32 [..., d] with d a multiple of 8, centred keys times their sequence's map.
+        x: float32 [..., d] with d a multiple of 8, centred keys multiplied by their sequence's map.
 
     Returns:
-        Two planes uint8 [..., S] with S = ``plane_bytes(d)``, the signs (1 for positive) and the lower bits of codes
-        from 0 to 3: bit j of byte b < d/8 belongs to dimension j d/8 + b, other bytes are 0; and scales uint8 [...], as
-        ``encode_scale`` makes them. ``x`` is about (code - 1.5) * scale. A key that is 0 or not finite has the least
+        Two planes uint8 [..., S] with S = ``plane_bytes(d)``, the upper bits (1 for positive) and the lower bits of
+        codes from 0 to 3. Bit j of byte b < d/8 belongs to dimension j d/8 + b. Other bytes are 0. And scales uint8
+        [...] from ``encode_scale``. ``x`` is about (code - 1.5) * scale. A key that is 0 or not finite has the least
         scale.
     """
     norm = x.norm(dim=-1, keepdim=True)
@@ -57,24 +58,25 @@ def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def encode_scale(scale: Tensor) -> Tensor:
-    """Scales in one byte: a step reads the scales of all tokens, and 3 bits of mantissa err far less than signs do.
+    """Encodes scales in one byte, the upper 8 of the lower 15 bits of a float16.
 
-    An unsigned float with 5 bits of exponent: the upper 8 of the lower 15 bits of a float16.
+    One byte, because a step reads the scales of all tokens. The error of 3 bits of mantissa is far less than that of
+    signs.
 
     Args:
         scale: float32 [...].
 
     Returns:
-        uint8 [...] from 1 to 247, rounded to nearest after rounding to float16. From 2**-14 to the largest, 61440, they
-        are off by at most 1/16; below, by at most 2**-18, except for the least, 2**-17, which zero, negative numbers
-        and NaN get too.
+        uint8 [...] from 1 to 247, rounded to nearest after rounding to float16. From 2**-14 to 61440, the largest, the
+        relative error is at most 1/16. Below, the error is at most 2**-18, except for the least scale, 2**-17, which
+        zero, negative numbers and NaN get too.
     """
     half = scale.nan_to_num(0.0).clamp(0.0, LARGEST_SCALE).half().view(torch.int16)
     return (((half >> SCALE_SHIFT - 1) + 1) >> 1).clamp(min=1).to(torch.uint8)
 
 
 def decode_scale(codes: Tensor) -> Tensor:
-    """Scales float32 [...] of codes uint8 [...], as ``encode_scale`` makes them; 0 for ``EXCLUDED_SCALE``."""
+    """Scales float32 [...] of codes uint8 [...] from ``encode_scale``, 0 for ``EXCLUDED_SCALE``."""
     return (codes.to(torch.int16) << SCALE_SHIFT).view(torch.float16).float()
 
 
@@ -93,20 +95,21 @@ def plane_bits(plane: Tensor, dim: int) -> Tensor:
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """Largest score of any token of each run of 8 with any query of its kv head; keys as signs, queries in 4 bits.
+    """Scores of runs of 8 tokens: the largest product of any token's signs with any query of its kv head in 4 bits.
 
-    Queries of equal length make the heads of a group comparable without a softmax: measured on attention of real
-    prompts, an eighth of all runs chosen this way holds as much mass as one chosen by softmax shares.
+    Queries are scaled to length 1, so that the query heads of a kv head are comparable without a softmax. On attention
+    of real prompts, an eighth of all runs chosen this way has as much of the softmax as an eighth chosen by softmax
+    shares.
 
     Args:
         queries: B rows of H_q heads.
-        signs: uint8 [N, H, 64, S], views over all pages, as ``pack_sketch`` makes them.
-        scale: uint8 [N, H, 64], as ``encode_scale`` makes them; excluded tokens count as a score of 0.
-        pages: int64 [B, P]; ids past the valid pages may be any existing page.
-        num_pages: int64 [B], valid pages of each row, 0 to P; all their tokens count.
+        signs: uint8 [N, H, 64, S], from ``pack_sketch``, views over all pages.
+        scale: uint8 [N, H, 64], from ``encode_scale``. Excluded tokens have score 0.
+        pages: int64 [B, P]. Ids from ``num_pages`` on may be those of any page.
+        num_pages: int64 [B], valid pages of each row, 0 to P.
 
     Returns:
-        float16 [B, H, 8 P], -inf for runs of pages that are not valid.
+        float16 [B, H, 8 P], -inf for runs of pages from ``num_pages`` on.
     """
     whole, unit = queries.rounded_of_heads(signs.shape[1])
     batch, bits = len(whole), whole.shape[-1]

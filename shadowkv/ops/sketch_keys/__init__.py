@@ -1,1 +1,1 @@
-"""The 2-bit sketch of keys, into pages."""
+"""Makes the 2-bit sketch of keys and writes it to pages."""

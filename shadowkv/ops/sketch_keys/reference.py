@@ -1,4 +1,4 @@
-"""Sketched keys in PyTorch, in the layout of ``sign_scores``."""
+"""Sketches keys in PyTorch, in the layout that ``sign_scores`` reads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def sketch_keys(
     scale: Tensor,
     pages: Tensor,
 ) -> None:
-    """Writes the sketches of full pages of keys minus their sequence's mean.
+    """Writes the sketches of full pages of keys. The sequence's mean key is subtracted first.
 
     Args:
         keys: [L, n, 64, H, d], after RoPE.
         mean: float32 [L, states, H, d].
-        maps: bfloat16 [L, states, H, d, d], by which the keys of each sequence and kv head are multiplied.
-        states: int64 [n], or [1] when all pages are of one sequence: the rows of ``mean`` and ``maps``.
-        signs, rest: uint8 [L, N, H, 64, S], views over all pages.
-        scale: uint8 [L, N, H, 64].
-        pages: int64 [n], which of the N take them.
+        maps: bfloat16 [L, states, H, d, d], by which centred keys are multiplied.
+        states: int64 [n], the state of each page in ``mean`` and ``maps``, or [1] if all pages share one.
+        signs, rest: uint8 [L, N, H, 64, S], views over all pages. Written.
+        scale: uint8 [L, N, H, 64]. Written.
+        pages: int64 [n], page ids, at which sketches are written.
     """
     centred = (keys - mean[:, states].unsqueeze(2)).transpose(2, 3)  # [L, n, H, 64, d]
     for field, packed in zip((signs, rest, scale), pack_sketch(centred @ maps[:, states].float()), strict=True):

@@ -1,4 +1,4 @@
-"""Sketched keys in one Triton kernel: keys are read once, both planes are written directly into their pages."""
+"""Sketches keys in one Triton kernel. It reads keys once and writes both planes directly into their pages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows import MAX_DIMS
 from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, WARPS
 from shadowkv.ops.sign_scores.reference import LARGEST_SCALE, SCALE_SHIFT, STEP
 from shadowkv.ops.sketch_queries.reference import plane_bytes
-
-TOKENS = tl.constexpr(PAGE)
-"""Tokens of a page, for kernels."""
+from shadowkv.ops.triton_sizes import TOKENS
 
 SHIFT, LARGEST = tl.constexpr(SCALE_SHIFT), tl.constexpr(LARGEST_SCALE)
 """``SCALE_SHIFT`` and ``LARGEST_SCALE``, for kernels."""
@@ -35,10 +32,8 @@ def sketch_keys(
     scale: Tensor,
     pages: Tensor,
 ) -> None:
-    """Same as the reference; the last dimension of ``keys`` and the matrices in ``maps`` must be dense.
-
-    Up to 128 dimensions.
-    """
+    """Same as the reference, for head dims up to 128. The last dimension of ``keys`` and the matrices in ``maps`` must
+    be contiguous."""
     layers, count, _, heads, dim = keys.shape
     if dim > MAX_DIMS:
         raise ValueError(f"head dim {dim} is above {MAX_DIMS}, what sketch_keys takes in Triton")
@@ -62,8 +57,8 @@ def _sketch_keys(
     SHARED: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, BYTES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one page of one layer. Column ``bit * BYTES + byte`` of the mapped tile is dimension
-    bit * DIM / 8 + byte."""
+    """Sketches some heads of one page of one layer. Column ``bit * BYTES + byte`` of the mapped tile is dimension bit *
+    DIM / 8 + byte."""
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column, token, dim = tl.arange(0, 8 * BYTES), tl.arange(0, TOKENS), tl.arange(0, DIM_BLOCK)
     used = (column % BYTES < DIM // 8)[None, :]
@@ -82,7 +77,7 @@ def _sketch_keys(
         centred = x.to(tl.float32) - tl.load(centre_row + head * DIM, mask=dim < DIM, other=0.0)[None, :]
         matrix = tl.load(map_of_state + head * DIM * DIM, mask=(dim < DIM)[:, None] & used, other=0.0)
         if x.dtype == tl.bfloat16:
-            # A centred key has more bits than one bfloat16 can hold.
+            # A centred key has more bits than one bfloat16.
             held = centred.to(tl.bfloat16)
             y = tl.dot((centred - held.to(tl.float32)).to(tl.bfloat16), matrix, tl.dot(held, matrix))
         else:
@@ -92,12 +87,12 @@ def _sketch_keys(
         code = tl.minimum(tl.maximum(tl.floor(y / step[:, None]) + 2, 0.0), 3.0)
         overlap = tl.sum(tl.where(used, y * (code - 1.5), 0.0), 1)
         length = square / tl.where(overlap > 0, overlap, 1.0)
-        # NaN, e.g. from keys that are not finite, is not above 0.
+        # NaN, which keys have that are not finite, is not above 0.
         length = tl.where((overlap > 0) & (length > 0), tl.minimum(length, LARGEST), 0.0)
         half = length.to(tl.float16).to(tl.int16, bitcast=True)
         tl.store(scale_row + head * TOKENS, tl.maximum(((half >> SHIFT - 1) + 1) >> 1, 1).to(tl.uint8))
         whole = tl.reshape(tl.where(used, code.to(tl.int32), 0), (TOKENS, 8, BYTES))
-        # Both planes in one sum: the signs in the upper half.
+        # One sum computes both planes, the signs in the upper half.
         both = tl.sum((((whole >> 1) << 8) | (whole & 1)) << bit, 1)
         target = plane + head * TOKENS * WIDTH
         tl.store(signs + target, (both >> 8).to(tl.uint8), mask=byte < WIDTH)

@@ -1,1 +1,1 @@
-"""Queries in 8 and in 4 bits, for the ops that search a 2-bit key sketch."""
+"""Quantises queries to 8 and to 4 bits, for the ops that search a 2-bit key sketch."""

@@ -1,4 +1,4 @@
-"""Queries of a key sketch in C++, ``csrc/cpu/sketch/``."""
+"""Queries for a key sketch in C++ (``csrc/cpu/sketch/``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries
 __all__ = ["missing", "sketch_queries", "supports"]
 
 MAX_DIMS = 256
-"""Most dimensions whose sums fit in 16 bits."""
+"""Most dimensions for which sums fit in 16 bits."""
 
 
 def supports(case: Case) -> list[str]:
@@ -21,7 +21,7 @@ def supports(case: Case) -> list[str]:
 
 
 def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
-    """Same as the reference, except that coordinates near the middle of two whole numbers may round to the other one.
+    """Same as the reference, except that coordinates near the middle of two whole numbers may be rounded differently.
 
     The head dim is a multiple of 8 up to 256.
     """

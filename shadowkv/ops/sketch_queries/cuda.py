@@ -1,4 +1,4 @@
-"""Queries of a key sketch in one launch, ``csrc/kernels/sketch_queries/``."""
+"""Queries for a key sketch in one CUDA kernel (``csrc/kernels/sketch_queries/``)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.sketch_queries.reference import PLANES, SketchQueries, plane_bytes
 
 PLANE_BYTES, GROUP = (8, 16, 32), 16
-"""Supported bytes of a plane, for head dims up to 128 and from 200 to 256, and the most query heads per kv head."""
+"""Supported bytes of a plane, which head dims up to 128 and from 200 to 256 have, and most query heads per kv head."""
 
 missing = partial(cuda_missing, "sketch_queries", "sketch_queries")
 
 
 def supports(case: Case) -> list[str]:
-    """Why the key sketch kernels, this one, ``sign_scores`` and ``select_by_sketch``, cannot serve a case."""
+    """Why this kernel and those of ``sign_scores`` and ``select_by_sketch`` cannot serve a case."""
     sizes = unless(plane_bytes(case.head_dim) in PLANE_BYTES, f"head dim {case.head_dim} is not in 8-128 or 200-256")
     return sizes + unless(case.group <= GROUP, f"{case.group} query heads a kv head are more than {GROUP}")
 
 
 def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
-    """Same as the reference, except that coordinates near the middle of two whole numbers may round to the other one.
+    """Same as the reference, except that coordinates near the middle of two whole numbers may be rounded differently.
 
-    The head dim is a multiple of 8 up to 128, or from 200 to 256; queries are float32, bfloat16 or float16, with up to
-    16 query heads per kv head. ``states`` and ``maps`` are read while the previous launch is still running.
+    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head. Queries are
+    float32, bfloat16 or float16. ``states`` and ``maps`` are read while the previous launch is still running.
     """
     batch, heads, dim = q.shape
     size = plane_bytes(dim)

@@ -1,4 +1,5 @@
-"""Queries in PyTorch: mapped by their sequence's sketch, as whole numbers laid out to match the sketch's bits."""
+"""Queries for a key sketch in PyTorch: multiplied by their sequence's map and quantised, in the order of the sketch's
+bits."""
 
 from __future__ import annotations
 
@@ -8,27 +9,28 @@ import torch
 from torch import Tensor
 
 PLANES = 4
-"""Bits of the coarser numbers that signs are scored with: the error of signs as keys is 40 times as large."""
+"""Bits of the queries that are multiplied with signs. The error of taking only keys' signs is 40 times as large."""
 
 
 def plane_bytes(dim: int) -> int:
-    """Bytes of one of a key's two planes: one bit per dimension, padded to a multiple of 8 bytes."""
+    """Bytes of one plane of a key's sketch: one bit per dimension, padded to a multiple of 8 bytes."""
     return -(-dim // 64) * 8
 
 
 @dataclass(frozen=True)
 class SketchQueries:
-    """Queries scaled to length 1, then mapped, laid out like key planes: bit j of byte b of a plane corresponds to byte
-    b of row j of ``whole``.
+    """Queries that were scaled to length 1, multiplied by the map, and rounded to whole numbers.
+
+    They are ordered like a key's planes: bit j of byte b of a plane belongs to the same dimension as ``whole[j, b]``.
 
     Attributes:
-        whole: int8 [B, H_q, 8, S], from -127 to 127; 0 where a plane's bytes stand for no dimension.
+        whole: int8 [B, H_q, 8, S], from -127 to 127; 0 for padding bytes of a plane.
         unit: float32 [B, H_q], the unit of the whole numbers, 0 for a query that is 0.
         sum: int32 [B, H_q], sum of the whole numbers.
-        planes: uint8 [B, H_q, 4, S], bit planes of the whole numbers in sixteenths, rounded, from -8 to 7: bit j of
+        planes: uint8 [B, H_q, 4, S], bit planes of the whole numbers divided by 16 and rounded, from -8 to 7. Bit j of
             byte b of row p is bit p of the number from ``whole[..., j, b]``.
         plane_sum: int32 [B, H_q], sum of the numbers in ``planes``.
-        length: float32 [B, H_q], length of the queries times d**-0.5: the factor of scores in a softmax.
+        length: float32 [B, H_q], length of the queries times d**-0.5, the factor of scores in a softmax.
     """
 
     whole: Tensor
@@ -39,28 +41,29 @@ class SketchQueries:
     length: Tensor
 
     def of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Whole numbers float32 [B, H, G, 8 S], in the order of ``plane_bits(plane, 8 * S)``, and units [B, H, G]."""
+        """``whole`` by kv head as float32 [B, H, G, 8 S], in the order of ``plane_bits(plane, 8 * S)``, and its units
+        [B, H, G]."""
         whole, unit = (x.unflatten(1, (heads, -1)) for x in (self.whole, self.unit))
         return whole.flatten(-2).float(), unit
 
     def rounded_of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Same as ``of_heads``, for the numbers in ``planes``."""
+        """As ``of_heads``, for the numbers in ``planes``."""
         whole, unit = self.of_heads(heads)
         return in_sixteenths(whole), 16 * unit
 
 
 def in_sixteenths(whole: Tensor) -> Tensor:
-    """Whole numbers from -127 to 127, float32 [...], in sixteenths, float32 [...]: rounded, halves up, from -8 to 7."""
+    """Whole numbers from -127 to 127, float32 [...], divided by 16 and rounded, halves up: float32 [...], -8 to 7."""
     return ((whole + 8) / 16).floor().clamp(max=7)
 
 
 def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
-    """Queries for ``sign_scores`` and ``select_by_sketch``.
+    """Quantises queries for ``sign_scores`` and ``select_by_sketch``.
 
     Args:
         q: [B, H_q, d] with d a multiple of 8, after RoPE.
-        maps: bfloat16 [states, H, d, d], by which the queries of each sequence and kv head are multiplied.
-        states: int64 [B], the rows of ``maps``.
+        maps: bfloat16 [states, H, d, d], by which queries are multiplied.
+        states: int64 [B], the state of each row in ``maps``.
     """
     dim, heads = q.shape[-1], maps.shape[1]
     x = (q.float().unflatten(1, (heads, -1)) @ maps[states].float()).flatten(1, 2)

@@ -1,1 +1,1 @@
-"""The order in which products of experts take tokens: those of one expert after the other's."""
+"""Sorts the choices of tokens by expert, for products with experts' matrices."""

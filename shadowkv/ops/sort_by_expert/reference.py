@@ -1,4 +1,4 @@
-"""Choices of experts in the order of these, in PyTorch."""
+"""Sorts choices by expert in PyTorch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def sort_by_expert(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A row for every choice that a token made, sorted by expert, and by token where that is the same.
+    """Makes one row for each of a token's k choices, sorted by expert, then by token.
 
     Args:
-        experts: [T, k], whole numbers.
-        first, count: experts that are here: ``count`` of them from ``first`` on; rows of others are behind theirs.
+        experts: whole numbers [T, k], the chosen experts.
+        first, count: the range of experts on this rank. Rows of other experts come last.
 
     Returns:
-        token [T k], that of every row; number [T k], its expert, counted from ``first`` on, ``count`` where that is not
-        here; row [T, k], that of every choice: each whole numbers. offsets, int32 [count + 1]: where the rows of each
-        expert begin, and where the last one's end.
+        token [T k], the token of each row; number [T k], the expert of each row minus ``first``, or ``count`` for
+        experts of other ranks; row [T, k], the row of each choice, all whole numbers; and offsets, int32 [count + 1],
+        the start of each expert's rows, and the end of the last one's.
     """
     number = experts.flatten() - first
     number = number.masked_fill((number < 0) | (number >= count), count)

@@ -1,5 +1,5 @@
-"""Choices of experts in the order of these, in Triton: each counts those before it, up to ``SPAN`` of them in one
-launch; of more, those of spans before its own are counted first."""
+"""Sorts choices by expert in Triton. A choice's row is the number of choices that come before it in the order. Up to
+``SPAN`` choices need one kernel. With more, another kernel first counts the experts of each span."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 SPAN = 4096
-"""Choices that are compared with one another: work grows with it."""
+"""Choices that are compared with each other. The work grows with it."""
 
 ROWS, OTHERS = 64, 128
-"""Choices of a program, or experts, and choices that these are compared with at a time."""
+"""Choices or experts per program, and choices that they are compared with at a time."""
 
 
 def sort_by_expert(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ def sort_by_expert(experts: Tensor, first: int, count: int) -> tuple[Tensor, Ten
 def _count(
     experts, counts, choices, spans, first, count, SPAN: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr
 ):  # fmt: skip
-    """How often experts were chosen in a span."""
+    """Counts how often experts were chosen in a span."""
     span, expert = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     found = tl.zeros((ROWS,), tl.int32)
     for start in range(span * SPAN, tl.minimum((span + 1) * SPAN, choices), OTHERS):
@@ -58,7 +58,7 @@ def _sort(
     experts, token, number, row, offsets, before, choices, blocks, spans, first, count,
     K: tl.constexpr, SPANNED: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """The first ``blocks`` programs place choices, the others, of one span, find where experts' rows begin."""
+    """The first ``blocks`` programs find the rows of choices. The others, if there is one span, find the offsets."""
     program = tl.program_id(0)
     if program < blocks:
         mine = program * ROWS + tl.arange(0, ROWS)
@@ -88,7 +88,7 @@ def _sort(
 
 @triton.jit
 def _number(experts, place, choices, first, count):
-    """The expert of choices, counted from the first that is here; ``count`` of one that is not, more behind them."""
+    """Experts of choices minus ``first``: ``count`` for experts of other ranks, and more past the last choice."""
     value = tl.load(experts + place, mask=place < choices, other=0).to(tl.int32) - first
     value = tl.where((value < 0) | (value >= count), count, value)
     return tl.where(place < choices, value, count + 1)

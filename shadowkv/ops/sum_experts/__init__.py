@@ -1,1 +1,1 @@
-"""The weighted sum of what a token's experts made of it."""
+"""Sums the results of a token's experts by their weights."""

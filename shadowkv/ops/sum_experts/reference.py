@@ -13,7 +13,7 @@ def sum_experts(out: Tensor, row: Tensor, weights: Tensor, offsets: Tensor | Non
         out: [T k, D], in the order of ``sort_by_expert``.
         row: [T, k], whole numbers.
         weights: float32 [T, k].
-        offsets: int32 [count + 1], with which rows from ``offsets[-1]`` on, which may have any numbers, do not count.
+        offsets: int32 [count + 1]. If given, rows of ``out`` from ``offsets[-1]`` on are arbitrary and do not count.
 
     Returns:
         [T, D] in the dtype of ``out``.

@@ -1,4 +1,4 @@
-"""Weighted sums of experts' rows in one Triton launch."""
+"""Weighted sums of experts' rows in one Triton kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 512
 
 
 def sum_experts(out: Tensor, row: Tensor, weights: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """Same as the reference, with the sum alone rounded."""
+    """Same as the reference, but only the sum is rounded."""
     out, row, weights = out.contiguous(), row.contiguous(), weights.contiguous()
     (tokens, k), size = row.shape, out.shape[1]
     summed = torch.empty(tokens, size, dtype=out.dtype, device=out.device)

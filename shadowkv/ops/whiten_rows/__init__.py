@@ -1,1 +1,1 @@
-"""Rows times the inverse of a Cholesky factor."""
+"""Makes rows orthonormal: multiplies them by the inverse of a Cholesky factor."""

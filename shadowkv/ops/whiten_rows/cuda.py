@@ -1,4 +1,4 @@
-"""Rows times the inverse of a Cholesky factor in one launch, ``csrc/kernels/whiten_rows/``."""
+"""Rows times the inverse of a Cholesky factor in one CUDA kernel (``csrc/kernels/whiten_rows/``)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import block_memory, cuda_missing
 
 LARGEST = 256
-"""Most rows of a matrix that the kernel takes."""
+"""Most rows of a matrix that the kernel supports."""
 
 TILE, PITCH = 32, 36
-"""Rows and columns of the kernel's tiles, and its row stride within a tile, in numbers."""
+"""Rows and columns of the kernel's tiles, and the stride between a tile's rows in elements."""
 
 missing = partial(cuda_missing, "whiten_rows", "whiten_rows")
 
 
 def shared_bytes(rows: int) -> int:
-    """Bytes of shared memory of a thread block for matrices of ``rows`` rows."""
+    """Bytes of shared memory that a thread block needs for matrices of ``rows`` rows."""
     tiles = -(-rows // TILE)
     return 4 * ((tiles * (tiles + 1) // 2 + tiles) * TILE * PITCH + 2 * tiles * TILE)
 
 
 def supports(case: Case) -> list[str]:
-    """Why the kernel cannot serve a case, whose query matrices have one row per dimension of a head."""
+    """Why the kernel cannot serve a case. The second moments of queries have one row per dimension of a head."""
     need = shared_bytes(case.head_dim)
     return [
         *unless(case.head_dim <= LARGEST, f"head dim {case.head_dim} is above {LARGEST}"),
@@ -43,10 +43,10 @@ def takes(rows: int, device: torch.device) -> bool:
 
 
 def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
-    """Same as the reference, for up to 256 dense rows. Where products are not positive definite, which rounding can
-    cause for similar rows, some rows keep their components along earlier rows.
+    """Same as the reference, for up to 256 contiguous rows.
 
-    ``csrc/kernels/whiten_rows/`` treats a remainder of a row's square of 2e-6 or less as rounding.
+    Rounding can make products of similar rows not positive definite. Some rows then keep their components along earlier
+    rows. The kernel treats a remainder of at most 2e-6 of a row's square as rounding.
     """
     out = torch.empty_like(rows)
     torch.ops.shadowkv_cuda.whiten_rows(rows, products, shift, out)

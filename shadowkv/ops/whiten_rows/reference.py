@@ -1,4 +1,4 @@
-"""Rows times the inverse of a Cholesky factor, in PyTorch: on a GPU the host does not wait."""
+"""Rows times the inverse of a Cholesky factor in PyTorch. On a GPU the host does not wait."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
-    """L⁻¹ D x for M matrices: D scales the diagonal of P to 1, and L Lᵀ = D P D with ``shift`` added to its diagonal.
+    """L⁻¹ D x for M matrices. D scales the diagonal of P to 1, and L Lᵀ = D P D with ``shift`` added to the diagonal.
 
-    If P are the products of the rows, the result is orthonormal, each row in the span of the rows up to it
-    (Cholesky-QR). For an identity, it is the inverse of the Cholesky factor of P.
+    If P holds the products of the rows, the result is orthonormal, and each row is in the span of the rows up to it
+    (Cholesky-QR). If x is the identity, the result is the inverse of the Cholesky factor of P.
 
     Args:
         rows: x, float32 [M, r, n].
-        products: P, float32 [M, r, r], positive semidefinite; a 0 on the diagonal is treated as 1e-24.
-        shift: compensates for rounding if P is near singular (arXiv:1809.11085).
+        products: P, float32 [M, r, r], positive semidefinite. A 0 on the diagonal is treated as 1e-24.
+        shift: compensates for rounding if P is nearly singular (arXiv:1809.11085).
 
     Returns:
         float32 [M, r, n].

@@ -1,1 +1,1 @@
-"""Rows of tokens into pages, head by head."""
+"""Copies rows of tokens into pages, which store them by head."""

@@ -1,4 +1,4 @@
-"""Rows into pages in PyTorch."""
+"""Copies rows into pages in PyTorch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def write_rows(rows: Tensor, field: Tensor, pages: Tensor, across_bus: bool) -> 
 
     Args:
         rows: [L, n, 64, H, x].
-        field: [L, N, H, C, c, x] of the same dtype, views over all pages, C c = 64; pinned host memory appears as a
-            tensor of the device that writes it.
-        pages: int64 [n], which of the N take them.
-        across_bus: whether ``field`` is on the other side of a bus, which a few writers saturate.
+        field: [L, N, H, C, c, x] of the same dtype, views over all pages, C c = 64. If it is in pinned host memory,
+            this is a tensor of the device that writes it.
+        pages: int64 [n], page ids, at which rows are written.
+        across_bus: whether ``field`` is in host memory, behind a bus that a few thread blocks saturate.
     """
     field[:, pages] = rows.transpose(2, 3).unflatten(3, field.shape[3:5])

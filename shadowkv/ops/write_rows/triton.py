@@ -1,4 +1,5 @@
-"""Rows into pages in Triton: across the bus from a few thread blocks, which leaves the others free."""
+"""Copies rows into pages in Triton. A few thread blocks copy to host memory, so that the GPU stays free for other
+work."""
 
 from __future__ import annotations
 
@@ -7,17 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.page import PAGE
-
-TOKENS = tl.constexpr(PAGE)
-"""Tokens of a page, for kernels."""
+from shadowkv.ops.triton_sizes import TOKENS
 
 BLOCKS = 16
-"""Thread blocks that saturate the bus: 126 MB take 2.5 ms on an H200 with 16, 32 and 64 of them."""
+"""Thread blocks that are enough to saturate the bus. 126 MB take 2.5 ms on an H200 with 16, 32 and 64 of them."""
 
 
 def write_rows(rows: Tensor, field: Tensor, pages: Tensor, across_bus: bool) -> None:
-    """Same as the reference; the last dimension of ``rows`` is dense, and all but the first two of ``field`` are."""
+    """Same as the reference. The last dimension of ``rows`` is contiguous, and all but the first two of ``field``."""
     if rows.dtype == torch.uint8 and all(_is_made_of_words(x) for x in (rows, field)):
         rows, field = rows.view(torch.int64), field.view(torch.int64)
     layers, count, _, heads, dim = rows.shape
@@ -31,8 +29,8 @@ def write_rows(rows: Tensor, field: Tensor, pages: Tensor, across_bus: bool) -> 
 
 
 def _is_made_of_words(x: Tensor) -> bool:
-    """Whether every row of bytes consists of 8-byte words: rows of 48 bytes, copied one byte at a time, would not
-    saturate a bus."""
+    """Whether rows of bytes consist of 8-byte words. Rows of 48 bytes, copied byte by byte, would not saturate the
+    bus."""
     lengths = (x.shape[-1], x.storage_offset(), x.data_ptr(), *x.stride()[:-1])
     return x.stride(-1) == 1 and all(length % 8 == 0 for length in lengths)
 

@@ -1,6 +1,7 @@
-"""Snapshots in a tar file, each after all that it continues, and names after all that they keep.
+"""Exports snapshots and names to a tar file, and imports them. ``shadowkv cache export`` and ``import`` call it.
 
-What an archive contains is trusted only as far as it is checked.
+In the file, a snapshot comes after its ancestors, and a name after the snapshots that it keeps. An import trusts
+nothing in an archive without a check.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from shadowkv.wording import counted
 COPY_BYTES = 4 * 2**20
 
 MAX_AT_ONCE = 16 * 2**20
-"""Bytes that a tar file may have read into memory at once, whatever its own headers say."""
+"""Most bytes that are read into memory at once, whatever the tar file's headers say."""
 
 _NAME_FILE = re.compile(f"{FOLDER}/({KEPT_NAME}){re.escape(SUFFIX)}")
 
@@ -39,9 +40,9 @@ def export_snapshots(
     target: Path,
     progress: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Writes files to a new tar file, each once all of its bytes are verified, followed by the names that keep them.
+    """Writes snapshots to a new tar file, then the names that keep them. Each snapshot is verified first.
 
-    Raises OSError, including FileExistsError, and BadSnapshot; in that case nothing is left of the file.
+    Raises OSError, including FileExistsError, and BadSnapshot. Then the new file is removed.
     """
     if target.exists():
         raise FileExistsError(f"{target} is there already; name another file or move it away")
@@ -70,7 +71,7 @@ def export_snapshots(
 
 
 class _Bounded(io.BufferedReader):
-    """Limits how much of a tar file's headers is read: the headers themselves state their lengths."""
+    """Limits the size of reads. A tar file's headers state their own lengths, which may be far too large."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= MAX_AT_ONCE:
@@ -81,10 +82,12 @@ class _Bounded(io.BufferedReader):
 def import_snapshots(
     directory: Path, source: Path, progress: Callable[[int], object] = lambda count: None
 ) -> list[tuple[str, str]]:
-    """Takes the snapshots and names of a tar file into a directory, which is made if need be; returns what became of
-    each member by its name: "imported", "there already", or why it was refused.
+    """Imports the snapshots and names of a tar file into a directory, which is created if it is missing.
 
-    Raises OSError, and ValueError for what is not a tar file.
+    Returns:
+        Each member's name with its outcome: "imported", "there already", or the reason why it was refused.
+
+    Raises OSError, and ValueError if the file is not a tar file.
     """
     outcomes = []
     FileSystem().make_directory(directory)
@@ -160,8 +163,8 @@ def _take_name(directory: Path, name: str, data: bytes) -> str:
 
 
 def _used(directory: Path, snapshots: Sequence[str]) -> list[FileHeader]:
-    """The chain of these snapshots, marked as used now so that no server evicts them before it sees what keeps them;
-    empty where one is missing."""
+    """The chain of these snapshots, or an empty list if one is missing. They are marked as used now, so that no server
+    evicts them before it sees the name that keeps them."""
     index = Index()
     for name in snapshots:
         try:

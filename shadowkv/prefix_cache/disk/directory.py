@@ -1,7 +1,8 @@
-"""What is in a directory of snapshots, as it changes: other servers may use it, too.
+"""The contents of a directory of snapshots, which other servers may change.
 
-``Index`` has the headers of its files, ``Directory`` keeps them up to date and reports changes, and ``Scanner`` looks
-for changes by others on its own thread. The disk tier has one of each; ``shadowkv cache`` reads an ``Inventory``.
+``Index`` holds the headers of files. ``Directory``, an index, keeps them up to date and reports changes. ``Scanner``
+looks for other servers' changes on its own thread. The disk tier has a directory and a scanner. ``shadowkv cache`` has
+an ``Inventory`` instead.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from shadowkv.prefix_cache.stats import Counts
 logger = logging.getLogger(__name__)
 
 TEMPORARY_SECONDS = 3600.0
-"""Age from which a temporary file is abandoned: one that is being written is as old as its last write."""
+"""Age, in seconds since the last write, from which a temporary file counts as abandoned."""
 
 SUFFIX = file_name("")
 
 
 class Index:
-    """Headers of snapshots' files by name, and when each was last read or written, in seconds since 1970, by any
-    process; every method may be called from any thread, and none waits for a disk."""
+    """Headers of snapshots' files by name, and the time when any process last read or wrote each file, in seconds since
+    1970. Any thread may call its methods. They do not wait for the disk."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +50,7 @@ class Index:
         return self._bytes
 
     def insert(self, header: FileHeader, used: float) -> None:
-        """Adds a file, replacing any with its name."""
+        """Adds a file. It replaces a file with the same name."""
         nbytes = header.file_bytes
         with self._lock:
             self._drop(header.name)
@@ -57,7 +58,7 @@ class Index:
             self._bytes += nbytes
 
     def take(self, name: str) -> FileHeader | None:
-        """Removes a file; returns its header if it was there."""
+        """Removes a file from the index. Returns its header, or None if it was not there."""
         with self._lock:
             return self._drop(name)
 
@@ -79,12 +80,12 @@ class Index:
         return self._headers.get(name)
 
     def known(self) -> set[str]:
-        """All names."""
+        """The names of all files."""
         with self._lock:
             return set(self._headers)
 
     def size(self, names: Collection[str]) -> int:
-        """Total bytes on the disk of the named files, where present."""
+        """Total bytes of the named files that exist."""
         with self._lock:
             return sum(self._headers[name].file_bytes for name in names if name in self._headers)
 
@@ -94,8 +95,8 @@ class Index:
             return [(header, self._used[name]) for name, header in self._headers.items()]
 
     def chain(self, name: str) -> list[FileHeader]:
-        """The snapshots that lead to one, from a prompt's first token on, with itself last; empty if one of them is
-        missing or is not what the next was computed on."""
+        """A snapshot after all its ancestors, from a prompt's first token on. Empty if one of them is missing, or is
+        not the one that the next was computed on."""
         chain: list[FileHeader] = []
         with self._lock:
             while name:
@@ -107,12 +108,12 @@ class Index:
         return chain[::-1]
 
     def fits(self, header: FileHeader) -> bool:
-        """Whether the snapshot that this one continues is there, and is the one that it was computed on."""
+        """Whether a snapshot's parent is in the index, and is the one that it was computed on."""
         if not header.parent:
             return True
         parent = self._headers.get(header.parent)
-        # A parent begins before it, so no chain is a cycle, whatever files say. The parent may be longer: what
-        # continues a page in its middle need not reach its end.
+        # A parent starts earlier, so no chain is a cycle, whatever the files' headers say. A parent may end later,
+        # because a snapshot can continue a page in its middle.
         return (
             parent is not None
             and parent.uid == header.parent_uid
@@ -121,9 +122,11 @@ class Index:
         )
 
     def by_age(self, keep: Collection[str] = ()) -> list[tuple[FileHeader, float]]:
-        """All but those to ``keep``, in eviction order, each with the time of its last use: first what no other
-        continues, then the least recently used. A snapshot counts as used when the newest that continues it was, and
-        is evicted after that one."""
+        """All files except those to ``keep``, in eviction order, each with its last use.
+
+        Snapshots without a usable parent come first, then the least recently used. A use of a snapshot counts as a use
+        of its ancestors too, and a snapshot comes before its ancestors.
+        """
         files = self.with_uses()
         used = {header.name: seconds for header, seconds in files}
         for header in sorted((header for header, _ in files), key=lambda header: -header.start):
@@ -134,13 +137,13 @@ class Index:
 
 
 class Directory(Index):
-    """The index of a directory that this process serves and others may change.
+    """The index of a directory that this process serves and other processes may change.
 
     Args:
-        path: of the directory.
+        path: path of the directory.
         files: how the disk is accessed.
-        counts: of what was evicted or corrupt, updated here.
-        report: called with what happened to which file: "found", "stored", "evicted", "lost" or "bad".
+        counts: statistics of the disk tier, updated here.
+        report: called with each event and its file. Events are "found", "stored", "evicted", "lost" and "bad".
     """
 
     def __init__(
@@ -152,7 +155,8 @@ class Directory(Index):
         self._barred: set[str] = set()
 
     def look(self, name: str) -> FileHeader | None:
-        """Reads the header of one file, if it is there and good; waits for the disk."""
+        """Reads the header of a file and adds it to the index. None if the file is missing or bad. Waits for the
+        disk."""
         try:
             header, status = read_header(self.path, name, self.files)
         except FileNotFoundError:
@@ -170,9 +174,9 @@ class Directory(Index):
         return header
 
     def look_for_changes(self, go_on: Callable[[], bool]) -> None:
-        """Looks for files that others have added or removed, as long as it is to ``go_on``; raises OSError where the
-        directory cannot be listed."""
-        known = self.known()  # before the listing: what is written in between would otherwise seem lost
+        """Looks for files that other processes have added or removed. Stops when ``go_on`` returns False. Raises
+        OSError if the directory cannot be listed."""
+        known = self.known()  # read before the listing, else a file written in between would seem lost
         there = snapshot_names(self.path, self.files)
         for name in known - there:
             self.lost(name)
@@ -183,7 +187,7 @@ class Directory(Index):
             self.look(name)
 
     def stored(self, header: FileHeader) -> None:
-        """Records a file that has just been written."""
+        """Records that this process has written a file."""
         self.insert(header, time.time())
         self.counts.add(copied_bytes=header.file_bytes)
         self._report("stored", header)
@@ -194,14 +198,14 @@ class Directory(Index):
             self._report("lost", header)
 
     def evict(self, header: FileHeader) -> None:
-        """Removes a file to make room; raises OSError."""
+        """Removes a file to make room. Raises OSError."""
         self.files.remove(self.path / header.file_name)
         self.take(header.name)
         self.counts.add(evictions=1)
         self._report("evicted", header)
 
     def discard(self, error: BadSnapshot, name: str) -> None:
-        """Removes a file that is not what was written; one that cannot be removed is not looked at any more."""
+        """Removes a corrupt file. A file that cannot be removed is ignored from now on."""
         header = self.take(name)
         self.counts.add(corrupt=1)
         try:
@@ -215,18 +219,18 @@ class Directory(Index):
             self._report("bad", header)
 
     def touch(self, name: str) -> None:
-        """Records that a file is used now, also on the disk where that is possible."""
+        """Records that a file is used now, and if possible also on the disk."""
         now = time.time()
         self.use(name, now)
-        with suppress(OSError):  # read-only or gone: its age on the disk does not matter then
+        with suppress(OSError):  # the file is read-only or gone, so its age on the disk does not matter
             self.files.touch(self.path / file_name(name), now)
 
 
 class Scanner:
-    """Reads the header of every file of a directory, then looks for changes every ``interval`` seconds, on a thread.
+    """A thread that reads the header of every file of a directory, then looks for changes every ``interval`` seconds.
 
     Attributes:
-        done: set when the first scan is over.
+        done: set after the first scan.
     """
 
     def __init__(self, directory: Directory, interval: float) -> None:
@@ -236,7 +240,7 @@ class Scanner:
         self._thread.start()
 
     def close(self, timeout: float) -> bool:
-        """Stops it after the file that it is reading; returns whether that took at most ``timeout`` seconds."""
+        """Stops the thread after the current file. Returns whether it has ended within ``timeout`` seconds."""
         self._stop.set()
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -264,13 +268,13 @@ class Scanner:
 
 
 def snapshot_names(directory: Path, files: FileSystem) -> set[str]:
-    """Names of the files in a directory that are snapshots by their name; raises OSError."""
+    """Names of the snapshots in a directory, by their file names. Raises OSError."""
     names = (name.removesuffix(SUFFIX) for name in files.names(directory) if name.endswith(SUFFIX))
     return {name for name in names if is_snapshot_name(name)}
 
 
 def remove_leftovers(directory: Path, files: FileSystem, older_than: float = TEMPORARY_SECONDS) -> int:
-    """Removes what killed writers have left behind; returns the number of files. Raises OSError."""
+    """Removes temporary files of killed writers. Returns the number of files. Raises OSError."""
     count = 0
     for name in files.names(directory):
         if name.startswith(TEMPORARY):

@@ -1,8 +1,7 @@
-"""Snapshots as files: written under a temporary name and renamed when complete, and read only as far as their
-checksums hold.
+"""Writes and reads snapshots' files. A file is written under a temporary name and renamed when it is complete. Its
+checksums are verified when it is read.
 
-A file is ``<name>.safetensors``: its header (``header.py``), the bytes of all layers, and the ids of the tokens that it
-covers.
+``<name>.safetensors`` has a header (``header.py``), the bytes of all layers, and the ids of the snapshot's tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +27,14 @@ from shadowkv.prefix_cache.page_names import TokenIds, id_bytes
 TEMPORARY = ".tmp-"
 
 READ_BLOCK = 4 * 2**20
-"""Bytes per read: enough to keep a disk busy, with the checksum taken while the block is in the processor's cache."""
+"""Bytes per read. They are enough to keep a disk busy, and few enough that the checksum reads them from the CPU's
+cache."""
 
 Buffer: TypeAlias = memoryview | bytearray | bytes | npt.NDArray[Any]
 
 
 class SnapshotGone(Exception):
-    """A file that is gone, or replaced by another under its name: an ordinary miss."""
+    """A file is gone, or another has its name. This is an ordinary miss."""
 
 
 def write_snapshot(
@@ -47,12 +47,13 @@ def write_snapshot(
     go_on: Callable[[], bool] = lambda: True,
     files: FileSystem | None = None,
 ) -> FileHeader | None:
-    """Writes a file; returns its header with the checksums, or None if a file of its name is there and stays.
+    """Writes a file. Returns its header with the checksums, or None if a file with its name exists and stays.
 
-    ``slabs`` are the bytes of all layers in order, split anywhere; each is used up before the next is requested.
-    ``replace_existing`` is called when the file is complete, ``go_on`` before each slab. Raises OSError where the file
-    cannot be written, InterruptedError if it is not to go on, ValueError where data or ids do not match ``header``;
-    in those cases nothing is left of the file.
+    ``slabs`` are the bytes of all layers in order, split anywhere. The next one is requested only after the previous
+    one was used. ``replace_existing`` is called when the file is complete, ``go_on`` before each slab.
+
+    Raises OSError if the file cannot be written, InterruptedError if ``go_on`` returns False, and ValueError if data or
+    ids do not match ``header``. Then the file is removed.
     """
     files = files or FileSystem()
     ids = id_bytes(token_ids)
@@ -88,7 +89,7 @@ def write_snapshot(
 
 
 def temporary_path(directory: Path) -> Path:
-    """A name specific to this process for an unfinished file."""
+    """A new name for an unfinished file of this process."""
     return directory / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -99,15 +100,16 @@ def _write(files: FileSystem, descriptor: int, data: memoryview, offset: int) ->
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """The bytes of a buffer, without copying; raises ValueError or TypeError if they are not in one piece."""
+    """The bytes of a buffer, without copying. Raises ValueError or TypeError if they are not contiguous."""
     view: memoryview[Any] = memoryview(cast(Any, buffer))  # NumPy's types do not declare arrays as buffers
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 class SnapshotFile:
-    """A file open for reading: these bytes stay whatever happens to its name. It may still have a ``temporary`` one.
+    """A file open for reading. Its bytes stay even if the name is removed or replaced. ``temporary`` is its name if it
+    is not published yet.
 
-    Raises FileNotFoundError, other OSErrors, and BadSnapshot if the header is wrong; methods raise the last two.
+    Raises FileNotFoundError, other OSErrors, and BadSnapshot if the header is wrong. Methods raise the last two.
     """
 
     def __init__(
@@ -130,14 +132,14 @@ class SnapshotFile:
             raise
 
     def token_ids(self) -> npt.NDArray[np.uint32]:
-        """The ids of the tokens that it covers."""
+        """The ids of the snapshot's tokens."""
         raw = self._read(self._begin + self.header.nbytes, 4 * self.header.tokens)
         if xxhash.xxh3_128_hexdigest(raw) != self.header.token_checksum:
             raise BadSnapshot(self.path, "the checksum of its token ids is another")
         return np.frombuffer(raw, "<u4")
 
     def expect(self, token_ids: TokenIds) -> None:
-        """Raises BadSnapshot if it holds other tokens, ValueError if their number differs."""
+        """Raises BadSnapshot if the file has other tokens, and ValueError if their number differs."""
         ids = id_bytes(token_ids)
         if len(ids) != 4 * self.header.tokens:
             raise ValueError(f"{len(ids) // 4} token ids for tokens {self.header.start} to {self.header.length}")
@@ -145,10 +147,10 @@ class SnapshotFile:
             raise BadSnapshot(self.path, "it is of other tokens")
 
     def read_into(self, buffers: Sequence[Buffer], readers: Workers | None = None) -> None:
-        """Fills ``buffers`` with the data of all layers, in blocks that several ``readers`` read in parallel.
+        """Fills ``buffers`` with the data of all layers. ``readers`` read blocks in parallel.
 
-        Raises ValueError if the buffers differ in size. Their contents are valid only if nothing was raised; they are
-        not written to after the call returns, whatever its outcome.
+        Raises ValueError if the buffers have another size. After an error the buffers' contents are invalid. Buffers
+        are never written to after the call has returned.
         """
         blocks, offset = [], self._begin
         for view in map(as_bytes, buffers):
@@ -176,7 +178,7 @@ class SnapshotFile:
             raise BadSnapshot(self.path, "the checksum of its data is another")
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
-        """Reads everything; ``progress`` is called with byte counts."""
+        """Reads all bytes and checks them. ``progress`` is called with byte counts."""
         self.token_ids()
         checksum, block = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BLOCK, self.header.nbytes)))
         for begin in range(0, self.header.nbytes, READ_BLOCK):
@@ -188,7 +190,7 @@ class SnapshotFile:
             raise BadSnapshot(self.path, "the checksum of its data is another")
 
     def stream(self) -> BinaryIO:
-        """All of its bytes from the first on, as a separate file object."""
+        """A separate file object that reads all bytes from the first on."""
         return os.fdopen(os.dup(self._descriptor), "rb")
 
     def _read(self, offset: int, size: int) -> bytes:
@@ -204,7 +206,7 @@ class SnapshotFile:
             buffer, offset = buffer[count:], offset + count
 
     def is_current(self) -> bool:
-        """Whether its name still refers to these bytes."""
+        """Whether the file's name still refers to these bytes."""
         try:
             status = self._files.stat(self.path)
         except OSError:
@@ -225,6 +227,6 @@ class SnapshotFile:
 
 
 def read_header(directory: Path, name: str, files: FileSystem | None = None) -> tuple[FileHeader, os.stat_result]:
-    """Header and status of a file; raises as ``SnapshotFile`` does."""
+    """Header and status of a file. Raises the errors of ``SnapshotFile``."""
     with SnapshotFile(directory, name, files) as file:
         return file.header, file.status

@@ -1,4 +1,5 @@
-"""The file system calls that the disk tier makes, where a subclass can be slow, full or read-only; and its threads."""
+"""The file system calls and the threads of the disk tier. In tests, subclasses of ``FileSystem`` are slow, full or
+read-only."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class FileSystem:
     """The machine's file system. All methods raise OSError."""
 
     def make_directory(self, path: Path) -> None:
-        """Makes a directory with access for its owner only, and those above it, if it is missing."""
+        """Creates a directory and its parents if they are missing. Only its owner has access."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -31,15 +32,15 @@ class FileSystem:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
     def names(self, directory: Path) -> list[str]:
-        """What is in a directory."""
+        """Names of all entries of a directory."""
         return os.listdir(directory)
 
     def stat(self, path: Path) -> os.stat_result:
-        """Size and times."""
+        """Size and times of a file."""
         return os.stat(path)
 
     def open(self, path: Path) -> int:
-        """A descriptor to read from front to end; links are not followed, and pipes do not block."""
+        """Opens a file for sequential reads. It does not follow links, and does not block on pipes."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         if hasattr(os, "posix_fadvise"):  # macOS has none
             with suppress(OSError):
@@ -47,11 +48,11 @@ class FileSystem:
         return descriptor
 
     def create(self, path: Path) -> int:
-        """A descriptor to write a new file with access for its owner only."""
+        """Creates a file for writing. Only its owner has access."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def reserve(self, descriptor: int, size: int) -> None:
-        """Reserves a file's blocks at once, so that a full disk is detected before anything is written."""
+        """Reserves all blocks of a file, so that a full disk is detected before writing."""
         if not hasattr(os, "posix_fallocate"):
             return
         try:
@@ -61,25 +62,25 @@ class FileSystem:
                 raise
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Reads into ``buffer`` from an offset; returns the number of bytes, 0 at the file's end."""
+        """Reads into ``buffer`` from ``offset``. Returns the number of bytes, 0 at the file's end."""
         return os.preadv(descriptor, [buffer], offset)
 
     def write(self, descriptor: int, data: memoryview | bytes, offset: int) -> int:
-        """Writes at an offset; returns the number of bytes."""
+        """Writes at ``offset``. Returns the number of bytes."""
         return os.pwrite(descriptor, data, offset)
 
     def sync(self, descriptor: int) -> None:
-        """Returns when what was written is on the disk."""
+        """Waits until all written bytes are on the disk."""
         os.fsync(descriptor)
 
     def publish(self, temporary: Path, path: Path, replace: bool) -> bool:
-        """Gives a finished file its permanent name; returns whether it did: an existing file keeps the name unless
-        ``replace``. The temporary name is removed only on success."""
+        """Gives a complete file its permanent name. Returns False if a file has the name and ``replace`` is False. The
+        temporary name is removed only on success."""
         if replace:
             os.replace(temporary, path)
         else:
             try:
-                # Unlike a rename, it fails where the name is taken, even by a server that is taking it just now.
+                # Unlike a rename, it fails if the name is taken, even if another server takes it at the same time.
                 os.link(temporary, path)
             except FileExistsError:
                 return False
@@ -99,17 +100,18 @@ class FileSystem:
         return True
 
     def remove(self, path: Path) -> None:
-        """Removes a file; a missing file is not an error."""
+        """Removes a file. A missing file is no error."""
         with suppress(FileNotFoundError):
             os.unlink(path)
 
     def touch(self, path: Path, seconds: float) -> None:
-        """Sets the time of last use."""
+        """Sets a file's time of last use."""
         os.utime(path, (seconds, seconds))
 
 
 class Workers:
-    """Like ``ThreadPoolExecutor``, but with daemon threads: a slow disk does not delay the exit of the process."""
+    """Like ``ThreadPoolExecutor``, but with daemon threads, so that a slow disk does not delay the exit of the
+    process."""
 
     def __init__(self, count: int, name: str) -> None:
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -122,7 +124,7 @@ class Workers:
             thread.start()
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Runs a function when it is its turn; its future is cancelled at once if the workers are closed."""
+        """Queues a function. Its future is cancelled at once if the workers are closed."""
         future: Future[Result] = Future()
         with self._changed:
             if not self._closed:
@@ -133,7 +135,7 @@ class Workers:
         return future
 
     def close(self, timeout: float, *, drain: bool = False) -> bool:
-        """Accepts no more jobs; queued ones are cancelled, or with ``drain`` done if there is time (seconds).
+        """Stops accepting jobs. Queued jobs are cancelled, or with ``drain`` done within ``timeout`` seconds.
 
         Returns whether all threads have ended.
         """
@@ -156,7 +158,7 @@ class Workers:
             pass
 
     def _next(self) -> bool:
-        # A separate call: between two jobs, nothing may refer to the buffers of the last one.
+        # A separate function, so that no local variable refers to the last job's buffers between two jobs.
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             if not self._jobs:
@@ -174,6 +176,6 @@ class Workers:
 
 
 def _cancel(future: Future[Any]) -> None:
-    # Both: waiters on the future wake up only at the second call.
+    # Waiters on the future wake up only at the second call.
     future.cancel()
     future.set_running_or_notify_cancel()

@@ -1,11 +1,9 @@
-"""The header of a snapshot's file: a safetensors header that can be written in exactly one way.
+"""The header of a snapshot's file, a safetensors header. ``files.py`` writes and reads headers, ``directory.py`` holds
+those of all files.
 
-``files.py`` writes and reads it, ``directory.py`` keeps those of all files.
-
-``__metadata__`` says everything, and the rest follows from it: tensors ``layer.000`` … of ``layer_bytes`` uint8 each,
-in order and without gaps, then ``token_ids`` as uint32. Spaces pad it to a multiple of 4,096 bytes. A header is read
-by rewriting what its metadata says: any byte that differs is an error, and so is any that ``header_checksum`` does
-not cover.
+``__metadata__`` determines the whole header. The tensors are ``layer.000`` … of ``layer_bytes`` uint8 each, in order
+and without gaps, then ``token_ids`` as uint32. Spaces pad the header to a multiple of 4,096 bytes. To check a header,
+it is written again from its metadata: any different byte is an error. ``header_checksum`` covers all bytes.
 """
 
 from __future__ import annotations
@@ -34,19 +32,19 @@ MAX_NUMBER = 10**15
 
 ALIGNMENT = 4096
 NO_CHECKSUM = "0" * 32
-"""Stands where a checksum is not known yet."""
+"""Placeholder for a checksum that is not known yet."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 _UID = re.compile(r"[0-9a-f]{32}")
 
 
 class BadSnapshot(Exception):
-    """A file that is not byte for byte what was written; it is never served.
+    """A corrupt file: some byte is not as it was written. It is never served.
 
     Attributes:
-        path: of the file.
-        problem: what is wrong with it.
-        action: what was done about it.
+        path: path of the file.
+        problem: what is wrong with the file.
+        action: what was done with the file.
     """
 
     def __init__(self, path: Path, problem: str, action: str = "not served") -> None:
@@ -59,25 +57,25 @@ class BadSnapshot(Exception):
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a file says about its snapshot. Raises ValueError for impossible values.
+    """A file's description of its snapshot. Raises ValueError for impossible values.
 
     Attributes:
-        name: of the file, without its suffix.
-        origin: where the chain of its name begins: a hash of key and salt.
-        parent: name of the snapshot that it continues, "" if it begins with a prompt's first token.
-        uid: name of these bytes.
-        parent_uid: uid of the parent's bytes that it was computed on, "" without one.
+        name: file name without its suffix.
+        origin: the link from which page names start, a hash of key and salt (``page_names.py``).
+        parent: name of the snapshot that it continues, "" if it starts with a prompt's first token.
+        uid: identifies the exact bytes.
+        parent_uid: uid of the parent that it was computed on, "" without a parent.
         start: position of its first token.
-        length: number of tokens from the prompt's first to its last.
-        layers: of the model; the data are as many pieces. 1 where layers differ in size: all are in one piece.
-        layer_bytes: length of each.
-        contents: the cache's ``SnapshotHeader`` as a JSON object, which is not interpreted here. In the file it is
-            called ``header``.
-        key: digest of everything the bytes depend on (``CacheKey``).
-        facts: the same, in readable form.
+        length: number of tokens from the prompt's first token to the snapshot's last.
+        layers: number of pieces of data, one per layer of the model; 1 if layers differ in size.
+        layer_bytes: bytes of each piece.
+        contents: the cache's ``SnapshotHeader`` as a JSON object, which is not interpreted here. The file calls it
+            ``header``.
+        key: digest of everything that the bytes depend on (``CacheKey``).
+        facts: what the digest was made of, in readable form.
         created: in seconds since 1970.
-        checksum: xxh3-128 of the data of all layers; known only once they have been written.
-        token_checksum: of the token ids.
+        checksum: xxh3-128 of the data of all layers. It is known after they have been written.
+        token_checksum: xxh3-128 of the token ids.
     """
 
     name: str
@@ -123,7 +121,7 @@ class FileHeader:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that it covers itself."""
+        """Number of the snapshot's own tokens, without its parent's."""
         return self.length - self.start
 
     @cached_property
@@ -133,7 +131,7 @@ class FileHeader:
 
     @property
     def file_name(self) -> str:
-        """Its file name, without the directory."""
+        """File name without the directory."""
         return file_name(self.name)
 
 
@@ -143,7 +141,7 @@ def file_name(name: str) -> str:
 
 
 def encode(header: FileHeader) -> bytes:
-    """The bytes of a file before its data; their number does not depend on the checksums."""
+    """The bytes of the header. Their number does not depend on the checksums."""
     blank = _encode_without_checksum(header)
     # The first of the checksums is the header's own.
     return blank.replace(NO_CHECKSUM.encode(), xxhash.xxh3_128_hexdigest(blank).encode(), 1)
@@ -185,7 +183,7 @@ def _encode_without_checksum(header: FileHeader) -> bytes:
 
 
 def header_bytes(path: Path, prefix: bytes, size: int) -> int:
-    """Length of the whole header, from the first 8 bytes of a file of ``size`` bytes; raises BadSnapshot."""
+    """Length of the whole header, by the first 8 bytes of a file of ``size`` bytes. Raises BadSnapshot."""
     if len(prefix) < 8:
         raise BadSnapshot(path, f"cut off after {len(prefix)} bytes")
     (length,) = struct.unpack("<Q", prefix)
@@ -197,8 +195,8 @@ def header_bytes(path: Path, prefix: bytes, size: int) -> int:
 
 
 def decode(path: Path, name: str, raw: bytes, size: int) -> FileHeader:
-    """The header in ``raw``, the first bytes of a file of ``size`` bytes; raises BadSnapshot unless it is that of
-    ``name``."""
+    """The header in ``raw``, the first bytes of a file of ``size`` bytes. Raises BadSnapshot if it is not a valid
+    header of the snapshot ``name``."""
     try:
         content = json.loads(raw[8:])
         metadata = content["__metadata__"]

@@ -1,4 +1,4 @@
-"""What a directory of snapshots holds when it is read once, and what of it can be removed: for ``shadowkv cache``."""
+"""``Inventory``: the contents of a directory of snapshots, read once. ``shadowkv cache`` uses it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shadowkv.wording import counted
 
 
 class Inventory(Index):
-    """The files of a directory that have a good header, and what is wrong with the others. Raises OSError where the
-    directory cannot be read.
+    """The snapshots and saved names of a directory, and the faults of bad files. Raises OSError if the directory cannot
+    be read.
 
     Attributes:
-        path: of the directory.
-        bad: what is wrong with files, by the names of their snapshots.
-        saves: what was saved under which name.
-        bad_saves: what is wrong with the files of other names.
+        path: path of the directory.
+        bad: faults of snapshots with a bad header, by name. They are not in the index.
+        saves: the saves with a good file, by name.
+        bad_saves: faults of the other names' files, by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,8 +44,8 @@ class Inventory(Index):
                 self.bad[name] = BadSnapshot(path / file_name(name), f"it cannot be read, {error.strerror}")
 
     def named(self, text: str) -> str:
-        """The one name that begins with ``text``, which may also be a file name; raises ValueError if there is not
-        exactly one."""
+        """The only snapshot whose name starts with ``text``, which may be a file name. Raises ValueError if there is
+        none, or more than one."""
         text = Path(text).name.removesuffix(file_name(""))
         matching = [name for name in [*self.known(), *self.bad] if name.startswith(text)]
         if len(matching) == 1 and text:
@@ -54,7 +54,7 @@ class Inventory(Index):
         raise ValueError(f"{these} with {text!r} in {self.path}{'' if is_snapshot_name(text) else ' (see ls)'}")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every snapshot's facts, the most recently used first."""
+        """A row of facts for each snapshot, the most recently used first."""
         return [
             {
                 "name": header.name,
@@ -74,11 +74,11 @@ class Inventory(Index):
         ]
 
     def is_there(self, save: Save) -> bool:
-        """Whether everything that a name keeps is there."""
+        """Whether all snapshots of a save exist."""
         return save.is_of(self.chain(save.snapshots[-1]))
 
     def bad_names(self, bad: Collection[str]) -> dict[str, str]:
-        """What is wrong with which names: their files are bad, or what they keep is missing or ``bad``."""
+        """Faults by name: a name's file is bad, or a snapshot that it keeps is missing or in ``bad``."""
         problems = {name: str(error) for name, error in self.bad_saves.items()}
         for name, save in self.saves.items():
             if not self.is_there(save) or not set(bad).isdisjoint(save.snapshots):
@@ -91,7 +91,7 @@ class Inventory(Index):
         return {snapshot for save in self.saves.values() for snapshot in save.snapshots}
 
     def verify(self, names: Iterable[str], progress: Callable[[int], object]) -> dict[str, BadSnapshot]:
-        """Reads every byte of these snapshots; returns the faults by name. ``progress`` is called with byte counts."""
+        """Reads every byte of these snapshots. Returns the faults by name. ``progress`` is called with byte counts."""
         bad = {name: error for name, error in self.bad.items() if name in set(names)}
         for name in sorted(set(names) - set(bad)):
             try:
@@ -108,8 +108,8 @@ class Inventory(Index):
     def surplus(
         self, limit: float | None = None, age: float | None = None, keep: Collection[str] = ()
     ) -> list[FileHeader]:
-        """What to remove so that at most ``limit`` bytes stay and nothing unused for ``age`` seconds; in order, and
-        nothing that is to ``keep``."""
+        """Files to remove, in order, so that at most ``limit`` bytes stay, and no file that was unused for ``age``
+        seconds. Files to ``keep`` are not among them."""
         surplus, total = [], self.bytes
         for header, used in self.by_age(keep):
             over = limit is not None and total > limit
@@ -119,11 +119,11 @@ class Inventory(Index):
         return surplus
 
     def remove(self, name: str) -> None:
-        """Removes a snapshot's file; raises OSError."""
+        """Removes a snapshot's file. Raises OSError."""
         FileSystem().remove(self.path / file_name(name))
 
     def chains(self, names: Sequence[str]) -> list[FileHeader]:
-        """Snapshots and what they continue, each once and after what it continues; ValueError for an unusable one."""
+        """Snapshots and their ancestors, each once and after its ancestors. Raises ValueError if one is unusable."""
         headers: dict[str, FileHeader] = {}
         for name in names:
             if name in self.bad:
@@ -135,10 +135,10 @@ class Inventory(Index):
         return list(headers.values())
 
     def chosen(self, texts: Sequence[str]) -> tuple[list[FileHeader], dict[str, Save]]:
-        """What to export for each text, which is a saved name or else the beginning of a snapshot's name.
+        """The snapshots and saves to export. A text is a saved name, or the start of a snapshot's name.
 
-        A saved name gives its chain and the name itself; a snapshot gives its chain and all names that keep nothing
-        else. Raises ValueError and UnusableName for what is missing or unusable.
+        A saved name adds itself and its snapshots. A snapshot adds itself, its ancestors, and all names that keep only
+        exported snapshots. Raises ValueError and UnusableName if something is missing or unusable.
         """
         saves: dict[str, Save] = {}
         snapshots = []

@@ -1,8 +1,8 @@
-"""Names that prompts are saved under: small files beside the snapshots, each of which lists what it keeps.
+"""Names under which prompts are saved. A name is a small file in the directory of snapshots.
 
-``names/NAME.json`` lists the snapshots of a prompt from its first token on, without its tokens or its salt. What one
-of these lists names is kept: no server evicts it and no ``prune`` removes it, until the name is saved anew or
-forgotten. The whole chain is listed, so that a server that has not yet seen its files keeps what they continue.
+``names/NAME.json`` lists the snapshots of a prompt from its first token on. It has neither the tokens nor the salt. No
+server evicts listed snapshots, and ``prune`` does not remove them, until the name is saved again or forgotten. The list
+has all ancestors, so that they are kept by servers that have not seen the snapshots' files yet.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ FOLDER, SUFFIX = "names", ".json"
 FORMAT = "shadowkv-name-1"
 
 CLOCK_NANOSECONDS = 2 * 10**9
-"""A change this shortly before a listing may be missing from it."""
+"""A listing may lack changes that were made less than this before it."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """What a name keeps. Raises ValueError for impossible values.
+    """The contents of a name's file: the snapshots that it keeps. Raises ValueError for impossible values.
 
     Attributes:
-        format: of the file.
+        format: format of the file.
         key: digest of what the snapshots' bytes depend on.
-        tokens: number of the prompt's tokens that were saved, from its first on.
-        snapshots: their names, each continued by the next.
+        tokens: number of saved tokens, from the prompt's first on.
+        snapshots: names of the snapshots. Each continues the one before.
         saved: in seconds since 1970.
     """
 
@@ -67,7 +67,7 @@ class Save:
         return cls(FORMAT, key, tokens, snapshots, int(time.time()))
 
     def is_of(self, chain: Sequence[FileHeader]) -> bool:
-        """Whether these are the snapshots that it lists, of its key, and hold the number of tokens it says."""
+        """Whether ``chain`` has the listed snapshots, with its key and number of tokens."""
         return (
             tuple(header.name for header in chain) == self.snapshots
             and all(header.key == self.key for header in chain)
@@ -76,29 +76,29 @@ class Save:
 
 
 def name_file(name: str) -> str:
-    """File of a name, within the directory of snapshots; raises ValueError for an invalid name."""
+    """A name's file, relative to the directory of snapshots. Raises ValueError for an invalid name."""
     return f"{FOLDER}/{check_kept_name(name)}{SUFFIX}"
 
 
 class Names:
-    """The names of a directory of snapshots; every method may be called from any thread, and waits for the disk."""
+    """The names of a directory of snapshots. Any thread may call its methods, which wait for the disk."""
 
     def __init__(self, directory: Path, files: FileSystem) -> None:
         self._directory, self._files, self._folder = directory, files, directory / FOLDER
-        # One attribute because several threads set it: when the folder that was read changed, and what it said.
+        # The folder's time of change and its pins, in one attribute because several threads set both.
         self._known: tuple[int | None, frozenset[str], frozenset[str]] = None, frozenset(), frozenset()
 
     @property
     def pins(self) -> frozenset[str]:
-        """Snapshots that names keep, as the last ``refresh`` found them; does not wait."""
+        """Snapshots that names keep, as of the last ``refresh``. It does not wait."""
         return self._known[1]
 
     def path(self, name: str) -> Path:
-        """The file of a name; raises ValueError for an invalid name."""
+        """Path of a name's file. Raises ValueError for an invalid name."""
         return self._directory / name_file(name)
 
     def read(self, name: str) -> Save:
-        """What a name keeps; raises UnknownName, UnusableName where its file is not what was written, and OSError."""
+        """The save of a name. Raises UnknownName, UnusableName if its file is corrupt, and OSError."""
         path = self.path(name)
         try:
             descriptor = self._files.open(path)
@@ -122,7 +122,7 @@ class Names:
             raise _bad(path, str(error)) from None
 
     def write(self, name: str, save: Save, *, replace: bool = True) -> bool:
-        """Saves under a name; returns whether it did: an existing save stays unless ``replace``. If it raises OSError,
+        """Writes a name's file. Returns False if the name exists and ``replace`` is False. If it raises OSError,
         nothing has changed."""
         path, temporary = self.path(name), temporary_path(self._directory)
         descriptor = self._files.create(temporary)
@@ -141,7 +141,7 @@ class Names:
             self._files.remove(temporary)
 
     def remove(self, name: str) -> None:
-        """Forgets a name, even with a bad file; raises UnknownName and OSError."""
+        """Removes a name, even if its file is bad. Raises UnknownName and OSError."""
         path = self.path(name)
         try:
             exists = path.name in self._files.names(path.parent)
@@ -152,7 +152,7 @@ class Names:
         self._files.remove(path)
 
     def all(self) -> tuple[dict[str, Save], dict[str, UnusableName]]:
-        """What every name keeps, and what is wrong with the files of other names; raises OSError."""
+        """All saves by name, and the faults of names with a bad file. Raises OSError."""
         saves: dict[str, Save] = {}
         bad: dict[str, UnusableName] = {}
         try:
@@ -166,15 +166,15 @@ class Names:
             try:
                 saves[name] = self.read(name)
             except UnknownName:
-                pass  # it has just been forgotten
+                pass  # the name has just been removed
             except UnusableName as error:
                 bad[name] = error
             except ValueError:
-                pass  # this name cannot have been saved under
+                pass  # not a valid name
         return saves, bad
 
     def refresh(self) -> frozenset[str]:
-        """The current ``pins``, read again where the folder has changed; raises OSError."""
+        """The current ``pins``. They are read again if the folder has changed. Raises OSError."""
         try:
             changed = self._files.stat(self._folder).st_mtime_ns
         except FileNotFoundError:

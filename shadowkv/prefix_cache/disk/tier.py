@@ -1,7 +1,7 @@
-"""The disk tier of the prefix cache: a directory of snapshots, which several servers may share.
+"""``DiskTier``: the disk tier of the prefix cache, a directory of snapshots that several servers may share.
 
-The directory is authoritative: its contents are found out in the background, what is gone is a miss, and what is not
-as it was written is removed. Nothing here makes its caller wait for a disk: reads and writes return futures.
+The directory is authoritative. It is scanned in the background, a removed file is a miss, and a corrupt file is
+removed. Callers never wait for the disk: reads and writes return futures.
 """
 
 from __future__ import annotations
@@ -33,22 +33,26 @@ Result = TypeVar("Result")
 
 
 class DiskTier:
-    """Snapshots of one key in a directory; every method may be called from any thread.
+    """The snapshots of one key in a directory. Any thread may call its methods.
 
     Args:
-        directory: created with access for its owner only if it is missing; OSError if that fails. It may be read-only.
-        limit_bytes: of all files; the least recently used ones go first.
-        key: of the snapshots that are served; others in the directory count towards the limit and are evicted likewise.
-        on_event: called with what happened to which file: "found", "stored", "evicted", "lost" or "bad". It runs on the
-            tier's threads, and must neither block nor raise.
+        directory: path of the directory. If it is missing, it is created with access only for its owner. It may be
+            read-only.
+        limit_bytes: most bytes of all files. The least recently used files are evicted first.
+        key: key of the snapshots that are served. Files with other keys count towards the limit and are evicted too.
+        on_event: called with each event and its file. Events are "found", "stored", "evicted", "lost" and "bad". It is
+            called on the tier's threads, and must neither block nor raise.
         files: how the disk is accessed.
         readers: number of threads that read one file together.
-        queue_bytes: of snapshots waiting to be written; what does not fit is refused.
-        pause_seconds: without writes after a failed one.
-        watch_seconds: between two looks for other servers' files.
+        queue_bytes: most bytes of snapshots that wait to be written. More are refused.
+        pause_seconds: seconds without writes after a failed write.
+        watch_seconds: seconds between two searches for other servers' files.
 
     Attributes:
-        counts: what has been done so far.
+        counts: statistics so far.
+
+    Raises:
+        OSError: the directory cannot be created.
     """
 
     def __init__(
@@ -85,16 +89,16 @@ class DiskTier:
         self._name_reader = Workers(1, "cache-names")
 
     def lookup(self, name: str) -> FileHeader | None:
-        """A snapshot that is known to be there; what it continues may not be. Never waits and counts nothing."""
+        """A snapshot that is known to exist. Its ancestors may be missing. It does not wait, and counts nothing."""
         header = self._directory.get(name)
         return header if header is not None and header.key == self.key.digest else None
 
     def chain(self, name: str) -> list[FileHeader]:
-        """The snapshots that lead to one, itself last; empty if not all of them are known to be there. Never waits."""
+        """A snapshot after all its ancestors. Empty if not all are known to exist. It does not wait."""
         return self._directory.chain(name) if self.lookup(name) is not None else []
 
     def look(self, names: Iterable[str]) -> Future[bool]:
-        """Looks for snapshots that were not known to be there, as other servers write some; whether all are there."""
+        """Looks on the disk for snapshots that other servers may have written. The result is whether all exist."""
 
         def look() -> bool:
             return all([self._directory.look(name) is not None for name in names])
@@ -102,19 +106,19 @@ class DiskTier:
         return self._name_reader.submit(look)
 
     def wait_scanned(self, timeout: float | None = None) -> bool:
-        """Waits up to ``timeout`` seconds until the directory has been scanned; returns whether it has."""
+        """Waits up to ``timeout`` seconds until the directory has been scanned. Returns whether it has."""
         return self._scanner.done.wait(timeout)
 
     def token_ids(self, header: FileHeader) -> Future[npt.NDArray[np.uint32]]:
-        """Ids of the tokens that a file covers; the future raises as that of ``read`` does."""
+        """The ids of a file's tokens. The future raises the errors of ``read``."""
         return self._token_reader.submit(self._using, header, SnapshotFile.token_ids)
 
     def read(self, header: FileHeader, buffers: Sequence[Buffer], token_ids: TokenIds) -> Future[float]:
-        """Fills ``buffers`` with the bytes of all layers of a file; returns the seconds since it was asked for.
+        """Fills ``buffers`` with the bytes of all layers of a file. The result is the seconds that it took.
 
-        ``token_ids`` are those that it must hold, from ``start`` to ``length``. The buffers' contents are valid only if
-        the future raises nothing; they are the caller's again when it is done. It raises SnapshotGone if the file is
-        gone, BadSnapshot if it is not what was written, OSError if it cannot be read, each counted as a miss.
+        ``token_ids`` are the expected ids of the file's tokens, from ``start`` to ``length``. When the future is done,
+        the caller may use the buffers again. Their contents are valid only if it raises nothing. It raises SnapshotGone
+        if the file is gone, BadSnapshot if it is corrupt, and OSError if it cannot be read. Each counts as a miss.
         """
         asked = time.monotonic()
 
@@ -136,7 +140,7 @@ class DiskTier:
         return self._restorer.submit(restore)
 
     def _using(self, header: FileHeader, use: Callable[[SnapshotFile], Result]) -> Result:
-        """What ``use`` makes of a file, which must have this header; what is wrong with it is recorded."""
+        """Calls ``use`` with the file, which must have this header. Records faults of the file."""
         directory, name = self._directory, header.name
         try:
             with SnapshotFile(directory.path, name, directory.files) as file:
@@ -164,17 +168,20 @@ class DiskTier:
             raise
 
     def put(self, header: FileHeader, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
-        """Has a snapshot written; the future says whether it is on the disk, False if it was refused, has failed, or
-        another with its name is there.
+        """Queues a snapshot to be written. The result is whether it is on the disk: False if it was refused, has
+        failed, or another snapshot has its name.
+
+        Ids and slabs may be changed only after the future is done.
 
         Args:
-            header: with this tier's key; what it continues must be on the disk, or queued before it.
-            token_ids: from ``start`` to ``length``.
-            slabs: bytes of all layers in order, split anywhere; iterated on the writing thread, each used up before the
-                next is requested. If they can be iterated again, as a list can, a write that finds the disk full gets
-                a second try.
+            header: has this tier's key. Its parent must be on the disk, or queued before it.
+            token_ids: ids of the tokens from ``start`` to ``length``.
+            slabs: bytes of all layers in order, split anywhere. The writing thread iterates them, and requests the next
+                one after using the previous one. If they can be iterated again, like a list, a write that finds the
+                disk full is tried twice.
 
-        Ids and slabs may be reused only when the future is done. Raises ValueError for the header of another key.
+        Raises:
+            ValueError: the header has another key.
         """
         if header.key != self.key.digest:
             raise ValueError(f"the snapshot is of key {header.key}, this tier's is {self.key.digest}")
@@ -182,21 +189,21 @@ class DiskTier:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing is written at present, after a failure; None where writing goes on. Does not wait."""
+        """Why writing is paused after a failure; None if it is not. It does not wait."""
         return self._writer.problem
 
     def keep(self, name: str, tokens: int, chain: Sequence[FileHeader]) -> Future[None]:
-        """Keeps a chain's files under a name, for ``tokens`` tokens of a prompt, in place of what was there.
+        """Saves a chain with ``tokens`` tokens of a prompt under a name. It replaces an existing save.
 
-        The future raises SnapshotGone where one of them is gone, OSError where the name cannot be written.
+        The future raises SnapshotGone if a snapshot is gone, and OSError if the name cannot be written.
         """
         save = Save.new(self.key.digest, tokens, tuple(header.name for header in chain))
         return self._writer.keep(name, save)
 
     def kept(self, name: str) -> Future[tuple[Save, list[FileHeader]]]:
-        """What is kept under a name, and its chain.
+        """The save of a name, and its chain.
 
-        The future raises UnknownName, also where files of the chain are gone, UnusableName, and OSError.
+        The future raises UnknownName, also if a snapshot is gone, UnusableName, and OSError.
         """
         return self._name_reader.submit(self._kept, name)
 
@@ -207,7 +214,7 @@ class DiskTier:
                 f"what is saved as {name!r} is of another model or policy (key {save.key[:10]}, this server's is "
                 f"{self.key.digest[:10]})"
             )
-        for snapshot in save.snapshots:  # known ones, too: another server may have rewritten it, or a read failed
+        for snapshot in save.snapshots:  # also known ones: another server may have rewritten them
             self._directory.look(snapshot)
         chain = self._directory.chain(save.snapshots[-1])
         if not chain:
@@ -217,20 +224,20 @@ class DiskTier:
         return save, chain
 
     def stats(self) -> TierStats:
-        """Counts so far, and what is there now."""
+        """Statistics of the tier."""
         directory = self._directory
         pinned_bytes = directory.size(directory.names.pins)
         return self.counts.now(directory.bytes, self.limit_bytes, pinned_bytes, directory.num_files)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Closes the tier: queued writes are completed, within ``timeout`` seconds, and queued reads are cancelled.
+        """Closes the tier. Queued writes are done within ``timeout`` seconds, and queued reads are cancelled.
 
-        Returns whether all was written and no thread is left. One that a disk holds up for longer uses its buffers
-        until its future is done.
+        Returns whether all was written and all threads have ended. A thread that still waits for the disk uses its
+        buffers until its future is done.
         """
         deadline = time.monotonic() + timeout
         ends = [self._writer.close(timeout), self._scanner.close(max(0.1, deadline - time.monotonic()))]
-        # Readers last: a restore that is cut short waits for its reads.
+        # Readers last, because a restore that is interrupted waits for its reads.
         for workers in (self._name_reader, self._token_reader, self._restorer, self._readers):
             ends.append(workers.close(max(0.1, deadline - time.monotonic())))
         return all(ends)

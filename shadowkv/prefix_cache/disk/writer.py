@@ -1,4 +1,4 @@
-"""Writes snapshots on one thread, within a limit of bytes: callers never wait."""
+"""``Writer``: writes snapshots on one thread, and evicts files to stay within a limit. ``DiskTier`` uses it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ logger = logging.getLogger(__name__)
 LONGEST_PAUSE = 600.0
 
 EVICTION_ROUNDS = 3
-"""Passes over all files: those that another server turns out to have used are newer in the next one."""
+"""Most passes over all files to evict some. A file that another server has used counts as newer in the next pass."""
 
 CLOCK_SECONDS = 0.001
-"""Largest difference between a time on the disk and the one it was set to, in seconds."""
+"""Largest difference, in seconds, between a file's time and the time to which it was set."""
 
 GIVING_UP_SECONDS = 1.0
-"""Time for a writer that has been told to give up to remove its unfinished file."""
+"""Seconds in which a stopped writer can remove its unfinished file."""
 
 
 class Writer:
-    """The writing half of a disk tier, which removes nothing that names keep.
+    """Writes and evicts snapshots of a disk tier. It never evicts snapshots that names keep.
 
     Args:
-        complete: says whether the directory's files are all known, before which none is removed to make room.
-        limit_bytes: of all files.
-        queue_bytes: of snapshots waiting to be written; one may always wait.
-        pause_seconds: without writes after a failed one, doubled after each further failure.
+        complete: returns whether all files of the directory are known. Until then none is evicted.
+        limit_bytes: most bytes of all files.
+        queue_bytes: most bytes of snapshots that wait to be written. One snapshot may always wait.
+        pause_seconds: seconds without writes after a failed write. They double after each further failure.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Writer:
         self._thread = Workers(1, "cache-write")
 
     def put(self, header: FileHeader, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
-        """Queues a snapshot; the future says whether it is on the disk, after which data and ids may be reused."""
+        """Queues a snapshot. The result is whether it is on the disk. Data and ids may be changed after that."""
         size = header.nbytes
         with self._lock:
             full = bool(self._waiting) and sum(self._waiting.values()) + size > self._queue_bytes
@@ -75,23 +75,23 @@ class Writer:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing is written at present, after a failure, and for how long; does not wait."""
+        """Why writing is paused after a failure, and for how long. It does not wait."""
         left = self._paused_until - time.monotonic()
         return f"{self._reason}; it is tried again in {left:.0f} s" if left > 0 else None
 
     def keep(self, name: str, save: Save) -> Future[None]:
-        """Queues a name for what is on the disk; the future raises SnapshotGone where part of it is missing, OSError
-        where the name cannot be written."""
+        """Queues a name for snapshots on the disk. The future raises SnapshotGone if one is missing, and OSError if the
+        name cannot be written."""
         return self._thread.submit(self._keep, name, save)
 
     def _keep(self, name: str, save: Save) -> None:
-        # Nothing is evicted on this thread meanwhile; another server may have evicted before it saw the name.
+        # This thread evicts nothing meanwhile. Another server may have evicted a snapshot before it saw the name.
         self._check_there(save)
         self._names.write(name, save)
-        for snapshot in save.snapshots:  # a server that is evicting and has not seen the name sees that they are used
+        for snapshot in save.snapshots:  # a server that evicts and has not seen the name sees the new times of use
             self._directory.touch(snapshot)
         self._check_there(save)
-        with suppress(OSError):  # it is saved; only the size of what names keep is known a little later
+        with suppress(OSError):  # the name is saved; only ``pinned_bytes`` is updated later
             self._names.refresh()
 
     def _check_there(self, save: Save) -> None:
@@ -114,7 +114,7 @@ class Writer:
         return refused
 
     def close(self, timeout: float) -> bool:
-        """Writes what is queued, within ``timeout`` seconds, and stops; returns whether all was written."""
+        """Writes queued snapshots within ``timeout`` seconds, then stops. Returns whether all were written."""
         if self._thread.close(timeout, drain=True):
             return True
         self._give_up.set()
@@ -151,7 +151,8 @@ class Writer:
     def _attempt(
         self, header: FileHeader, token_ids: TokenIds, slabs: Iterable[Buffer], keep: set[str]
     ) -> FileHeader | None:
-        """Writes a file; if the disk is full and the data can be iterated again, evicts others and tries once more."""
+        """Writes a file. If the disk is full and the data can be iterated again, it evicts files and tries once
+        more."""
         begun = False
 
         def go_on() -> bool:
@@ -179,16 +180,16 @@ class Writer:
         return attempt()
 
     def _stays(self, name: str) -> bool:
-        """Whether a file of this name is there and usable."""
+        """Whether a usable file has this name."""
         header = self._header(name)
         return header is not None and self._directory.fits(header)
 
     def _header(self, name: str) -> FileHeader | None:
-        """The header of a file, which the directory may not know yet."""
+        """The header of a file, read from the disk if the directory does not know it yet."""
         return self._directory.get(name) or self._directory.look(name)
 
     def _ancestors(self, header: FileHeader) -> set[str] | None:
-        """Names of all that a snapshot continues; None if one of them is missing, as it could not be read then."""
+        """Names of a snapshot's ancestors; None if one is missing, because the snapshot is unusable then."""
         names: set[str] = set()
         name = header.parent
         while name:
@@ -212,7 +213,7 @@ class Writer:
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def _make_room(self, size: int, keep: set[str]) -> bool:
-        """Evicts until ``size`` more bytes are within the limit; returns whether there is room then."""
+        """Evicts files until ``size`` more bytes are within the limit. Returns whether there is room then."""
         limit = self._limit_bytes
         over = self._directory.bytes + size - limit
         if over <= 0 or (size <= limit and not self._complete()):
@@ -221,7 +222,7 @@ class Writer:
         return size + kept <= limit and self._evict(over, keep) >= over
 
     def _evict(self, size: int, keep: set[str]) -> int:
-        """Evicts files of ``size`` bytes or slightly more, if there are enough; returns the number of bytes."""
+        """Evicts files of ``size`` bytes or slightly more, if there are enough. Returns the number of bytes."""
         freed = 0
         for _ in range(EVICTION_ROUNDS if self._complete() else 0):
             for header, used in self._directory.by_age(keep | self._names.refresh()):
@@ -231,8 +232,7 @@ class Writer:
         return freed
 
     def _remove(self, header: FileHeader, used: float) -> int:
-        """Removes a file last ``used`` then, unless another server has used it since; returns how many bytes that
-        frees."""
+        """Removes a file, unless another server has used it since ``used``. Returns the number of freed bytes."""
         with suppress(FileNotFoundError):  # another server removed it first
             changed = self._directory.files.stat(self._directory.path / header.file_name).st_mtime
             if changed > used + CLOCK_SECONDS:

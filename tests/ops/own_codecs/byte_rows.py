@@ -1,4 +1,4 @@
-"""Value codecs of tests: rows in bytes, rotated with one scale, or as they are with one for every 32 dimensions."""
+"""Value codecs for tests: rows in bytes, rotated with one scale, or not rotated with one scale per 32 dimensions."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from shadowkv.ops.codec import RowCodec
 
 
 class ByteRows(RowCodec):
-    """Whole steps plus 128. Lane g's bytes lie together, of dimensions 16 i + 8 half + g in the order of 2 i + half."""
+    """Whole steps plus 128. Lane g has dimensions 16 i + 8 half + g, in the order of 2 i + half."""
 
     row_multiple = 64
 
