@@ -94,7 +94,7 @@ METHODS = (
     ),
     Method(
         "sparse prefill",
-        ("kvcache/prefill/sparse.py",),
+        _parts("prefill"),
         ("select_blocks", "attend_blocks"),
         ("kernels/score_blocks_sm90", "kernels/attend_blocks_sm90"),
         ("kvcache/test_sparse_prefill.py", "ops/test_prefill_blocks.py"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.eval.records.predictions import write_json
-from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.policy.spec import PREFILL_ERROR, KVSpec
 
 if TYPE_CHECKING:
     from shadowkv.eval.records.policies import Policy
@@ -80,7 +80,8 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         known = config["policies"].setdefault(policy.label, spec)
         if spec is not None and known is not None:
             known = {**KVSpec().as_dict(), **known}  # newer fields had their defaults
-            former = {"rank": None, "key_groups": 1, "centred": None}  # every policy had these fields, with any keys
+            # Every policy had these fields, with any parts.
+            former = {"rank": None, "key_groups": 1, "centred": None, "prefill_error": PREFILL_ERROR}
             known = {name: value for name, value in known.items() if name in spec or former.get(name, ...) != value}
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")

@@ -24,9 +24,10 @@ from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.decode.planning import padded, rounded
 from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.parts import prefill_strategy
+from shadowkv.kvcache.parts.base import BlockHook
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
 from shadowkv.kvcache.prefill.exact import exact_prompts, lengths_of, pages_of
-from shadowkv.kvcache.prefill.sparse import BlockHook, SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.pools import SequencePools
@@ -58,7 +59,7 @@ class KVCache:
 
     Attributes:
         groups: the groups of layers.
-        sparse: attention over blocks of keys; None if the policy's prefill is not sparse.
+        strategy: the policy's prefill strategy.
         snapshots: turns sequences into bytes and back.
     """
 
@@ -79,8 +80,7 @@ class KVCache:
         self.ops = ops
         ropes = dict.fromkeys((rope, *(group.rope or rope for group in layout.groups)))
         rotary = {one: RotaryTables(one, self.max_model_len, self.device) for one in ropes}
-        sparse = self.spec.prefill == "sparse"
-        self.sparse = SparsePrefill(self.ops, self.device, self.spec.prefill_error) if sparse else None
+        self.strategy = prefill_strategy(self.spec)(self.spec, self.ops, self.device)
         weights = weights or [{}] * self.shape.num_layers
         self.groups = [
             LayerGroup(
@@ -91,7 +91,7 @@ class KVCache:
                 slots,
                 layout.of_group(number, memory),
                 self.device,
-                self.sparse if group.spec.prefill == "sparse" else None,
+                self.strategy,
                 [weights[layer] for layer in group.layers],
             )
             for number, group in enumerate(layout.groups)
@@ -372,18 +372,18 @@ class KVCache:
     def block_hook(self) -> BlockHook | None:
         """Called in a sparse prefill with the layer, RoPE-rotated queries [n, H_q, d] and the blocks selected for each
         tile (``select_blocks``). The tiles attend to the blocks that it returns. A dense prefill has no hook."""
-        return None if self.sparse is None else self.sparse.hook
+        return self.strategy.hook
 
     @block_hook.setter
     def block_hook(self, hook: BlockHook | None) -> None:
-        if self.sparse is None:
+        if not self.strategy.selects_blocks:
             raise ValueError(f"prefill={self.spec.prefill!r} selects no blocks; use prefill='sparse'")
-        self.sparse.hook = hook
+        self.strategy.hook = hook
 
     def take_attention_density(self) -> float | None:
         """Share of blocks of keys that sparse prefills attended to since the last call; None if there were none. Waits
         for the device."""
-        return None if self.sparse is None else self.sparse.take_density()
+        return self.strategy.take_density()
 
     def place(self, layer: int) -> tuple[LayerGroup, int]:
         """The group of a layer of the model, and the layer's number within the group."""

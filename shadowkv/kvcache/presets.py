@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, get_args, get_type_hints
 
 from shadowkv.kvcache.plugins import checked_name, load_plugins
-from shadowkv.kvcache.policy.spec import NAMES, PREFILLS, KVSpec
+from shadowkv.kvcache.policy.spec import NAMES, KVSpec
 
 PRESETS: dict[str, KVSpec] = {
     # Every key and value exact on the device: the baseline.
@@ -124,17 +124,16 @@ def _value(spec: KVSpec, field: str, text: str) -> Any:
     fraction, a number without one is a count. Raises ValueError."""
     from shadowkv.kvcache.parts import AXES, declared, is_known
 
-    choices = {**AXES, "prefill": PREFILLS}
-    if field in choices:
-        if not (is_known(field, text) if field in AXES else text in choices[field]):
-            raise ValueError(f"{field}={text!r} is not one of {', '.join(choices[field])}")
+    if field in AXES:
+        if not is_known(field, text):
+            raise ValueError(f"{field}={text!r} is not one of {', '.join(AXES[field])}")
         return text
-    own = KVSpec if field in NAMES else None if field.startswith(".") else declared(spec, field)
-    if own is None:
+    part = None if field in NAMES or field.startswith(".") else declared(spec, field)
+    if field not in NAMES and part is None:
         raise ValueError(
             f"{field!r} is not a field; known: {', '.join(NAMES)}, and settings of parts (docs/presets.md)"
         )
-    kind = get_type_hints(own)[field.rpartition(".")[2]]
+    kind = get_type_hints(KVSpec if part is None else part.Settings)[field.rpartition(".")[2]]
     allowed = get_args(kind) or (kind,)
     if bool in allowed:
         if text not in ("true", "false"):

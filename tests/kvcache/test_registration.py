@@ -110,7 +110,7 @@ def test_an_index_can_own_weights_of_the_model(ends: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("axis", "name", "part", "error", "reason"),
     [
-        ("place", "mine", Mine, ValueError, "there is no axis 'place' of parts: keys, index, values"),
+        ("place", "mine", Mine, ValueError, "there is no axis 'place' of parts: keys, index, values, prefill"),
         ("indexes", "mine", Mine, ValueError, "there is no axis 'indexes'"),
         ("index", "sketch", Mine, ValueError, "index='sketch' is taken: the names are .*chunk-mean"),
         ("keys", "low-rank", MyKeys, ValueError, "keys='low-rank' is taken"),
@@ -257,4 +257,4 @@ def test_an_installed_package_is_found(tmp_path: Path) -> None:
 
 
 def test_kinds_are_those_of_parts() -> None:
-    assert issubclass(MyKeys, KeyPart) and list(parts.KINDS) == ["keys", "index", "values"]
+    assert issubclass(MyKeys, KeyPart) and list(parts.KINDS) == ["keys", "index", "values", "prefill"]

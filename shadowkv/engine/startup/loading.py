@@ -18,9 +18,9 @@ from shadowkv.engine.startup.crossover import dense_below
 from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, describe_prefixes, likely_cache_bytes, size_cache
 from shadowkv.installation import building_cpu, building_cuda
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.case import OF_BLOCKS, case_of, choose_ops
+from shadowkv.kvcache.case import case_of, choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.parts import describe
+from shadowkv.kvcache.parts import describe, prefill_strategy
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
@@ -116,8 +116,9 @@ def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device, backends
     """The default of ``prefill``: sparse on a GPU with kernels for it, else dense."""
     if device.type != "cuda":
         return "dense"
-    case = case_of(layout.with_fields(prefill="sparse"), loaded.config.rope, device)
-    chosen = (choose(name, device, case, backends.get(name)).backend for name in OF_BLOCKS)
+    layout = layout.with_fields(prefill="sparse")
+    case, ops = case_of(layout, loaded.config.rope, device), prefill_strategy(layout.spec).ops
+    chosen = (choose(name, device, case, backends.get(name)).backend for name in ops)
     return "dense" if "reference" in chosen else "sparse"
 
 

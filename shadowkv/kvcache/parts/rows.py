@@ -14,7 +14,7 @@ from torch import Tensor
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
-from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens, KeyPart, Part, ValuePart
+from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens, KeyPart, StoredPart, ValuePart
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.reference import rope_by
@@ -38,7 +38,7 @@ CENTRED_AT_ONCE = 64
 heads of 128 dimensions."""
 
 
-class CodedPart(Part):
+class CodedPart(StoredPart):
     """Base class of coded keys and coded values. It stores a field of codes named after the axis, a field of scales if
     the codec has some, and the state that the codec learns.
 

@@ -34,11 +34,8 @@ FETCH_BUFFER = 2.0
 """Chunks of values on the host that a buffer keeps, as a multiple of those that a step selects: most are selected
 again."""
 
-PREFILLS = ("dense", "sparse")
-"""Prefill attention over everything, or in long prompts over blocks of keys, drawn by what a few queries attend to."""
-
 PREFILL_ERROR = 0.05
-"""Standard deviation that a sparse prefill allows, as a share of a query's attention, unless a policy has another."""
+"""Default error of a sparse prefill (``parts.prefill.SparsePrefill``)."""
 
 ROTATED = "rotated"
 """Values in 3 bits, or 4 where the head dim does not suit 3: a name that stands for one of two parts."""
@@ -72,9 +69,8 @@ class KVSpec:
         local: newest tokens that always stay exact.
         dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
             is as few as possible: what would be attended exactly anyway (see ``dense_limit``).
-        prefill: ``dense`` or ``sparse``; None is dense unless an engine picks.
-        prefill_error: largest standard deviation of what a sampled query of a sparse prefill's tiles attends to, as a
-            share of its softmax, at any length of the prompt (``select_blocks``); with 0 it attends to everything.
+        prefill: how prompts attend: ``dense`` to everything, or ``sparse`` to sampled blocks of keys
+            (``parts.prefill``). None lets an engine choose; everything else takes it as dense.
         skip_layers: that many of the first and of the last layers stay as they are: keys and values exact on the
             device, all of them attended to (TurboQuant in vLLM has 2).
         settings: what its parts have of their own (``parts.Part.Settings``), by name, ``rank``, or with the axis,
@@ -94,7 +90,6 @@ class KVSpec:
     local: int = 32
     dense_below: int | None = None
     prefill: str | None = None
-    prefill_error: float = PREFILL_ERROR
     skip_layers: int = 0
     settings: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
@@ -106,7 +101,7 @@ class KVSpec:
         that name the axis of a part (``keys.centred``) go where another part takes its place."""
         own = {name: value for name, value in values.items() if name in NAMES}
         of_parts = {name: value for name, value in values.items() if name not in NAMES}
-        others = {axis for axis in own if own[axis] != getattr(self, axis)}
+        others = {axis for axis in own if getattr(self, axis) not in (None, own[axis])}
 
         def goes(name: str) -> bool:
             axis, _, plain = name.rpartition(".")
@@ -126,12 +121,6 @@ class KVSpec:
         """Why its numbers are invalid for models of ``shape``; its parts say themselves what they cannot do
         (``parts.resolve``)."""
         reasons = []
-        if self.prefill not in (None, *PREFILLS):
-            reasons.append(f"prefill={self.prefill!r} is not one of {', '.join(PREFILLS)}")
-        if not 0 <= self.prefill_error < 1:
-            reasons.append(f"prefill_error={self.prefill_error} must be at least 0 and below 1")
-        if self.prefill == "dense" and self.prefill_error != PREFILL_ERROR:
-            reasons.append(f"prefill_error={self.prefill_error} has no meaning with prefill='dense', a CPU's default")
         if self.chunk < 1 or PAGE % self.chunk:
             reasons.append(f"chunk={self.chunk} does not divide a page of {PAGE} tokens; use 1, 2, 4, 8, 16, 32 or 64")
         if self.outliers < 0:

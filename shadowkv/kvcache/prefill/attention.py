@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.compression.storing import Storing
+from shadowkv.kvcache.parts.base import PrefillStrategy
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock, RowRange
-from shadowkv.kvcache.prefill.sparse import SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, GroupStore
@@ -29,11 +29,11 @@ class Prefill:
     """The prefill half of a group of layers, which are counted within it.
 
     Attributes:
-        sparse: attention over blocks of keys, where the policy's prefill is sparse.
+        strategy: attends in place of exact attention where that pays.
     """
 
-    def __init__(self, store: GroupStore, storing: Storing, sparse: SparsePrefill | None) -> None:
-        self.store, self.storing, self.ops, self.sparse = store, storing, store.ops, sparse
+    def __init__(self, store: GroupStore, storing: Storing, strategy: PrefillStrategy) -> None:
+        self.store, self.storing, self.ops, self.strategy = store, storing, store.ops, strategy
         self.layout = store.layout
         # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
@@ -149,7 +149,7 @@ class Prefill:
         """What neighbouring row ranges must have in common to attend together to what they have cached: the same pages,
         all of them attended to densely. None for a row range that attends by itself."""
         new = row_range.alone
-        if new is None or not new.cached or self._sparse(new, row_range.stop) is not None:
+        if new is None or not new.cached or not self._is_exact(new, row_range.stop):
             return None
         return tuple(segment.ids for segment in batch.plan_of(new).cached) or None
 
@@ -183,16 +183,16 @@ class Prefill:
             return self._attend_cached(layer, q, batch, row_ranges, sinks)
         (row_range,) = row_ranges
         new = cast(NewTokens, row_range.alone)
-        sparse = self._sparse(new, row_range.stop)
-        if new.cached and sparse is None:
+        exact = self._is_exact(new, row_range.stop)
+        if new.cached and exact:
             return self._attend_cached(layer, q, batch, row_ranges, sinks)
         cached = batch.plan_of(new).cached if new.cached else ()
         compressed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
         k, v = self._behind_exact_tail(layer, batch, new, row_range.stop, compressed)
-        if sparse is None:
+        if exact:
             return self._attend_causally(q, k, v, sinks)
         self._rebuild(layer, cached, k[:compressed], v[:compressed])
-        return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - row_range.stop, sinks)
+        return self.strategy.attend(self.layout.layers[layer], q, k, v, new.stop - row_range.stop, sinks)
 
     def _attend_window(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, window: int, sinks: Tensor | None
@@ -250,10 +250,9 @@ class Prefill:
         )
         return k, v
 
-    def _sparse(self, new: NewTokens, stop: int) -> SparsePrefill | None:
-        """What a block of a sequence's queries, up to the batch's row ``stop``, attends with; None for everything."""
-        count, seen = new.stop - new.start, new.cached + stop - new.start
-        return self.sparse if self.sparse is not None and self.sparse.pays(count, seen) else None
+    def _is_exact(self, new: NewTokens, stop: int) -> bool:
+        """Whether a block of a sequence's queries, up to the batch's row ``stop``, attends exactly."""
+        return not self.strategy.pays(new.stop - new.start, new.cached + stop - new.start)
 
     def _rebuild(self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor) -> None:
         """Writes everything that segments have compressed to keys and values [n, H, d]."""

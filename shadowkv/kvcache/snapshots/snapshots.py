@@ -11,7 +11,7 @@ import torch
 
 from shadowkv.kvcache.memory.arenas import Blocks, Field
 from shadowkv.kvcache.policy.growth import MAX_SEGMENTS
-from shadowkv.kvcache.policy.spec import PAGE, PREFILLS
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.pools import SequencePools
@@ -306,12 +306,12 @@ def form_of(layout: Layout, rope: RopeConfig) -> str:
 
 def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
-    spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
-    error = None if spec.prefill == "dense" else float(spec.prefill_error)  # what a dense one has is of no account
+    if spec.prefill is None:  # dense, whatever settings it has for a strategy that could still be chosen
+        spec = replace(spec, prefill="dense", settings={k: v for k, v in spec.settings if not k.startswith("prefill.")})
     fields = (*layout.compressed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
-        "spec": spec.as_dict() | {"prefill_error": error},
+        "spec": spec.as_dict(),
         # What key_bias decides is in the policy, and sinks are in no page.
         "shape": {
             name: value
