@@ -19,7 +19,7 @@ How a request travels: `serve` → `engine/process` (to another process, and bac
 `Scheduler` (admission) → `Runner` (prefill, decode) → `models.Decoder` → `layers` → `KVCache.append / attend /
 finish_prefill` → parts → `ops`.
 Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf`,
-`kvcache ← prefix_cache ← engine`, `serve ← ray`, `eval ← bench`, and `cli` above all of them. Within a package too
+`kvcache ← prefix_cache ← engine`, `kvcache ← baselines`, `serve ← ray`, `eval ← bench`, and `cli` above all of them. Within a package too
 there are no circles (`[tool.importlinter]` in `pyproject.toml`, which `make lint` checks).
 `models/` and `eval/` at the top are links to `shadowkv/models/` and `shadowkv/eval/`. `benchmarks/` measures,
 `robustness/` breaks what it can, `training/` makes adapters, `scripts/` is what a developer runs.

@@ -1,10 +1,10 @@
 """The parts of policies, one file each, found by axis and name. ``resolve`` checks a policy, ``build_parts`` makes its
 parts.
 
-A new method is a part file, a line here and a line in ``presets.py``. A new format of keys or values is a codec
-(``shadowkv.kvcache.codecs``). Other packages ``register`` all three (``plugins.py``). A part sees the keys, values and
-queries of one layer. Methods that need more do not fit, such as InfiniGen's scores from the input of the previous layer
-(arXiv:2406.19707; ``index_infinigen.py`` has the rest of it).
+A new method is a part, a format of keys or values (``shadowkv.kvcache.codecs``), or both, and a preset. All three are
+``register``ed from outside this package (``plugins.py``; ``shadowkv.baselines`` has examples). A part sees the keys,
+values and queries of one layer. Methods that need more do not fit, such as InfiniGen's scores from the input of the
+previous layer (``baselines/infinigen.py`` has the rest of it).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.codecs import LATENT_CODECS, NAMES_OF_PARTS, ROW_CODECS
 from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, KeyPart, Part, PrefillStrategy, StoredPart, ValuePart
-from shadowkv.kvcache.plugins import checked_name, load_plugins
+from shadowkv.kvcache.plugins import checked_name, has
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import ROTATED, KVSpec
 from shadowkv.settings import settings_of, violations
@@ -32,15 +32,9 @@ INDEX_PARTS = {
     "none": "index_plain:AttendAll",
     "chunk-mean": "index_chunks:ChunkMean",
     "chunk-mean-fp8": "index_chunks:ChunkMeanFP8",
-    "min-max": "index_chunks:MinMax",
     "sketch": "index_sketch:Sketch",
     "sketch-1bit": "index_sketch:SignSketch",
     "exact": "index_plain:Exact",
-    "recent": "index_plain:Recent",
-    "pca": "index_loki:PCA",
-    "votes": "index_snapkv:Votes",
-    "skewed": "index_infinigen:Skewed",
-    "trig": "index_triattention:Trig",
 }
 PREFILL_STRATEGIES = {"dense": "prefill:DensePrefill", "sparse": "prefill:SparsePrefill"}
 PLACES = ("device", "host")
@@ -64,6 +58,7 @@ AXES: dict[str, Collection[str]] = {
 
 def register(axis: str, name: str, part: type[Part]) -> None:
     """Registers a part from outside the package on an axis: ``keys``, ``index``, ``values`` or ``prefill``.
+    Registering it again changes nothing.
 
     Raises:
         ValueError: the axis does not exist, the name is taken on it, or the name has characters that are not allowed.
@@ -71,10 +66,12 @@ def register(axis: str, name: str, part: type[Part]) -> None:
     """
     if axis not in KINDS:
         raise ValueError(f"there is no axis {axis!r} of parts: {', '.join(KINDS)}")
-    if checked_name(name) in AXES[axis]:
-        raise ValueError(f"{axis}={name!r} is taken: the names are {', '.join(AXES[axis])}")
     if not (isinstance(part, type) and issubclass(part, KINDS[axis])):
         raise TypeError(f"{axis}={name!r} must be a subclass of {KINDS[axis].__name__}, not {part!r}")
+    if REGISTERED[axis].get(name) is part:
+        return
+    if checked_name(name) in AXES[axis]:
+        raise ValueError(f"{axis}={name!r} is taken: the names are {', '.join(AXES[axis])}")
     REGISTERED[axis][name] = part
     if axis in NAMES_OF_PARTS:
         NAMES_OF_PARTS[axis].add(name)
@@ -82,9 +79,7 @@ def register(axis: str, name: str, part: type[Part]) -> None:
 
 def is_known(axis: str, name: str) -> bool:
     """Whether a field of a KVSpec accepts a name. Loads plugins for a name that is unknown without them."""
-    if name not in AXES[axis] and axis in KINDS:
-        load_plugins()
-    return name in AXES[axis]
+    return name in PLACES if axis == "place" else has(AXES[axis], name)
 
 
 @dataclass(frozen=True)
@@ -244,7 +239,7 @@ def _part(axis: str, name: str) -> Any:  # each axis has its own class
     if axis in ("index", "prefill"):
         path = (INDEX_PARTS if axis == "index" else PREFILL_STRATEGIES)[name]
     elif name in LATENT_CODECS:
-        path = "keys_low_rank:LowRankKeys" if LATENT_CODECS[name].bits is None else "keys_shard:MixedLowRankKeys"
+        path = "keys_low_rank:LowRankKeys"
     else:
         kind = axis.capitalize()
         path = f"rows:Dense{kind}" if name == DENSE else f"rows:Coded{kind}"

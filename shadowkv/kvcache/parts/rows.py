@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
+from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens, KeyPart, StoredPart, ValuePart
@@ -60,12 +60,9 @@ class CodedPart(StoredPart):
         if cls.axis not in codec.axes:
             meant = " and ".join(codec.axes)
             return [*reasons, f"{cls.axis}={codec.name!r} has no meaning: the format is only for {meant}"]
-        if codec.tile > 1 and (spec.selects or spec.keys in LATENT_CODECS):
-            return [
-                *reasons,
-                f"{cls.axis}={codec.name!r} is decoded page by page: it needs index='none' and no low-rank keys, "
-                f"not index={spec.index!r} and keys={spec.keys!r}",
-            ]
+        if codec.tile > 1 and spec.selects:
+            needed = f"it needs index='none', not {spec.index!r}"
+            return [*reasons, f"{cls.axis}={codec.name!r} is decoded page by page: {needed}"]
         needed = codec.wanted(dim)
         if needed:
             reasons.append(f"{cls.axis}={codec.name!r} needs a head dim that is {needed}, not {dim}")

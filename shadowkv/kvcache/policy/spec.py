@@ -43,17 +43,16 @@ ROTATED = "rotated"
 
 @dataclass(frozen=True)
 class KVSpec:
-    """How a sequence's keys and values are kept and found.
+    """How a sequence's keys and values are stored and found. Parts that are registered (``parts.register``) add names.
 
     Attributes:
-        keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``,
-            ``low-rank-int4``, ``low-rank-mixed``, or a codec of rows after RoPE, as for values.
-        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``min-max``,
-            ``sketch``, ``sketch-1bit``, ``exact``, ``recent``, ``pca``, ``votes``, ``skewed`` or ``trig``.
+        keys: how keys are stored and rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``, ``low-rank-int4``, or a
+            codec of rows after RoPE, as for values.
+        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``sketch``,
+            ``sketch-1bit`` or ``exact``.
         values: how values are stored: ``dense``, or a codec of rows (``shadowkv.kvcache.codecs``): ``rotated-4bit``,
-            ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, ``polar-int4``, ``tq3_0``,
-            ``tq35``, ``tq25``, ``fp8``, of keys alone ``kvarn-4bit``, or of values alone ``kvarn-2bit`` and
-            ``vq-4x256``; ``rotated`` picks 3 bits, or 4 where the head dim is not a multiple of 64.
+            ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, or ``fp8``. ``rotated`` is 3
+            bits, or 4 if the head dim is not a multiple of 64.
         place: where compressed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected per step: a float is a fraction of the context, an int a number of tokens,
             None the default (1.56 %, at least 960 tokens). Sink, outliers and local window come on top.

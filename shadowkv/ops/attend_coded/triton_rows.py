@@ -228,7 +228,7 @@ def _decoded_blocks(page, table, head, token, DIM: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def _stepped(codes, scales, token, FORMAT: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of variance-normalised pages (``codecs.variance_normalised``): either channels have steps and least entries,
+    """Rows of variance-normalised pages (``baselines.kvarn``): either channels have steps and least entries,
     and the caller applies the scales of tokens; or tokens have steps and least entries, and channels have scales. The
     channels' numbers are stored after the tokens' numbers, one share after each token's."""
     OF_TOKEN: tl.constexpr = 1 if FORMAT == "steps of channels" else 2
