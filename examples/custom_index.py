@@ -48,7 +48,7 @@ class SmallNorms(RankedIndex):
 
 
 def register() -> None:
-    """Makes the index known (``--kv turbo:index=small-norms,sampled=0.0``), and a preset: ``small-norms:order=1.0``."""
+    """Makes the index known (``--kv turbo:index=small-norms``), and a preset: ``small-norms:order=1.0``."""
     parts.register("index", "small-norms", SmallNorms)
     presets.register("small-norms", KVSpec(index="small-norms", chunk=1))
 

@@ -77,7 +77,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
         key_codec=keys.codec_id,
         value_codec=layout.parts.values.codec_id,
         centred=keys.centred,
-        mass=spec.mass is not None,
+        mass=layout.parts.index.mass is not None,
         max_pages=pages,
         # Captured steps are rounded up to a page more than the longest sequence.
         max_selected=min(pages * PAGE // spec.chunk, int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))),

@@ -17,7 +17,7 @@ PRESETS: dict[str, KVSpec] = {
     "shadowkv": KVSpec(keys="low-rank", index="chunk-mean", place="host", chunk=8, outliers=48),
     # This project's own: a sketch of every key is searched, values have 3 bits. Values on the device can be selected
     # token by token, and half of the budget is sampled.
-    "turbo": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", chunk=1, sampled=0.5),
+    "turbo": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", chunk=1, settings={"index.sampled": 0.5}),
     "turbo-host": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", place="host", chunk=8),
     # The oracle: selects the tokens with the largest exact scores, which every other index approximates.
     "exact-top-k": KVSpec(index="exact", chunk=1),

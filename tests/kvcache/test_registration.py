@@ -199,7 +199,7 @@ def test_plugins_are_loaded_once_and_for_names_alone_that_shadowkv_has_not(monke
 
     function, module = Plugin("function", register), Plugin("module", ModuleType("module"))
     installed(monkeypatch, function, module)
-    resolve(preset("turbo:index=votes,sampled=0.0"), SHAPE)
+    resolve(preset("turbo:index=votes"), SHAPE)
     assert not function.loads
     for _ in range(2):
         assert resolve(preset("quest:index=mine"), SHAPE).index == "mine"

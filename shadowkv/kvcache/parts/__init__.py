@@ -213,6 +213,13 @@ def prefill_strategy(spec: KVSpec) -> type[PrefillStrategy]:
     return strategy
 
 
+def stored_settings(spec: KVSpec) -> dict[str, Any]:
+    """The settings of a resolved policy that change stored bytes."""
+    parts = [*(_part(axis, getattr(spec, axis)) for axis in STORED), prefill_strategy(spec)]
+    names = {f"{part.axis}.{name}" for part in parts for name in settings_of(part.Settings).keys() - part.unstored}
+    return {name: value for name, value in spec.settings if name in names}
+
+
 def describe(spec: KVSpec, shape: ModelShape) -> str:
     """Describes every part and number of a resolved policy in one line."""
     prefill = list[str]()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 from shadowkv.ops.codec import CodecId
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_blocks.reference import Blocks
-from shadowkv.settings import settings_of
+from shadowkv.settings import Check, setting, settings_of
 
 EXCLUDED = "excluded"
 """Field of compressed pages, bool [H, C]: True for chunks that are stored exactly elsewhere (sink, outliers) and must
@@ -127,11 +128,13 @@ class Part:
     Attributes:
         axis: ``keys``, ``index``, ``values`` or ``prefill``.
         Settings: frozen dataclass of the part's settings. Its fields are declared by ``shadowkv.settings.setting``.
+        unstored: names of settings that change no stored byte.
         ops: names of the ops that the part calls, beyond those that every policy calls (``shadowkv.kvcache.case``).
     """
 
     axis: ClassVar[str]
     Settings: ClassVar[type[Any]] = NoSettings
+    unstored: ClassVar[tuple[str, ...]] = ()
     ops: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -279,26 +282,29 @@ class IndexPart(StoredPart):
     """How chunks are selected.
 
     Attributes:
-        samples: whether it can sample a share of the budget by its scores.
-        estimates_mass: whether it can stop at a given share of the softmax (``KVSpec.mass``).
+        sampled: share of the budget for chunks that are sampled.
+        mass: share of the softmax at which the selection stops; None if it takes the whole budget.
         reads_excluded: whether it reads excluded chunks from the pages' field ``EXCLUDED``. Otherwise ``exclude`` marks
             them.
     """
 
     axis = "index"
-    samples: ClassVar[bool] = False
     reads_excluded: ClassVar[bool] = True
 
-    estimates_mass: ClassVar[bool] = False
+    @property
+    def sampled(self) -> float:
+        return 0.0
 
-    @classmethod
-    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        reasons = []
-        if spec.mass is not None and not cls.estimates_mass:
-            reasons.append(f"index={spec.index!r} estimates no softmax over all chunks: mass has no meaning with it")
-        if spec.sampled and not cls.samples:
-            reasons.append(f"index={spec.index!r} samples no chunks: sampled={spec.sampled} has no meaning with it")
-        return reasons
+    @property
+    def mass(self) -> float | None:
+        return None
+
+    def sampled_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
+        """Chunks of ``budget`` that are sampled from ``selectable`` tokens, int64; the others are its top-k. None are
+        sampled if the budget holds all tokens."""
+        top_k = np.ceil(np.round(budget * (1 - self.sampled), 6)).astype(np.int64)
+        scarce = budget * self.spec.chunk < selectable
+        return np.where(scarce, budget - top_k, 0)
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:
         """Bytes that a step reads in one layer to select ``chunks`` chunks of ``tokens`` compressed tokens, summed over
@@ -317,13 +323,35 @@ class IndexPart(StoredPart):
 class ScoredIndex(IndexPart):
     """An index that scores every chunk. It selects the chunks with the largest softmax share in any query head."""
 
-    estimates_mass = True
+    unstored = ("mass",)
     ops: ClassVar[tuple[str, ...]] = ("select_top_chunks",)
+
+    @dataclass(frozen=True)
+    class Settings:
+        """With a ``mass``, each kv head takes its best chunks until every query head has that share, as the index
+        estimates it. The budget, attended tokens and bytes are then upper bounds."""
+
+        mass: float | None = setting(
+            None,
+            "index",
+            "share of the softmax at which a step stops selecting (default: it takes the whole budget)",
+            check=Check(lambda mass: 0 < mass < 1, "must be in (0, 1)"),
+        )
+
+    @classmethod
+    def described(cls, spec: KVSpec, shape: ModelShape) -> str:
+        mass = cls.settings_of(spec).mass
+        return "" if mass is None else f"up to {mass:.4g} of the estimated softmax"
+
+    @property
+    def mass(self) -> float | None:
+        mass: float | None = self.settings.mass
+        return mass
 
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         logits, lse = self.logits(store, layer, q, batch)
         k = min(batch.max_budget, logits.shape[-1])
-        return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k, self.spec.mass))
+        return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k, self.mass))
 
     @abstractmethod
     def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:

@@ -56,13 +56,6 @@ class KVSpec:
         place: where compressed values live: ``device`` or ``host`` (pinned where there is a GPU).
         budget: tokens selected per step: a float is a fraction of the context, an int a number of tokens,
             None the default (1.56 %, at least 960 tokens). Sink, outliers and local window come on top.
-        mass: share of the softmax over compressed tokens, as the index estimates it, at which a step stops selecting:
-            per kv head the best chunks are taken until every query head has that much, and never more than the
-            budget. Numbers of attended tokens and bytes are then upper bounds. None always takes the budget.
-        sampled: share of the budget that goes to chunks sampled at random from those outside the top-k, by the index's
-            scores, each standing for as many as its probability implies, so that thinly spread attention is not lost
-            (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). Nothing is sampled where the budget holds the
-            whole context.
         chunk: tokens found and fetched together; divides 64.
         outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
         local: newest tokens that always stay exact.
@@ -82,8 +75,6 @@ class KVSpec:
     values: str = "dense"
     place: str = "device"
     budget: float | int | None = None
-    mass: float | None = None
-    sampled: float = 0.0
     chunk: int = 8
     outliers: int = 0
     local: int = 32
@@ -139,18 +130,8 @@ class KVSpec:
             reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
         if isinstance(self.budget, int) and self.budget < 1:
             reasons.append(f"budget={self.budget} tokens is less than 1")
-        if self.mass is not None and not 0 < self.mass < 1:
-            reasons.append(f"mass={self.mass} must be in (0, 1)")
-        if not 0 <= self.sampled < 1:
-            reasons.append(f"sampled={self.sampled} must be in [0, 1)")
-        if self.sampled and self.mass is not None:
-            reasons.append(f"sampled={self.sampled} is a share of a budget, and mass={self.mass} takes less than that")
-        if self.sampled and self.place == "host":
-            reasons.append("sampled chunks are others at every step: their values must be on the device, not the host")
-        if not self.selects and (self.budget is not None or self.mass is not None or self.sampled or self.outliers):
-            reasons.append(
-                "index='none' attends to every token: budget, mass, sampled, outliers have no meaning with it"
-            )
+        if not self.selects and (self.budget is not None or self.outliers):
+            reasons.append("index='none' attends to every token: budget, outliers have no meaning with it")
         return reasons
 
     @property
@@ -212,12 +193,6 @@ class KVSpec:
         """Chunks per kv head that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
         return -(-self.budget_tokens(context) // self.chunk)
 
-    def sampled_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
-        """Chunks of ``budget`` that are sampled from ``selectable`` tokens, int64; the others are its top-k."""
-        top_k = np.ceil(np.round(budget * (1 - self.sampled), 6)).astype(np.int64)
-        scarce = budget * self.chunk < selectable
-        return np.where(scarce, budget - top_k, 0)
-
     def budget_tokens(self, context: np.ndarray) -> np.ndarray:
         """Tokens that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
         if not self.selects:
@@ -236,14 +211,10 @@ class KVSpec:
 
     def describe_budget(self) -> str:
         """How much a step selects."""
-        words = f"budget {self.budget or DEFAULT_BUDGET:.2%} of the context"
-        if self.budget is None:
-            words += f", at least {DEFAULT_BUDGET_FLOOR} tokens"
         if isinstance(self.budget, int):
-            words = f"budget {self.budget} tokens"
-        if self.sampled:
-            words += f" ({self.sampled:.0%} of it sampled)"
-        return words if self.mass is None else f"{words}, or what has {self.mass:.4g} of the estimated softmax"
+            return f"budget {self.budget} tokens"
+        floor = f", at least {DEFAULT_BUDGET_FLOOR} tokens" if self.budget is None else ""
+        return f"budget {self.budget or DEFAULT_BUDGET:.2%} of the context{floor}"
 
 
 NAMES = tuple(one.name for one in fields(KVSpec) if one.name != "settings")

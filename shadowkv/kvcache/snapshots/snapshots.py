@@ -10,6 +10,7 @@ from hashlib import sha256
 import torch
 
 from shadowkv.kvcache.memory.arenas import Blocks, Field
+from shadowkv.kvcache.parts import stored_settings
 from shadowkv.kvcache.policy.growth import MAX_SEGMENTS
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
@@ -305,9 +306,8 @@ def form_of(layout: Layout, rope: RopeConfig) -> str:
 
 
 def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
-    spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
-    if spec.prefill is None:  # dense, whatever settings it has for a strategy that could still be chosen
-        spec = replace(spec, prefill="dense", settings={k: v for k, v in spec.settings if not k.startswith("prefill.")})
+    spec, prefill = replace(layout.spec, budget=None, local=1, place="device"), layout.spec.prefill or "dense"
+    spec = replace(spec, prefill=prefill, settings=stored_settings(layout.spec))
     fields = (*layout.compressed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
