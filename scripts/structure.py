@@ -24,9 +24,9 @@ Within a package too there are no circles (`[tool.importlinter]` in `pyproject.t
 `models/` and `eval/` at the top are links to `shadowkv/models/` and `shadowkv/eval/`. `benchmarks/` measures,
 `robustness/` breaks what it can, `training/` makes adapters, `scripts/` is what a developer runs.
 
-A policy is a `KVSpec`, keys × index × values × place × prefill; the cache knows no method by name. A sequence owns all its pages
-from admission on. Exact pages, compressed pages and the host tier share one set of page tables over all layers
-(`kvcache/memory/arenas.py` says what a page id is).
+A policy is a `KVSpec`, keys × index × values × place × prefill; the cache knows no method by name. A sequence owns all
+its pages from admission on. Exact pages, compressed pages and the host tier share one set of page tables over all
+layers (`kvcache/memory/arenas.py` says what a page id is).
 
 ## Where a method is
 

@@ -80,7 +80,7 @@ class KVCache:
         self.ops = ops
         ropes = dict.fromkeys((rope, *(group.rope or rope for group in layout.groups)))
         rotary = {one: RotaryTables(one, self.max_model_len, self.device) for one in ropes}
-        self.strategy = prefill_strategy(self.spec)(self.spec, self.ops, self.device)
+        self.strategy = prefill_strategy(self.spec)(self.spec, self.device)
         weights = weights or [{}] * self.shape.num_layers
         self.groups = [
             LayerGroup(

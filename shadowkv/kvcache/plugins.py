@@ -1,9 +1,12 @@
-"""Plugins: installed packages that register their own parts, codecs and presets. Entry points name them.
+"""Plugins: installed packages that register their own parts, codecs, presets and backends of ops.
+
+Entry points name them:
 
     [project.entry-points."shadowkv.plugins"]
     mine = "my_package.policies:register"
 
-They are loaded when a policy has a name that shadowkv does not know, in each process that reads the policy.
+They are loaded in each process that reads a policy with a name that shadowkv does not know, and in each process that
+loads an engine.
 """
 
 from __future__ import annotations
@@ -53,6 +56,11 @@ def has(names: Container[str], name: str) -> bool:
     if name not in names and error is not None:
         raise PluginError(str(error)) from error
     return name in names
+
+
+def load_installed() -> PluginError | None:
+    """Loads installed plugins, once per process, and returns an error that names those that could not be loaded."""
+    return _load_once(True)
 
 
 def _load_once(installed: bool) -> PluginError | None:

@@ -21,6 +21,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import case_of, choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import describe, prefill_strategy
+from shadowkv.kvcache.plugins import load_installed
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
@@ -98,6 +99,8 @@ def give_ops(
 ) -> Ops:
     """Chooses the ops of an engine (``choose_ops``) and gives them to the model's layers. The caller makes the cache of
     ``layout`` and the sampler with the same ops."""
+    if (error := load_installed()) is not None:
+        logger.warning("%s; what it would register is missing", error)
     also = loaded.model.called_ops.union(Sampler.calls, FusedLayers.calls if device.type == "cpu" else ())
     ops = choose_ops(layout, loaded.config.rope, device, also, backends, attention_backend)
     if "flashinfer" in {ops.backends[name] for name in ops.called}:

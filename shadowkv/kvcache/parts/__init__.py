@@ -38,8 +38,8 @@ INDEX_PARTS = {
 }
 PREFILL_STRATEGIES = {"dense": "prefill:DensePrefill", "sparse": "prefill:SparsePrefill"}
 PLACES = ("device", "host")
-STORED: dict[str, type[StoredPart]] = {"keys": KeyPart, "index": IndexPart, "values": ValuePart}
-KINDS: dict[str, type[Part]] = {**STORED, "prefill": PrefillStrategy}
+STORED: dict[str, type[Any]] = {"keys": KeyPart, "index": IndexPart, "values": ValuePart}
+KINDS: dict[str, type[Any]] = {**STORED, "prefill": PrefillStrategy}
 """Base class of the parts on each axis."""
 
 REGISTERED: dict[str, dict[str, type[Part]]] = {axis: {} for axis in KINDS}
@@ -153,7 +153,7 @@ def _parts(spec: KVSpec) -> list[type[Part]]:
     named = [(axis, name) for axis in KINDS if (name := getattr(spec, axis)) is not None]
     parts = [_part(axis, name) for axis, name in named if is_known(axis, name)]
     if spec.prefill is None:
-        declaring = (declared(spec, name) for name, _ in spec.settings)
+        declaring = (declared(spec, name) for name in dict(spec.settings))
         parts += dict.fromkeys(part for part in declaring if part is not None and part.axis == "prefill")
     return parts
 
@@ -217,7 +217,7 @@ def stored_settings(spec: KVSpec) -> dict[str, Any]:
     """The settings of a resolved policy that change stored bytes."""
     parts = [*(_part(axis, getattr(spec, axis)) for axis in STORED), prefill_strategy(spec)]
     names = {f"{part.axis}.{name}" for part in parts for name in settings_of(part.Settings).keys() - part.unstored}
-    return {name: value for name, value in spec.settings if name in names}
+    return {name: value for name, value in dict(spec.settings).items() if name in names}
 
 
 def describe(spec: KVSpec, shape: ModelShape) -> str:

@@ -412,8 +412,8 @@ class PrefillStrategy(Part, ABC):
     axis = "prefill"
     selects_blocks: ClassVar[bool] = False
 
-    def __init__(self, spec: KVSpec, ops: Ops, device: torch.device) -> None:
-        self.settings, self.ops, self.device = self.settings_of(spec), ops, device
+    def __init__(self, spec: KVSpec, device: torch.device) -> None:
+        self.settings, self.device = self.settings_of(spec), device
         self.hook: BlockHook | None = None
 
     @abstractmethod
@@ -422,10 +422,13 @@ class PrefillStrategy(Part, ABC):
         attend exactly."""
 
     @abstractmethod
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention [n, H_q, d] of the last n of m positions, causal, with softmax scale 1 / sqrt(d).
 
         Args:
+            ops: the engine's ops.
             layer: layer of the model.
             q: [n, H_q, d], after RoPE.
             k, v: [m, H, d], keys after RoPE and values of all positions.

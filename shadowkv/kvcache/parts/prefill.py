@@ -33,7 +33,9 @@ class DensePrefill(PrefillStrategy):
     def pays(self, new: int, keys: int) -> bool:
         return False
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None
+    ) -> Tensor:
         raise NotImplementedError("a dense prefill attends exactly")
 
 
@@ -52,8 +54,8 @@ class SparsePrefill(PrefillStrategy):
             check=Check(lambda error: 0 <= error < 1, "must be at least 0 and below 1"),
         )
 
-    def __init__(self, spec: KVSpec, ops: Ops, device: torch.device) -> None:
-        super().__init__(spec, ops, device)
+    def __init__(self, spec: KVSpec, device: torch.device) -> None:
+        super().__init__(spec, device)
         self._kept = torch.zeros((), dtype=torch.int64, device=device)
         self._causal = 0
 
@@ -64,9 +66,11 @@ class SparsePrefill(PrefillStrategy):
     def pays(self, new: int, keys: int) -> bool:
         return new >= MIN_QUERIES and keys > SPARSE_FROM
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None
+    ) -> Tensor:
         # Blocks are selected as if there were no sinks. With them the error is smaller.
-        blocks = self.ops.select_blocks(q, k, self.settings.prefill_error, max(0, DENSE_LAST - to_come), layer)
+        blocks = ops.select_blocks(q, k, self.settings.prefill_error, max(0, DENSE_LAST - to_come), layer)
         if self.hook is not None:
             blocks = self.hook(layer, q, k, blocks)
         indices, counts, weights = blocks
@@ -74,8 +78,8 @@ class SparsePrefill(PrefillStrategy):
         first, last = len(k) - len(q), len(k) - 1
         ends = (min(start + BLOCK - 1, last) // BLOCK + 1 for start in range(first, last + 1, BLOCK))
         self._causal += q.shape[1] * sum(ends)
-        out, lse = self.ops.attend_blocks(q, k, v, indices, counts, weights)
-        return out if sinks is None else self.ops.add_sinks(out, lse, sinks)[0]
+        out, lse = ops.attend_blocks(q, k, v, indices, counts, weights)
+        return out if sinks is None else ops.add_sinks(out, lse, sinks)[0]
 
     def take_density(self) -> float | None:
         kept, causal = int(self._kept), self._causal

@@ -61,8 +61,8 @@ class CodedPart(StoredPart):
             meant = " and ".join(codec.axes)
             return [*reasons, f"{cls.axis}={codec.name!r} has no meaning: the format is only for {meant}"]
         if codec.tile > 1 and spec.selects:
-            needed = f"it needs index='none', not {spec.index!r}"
-            return [*reasons, f"{cls.axis}={codec.name!r} is decoded page by page: {needed}"]
+            reason = f"is decoded page by page: it needs index='none', not {spec.index!r}"
+            return [*reasons, f"{cls.axis}={codec.name!r} {reason}"]
         needed = codec.wanted(dim)
         if needed:
             reasons.append(f"{cls.axis}={codec.name!r} needs a head dim that is {needed}, not {dim}")

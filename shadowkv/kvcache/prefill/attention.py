@@ -192,7 +192,7 @@ class Prefill:
         if exact:
             return self._attend_causally(q, k, v, sinks)
         self._rebuild(layer, cached, k[:compressed], v[:compressed])
-        return self.strategy.attend(self.layout.layers[layer], q, k, v, new.stop - row_range.stop, sinks)
+        return self.strategy.attend(self.ops, self.layout.layers[layer], q, k, v, new.stop - row_range.stop, sinks)
 
     def _attend_window(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, window: int, sinks: Tensor | None
