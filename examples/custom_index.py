@@ -1,11 +1,8 @@
-"""An index of one's own with a setting of its own, in one file outside the package, and a server that uses it.
+"""An index of one's own with a setting of its own, and a server that uses it.
 
     python examples/custom_index.py --model smollm2-135m-instruct
 
-An installed package names ``register`` as an entry point, and then ``shadowkv serve --kv small-norms`` does the same:
-
-    [project.entry-points."shadowkv.plugins"]
-    small-norms = "custom_index:register"
+If an installed package has ``register`` as an entry point (``kvcache/plugins.py``), every server knows the index.
 """
 
 from __future__ import annotations
@@ -34,11 +31,11 @@ class SmallNorms(RankedIndex):
         order: float = setting(2.0, "index", "of the norm; 1.0 sums absolute values", check=POSITIVE)
 
     def page_fields(self) -> tuple[Field, ...]:
-        # Arrays of a page of 64 tokens in one layer: pools, planner and admission count their bytes from here.
+        # Arrays of a page in one layer: pools, planner and admission count their bytes from here.
         return (Field("key_norms", (self.shape.num_kv_heads, PAGE), torch.float32),)
 
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
-        norms = tokens.rope_keys.float().norm(self.settings.order, dim=-1)  # [L, n, 64, H], of pages that are full
+        norms = tokens.rope_keys.float().norm(self.settings.order, dim=-1)  # [L, n, 64, H], of full pages
         store.write("key_norms", tokens.layers, tokens.pages, norms.transpose(2, 3))
 
     def ranks(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> Tensor:
@@ -48,7 +45,7 @@ class SmallNorms(RankedIndex):
 
 
 def register() -> None:
-    """Makes the index known (``--kv turbo:index=small-norms,sampled=0.0``), and a preset: ``small-norms:order=1.0``."""
+    """Makes the index known (``--kv turbo:index=small-norms``), and a preset: ``small-norms:order=1.0``."""
     parts.register("index", "small-norms", SmallNorms)
     presets.register("small-norms", KVSpec(index="small-norms", chunk=1))
 

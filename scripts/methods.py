@@ -45,6 +45,10 @@ def _codecs(*names: str) -> tuple[str, ...]:
     return tuple(f"kvcache/codecs/{name}.py" for name in names)
 
 
+def _baselines(*names: str) -> tuple[str, ...]:
+    return tuple(f"baselines/{name}.py" for name in names)
+
+
 METHODS = (
     Method(
         "exact pages (`full`)",
@@ -94,7 +98,7 @@ METHODS = (
     ),
     Method(
         "sparse prefill",
-        ("kvcache/prefill/sparse.py",),
+        _parts("prefill"),
         ("select_blocks", "attend_blocks"),
         ("kernels/score_blocks_sm90", "kernels/attend_blocks_sm90"),
         ("kvcache/test_sparse_prefill.py", "ops/test_prefill_blocks.py"),
@@ -122,7 +126,7 @@ METHODS = (
     ),
     Method(
         "bounds of keys (Quest)",
-        _parts("index_chunks"),
+        ("baselines/quest.py",),
         ("min_max_scores", "select_top_chunks"),
         ("kernels/select_top_chunks",),
         ("ops/test_selection_ops.py",),
@@ -144,14 +148,14 @@ METHODS = (
     ),
     Method(
         "indexes of other papers, the oracle",
-        _parts("index_plain", "index_loki", "index_infinigen", "index_triattention", "index_snapkv"),
+        (*_parts("index_plain", "scores"), *_baselines("streaming_llm", "loki", "infinigen", "triattention", "snapkv")),
         (),
         (),
-        ("kvcache/test_policies.py", "kvcache/test_trig.py"),
+        ("kvcache/test_policies.py", "baselines/test_triattention.py"),
     ),
     Method(
         "rows of levels (TurboQuant, PolarQuant)",
-        (*_parts("rows"), *_codecs("rotated", "lloyd", "tables", "packing")),
+        (*_parts("rows"), *_codecs("rotated", "lloyd", "tables", "packing"), *_baselines("polarquant")),
         ("quantise_rows", "attend_coded", "rebuild_rows"),
         (
             "codecs.h",
@@ -176,27 +180,27 @@ METHODS = (
     ),
     Method(
         "`tq3_0`",
-        _codecs("tq3_0"),
+        _baselines("tq3_0"),
         ("attend_coded",),
         ("kernels/attend_coded/blocks.cuh", "kernels/attend_coded/block_products.cuh"),
-        ("kvcache/test_tq3_0.py",),
+        ("baselines/test_tq3_0.py",),
         (("attend_coded", "C++"),),
     ),
-    Method("TQ35, TQ25 and QJL", _codecs("hybrid", "qjl"), (), (), ("kvcache/test_hybrid_rows.py",)),
+    Method("TQ35, TQ25 and QJL", _baselines("qjl"), (), (), ("baselines/test_qjl.py",)),
     Method(
         "KVarN",
-        _codecs("variance_normalised"),
+        _baselines("kvarn"),
         ("attend_coded",),
         ("kernels/attend_coded/steps.cuh", "kernels/attend_coded/step_products.cuh"),
-        ("kvcache/test_variance_normalised.py",),
+        ("baselines/test_kvarn.py",),
         (("attend_coded", "C++"),),
     ),
     Method(
         "Shard",
-        (*_parts("keys_shard"), *_codecs("vectors")),
+        _baselines("shard", "vq"),
         ("project_latents", "quantise_rows", "attend_coded"),
         ("kernels/attend_mixed_sm90",),
-        ("kvcache/test_mixed_latents.py", "kvcache/test_vector_rows.py", "ops/test_cuda_attend_mixed.py"),
+        ("baselines/test_shard.py", "baselines/test_vq.py", "ops/test_cuda_attend_mixed.py"),
         (("attend_coded", "C++"), ("attend_coded", "Triton")),
     ),
     Method(

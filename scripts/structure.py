@@ -19,14 +19,14 @@ How a request travels: `serve` → `engine/process` (to another process, and bac
 `Scheduler` (admission) → `Runner` (prefill, decode) → `models.Decoder` → `layers` → `KVCache.append / attend /
 finish_prefill` → parts → `ops`.
 Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf`,
-`kvcache ← prefix_cache ← engine`, `serve ← ray`, `eval ← bench`, and `cli` above all of them. Within a package too
-there are no circles (`[tool.importlinter]` in `pyproject.toml`, which `make lint` checks).
+`kvcache ← prefix_cache ← engine`, `kvcache ← baselines`, `serve ← ray`, `eval ← bench`, and `cli` above all of them.
+Within a package too there are no circles (`[tool.importlinter]` in `pyproject.toml`, which `make lint` checks).
 `models/` and `eval/` at the top are links to `shadowkv/models/` and `shadowkv/eval/`. `benchmarks/` measures,
 `robustness/` breaks what it can, `training/` makes adapters, `scripts/` is what a developer runs.
 
-A policy is a `KVSpec`, keys × index × values × place; the cache knows no method by name. A sequence owns all its pages
-from admission on. Exact pages, compressed pages and the host tier share one set of page tables over all layers
-(`kvcache/memory/arenas.py` says what a page id is).
+A policy is a `KVSpec`, keys × index × values × place × prefill; the cache knows no method by name. A sequence owns all
+its pages from admission on. Exact pages, compressed pages and the host tier share one set of page tables over all
+layers (`kvcache/memory/arenas.py` says what a page id is).
 
 ## Where a method is
 

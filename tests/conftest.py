@@ -13,6 +13,10 @@ import pytest
 import torch
 from quarters import of_quarter
 
+from shadowkv import baselines
+
+baselines.register()  # tests draw from all presets, codecs and parts
+
 LONGEST = (
     *("test_cuda_sources.py", "test_replicas.py", "test_smollm2.py", "test_batch.py", "test_soak.py"),
     *("test_interpreted.py", "test_snapshots.py", "test_serve_end_to_end.py", "test_tensor_parallel.py"),

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.timing import READ_SPEED, Row, arena, bench, microseconds
+from shadowkv import baselines
+from shadowkv.baselines.shard import MixedLatents
+from shadowkv.baselines.vq import ENTRIES, GROUP, VectorRows
 from shadowkv.kvcache.codecs import ROW_CODECS
-from shadowkv.kvcache.codecs.latents import MixedLatents
-from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import cuda, reference
@@ -55,6 +56,7 @@ Call = tuple[Tensor, CodedRows, CodedRows, Tensor, Tensor]
 def problem(case: Case) -> list[Call]:
     """Arguments of a call per layer, layers of 1 GB in total, so that none is found in a cache: random codes, rows full
     or of random lengths, all in whole pages."""
+    baselines.register()
     rows, tokens, ragged, group, *names, centred = case
     columns, device = tokens // PAGE, torch.device("cuda")
     codecs = {axis: ROW_CODECS[name].for_axis(axis) for axis, name in zip(("keys", "values"), names, strict=True)}

@@ -33,8 +33,8 @@ from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.provenance import provenance
 from shadowkv.eval.running.caches import open_cache, prefill
 from shadowkv.eval.suites import ruler
+from shadowkv.kvcache.parts import prefill as sparse_prefill
 from shadowkv.kvcache.policy.spec import PREFILL_ERROR
-from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 from shadowkv.ops.select_blocks.reference import BLOCK, Blocks

@@ -25,6 +25,7 @@ from benchmarks.sweeps import throughput
 from benchmarks.sweeps.engines import Cell, about_spec, add_model_arguments, model_of
 from benchmarks.sweeps.formats_summary import summarise
 from benchmarks.sweeps.rows import BYTES, DISTORTION, FIDELITY, RULER, THROUGHPUT, Kind, Rows
+from shadowkv import baselines
 from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.engine.startup.loading import device_of, load_from_config
 from shadowkv.eval.__main__ import main as evaluate
@@ -310,6 +311,7 @@ def samples(text: str) -> tuple[str | None, int]:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
+    baselines.register()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     stages = (*STAGES, TABLE)

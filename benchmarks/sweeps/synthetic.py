@@ -20,9 +20,8 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.memory.compressed import CompressedBatch
-from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.parts.base import BlockHook, Selection
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.sparse import BlockHook
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SINK_BLOCKS, Blocks
 

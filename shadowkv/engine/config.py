@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shadowkv.field_types import wrong_types
-from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PREFILL_ERROR, PREFILLS, KVSpec
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PREFILL_ERROR, KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
 from shadowkv.load_settings import (
     ATTENTION_BACKENDS,
@@ -40,7 +40,7 @@ from shadowkv.settings import (
 from shadowkv.wording import SettingsError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-PREFILL = ("auto", *PREFILLS)
+PREFILL = ("auto", "dense", "sparse")
 DISK_GIB = 64.0
 DEFAULT_POLICY = "turbo"
 ROLES = ("both", "prefill", "decode")
@@ -60,6 +60,15 @@ def policy_name(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def is_prefill(name: str) -> bool:
+    """Whether ``--prefill`` accepts a name: one of ``PREFILL``, or that of a registered strategy."""
+    if name in PREFILL:
+        return True
+    from shadowkv.kvcache.parts import is_known  # which imports PyTorch: the usual values do without
+
+    return is_known("prefill", name)
 
 
 def policy_of_cache_dtype(name: str) -> str:
@@ -262,7 +271,8 @@ class EngineConfig:
         CACHE,
         "attention of long prompts: dense attends to all keys, sparse to sampled blocks of keys, auto is sparse on a "
         "GPU and dense on a CPU",
-        choices=PREFILL,
+        metavar="STRATEGY",
+        check=Check(is_prefill, f"is not one of {', '.join(PREFILL)}, nor a registered strategy"),
     )
     prefill_error: float | None = setting(
         None,

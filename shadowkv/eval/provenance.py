@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.eval.records.predictions import write_json
-from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.policy.spec import PREFILL_ERROR, KVSpec
 
 if TYPE_CHECKING:
     from shadowkv.eval.records.policies import Policy
@@ -79,8 +79,10 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         spec = None if policy.spec is None else policy.spec.as_dict()
         known = config["policies"].setdefault(policy.label, spec)
         if spec is not None and known is not None:
-            known = {**KVSpec().as_dict(), **known}  # newer fields had their defaults
-            former = {"rank": None, "key_groups": 1, "centred": None}  # every policy had these fields, with any keys
+            # Every policy had these fields, with any parts.
+            former = {"rank": None, "key_groups": 1, "centred": None, "mass": None, "sampled": 0.0}
+            former["prefill_error"] = PREFILL_ERROR
+            known = {**KVSpec().as_dict(), **former, **known}  # newer fields had their defaults
             known = {name: value for name, value in known.items() if name in spec or former.get(name, ...) != value}
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")

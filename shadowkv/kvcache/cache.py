@@ -26,10 +26,11 @@ from shadowkv.kvcache.decode.planning import padded, rounded
 from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.streams import upload
+from shadowkv.kvcache.parts import prefill_strategy
+from shadowkv.kvcache.parts.base import BlockHook
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
 from shadowkv.kvcache.prefill.exact import exact_prompts, lengths_of, pages_of
-from shadowkv.kvcache.prefill.sparse import BlockHook, SparsePrefill
 from shadowkv.kvcache.recurrent.batch import NewTokens, RecurrentPart, step, step_rows
 from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.group_layout import neighbours
@@ -64,7 +65,7 @@ class KVCache:
     Attributes:
         groups: the groups of layers with attention.
         recurrent: the states of layers with a recurrent state; None if there are none.
-        sparse: attention over blocks of keys; None if the policy's prefill is not sparse.
+        strategy: the policy's prefill strategy.
         snapshots: turns sequences into bytes and back.
     """
 
@@ -85,8 +86,7 @@ class KVCache:
         self.ops = ops
         ropes = dict.fromkeys((rope, *(group.rope or rope for group in layout.groups)))
         rotary = {one: RotaryTables(one, self.max_model_len, self.device) for one in ropes}
-        sparse = self.spec.prefill == "sparse"
-        self.sparse = SparsePrefill(self.ops, self.device, self.spec.prefill_error) if sparse else None
+        self.strategy = prefill_strategy(self.spec)(self.spec, self.device)
         weights = weights or [{}] * self.shape.num_layers
         self.groups = [
             LayerGroup(
@@ -97,7 +97,7 @@ class KVCache:
                 slots,
                 layout.of_group(number, memory),
                 self.device,
-                self.sparse if group.spec.prefill == "sparse" else None,
+                self.strategy,
                 [weights[layer] for layer in group.layers],
             )
             for number, group in enumerate(layout.groups)
@@ -428,18 +428,18 @@ class KVCache:
     def block_hook(self) -> BlockHook | None:
         """Called in a sparse prefill with the layer, RoPE-rotated queries [n, H_q, d] and the blocks selected for each
         tile (``select_blocks``). The tiles attend to the blocks that it returns. A dense prefill has no hook."""
-        return None if self.sparse is None else self.sparse.hook
+        return self.strategy.hook
 
     @block_hook.setter
     def block_hook(self, hook: BlockHook | None) -> None:
-        if self.sparse is None:
+        if not self.strategy.selects_blocks:
             raise ValueError(f"prefill={self.spec.prefill!r} selects no blocks; use prefill='sparse'")
-        self.sparse.hook = hook
+        self.strategy.hook = hook
 
     def take_attention_density(self) -> float | None:
         """Share of blocks of keys that sparse prefills attended to since the last call; None if there were none. Waits
         for the device."""
-        return None if self.sparse is None else self.sparse.take_density()
+        return self.strategy.take_density()
 
     def place(self, layer: int) -> tuple[LayerGroup, int]:
         """The group of a layer of the model with attention, and the layer's number within the group."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
+from shadowkv.kvcache.parts import prefill_strategy
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
@@ -14,15 +15,13 @@ from shadowkv.ops.case import Case
 from shadowkv.ops.extension import block_memory
 from shadowkv.ops.registry import Ops
 
-OF_BLOCKS = ("attend_blocks", "select_blocks")
 OF_TOKENS = (
     *("append_block", "append_tokens", "apply_rope", "dense_attention.causal", "dense_attention.packed"),
     *("gather_context", "paged_attention", "rebuild_rows"),
 )
 OF_COMPRESSED_PAGES = ("dense_attention.partial", "find_outliers", "merge_attention", "write_rows")
-"""Ops by caller. Every policy calls ``OF_TOKENS``; ``OF_BLOCKS`` is for sparse prefill, ``OF_COMPRESSED_PAGES`` for
-policies that compress. The policy's parts name further ops. ``OF_SELECTED`` or ``OF_ALL`` attends to compressed
-tokens."""
+"""Ops by caller. Every policy calls ``OF_TOKENS``, policies that compress ``OF_COMPRESSED_PAGES``. The policy's parts
+name further ops. ``OF_SELECTED`` or ``OF_ALL`` attends to compressed tokens."""
 OF_WINDOWS = ("dense_attention.windowed", "paged_window_attention")
 """Ops of layers with a window."""
 OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
@@ -54,9 +53,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
     """The case by which backends are chosen: the sizes of ``layout``, and the names of all called ops, with
     ``also``."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
-    keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS}, 0
-    if spec.prefill == "sparse":
-        ops |= {*OF_BLOCKS}
+    keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS, *prefill_strategy(spec).ops}, 0
     if spec.compresses:
         ops |= {*OF_COMPRESSED_PAGES, *layout.parts.ops, OF_SELECTED if spec.selects else OF_ALL}
         pages = spec.compressed_pages(layout.max_model_len)
@@ -80,7 +77,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
         key_codec=keys.codec_id,
         value_codec=layout.parts.values.codec_id,
         centred=keys.centred,
-        mass=spec.mass is not None,
+        mass=layout.parts.index.mass is not None,
         max_pages=pages,
         # Captured steps are rounded up to a page more than the longest sequence.
         max_selected=min(pages * PAGE // spec.chunk, int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))),

@@ -14,10 +14,10 @@ from shadowkv.kvcache.decode.attention import Decode
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.decode.planning import DecodePlanner
 from shadowkv.kvcache.memory.arenas import Blocks
+from shadowkv.kvcache.parts.base import PrefillStrategy
 from shadowkv.kvcache.prefill.attention import Prefill
 from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.prefill.exact import ExactPrefill, ExactPrompts
-from shadowkv.kvcache.prefill.sparse import SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -33,7 +33,7 @@ class LayerGroup:
         number: number of the group in the cache, from 0.
         slots: number of sequences that the cache can hold.
         memory: blocks of each tier of the group.
-        sparse: attention over blocks of keys; None if the group's prefill is not sparse.
+        strategy: the cache's prefill strategy.
         weights: for each layer of the group, the weights that the policy's parts need, by name (``Part.weights``).
 
     Raises ValueError if a layer lacks weights that a part needs.
@@ -48,7 +48,7 @@ class LayerGroup:
         slots: int,
         memory: Blocks,
         device: torch.device,
-        sparse: SparsePrefill | None,
+        strategy: PrefillStrategy,
         weights: Sequence[Mapping[str, Tensor]],
     ) -> None:
         self.number, self.layout = number, layout
@@ -61,7 +61,7 @@ class LayerGroup:
         self.pool = SequencePool(self.store, slots, layout.max_model_len)
         self.compression = Compression(self.store, self.pool.tables)
         self.storing = Storing(self.store, self.pool, self.compression)
-        self.prefill = Prefill(self.store, self.storing, sparse)
+        self.prefill = Prefill(self.store, self.storing, strategy)
         self.decode = Decode(self.store, self.compression)
         self.exact = ExactPrefill(self.store)
         self.handlers: dict[type, PartHandler] = {

@@ -1,21 +1,28 @@
-"""Plugins: installed packages that register their own parts, codecs and presets. Entry points name them.
+"""Plugins: installed packages that register their own parts, codecs, presets and backends of ops.
+
+Entry points name them:
 
     [project.entry-points."shadowkv.plugins"]
     mine = "my_package.policies:register"
 
-They are loaded when a policy has a name that shadowkv does not know, in each process that reads the policy.
+They are loaded in each process that reads a policy with a name that shadowkv does not know, and in each process that
+loads an engine.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Container, Iterable
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
 GROUP = "shadowkv.plugins"
 """The group of entry points. Each names a function, which is called without arguments, or a module, which is
 imported."""
+
+OWN = EntryPoint("baselines", "shadowkv.baselines:register", GROUP)
+"""The package's own plugin. Named here, it needs no installed package."""
 
 
 class PluginError(ValueError):
@@ -31,33 +38,50 @@ def checked_name(name: str) -> str:
 
 
 _lock = threading.RLock()
-_outcome: list[PluginError | None] = []
-"""The result of loading: None for success, or the error; empty before loading."""
+_outcomes: dict[bool, PluginError | None] = {}
+"""The results of loading the package's own plugin (False) and installed ones (True): None for success, or the error."""
 
 
-def load_plugins() -> None:
-    """Loads all installed plugins, once per process.
+def has(names: Container[str], name: str) -> bool:
+    """Whether ``names`` contains ``name``. If it does not, plugins are loaded that may register it: first the package's
+    own one, then installed ones, each once per process.
 
     Raises:
-        PluginError: some plugins could not be loaded; the others are. Later calls raise it again.
+        PluginError: ``name`` is unknown, and some plugins could not be loaded; the others are.
     """
+    for installed in (False, True):
+        if name in names:
+            return True
+        error = _load_once(installed)
+    if name not in names and error is not None:
+        raise PluginError(str(error)) from error
+    return name in names
+
+
+def load_installed() -> PluginError | None:
+    """Loads installed plugins, once per process, and returns an error that names those that could not be loaded."""
+    return _load_once(True)
+
+
+def _load_once(installed: bool) -> PluginError | None:
     with _lock:
-        if not _outcome:
-            _outcome.append(None)  # a plugin that reads a policy itself does not start the loading again
-            _outcome[0] = _load_all()
-        if _outcome[0] is not None:
-            raise PluginError(str(_outcome[0])) from _outcome[0]
+        if installed not in _outcomes:
+            _outcomes[installed] = None  # a plugin that reads a policy itself does not start the loading again
+            _outcomes[installed] = _load_all(entry_points(group=GROUP) if installed else [OWN])
+        return _outcomes[installed]
 
 
-def _load_all() -> PluginError | None:
+def _load_all(found: Iterable[EntryPoint]) -> PluginError | None:
     error, reasons = None, []
-    for plugin in sorted(set(entry_points(group=GROUP)), key=lambda plugin: (plugin.name, plugin.value)):
+    for plugin in sorted(set(found), key=lambda plugin: (plugin.name, plugin.value)):
         try:
             _load(plugin)
-        except Exception as found:
-            reasons.append(f"plugin {plugin.name!r} ({plugin.value}) cannot be loaded: {type(found).__name__}: {found}")
+        except Exception as failure:
+            reasons.append(
+                f"plugin {plugin.name!r} ({plugin.value}) cannot be loaded: {type(failure).__name__}: {failure}"
+            )
             error = PluginError("; ".join(reasons))
-            error.__cause__ = found
+            error.__cause__ = failure
     return error
 
 

@@ -1,15 +1,14 @@
 """Presets: the named cache policies, one line each. A method is a combination of parts.
 
-Presets of baselines have the default budget, so that methods are compared at equal budgets. Comments give the papers'
-budgets. ``preset`` reads ``--kv``.
+``preset`` reads ``--kv``. Presets of baselines are in ``shadowkv.baselines``, and loaded by name (``plugins.py``).
 """
 
 from __future__ import annotations
 
 from typing import Any, get_args, get_type_hints
 
-from shadowkv.kvcache.plugins import checked_name, load_plugins
-from shadowkv.kvcache.policy.spec import NAMES, PREFILLS, KVSpec
+from shadowkv.kvcache.plugins import checked_name, has
+from shadowkv.kvcache.policy.spec import NAMES, KVSpec
 
 PRESETS: dict[str, KVSpec] = {
     # Every key and value exact on the device: the baseline.
@@ -18,36 +17,16 @@ PRESETS: dict[str, KVSpec] = {
     "shadowkv": KVSpec(keys="low-rank", index="chunk-mean", place="host", chunk=8, outliers=48),
     # This project's own: a sketch of every key is searched, values have 3 bits. Values on the device can be selected
     # token by token, and half of the budget is sampled.
-    "turbo": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", chunk=1, sampled=0.5),
+    "turbo": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", chunk=1, settings={"index.sampled": 0.5}),
     "turbo-host": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", place="host", chunk=8),
-    # Quest: arXiv:2406.10774; its pages of 16 tokens are our chunks.
-    "quest": KVSpec(index="min-max", chunk=16),
-    # StreamingLLM: arXiv:2309.17453; the sink and the newest tokens. The paper's cache: budget=1020.
-    "streaming-llm": KVSpec(index="recent"),
-    # Loki: arXiv:2406.02542; scores tokens by a quarter of the principal components. The paper's k_f: budget=0.25.
-    "loki": KVSpec(index="pca", chunk=1),
-    # SnapKV: arXiv:2404.14469; tokens that the prompt's last 64 queries attend to. The paper: budget=1024 to 4096.
-    "snapkv": KVSpec(index="votes", chunk=1),
-    # InfiniGen: arXiv:2406.19707; scores tokens by 0.3 of the skewed columns. The paper: at most budget=0.2.
-    "infinigen": KVSpec(index="skewed", chunk=1),
-    # TriAttention: arXiv:2604.04921; scores tokens by the prompt's mean query.
-    "triattention": KVSpec(index="trig", chunk=1),
-    # The oracle: selects the tokens with the largest exact scores, which every index above approximates.
+    # The oracle: selects the tokens with the largest exact scores, which every other index approximates.
     "exact-top-k": KVSpec(index="exact", chunk=1),
     # The following store keys and values in few bits and attend to all tokens.
     # TurboQuant: arXiv:2504.19874; with its own scales, and keys without their mean.
     "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit", settings={"centred": True}),
     "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit", settings={"centred": True}),
-    # TurboQuant's block format in llama.cpp.
-    "tq3_0": KVSpec(keys="tq3_0", values="tq3_0"),
-    # Levels in 4 bits; the scale of a row keeps its norm.
-    "polar-int4": KVSpec(keys="polar-int4", values="polar-int4"),
     # 8-bit floats: the baseline of these formats.
     "fp8": KVSpec(keys="fp8", values="fp8"),
-    # KVarN: arXiv:2606.03458; 4 bits for keys and 2 for values, after the variances of a page are normalised.
-    "kvarn": KVSpec(keys="kvarn-4bit", values="kvarn-2bit"),
-    # Shard: principal components of keys in 4 bits on average, values as codebook entries.
-    "shard": KVSpec(keys="low-rank-mixed", values="vq-4x256", local=64),
 }
 
 
@@ -64,21 +43,26 @@ CACHE_DTYPES = {
 }
 """Policy by value of vLLM's ``--kv-cache-dtype``."""
 
-POLICY_HELP = f"{', '.join(PRESETS)}, or one of them with fields changed: turbo:chunk=8,values=dense,budget=0.03"
+POLICY_HELP = (
+    f"{', '.join(PRESETS)}, a baseline (quest, snapkv, ...: docs/presets.md), or one of them with fields changed: "
+    "turbo:chunk=8,values=dense,budget=0.03"
+)
 """The syntax of ``preset``, for the help of command lines."""
 
 
 OURS = frozenset(PRESETS)
-"""Names of the built-in presets. All others are registered from outside the package."""
+"""Names of the presets of this package. All others are registered from outside it."""
 
 
 def register(name: str, spec: KVSpec) -> None:
-    """Registers a policy from outside the package as a preset.
+    """Registers a policy from outside this package as a preset. Registering an equal one again changes nothing.
 
     Raises:
         ValueError: the name is taken or has characters that are not allowed.
         TypeError: ``spec`` is no KVSpec.
     """
+    if PRESETS.get(name) == spec:
+        return
     if checked_name(name) in PRESETS:
         raise ValueError(f"the preset {name!r} is taken: the names are {', '.join(PRESETS)}")
     if not isinstance(spec, KVSpec):
@@ -103,9 +87,7 @@ def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:
 
 def _parse(text: str) -> KVSpec:
     name, colon, changes = text.partition(":")
-    if name not in PRESETS:
-        load_plugins()
-    if name not in PRESETS:
+    if not has(PRESETS, name):
         raise ValueError(f"unknown KV preset {name!r}; known: {', '.join(PRESETS)}")
     bad, spec = list[str](), PRESETS[name]
     for change in changes.split(",") if colon else ():
@@ -124,17 +106,16 @@ def _value(spec: KVSpec, field: str, text: str) -> Any:
     fraction, a number without one is a count. Raises ValueError."""
     from shadowkv.kvcache.parts import AXES, declared, is_known
 
-    choices = {**AXES, "prefill": PREFILLS}
-    if field in choices:
-        if not (is_known(field, text) if field in AXES else text in choices[field]):
-            raise ValueError(f"{field}={text!r} is not one of {', '.join(choices[field])}")
+    if field in AXES:
+        if not is_known(field, text):
+            raise ValueError(f"{field}={text!r} is not one of {', '.join(AXES[field])}")
         return text
-    own = KVSpec if field in NAMES else None if field.startswith(".") else declared(spec, field)
-    if own is None:
+    part = None if field in NAMES or field.startswith(".") else declared(spec, field)
+    if field not in NAMES and part is None:
         raise ValueError(
             f"{field!r} is not a field; known: {', '.join(NAMES)}, and settings of parts (docs/presets.md)"
         )
-    kind = get_type_hints(own)[field.rpartition(".")[2]]
+    kind = get_type_hints(KVSpec if part is None else part.Settings)[field.rpartition(".")[2]]
     allowed = get_args(kind) or (kind,)
     if bool in allowed:
         if text not in ("true", "false"):

@@ -1,4 +1,5 @@
-"""Chooses the backend of every op. ``engine/startup/loading.py`` makes ``Ops`` once, when an engine is loaded."""
+"""Chooses the backend of every op. ``engine/startup/loading.py`` makes ``Ops`` once, when an engine is loaded. Other
+packages can ``register`` backends."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,11 +45,66 @@ faster."""
 
 
 @dataclass(frozen=True)
+class Outside:
+    """A backend from outside the package.
+
+    Attributes:
+        module: what ``choose`` reads, as from a backend's file; or the function alone.
+        device_types: types of devices that it runs on.
+        preferred: whether it is asked before all others. If not, it serves only where an override names it.
+    """
+
+    module: ModuleType | Callable[..., Any]
+    device_types: tuple[str, ...]
+    preferred: bool
+
+
+REGISTERED: dict[str, dict[str, Outside]] = {}
+"""Backends from outside the package, by call and name."""
+
+
+def register(
+    call: str,
+    name: str,
+    backend: ModuleType | Callable[..., Any],
+    *,
+    device_types: tuple[str, ...] = tuple(PREFERENCE),
+    preferred: bool = True,
+) -> None:
+    """Registers a backend from outside the package, before an engine is loaded. Registering it again changes nothing.
+
+    Args:
+        call: one of ``CALLS``, such as ``rms_norm`` or ``dense_attention.packed``.
+        name: the backend's name.
+        backend: a function with the signature of the op's reference, or a module that has it under the name of the op,
+            or of the form. A module can also have ``supports`` and ``missing``, as ``Ops`` says.
+        device_types: ``cpu``, ``cuda`` or both.
+        preferred: whether it is asked before all other backends. If not, it serves only where an override names it.
+
+    Raises:
+        ValueError: there is no such call or device type, or the call has a backend of this name.
+        TypeError: ``backend`` is no function, and no module that has it.
+    """
+    op, _, form = call.partition(".")
+    if call not in CALLS:
+        raise ValueError(f"there is no op {call!r}: the calls are {', '.join(CALLS)}")
+    if unknown := [kind for kind in device_types if kind not in PREFERENCE]:
+        raise ValueError(f"no ops for devices of type {unknown[0]!r}; use {' or '.join(PREFERENCE)}")
+    if not callable(getattr(backend, form or op, None) if isinstance(backend, ModuleType) else backend):
+        raise TypeError(f"backend {name!r} of {call} is no function, nor a module with a function {form or op!r}")
+    outside, known = Outside(backend, device_types, preferred), REGISTERED.setdefault(call, {})
+    if known.get(name, outside) != outside or _file(op, name) is not None:
+        raise ValueError(f"{call} has a backend {name!r} already")
+    known[name] = outside
+
+
+@dataclass(frozen=True)
 class Choice:
     """The chosen backend of one of ``CALLS``.
 
     Attributes:
-        backend: name of the backend, that of its file in the op's folder.
+        backend: name of the backend, that of its file in the op's folder or of its registration.
+        outside: whether it was registered from outside the package.
         function: the backend's function.
         synchronises: whether it makes the host wait for the device.
         needs_lengths: whether the host must know the lengths of packed sequences.
@@ -62,6 +119,7 @@ class Choice:
     needs_lengths: bool
     reasons: list[str]
     unbuilt: str | None = None
+    outside: bool = False
 
 
 def choose(
@@ -76,15 +134,14 @@ def choose(
     kind = torch.device(device).type
     if kind not in PREFERENCE:
         raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
-    backends, passed_over = _preferred(kind, attention_backend) if override is None else (override,), list[str]()
+    outside = {own: one for own, one in REGISTERED.get(name, {}).items() if kind in one.device_types}
+    asked = (*(own for own, one in outside.items() if one.preferred), *_preferred(kind, attention_backend))
+    backends, passed_over = asked if override is None else (override,), list[str]()
     unbuilt: str | None = None
     op, _, form = name.partition(".")
     for backend in backends:
-        path = f"shadowkv.ops.{op}.{backend}"
-        if find_spec(path) is None:
-            continue
-        module = import_module(path)
-        function = getattr(module, form or op, None)
+        module = outside[backend].module if backend in outside else _file(op, backend)
+        function = getattr(module, form or op, None) if isinstance(module, ModuleType) else module
         if function is None:
             continue
         unasked = attention_backend == "auto" and override is None and backend in LIBRARIES.values()
@@ -98,10 +155,16 @@ def choose(
         if not reasons:
             synchronises = getattr(module, "SYNCHRONISES", False)
             needs_lengths = kind == "cuda" and form in getattr(module, "NEEDS_LENGTHS", ())
-            return Choice(backend, function, synchronises, needs_lengths, passed_over, unbuilt)
+            return Choice(backend, function, synchronises, needs_lengths, passed_over, unbuilt, backend in outside)
         passed_over.append(f"{backend}: {'; '.join(reasons)}")
     why = f": {'; '.join(passed_over)}" if passed_over else ""
     raise ValueError(f"op {name!r} has no backend {backends[0]!r} here{why}")
+
+
+def _file(op: str, backend: str) -> ModuleType | None:
+    """The file of a backend in the op's folder; None if it has none of this name."""
+    path = f"shadowkv.ops.{op}.{backend}"
+    return None if find_spec(path) is None else import_module(path)
 
 
 def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
@@ -130,6 +193,7 @@ class Ops(References):
     Attributes:
         called: those of ``CALLS`` that the case calls; all without a case.
         backends: backend of each of ``CALLS``.
+        outside: those of ``called`` whose backend was registered from outside the package.
         reasons: faster backends of each that are not used, and why: ``name: reason``.
         unbuilt: those of ``called`` that another build would give a faster backend, and why it cannot be used.
         synchronising: those of ``called`` that make the host wait for the device. They cannot be captured in a graph.
@@ -155,6 +219,7 @@ class Ops(References):
             raise ValueError(f"unknown ops {', '.join(unknown)}; known: {', '.join(NAMES)}")
         self.case, self.called = case, frozenset(CALLS) if case is None else case.ops
         self.backends: dict[str, str] = {}
+        self.outside: list[str] = []
         self.reasons: dict[str, list[str]] = {}
         self.unbuilt: dict[str, str] = {}
         self.synchronising: list[str] = []
@@ -164,6 +229,8 @@ class Ops(References):
             override = overrides.get(name, overrides.get(name.partition(".")[0]))
             choice = choose(name, device, case if name in self.called else None, override, attention_backend)
             self.backends[name], self.reasons[name] = choice.backend, choice.reasons
+            if name in self.called and choice.outside:
+                self.outside.append(name)
             if name in self.called and choice.unbuilt is not None:
                 self.unbuilt[name] = choice.unbuilt
             if name in self.called and choice.synchronises:

@@ -17,7 +17,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution import forward
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.prefill import sparse as sparse_prefill
+from shadowkv.kvcache.parts import prefill as sparse_prefill
 
 BLOCK, open_cache = density.BLOCK, density.open_cache
 

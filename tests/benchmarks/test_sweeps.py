@@ -17,7 +17,7 @@ from benchmarks.sweeps.synthetic import random_blocks
 from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.kvcache.prefill import sparse as sparse_prefill
+from shadowkv.kvcache.parts import prefill as sparse_prefill
 
 TINY = ["--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
 

@@ -11,9 +11,12 @@ from shadowkv.wording import SettingsError
 
 
 def test_an_error_that_nothing_has_is_refused(make: Any) -> None:
-    with pytest.raises(SettingsError, match=r"prefill_error=0\.1 has no meaning with prefill='dense', a CPU's default"):
+    with pytest.raises(SettingsError, match=r"prefill_error=0\.1 has no meaning with prefill='dense'; prefill"):
         make(kv="shadowkv", device="cpu", prefill_error=0.1)
-    assert make(kv="shadowkv", device="cpu", prefill="sparse", prefill_error=0.1).cache.spec.prefill_error == 0.1
+    assert (
+        make(kv="shadowkv", device="cpu", prefill="sparse", prefill_error=0.1).cache.spec.as_dict()["prefill_error"]
+        == 0.1
+    )
 
 
 def test_an_override_is_part_of_the_key(make: Any, loaded: Any) -> None:

@@ -21,10 +21,10 @@ from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.compression import pages as compression
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import keys_low_rank
+from shadowkv.kvcache.parts import prefill as sparse_prefill
 from shadowkv.kvcache.parts import rows as part_rows
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill import batch as batches
-from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.configs.model_config import ModelConfig

@@ -20,7 +20,7 @@ from shadowkv.eval.records.predictions import Sample
 from shadowkv.eval.running.caches import open_cache, prefill_all
 from shadowkv.eval.running.local import Forks
 from shadowkv.eval.suites.ruler.data import RULER, WONDERWORDS
-from shadowkv.kvcache.prefill import sparse as sparse_prefill
+from shadowkv.kvcache.parts import prefill as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 

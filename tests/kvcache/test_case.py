@@ -15,7 +15,7 @@ from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.attend_selected import cuda_sm90
 
-MORE = ["turbo:values=dense", "turbo:chunk=8,index=sketch-1bit,sampled=0.0", "shadowkv:index=chunk-mean-fp8"]
+MORE = ["turbo:values=dense", "turbo:chunk=8,index=sketch-1bit", "shadowkv:index=chunk-mean-fp8"]
 
 
 @pytest.mark.parametrize("kv", [*PRESETS, *MORE])
@@ -54,7 +54,7 @@ def test_the_numbers_of_a_case() -> None:
     ("kv", "reason"),
     [
         ("turbo", None),
-        ("turbo:index=none,sampled=0.0", None),
+        ("turbo:index=none", None),
         ("turbo:values=rotated-4bit", None),
         ("turbo-host", "values are on the host"),
         ("turbo:key_groups=2,rank=128", "latents of 96 bytes have not 32 dimensions in 8 bits and the others in 4"),

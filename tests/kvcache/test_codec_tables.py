@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from shadowkv.kvcache.codecs.packing import BigEndian, Halves, Lanes, Packing, SelectorLanes
-from shadowkv.kvcache.codecs.tables import GAUSSIAN, SPHERE, codebook, nearest
+from shadowkv.baselines.polarquant import Halves
+from shadowkv.baselines.qjl import SPHERE, BigEndian
+from shadowkv.kvcache.codecs.packing import Lanes, Packing, SelectorLanes
+from shadowkv.kvcache.codecs.tables import GAUSSIAN, codebook, nearest
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)
 PACKINGS = [Lanes(8), Lanes(4), Lanes(2, 1), SelectorLanes(), Lanes(2), Halves(), *map(BigEndian, (1, 2, 3, 4))]

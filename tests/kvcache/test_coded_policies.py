@@ -11,7 +11,7 @@ from coded_rows import gaussian_rows, losses
 from driver import DEVICE, SHAPE, Stream, compressed_batch, decode, make_cache, plain_attention, prefill
 from torch import Tensor
 
-from shadowkv.kvcache.codecs import OURS
+from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.kvcache.memory.compressed import CompressedStore
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.rows import CodedKeys
@@ -26,7 +26,7 @@ from shadowkv.ops.codec import LANES, CodecId, RowCodec
 from shadowkv.ops.extension import cpu_missing
 from shadowkv.ops.registry import Ops
 
-CODECS = {codec.name: codec for codec in OURS if isinstance(codec, RowCodec)}
+CODECS = dict(ROW_CODECS)
 NEW = [name for name in CODECS if not name.startswith("rotated")]
 MIXED = ["turboquant_k8v4", "turboquant_k3v4_nc"]
 LLAMA_70B = ModelShape(num_layers=80, num_query_heads=64, num_kv_heads=8, head_dim=128)

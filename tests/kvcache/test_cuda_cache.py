@@ -43,7 +43,7 @@ def run(kv: str, backends: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> l
 
 
 CHANGED = [
-    "turbo:index=none,sampled=0.0",
+    "turbo:index=none",
     "turbo:sampled=0.0",
     "turbo:chunk=4,sampled=0.25",
     "turboquant-4:centred=true",

@@ -6,15 +6,14 @@ import pytest
 import torch
 from coded_rows import back, gaussian_rows, losses, rotation_of
 
+from shadowkv.baselines.polarquant import POLAR_INT4, renormalised
 from shadowkv.kvcache.codecs import lloyd
 from shadowkv.kvcache.codecs.lloyd import (
     LLOYD_ROWS,
-    POLAR_INT4,
     LloydRows,
     Rule,
     least_squares,
     norm,
-    renormalised,
     unbiased,
 )
 from shadowkv.kvcache.codecs.packing import Lanes

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shadowkv.kvcache.parts.base import Part
+from shadowkv.kvcache.parts.base import Part, ScoredIndex
+from shadowkv.kvcache.parts.index_sketch import Sketch
 from shadowkv.kvcache.parts.keys_low_rank import LowRankKeys
+from shadowkv.kvcache.parts.prefill import SparsePrefill
 from shadowkv.kvcache.parts.rows import CodedKeys
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.settings import settings_of
@@ -15,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs/presets.md"
 
 def test_every_setting_is_in_the_documents_table() -> None:
     rows = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    parts: list[type[Part]] = [LowRankKeys, CodedKeys]
+    parts: list[type[Part]] = [LowRankKeys, CodedKeys, ScoredIndex, Sketch, SparsePrefill]
     for part in parts:
         for name, declared in settings_of(part.Settings).items():
             (row,) = (row for row in rows if row.startswith(f"| `{name}` |"))

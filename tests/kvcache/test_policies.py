@@ -6,10 +6,10 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, compressed_batch, decode, make_cache, plain_attention, prefill, rotate_plainly
 
+from shadowkv.baselines.infinigen import Skewed
+from shadowkv.baselines.loki import PCA
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.inspection import diagnostics
-from shadowkv.kvcache.parts.index_infinigen import Skewed
-from shadowkv.kvcache.parts.index_loki import PCA
 from shadowkv.kvcache.policy import spec
 from shadowkv.kvcache.policy.spec import SINK, KVSpec
 from shadowkv.kvcache.presets import preset

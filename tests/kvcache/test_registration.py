@@ -16,6 +16,7 @@ import pytest
 import torch
 from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
 
+from shadowkv.baselines.streaming_llm import Recent
 from shadowkv.kvcache import codecs, parts, plugins, presets
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
@@ -23,9 +24,9 @@ from shadowkv.kvcache.codecs.fp8 import Fp8Rows
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import KeyPart
-from shadowkv.kvcache.parts.index_plain import Exact, Recent
+from shadowkv.kvcache.parts.index_plain import Exact
 from shadowkv.kvcache.parts.rows import DenseKeys, DenseValues
-from shadowkv.kvcache.plugins import PluginError, load_plugins
+from shadowkv.kvcache.plugins import PluginError
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.sequences.layout import Layout
@@ -46,14 +47,16 @@ class MyValues(DenseValues):
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is gone after it, and no plugins are loaded before it."""
-    monkeypatch.setattr(plugins, "_outcome", [])
+    monkeypatch.setattr(plugins, "_outcomes", {False: None})  # the package's own plugin is loaded
     monkeypatch.setattr(plugins, "entry_points", lambda group: [])
     known = set(PRESETS), {axis: set(names) for axis, names in codecs.NAMES_OF_PARTS.items()}
+    registered = {axis: dict(of_axis) for axis, of_axis in parts.REGISTERED.items()}
     yield
     for name in set(PRESETS) - known[0]:
         del PRESETS[name]
-    for names in parts.REGISTERED.values():
-        names.clear()
+    for axis, of_axis in registered.items():
+        for name in parts.REGISTERED[axis].keys() - of_axis:
+            del parts.REGISTERED[axis][name]
     for axis, names in known[1].items():
         codecs.NAMES_OF_PARTS[axis].intersection_update(names)
 
@@ -110,7 +113,7 @@ def test_an_index_can_own_weights_of_the_model(ends: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("axis", "name", "part", "error", "reason"),
     [
-        ("place", "mine", Mine, ValueError, "there is no axis 'place' of parts: keys, index, values"),
+        ("place", "mine", Mine, ValueError, "there is no axis 'place' of parts: keys, index, values, prefill"),
         ("indexes", "mine", Mine, ValueError, "there is no axis 'indexes'"),
         ("index", "sketch", Mine, ValueError, "index='sketch' is taken: the names are .*chunk-mean"),
         ("keys", "low-rank", MyKeys, ValueError, "keys='low-rank' is taken"),
@@ -127,14 +130,16 @@ def test_what_cannot_be_registered_says_why(
 ) -> None:
     with pytest.raises(error, match=reason):
         parts.register(axis, name, part)
-    assert not any(parts.REGISTERED.values())
+    assert not any(part in of_axis.values() for of_axis in parts.REGISTERED.values())
 
 
 def test_a_name_is_taken_once() -> None:
     parts.register("index", "mine", Mine)
+    parts.register("index", "mine", Mine)  # again
     parts.register("keys", "mine", MyKeys)  # another axis
     with pytest.raises(ValueError, match="index='mine' is taken"):
-        parts.register("index", "mine", Mine)
+        parts.register("index", "mine", Exact)
+    presets.register("mine", KVSpec(index="mine"))
     presets.register("mine", KVSpec(index="mine"))
     for name in ("mine", "turbo"):
         with pytest.raises(ValueError, match=f"the preset '{name}' is taken"):
@@ -194,7 +199,7 @@ def test_plugins_are_loaded_once_and_for_names_alone_that_shadowkv_has_not(monke
 
     function, module = Plugin("function", register), Plugin("module", ModuleType("module"))
     installed(monkeypatch, function, module)
-    resolve(preset("turbo:index=votes,sampled=0.0"), SHAPE)
+    resolve(preset("turbo:index=votes"), SHAPE)
     assert not function.loads
     for _ in range(2):
         assert resolve(preset("quest:index=mine"), SHAPE).index == "mine"
@@ -224,7 +229,7 @@ def test_plugins_that_fail_are_named_and_the_others_loaded(monkeypatch: pytest.M
     )
     for _ in range(2):
         with pytest.raises(PluginError) as caught:
-            load_plugins()
+            plugins.has(PRESETS, "yours")
         reasons = str(caught.value).split("; ")
         assert reasons[0] == "plugin 'absent' (absent:register) cannot be loaded: ImportError: no module named 'absent'"
         assert "plugin 'constant'" in reasons[1] and "neither a function nor a module" in reasons[1]
@@ -238,9 +243,9 @@ def test_plugins_that_fail_are_named_and_the_others_loaded(monkeypatch: pytest.M
 def test_an_installed_package_is_found(tmp_path: Path) -> None:
     (tmp_path / "my_policies.py").write_text(
         "from shadowkv.kvcache import parts, presets\n"
-        "from shadowkv.kvcache.parts.index_plain import Recent\n"
+        "from shadowkv.kvcache.parts.index_plain import Exact\n"
         "from shadowkv.kvcache.policy.spec import KVSpec\n"
-        "class Mine(Recent): pass\n"
+        "class Mine(Exact): pass\n"
         "def register():\n"
         "    parts.register('index', 'mine', Mine)\n"
         "    presets.register('newest', KVSpec(index='mine'))\n"
@@ -257,4 +262,4 @@ def test_an_installed_package_is_found(tmp_path: Path) -> None:
 
 
 def test_kinds_are_those_of_parts() -> None:
-    assert issubclass(MyKeys, KeyPart) and list(parts.KINDS) == ["keys", "index", "values"]
+    assert issubclass(MyKeys, KeyPart) and list(parts.KINDS) == ["keys", "index", "values", "prefill"]

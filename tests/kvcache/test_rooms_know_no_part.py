@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
-from shadowkv.kvcache.parts import INDEX_PARTS, build_parts
-from shadowkv.kvcache.parts.base import EXCLUDED, Part
+from shadowkv.kvcache.parts import AXES, REGISTERED, build_parts
+from shadowkv.kvcache.parts.base import EXCLUDED, StoredPart
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec
 
@@ -22,11 +22,11 @@ EXCEPT = {
 }
 
 
-def every_part() -> Iterator[Part]:
+def every_part() -> Iterator[StoredPart]:
     """The parts of every name on every axis."""
-    for name in INDEX_PARTS:
+    for name in AXES["index"]:
         yield build_parts(KVSpec(index=name), SHAPE, torch.float32).index
-    for name in LATENT_CODECS:
+    for name in (*LATENT_CODECS, *REGISTERED["keys"]):
         yield build_parts(KVSpec(keys=name, settings={"rank": 32}), SHAPE, torch.float32).keys
     for name, codec in ROW_CODECS.items():
         parts = build_parts(KVSpec(**dict.fromkeys(codec.axes, name), settings={"centred": True}), SHAPE, torch.float32)

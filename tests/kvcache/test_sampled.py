@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
-from shadowkv.kvcache.parts import resolve
-from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.parts import build_parts, resolve
+from shadowkv.kvcache.parts.base import IndexPart, Selection
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.ops.sampling import CAUTION, row_seeds
 
@@ -40,24 +40,28 @@ def test_samples_mend_attention_that_is_spread_thin_and_cost_little_where_it_is_
     assert errors[4.0, sampled] < errors[4.0, top_k] + 0.1  # sketches of 16 dimensions say little of a weight
 
 
+def index(**changed: float) -> IndexPart:
+    """The index of ``turbo`` with changed fields."""
+    return build_parts(resolve(preset("turbo", **changed), SHAPE), SHAPE, torch.float32).index
+
+
 def test_nothing_is_sampled_where_all_could_be_found() -> None:
     budget, compressed = np.array([300, 300, 300]), np.array([64, 320, 6400])
-    assert preset("turbo", sampled=0.4, budget=300).sampled_chunks(budget, compressed).tolist() == [0, 120, 120]
-    spec = preset("turbo", sampled=0.4, budget=300, chunk=8)
-    assert spec.sampled_chunks(np.array([38]), np.array([6400])).tolist() == [38 - 23]
-    assert preset("turbo", sampled=0.0).sampled_chunks(budget, compressed).tolist() == [0, 0, 0]
-    assert preset("turbo", sampled=0.7).sampled_chunks(np.array([640]), np.array([64000])).tolist() == [448]
+    assert index(sampled=0.4).sampled_chunks(budget, compressed).tolist() == [0, 120, 120]
+    assert index(sampled=0.4, chunk=8).sampled_chunks(np.array([38]), np.array([6400])).tolist() == [38 - 23]
+    assert index(sampled=0.0).sampled_chunks(budget, compressed).tolist() == [0, 0, 0]
+    assert index(sampled=0.7).sampled_chunks(np.array([640]), np.array([64000])).tolist() == [448]
 
 
 @pytest.mark.parametrize(
     ("kv", "reason"),
     [
         ("turbo-host:sampled=0.5", "sampled chunks are others at every step"),
-        ("exact-top-k:sampled=0.5,mass=0.9", "sampled=0.5 is a share of a budget, and mass=0.9 takes less"),
-        ("shadowkv:place=device,sampled=0.5", "index='chunk-mean' samples no chunks"),
-        ("turbo:index=sketch-1bit,chunk=8", "index='sketch-1bit' samples no chunks"),
-        ("full:sampled=0.5", "index='none' attends to every token"),
-        ("turbo:sampled=1.0", "sampled=1.0 must be in"),
+        ("exact-top-k:sampled=0.5", r"sampled=0\.5 has no meaning with index='exact'; index that have it: sketch$"),
+        ("turbo:mass=0.9", r"mass=0\.9 has no meaning with index='sketch'; index that have it: .*exact"),
+        ("turbo:index=sketch-1bit,chunk=8,sampled=0.5", "sampled=0.5 has no meaning with index='sketch-1bit'"),
+        ("full:sampled=0.5", "sampled=0.5 has no meaning with index='none'"),
+        ("turbo:sampled=1.0", r"sampled=1\.0 must be in \[0, 1\)"),
         ("turbo:sampled=0.5,budget=256,chunk=0", "chunk=0 does not divide"),
     ],
 )
@@ -67,8 +71,15 @@ def test_what_cannot_be_sampled_from_is_refused(kv: str, reason: str) -> None:
 
 
 def test_every_index_names_what_it_found_in_order() -> None:
-    for kv in ("exact-top-k", "quest", "shadowkv:place=device", "loki", "turbo", "turbo:index=sketch-1bit,chunk=8"):
-        cache = make_cache(preset(kv, budget=256, sampled=0.0))
+    for kv in (
+        "exact-top-k",
+        "quest",
+        "shadowkv:place=device",
+        "loki",
+        "turbo:sampled=0.0",
+        "turbo:index=sketch-1bit,chunk=8",
+    ):
+        cache = make_cache(preset(kv, budget=256))
         stream = Stream(7, cache.allocate(S, S + 1))
         prefill(cache, [(stream, S)])
         batch = compressed_batch(cache, [stream])

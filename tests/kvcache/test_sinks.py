@@ -10,8 +10,8 @@ import torch
 from driver import DEVICE, Stream, decode, make_cache, plain_attention, prefill
 from test_exactness import EVERYTHING
 
+from shadowkv.kvcache.parts import prefill as sparse_prefill
 from shadowkv.kvcache.policy.shape import FULL, LayerKind
-from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 
 KEEPING_ALL = (
@@ -72,7 +72,7 @@ def test_they_join_sparse_prefills(kv: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Of new prompts and of later turns, with all blocks drawn."""
     monkeypatch.setattr(sparse_prefill, "SPARSE_FROM", 300)
     monkeypatch.setattr(sparse_prefill, "MIN_QUERIES", 200)
-    cache = make_cache(replace(EVERYTHING[kv], prefill="sparse", prefill_error=0.0))
+    cache = make_cache(EVERYTHING[kv].changed(prefill="sparse", prefill_error=0.0))
     streams = [Stream(seed, cache.allocate(n, n + 900)) for seed, n in enumerate((1000, 417))]
     prefill(cache, [(stream, count) for stream, count in zip(streams, (1000, 417))], 300)
     prefill(cache, [(stream, 400) for stream in streams], 300)

@@ -1,12 +1,14 @@
 """Sparse prefill: exact where it keeps everything and where it does not pay, and what it attends to elsewhere."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, prefill
 
+from shadowkv.kvcache.parts import prefill as sparse_prefill
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.spec import KVSpec
-from shadowkv.kvcache.prefill import sparse as sparse_prefill
 from shadowkv.kvcache.presets import preset
 from shadowkv.ops.select_blocks.reference import BLOCK
 
@@ -111,11 +113,23 @@ def test_unknown_modes_are_refused() -> None:
 
 
 def test_errors_that_mean_nothing_are_refused() -> None:
-    for error in (1.0, -0.5):
-        with pytest.raises(ValueError, match=f"prefill_error={error} must be at least 0 and below 1"):
-            resolve(KVSpec(prefill="sparse", prefill_error=error), SHAPE)
-    with pytest.raises(ValueError, match=r"prefill_error=0\.5 has no meaning with prefill='dense', a CPU's default"):
-        resolve(KVSpec(prefill="dense", prefill_error=0.5), SHAPE)
+    for strategy in ("sparse", None):
+        for error in (1.0, -0.5):
+            with pytest.raises(ValueError, match=f"prefill_error={error} must be at least 0 and below 1"):
+                resolve(KVSpec(prefill=strategy, settings={"prefill_error": error}), SHAPE)
+    with pytest.raises(
+        ValueError, match=r"prefill_error=0\.5 has no meaning with prefill='dense'; prefill that have it: sparse"
+    ):
+        resolve(KVSpec(prefill="dense", settings={"prefill_error": 0.5}), SHAPE)
+
+
+def test_an_open_prefill_keeps_the_settings_of_what_is_chosen() -> None:
+    spec = resolve(preset("full:prefill_error=0.25"), SHAPE)
+    assert spec.as_dict()["prefill_error"] == 0.25
+    assert resolve(spec.changed(prefill="sparse"), SHAPE).as_dict()["prefill_error"] == 0.25
+    assert "prefill_error" not in resolve(KVSpec(), SHAPE).as_dict()
+    with pytest.raises(ValueError, match=r"prefill_error=0\.25 has no meaning with prefill='dense'"):
+        resolve(replace(spec, prefill="dense"), SHAPE)
 
 
 def test_more_error_is_fewer_blocks() -> None:

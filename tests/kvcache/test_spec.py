@@ -149,7 +149,7 @@ def test_fields_may_follow_a_presets_name():
     found = preset("turbo:chunk=8,values=dense,budget=0.03")
     assert found == replace(PRESETS["turbo"], chunk=8, values="dense", budget=0.03)
     assert preset("quest:budget=2048,mass=0.9,place=host", chunk=8) == replace(
-        PRESETS["quest"], budget=2048, mass=0.9, place="host", chunk=8
+        PRESETS["quest"], budget=2048, place="host", chunk=8, settings={"mass": 0.9}
     )
     assert preset("shadowkv:rank=64,budget=1.0,outliers=0").budget == 1.0
     assert isinstance(preset("shadowkv:budget=1").budget, int)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shadowkv.baselines.shard import MixedLatents
 from shadowkv.kvcache.codecs import LATENT_CODECS
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
@@ -91,8 +92,9 @@ class Case:
         self.log_weight = torch.rand(self.selected.shape) if sampled else None
         self.states = torch.randperm(2 * batch)[:batch]
         self.keys: KeySource
-        if keys in LATENT_CODECS:
-            self.keys = self._latents(LATENT_CODECS[keys], rank, dtype, rope or {})
+        latents = {**LATENT_CODECS, MixedLatents.name: MixedLatents()}
+        if keys in latents:
+            self.keys = self._latents(latents[keys], rank, dtype, rope or {})
         else:
             self.keys = self._rows(dtype) if keys == "rows" else self._codes(int(keys))
         self.values: ValueSource = self._rows(dtype) if values == "rows" else self._codes(int(values))

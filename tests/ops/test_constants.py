@@ -7,8 +7,7 @@ import pytest
 import torch
 from compiled_source import CSRC, compiled
 
-from shadowkv.kvcache.codecs import vectors
-from shadowkv.kvcache.parts import keys_shard
+from shadowkv.baselines import shard, vq
 from shadowkv.kvcache.sequences.group_layout import MAX_ENTRIES
 from shadowkv.ops import sampling
 from shadowkv.ops.attend_blocks import cuda_sm90 as attend_blocks
@@ -87,9 +86,9 @@ SHARED = {
     },
     "kernels/attend_mixed_sm90/shape.cuh": {
         "kMixedDim": attend_mixed.DIM,
-        "kSameWidth": keys_shard.GROUP,
-        "kVector": vectors.GROUP,
-        "kEntries": vectors.ENTRIES,
+        "kSameWidth": shard.GROUP,
+        "kVector": vq.GROUP,
+        "kEntries": vq.ENTRIES,
         "kConsumers": (attend_mixed.CONSUMERS[True], attend_mixed.CONSUMERS[False]),
         "kQueries": (4, attend_mixed.MAX_GROUP),
     },

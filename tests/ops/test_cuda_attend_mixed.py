@@ -8,10 +8,10 @@ import torch
 from ragged_rows import BEGIN, END, check_replays
 from torch import Tensor
 
-from shadowkv.kvcache.codecs.latents import MixedLatents
-from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
+from shadowkv.baselines.shard import GROUP as SAME_WIDTH
+from shadowkv.baselines.shard import MixedLatents
+from shadowkv.baselines.vq import ENTRIES, GROUP, VectorRows
 from shadowkv.kvcache.memory.arenas import Field, Tier
-from shadowkv.kvcache.parts.keys_shard import GROUP as SAME_WIDTH
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_coded import cuda_mixed_sm90, reference
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys

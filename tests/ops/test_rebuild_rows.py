@@ -6,8 +6,9 @@ import pytest
 import torch
 from devices import DEVICE, ON_GPU, TRITON_RUNS
 
+from shadowkv.baselines.shard import MixedLatents
 from shadowkv.kvcache.codecs import ROW_CODECS
-from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents, MixedLatents
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, LatentKeys

@@ -7,11 +7,13 @@ import pytest
 import torch
 from devices import DEVICE, ON_GPU, TRITON_RUNS
 
+from shadowkv.baselines.polarquant import renormalised
+from shadowkv.baselines.shard import MixedLatents
+from shadowkv.baselines.vq import ENTRIES, GROUP, VectorRows
 from shadowkv.kvcache.codecs.fp8 import LARGEST, Fp8Rows
-from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents, MixedLatents
-from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS, Rule, least_squares, norm, renormalised, unbiased
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
+from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS, Rule, least_squares, norm, unbiased
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
-from shadowkv.kvcache.codecs.vectors import ENTRIES, GROUP, VectorRows
 from shadowkv.ops.codec import LatentCodec, RowCodec
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sign_scores.reference import STEP, plane_bits

@@ -1,4 +1,4 @@
-// Pages of tq3_0 (shadowkv/kvcache/codecs/tq3_0.py): rows of four blocks of 32 dimensions in 14 bytes, which are the
+// Pages of tq3_0 (shadowkv/baselines/tq3_0.py): rows of four blocks of 32 dimensions in 14 bytes, which are the
 // lower two bits of all codes (8 bytes), the upper bits (4) and a scale in half. Blocks start at any even byte, and a
 // product takes one block at a time, with some codes from each lane: so a warp reorders a page in place before it is
 // decoded, into rows of lloyd-3bit.

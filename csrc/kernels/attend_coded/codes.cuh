@@ -66,7 +66,7 @@ struct Lloyd4 : SignedNibbles {
 };
 
 // Levels in ascending order: those of c and 15 - c are opposite, so codes from 8 on are counted down from 15. A byte
-// has one dimension of the first half and one of the second (Halves in shadowkv/kvcache/codecs/packing.py).
+// has one dimension of the first half and one of the second (Halves in shadowkv/baselines/polarquant.py).
 struct PolarInt4 : SignedNibbles {
   static constexpr int64_t kId = codec::kPolarInt4;
   using Scale = float;

@@ -1,4 +1,4 @@
-// Pages of kvarn-4bit keys and kvarn-2bit values (shadowkv/kvcache/codecs/variance_normalised.py): entries are
+// Pages of kvarn-4bit keys and kvarn-2bit values (shadowkv/baselines/kvarn.py): entries are
 // (code x step + least) x scale. Keys have a step and a least entry per channel and a scale per token; for values it is
 // the other way round. Codes count steps from 0, so unpacking them gives bytes directly.
 //

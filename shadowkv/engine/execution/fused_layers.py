@@ -62,6 +62,8 @@ class FusedLayers:
         known = all(block.form is None or isinstance(block.form, BlockForm) for block in row_blocks)
         config = model.config
         plain = config.activation == "silu" and not (config.sinks or config.output_gate or config.wide_norms)
+        # It calls kernels of its own, and none of the ops that others have backends for.
+        kernel = kernel and not ops.outside
         return kernel and alone and known and plain and cache.exact_layers() is not None
 
     def __call__(self, x: Tensor, step: Batch) -> Tensor:

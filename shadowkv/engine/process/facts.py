@@ -6,7 +6,9 @@ from __future__ import annotations
 import pickle
 import runpy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -15,17 +17,24 @@ from shadowkv.engine.request import RequestLimits
 from shadowkv.kvcache import codecs, parts, presets
 from shadowkv.kvcache.parts.base import Part
 from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.ops import registry
 from shadowkv.ops.codec import LatentCodec, RowCodec
 
 
 @dataclass(frozen=True)
 class Registered:
-    """Parts, presets and codecs that user code has registered in this process, to be registered in the engine's
-    process."""
+    """Parts, presets, codecs and backends of ops that user code has registered in this process, to be registered in the
+    engine's process.
+
+    Attributes:
+        backends: arguments of ``shadowkv.ops.registry.register``. A module is given by its name, because it cannot be
+            pickled.
+    """
 
     parts: dict[str, dict[str, type[Part]]]
     presets: dict[str, KVSpec]
     codecs: list[RowCodec | LatentCodec]
+    backends: list[tuple[str, str, str | Callable[..., Any], tuple[str, ...], bool]]
 
     @classmethod
     def here(cls) -> Registered:
@@ -37,7 +46,18 @@ class Registered:
             for axis, of_axis in parts.REGISTERED.items()
         }
         others = [codec for codec in known if not any(codec is ours for ours in codecs.OURS) and _is_named(codec)]
-        return cls(named, specs, others)
+        backends = [
+            (
+                call,
+                name,
+                module.__name__ if isinstance(module := one.module, ModuleType) else module,
+                one.device_types,
+                one.preferred,
+            )
+            for call, of_call in registry.REGISTERED.items()
+            for name, one in of_call.items()
+        ]
+        return cls(named, specs, others, [backend for backend in backends if _is_named(backend)])
 
     def register(self) -> None:
         """Registers all of them in this process, which must have no registrations of its own."""
@@ -48,6 +68,9 @@ class Registered:
                 parts.register(axis, name, part)
         for name, spec in self.presets.items():
             presets.register(name, spec)
+        for call, name, backend, device_types, preferred in self.backends:
+            module = import_module(backend) if isinstance(backend, str) else backend
+            registry.register(call, name, module, device_types=device_types, preferred=preferred)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from shadowkv.engine.startup.sizing import (
 )
 from shadowkv.installation import building_cpu, building_cuda
 from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.case import OF_BLOCKS, case_of, choose_ops
+from shadowkv.kvcache.case import case_of, choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.parts import describe
+from shadowkv.kvcache.parts import describe, prefill_strategy
+from shadowkv.kvcache.plugins import load_installed
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
@@ -104,6 +105,8 @@ def give_ops(
 ) -> Ops:
     """Chooses the ops of an engine (``choose_ops``) and gives them to the model's layers. The caller makes the cache of
     ``layout`` and the sampler with the same ops."""
+    if (error := load_installed()) is not None:
+        logger.warning("%s; what it would register is missing", error)
     also = loaded.model.called_ops.union(Sampler.calls, FusedLayers.calls if device.type == "cpu" else ())
     ops = choose_ops(layout, loaded.config.rope, device, also, backends, attention_backend)
     if "flashinfer" in {ops.backends[name] for name in ops.called}:
@@ -122,8 +125,9 @@ def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device, backends
     """The default of ``prefill``: sparse on a GPU with kernels for it, else dense."""
     if device.type != "cuda":
         return "dense"
-    case = case_of(layout.with_fields(prefill="sparse"), loaded.config.rope, device)
-    chosen = (choose(name, device, case, backends.get(name)).backend for name in OF_BLOCKS)
+    layout = layout.with_fields(prefill="sparse")
+    case, ops = case_of(layout, loaded.config.rope, device), prefill_strategy(layout.spec).ops
+    chosen = (choose(name, device, case, backends.get(name)).backend for name in ops)
     return "dense" if "reference" in chosen else "sparse"
 
 

@@ -16,9 +16,9 @@ from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE
+from shadowkv.kvcache.parts.prefill import SPARSE_FROM
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.sparse import SPARSE_FROM
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.configs.model_config import ModelConfig

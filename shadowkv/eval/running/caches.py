@@ -17,6 +17,7 @@ from shadowkv.kvcache.cache import FanOut, KVCache
 from shadowkv.kvcache.inspection import diagnostics
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
+from shadowkv.kvcache.parts import prefill_strategy
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -100,17 +101,18 @@ def prefill_all(
     ]
     opened = {n: caches[n].allocate(len(prompt), capacity) for n in sorted(set(alike))}
     logits = {}
-    # Sparse prefills attend alike if they allow the same error; dense ones allow none.
-    errors = [cache.spec.prefill_error if cache.spec.prefill == "sparse" else 0.0 for cache in caches]
-    for error in dict.fromkeys(errors):
-        storing = [n for n in opened if errors[n] == error]
+    strategies = [
+        (cache.spec.prefill or "dense", prefill_strategy(cache.spec).settings_of(cache.spec)) for cache in caches
+    ]
+    for strategy in dict.fromkeys(strategies):
+        storing = [n for n in opened if strategies[n] == strategy]
         fan_out = FanOut([caches[n] for n in storing])
-        logits[error] = prefill(model, fan_out, [(tuple(opened[n] for n in storing), prompt)])[0]
+        logits[strategy] = prefill(model, fan_out, [(tuple(opened[n] for n in storing), prompt)])[0]
     sequences = [
         opened[n] if n == first else cache.snapshots.load(caches[first].snapshots.export(opened[first]), capacity)
         for n, (first, cache) in enumerate(zip(alike, caches, strict=True))
     ]
-    return sequences, torch.stack([logits[error] for error in errors])
+    return sequences, torch.stack([logits[strategy] for strategy in strategies])
 
 
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:

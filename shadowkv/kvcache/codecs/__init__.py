@@ -7,13 +7,9 @@ Names of row codecs are for a policy's axes ``keys`` (coded after RoPE) and ``va
 from __future__ import annotations
 
 from shadowkv.kvcache.codecs.fp8 import Fp8Rows
-from shadowkv.kvcache.codecs.hybrid import HYBRID_ROWS
-from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents, MixedLatents
-from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS, POLAR_INT4
+from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
+from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
-from shadowkv.kvcache.codecs.tq3_0 import TQ3Rows
-from shadowkv.kvcache.codecs.variance_normalised import KVarNKeys, KVarNValues
-from shadowkv.kvcache.codecs.vectors import VectorRows
 from shadowkv.ops.codec import LatentCodec, RowCodec
 
 ROW_CODECS: dict[str, RowCodec] = {}
@@ -24,13 +20,15 @@ NAMES_OF_PARTS: dict[str, set[str]] = {"keys": {"dense"}, "values": {"dense", "r
 
 
 def register(codec: RowCodec | LatentCodec) -> None:
-    """Registers a codec under its name on its axes.
+    """Registers a codec under its name on its axes. Registering it again changes nothing.
 
     Raises:
         ValueError: another codec has the same name or id, or a part has the same name on one of the axes.
     """
     known: list[RowCodec | LatentCodec] = [*ROW_CODECS.values(), *LATENT_CODECS.values()]
     for other in known:
+        if (type(codec), codec.name, codec.id) == (type(other), other.name, other.id):
+            return
         if codec.name == other.name or codec.id == other.id:
             raise ValueError(f"codec {codec.name!r} ({codec.id}) is taken by {other.name!r} ({other.id})")
     for axis in codec.axes if isinstance(codec, RowCodec) else ("keys",):
@@ -43,9 +41,7 @@ def register(codec: RowCodec | LatentCodec) -> None:
 
 
 OURS: list[RowCodec | LatentCodec] = [
-    *ROTATED_ROWS.values(), *LLOYD_ROWS.values(), POLAR_INT4, TQ3Rows(), *HYBRID_ROWS, Fp8Rows(), VectorRows(),
-    KVarNKeys(), KVarNValues(),
-    DenseLatents(), Int8Latents(), Int4Latents(), MixedLatents(),
+    *ROTATED_ROWS.values(), *LLOYD_ROWS.values(), Fp8Rows(), DenseLatents(), Int8Latents(), Int4Latents(),
 ]  # fmt: skip
 for codec in OURS:
     register(codec)

@@ -1,11 +1,10 @@
-"""Codecs of latents: in the cache's dtype, in 8 bits, in 8 and 4 bits, or with widths that are set for each prompt."""
+"""Codecs of latents: in the cache's dtype, in 8 bits, or in 8 and 4 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shadowkv.ops.codec import STRONG, CodecId, LatentCodec
@@ -73,42 +72,3 @@ class Int4Latents(LatentCodec):
         codes, pairs = stored[..., :strong], stored[..., strong:]
         weak = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
         return torch.cat((codes.to(torch.int16) - 128, weak.to(torch.int16) - 8), dim=-1).to(torch.int8)
-
-
-class MixedLatents(LatentCodec):
-    """Rank dimensions in 8, 6, 4, 2 or 0 bits each, 4 on average (Shard). A row is a string of bits, the lowest bits of
-    a byte first.
-
-    A code of b bits is the latent, -(2^(b-1) - 1) to 2^(b-1) - 1, plus 2^(b-1). A row has half a byte for each rank
-    dimension; unused bits are zero.
-    """
-
-    id, name, largest, rank_multiple, bits = CodecId.LATENT_MIXED, "low-rank-mixed", 127, 2, 4
-
-    def field(self, rank: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        return rank * self.bits // 8, torch.uint8
-
-    def encode(self, latents: Tensor, *widths: Tensor) -> Tensor:
-        width, byte, shift = _places(*widths)
-        half = 1 << width >> 1  # 0 for a width of 0
-        codes = torch.maximum(torch.minimum(latents.round(), half - 1), 1 - half) + half
-        bits = codes.masked_fill(width == 0, 0).to(torch.int32) << shift
-        size = self.field(latents.shape[-1], latents.dtype)[0]
-        stored = bits.new_zeros(*bits.shape[:-1], size + 2)  # two extra bytes for codes of 0 bits at the end
-        for place, part in ((byte, bits & 255), (byte + 1, bits >> 8)):
-            stored.scatter_add_(-1, place.expand_as(bits), part)
-        return stored[..., :size].to(torch.uint8)
-
-    def decode(self, stored: Tensor, rank: int, *widths: Tensor) -> Tensor:
-        width, byte, shift = _places(*widths)
-        padded, places = F.pad(stored, (0, 2)), byte.expand(*stored.shape[:-1], rank)
-        low, high = (padded.gather(-1, places + i).to(torch.int32) for i in range(2))
-        codes = (low | high << 8) >> shift & (1 << width) - 1
-        return (codes - (1 << width >> 1)).to(torch.int8)
-
-
-def _places(widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Widths int32 [..., r], and the start of each code: its byte int64 [..., r], and the bit in this byte int32."""
-    width = widths.to(torch.int32)
-    begin = width.cumsum(-1) - width
-    return width, begin >> 3, (begin & 7).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Rotated rows coded with the optimal quantiser of a Gaussian: TurboQuant (arXiv:2504.19874) and PolarQuant INT4.
+"""Rotated rows coded with the optimal quantiser of a Gaussian (TurboQuant, arXiv:2504.19874).
 
 After a rotation the entries of any unit row are nearly Gaussian with deviation 1 / sqrt(d). A row is stored as levels
 and one scale. The best scale depends on the use of the row. With the row's norm as the scale, products are 1 % too
@@ -14,7 +14,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.codecs.packing import Halves, Lanes, Packing, SelectorLanes
+from shadowkv.kvcache.codecs.packing import Lanes, Packing, SelectorLanes
 from shadowkv.kvcache.codecs.tables import GAUSSIAN, Half, codebook, constant, mirrored, nearest, of_bytes
 from shadowkv.ops.codec import CodecId, LevelRows
 from shadowkv.ops.rotations import random_hadamard, random_rotation
@@ -26,11 +26,6 @@ Rule = Callable[[Tensor, Tensor], Tensor]
 def norm(rows: Tensor, levels: Tensor) -> Tensor:
     """The scale that is the row's norm, as if the levels had norm 1 (TurboQuant)."""
     return torch.ones_like(rows[..., :1])
-
-
-def renormalised(rows: Tensor, levels: Tensor) -> Tensor:
-    """The scale with which the decoded row has the norm of the row (PolarQuant INT4)."""
-    return levels.norm(dim=-1, keepdim=True).reciprocal()
 
 
 def least_squares(rows: Tensor, levels: Tensor) -> Tensor:
@@ -148,10 +143,3 @@ LLOYD_ROWS = {
 }
 """Codecs by bits. The CUDA kernel of attention to all tokens reads levels of 4, 3 and 2 bits as bytes
 (``tables.of_bytes``), which adds less than 0.5 % to the distortion."""
-
-POLAR_INT4 = LloydRows(
-    CodecId.POLAR_INT4, "polar-int4", Halves(), renormalised, None, scale_dtype=torch.float32, steps=229
-)
-"""PolarQuant INT4, which is not the PolarQuant of arXiv:2502.02617, whose codes are angles. The stored scale includes
-the renormalisation, so that a decoder needs no sum over the row. Of all odd numbers of steps up to 255, 229 fits these
-levels best: the error is 0.16 % of the distortion."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from functools import cache
 
@@ -120,35 +119,3 @@ class SelectorLanes(Lanes):
         shape = (-1, 4, 2, 2, 8) if back else (-1, 2, 4, 2, 8)  # groups of 16; k, h or h, k; r; lanes
         upper = (codes & 4).unflatten(-1, shape).transpose(-3, -4).flatten(-5)
         return codes & 3 | upper
-
-
-class Halves(Packing):
-    """4 bits: byte c has dimension c of the first half in its low bits, and dimension c of the second half in its high
-    bits."""
-
-    bits, row_multiple = 4, 2
-
-    def pack(self, codes: Tensor) -> Tensor:
-        low, high = codes.chunk(2, dim=-1)
-        return low | high << 4
-
-    def unpack(self, packed: Tensor, dim: int) -> Tensor:
-        return torch.cat((packed & 15, packed >> 4), dim=-1)
-
-
-class BigEndian(Packing):
-    """A row as one string of bits: each code's highest bit first, each byte's highest bit first. At 3 bits, codes cross
-    bytes. This is the order of TurboQuant in ``aither-kvcache`` 2.4."""
-
-    def __init__(self, bits: int) -> None:
-        self.bits, self.row_multiple = bits, 8 // math.gcd(8, bits)
-
-    def pack(self, codes: Tensor) -> Tensor:
-        places = torch.arange(self.bits - 1, -1, -1, dtype=torch.uint8, device=codes.device)
-        bits = ((codes.unsqueeze(-1) >> places) & 1).flatten(-2)
-        return pack_bits(bits.unflatten(-1, (-1, 8)).flip(-1).flatten(-2), 1)
-
-    def unpack(self, packed: Tensor, dim: int) -> Tensor:
-        bits = unpack_bits(packed, 1).unflatten(-1, (-1, 8)).flip(-1).flatten(-2).unflatten(-1, (dim, self.bits))
-        places = torch.arange(self.bits - 1, -1, -1, dtype=torch.uint8, device=packed.device)
-        return (bits << places).sum(-1, dtype=torch.uint8)

@@ -1,7 +1,6 @@
-"""Tables of optimal scalar quantisers (Max, 1960; Lloyd, 1982), for a unit Gaussian and for a coordinate of a random
-unit row.
+"""Tables of optimal scalar quantisers (Max, 1960; Lloyd, 1982) for a unit Gaussian.
 
-Both are symmetric, so tables have only the positive levels, in ascending order. An entry is coded as the nearest level:
+They are symmetric, so tables have only the positive levels, in ascending order. An entry is coded as the nearest level:
 boundaries are midpoints, and one of them is 0.
 """
 
@@ -53,20 +52,6 @@ GAUSSIAN: dict[int, Half] = {
     ),
 }  # fmt: skip
 """Levels for N(0, 1), by bits."""
-
-SPHERE: dict[tuple[int, int], Half] = {
-    (16, 2): (0.449957, 1.468826),
-    (32, 2): (0.451428, 1.489560),
-    (32, 3): (0.242405, 0.745325, 1.314996, 2.071926),
-    (48, 1): (0.802051,),
-    (64, 2): (0.452119, 1.499975),
-    (64, 3): (0.243753, 0.750658, 1.329343, 2.111311),
-    (96, 1): (0.799965,),
-    (128, 2): (0.452453, 1.505193),
-    (128, 3): (0.244425, 0.753330, 1.336599, 2.131471),
-    (192, 1): (0.798924,),
-}
-"""Levels for sqrt(d) times a coordinate of a random unit row of d dimensions, by d and bits."""
 
 
 @cache

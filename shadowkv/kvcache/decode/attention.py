@@ -73,7 +73,7 @@ class Decode:
             if plan.compression is not None:
                 self.compression.compress_pages(upload(torch.from_numpy(plan.compression), self.store.compute))
             numbers = upload(torch.from_numpy(plan.packed()), self.store.compute)
-        return batch_of(plan, numbers, self.spec, self.compression.tables, self.store.layout.window)
+        return batch_of(plan, numbers, self.parts.index, self.compression.tables, self.store.layout.window)
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
         """Stores keys (before RoPE) and values [B, H, d] of the new tokens."""

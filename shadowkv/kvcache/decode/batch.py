@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.memory.compressed import CompressedBatch
-from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.kvcache.parts.base import IndexPart
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.recurrent.batch import RecurrentPart
 from shadowkv.kvcache.sequences.sequence import Tables
 from shadowkv.ops.sampling import Sampling
@@ -212,7 +213,9 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
     return [Batch(tuple((part,) for part in of_all)) for of_all in zip(*of_groups, strict=True)]
 
 
-def batch_of(plan: GroupPlan, numbers: Tensor, spec: KVSpec, tables: Tables, window: int | None = None) -> DecodeBatch:
+def batch_of(
+    plan: GroupPlan, numbers: Tensor, index: IndexPart, tables: Tables, window: int | None = None
+) -> DecodeBatch:
     """The batch of a plan's shapes and of packed numbers int64 [n] on the device.
 
     It takes only shapes from ``plan``, so a graph that captures it serves other plans of the same shapes.
@@ -233,7 +236,7 @@ def batch_of(plan: GroupPlan, numbers: Tensor, spec: KVSpec, tables: Tables, win
         elif numbers.device.type == "cpu" and plan.micro_batches == 1 and not nonempty.all():
             sequence = nonempty.nonzero().squeeze(1)
             segments = SegmentNumbers(*(x[sequence] for x in segments))
-        compressed = _compressed_batch(plan, segments, spec, tables)
+        compressed = _compressed_batch(plan, segments, index, tables)
     return DecodeBatch(
         length,
         pages,
@@ -247,7 +250,8 @@ def batch_of(plan: GroupPlan, numbers: Tensor, spec: KVSpec, tables: Tables, win
     )
 
 
-def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, spec: KVSpec, tables: Tables) -> CompressedBatch:
+def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, index: IndexPart, tables: Tables) -> CompressedBatch:
+    spec = index.spec
     pages = value_pages = tables.pages[segments.slot, : plan.compressed_pages].long()
     if spec.place == "host":  # otherwise keys and values share one tensor, so kernels look up each page once
         value_pages = tables.value_pages[segments.slot, : plan.compressed_pages].long()
@@ -264,7 +268,7 @@ def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, spec: KVSpec, t
         num_chunks=tokens // spec.chunk,
         budget=segments.top_k,
         max_budget=plan.max_budget,
-        sampling=Sampling(segments.sampled, segments.seed) if spec.sampled else None,
+        sampling=Sampling(segments.sampled, segments.seed) if index.sampled else None,
         span=span,
         most=segments.top_k + segments.sampled if spec.selects else None,
     )

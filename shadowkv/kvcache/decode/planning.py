@@ -131,7 +131,7 @@ class DecodePlanner:
         # At most what ``rounded`` leaves room for: a tail that waits for a segment of its own can be longer.
         budget = np.minimum(budget, spec.budget_chunks(end - first + spec.local + PAGE))
         budget = np.where(end > first, budget, 0)
-        sampled = spec.sampled_chunks(budget, end - first - tables.static_tokens[slot])
+        sampled = self.layout.parts.index.sampled_chunks(budget, end - first - tables.static_tokens[slot])
         seed = row_seeds(tables.seed[slots[sequence]], numbers.length[sequence], first)
         return SegmentNumbers(
             slot, tables.state[slot], sequence, first, end, budget - sampled, sampled, seed

@@ -1,10 +1,10 @@
 """The parts of policies, one file each, found by axis and name. ``resolve`` checks a policy, ``build_parts`` makes its
 parts.
 
-A new method is a part file, a line here and a line in ``presets.py``. A new format of keys or values is a codec
-(``shadowkv.kvcache.codecs``). Other packages ``register`` all three (``plugins.py``). A part sees the keys, values and
-queries of one layer. Methods that need more do not fit, such as InfiniGen's scores from the input of the previous layer
-(arXiv:2406.19707; ``index_infinigen.py`` has the rest of it).
+A new method is a part, a format of keys or values (``shadowkv.kvcache.codecs``), or both, and a preset. All three are
+``register``ed from outside this package (``plugins.py``; ``shadowkv.baselines`` has examples). A part sees the keys,
+values and queries of one layer. Methods that need more do not fit, such as InfiniGen's scores from the input of the
+previous layer (``baselines/infinigen.py`` has the rest of it).
 """
 
 from __future__ import annotations
@@ -13,36 +13,33 @@ from collections import ChainMap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import torch
 
 from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.codecs import LATENT_CODECS, NAMES_OF_PARTS, ROW_CODECS
-from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, KeyPart, Part, ValuePart
-from shadowkv.kvcache.plugins import checked_name, load_plugins
+from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, KeyPart, Part, PrefillStrategy, StoredPart, ValuePart
+from shadowkv.kvcache.plugins import checked_name, has
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import ROTATED, KVSpec
 from shadowkv.settings import settings_of, violations
 
 DENSE = "dense"
-"""Name of keys or values that are stored exactly."""
+"""Name of keys or values that are stored exactly, and of prefill that attends to everything."""
 INDEX_PARTS = {
     "none": "index_plain:AttendAll",
     "chunk-mean": "index_chunks:ChunkMean",
     "chunk-mean-fp8": "index_chunks:ChunkMeanFP8",
-    "min-max": "index_chunks:MinMax",
     "sketch": "index_sketch:Sketch",
     "sketch-1bit": "index_sketch:SignSketch",
     "exact": "index_plain:Exact",
-    "recent": "index_plain:Recent",
-    "pca": "index_loki:PCA",
-    "votes": "index_snapkv:Votes",
-    "skewed": "index_infinigen:Skewed",
-    "trig": "index_triattention:Trig",
 }
+PREFILL_STRATEGIES = {"dense": "prefill:DensePrefill", "sparse": "prefill:SparsePrefill"}
 PLACES = ("device", "host")
-KINDS: dict[str, type[Any]] = {"keys": KeyPart, "index": IndexPart, "values": ValuePart}
+STORED: dict[str, type[Any]] = {"keys": KeyPart, "index": IndexPart, "values": ValuePart}
+KINDS: dict[str, type[Any]] = {**STORED, "prefill": PrefillStrategy}
 """Base class of the parts on each axis."""
 
 REGISTERED: dict[str, dict[str, type[Part]]] = {axis: {} for axis in KINDS}
@@ -53,12 +50,15 @@ AXES: dict[str, Collection[str]] = {
     "index": ChainMap[str, Any](REGISTERED["index"], INDEX_PARTS),
     "values": ChainMap[str, Any](REGISTERED["values"], {ROTATED: None}, ROW_CODECS, {DENSE: None}),
     "place": PLACES,
+    "prefill": ChainMap[str, Any](REGISTERED["prefill"], PREFILL_STRATEGIES),
 }
-"""The names that each of these fields of a KVSpec accepts. Codecs and parts that are registered later appear too."""
+"""The names that each of these fields of a KVSpec accepts. Codecs and parts that are registered later appear too.
+``prefill`` can also be None."""
 
 
 def register(axis: str, name: str, part: type[Part]) -> None:
-    """Registers a part from outside the package on an axis: ``keys``, ``index`` or ``values``.
+    """Registers a part from outside the package on an axis: ``keys``, ``index``, ``values`` or ``prefill``.
+    Registering it again changes nothing.
 
     Raises:
         ValueError: the axis does not exist, the name is taken on it, or the name has characters that are not allowed.
@@ -66,10 +66,12 @@ def register(axis: str, name: str, part: type[Part]) -> None:
     """
     if axis not in KINDS:
         raise ValueError(f"there is no axis {axis!r} of parts: {', '.join(KINDS)}")
-    if checked_name(name) in AXES[axis]:
-        raise ValueError(f"{axis}={name!r} is taken: the names are {', '.join(AXES[axis])}")
     if not (isinstance(part, type) and issubclass(part, KINDS[axis])):
         raise TypeError(f"{axis}={name!r} must be a subclass of {KINDS[axis].__name__}, not {part!r}")
+    if REGISTERED[axis].get(name) is part:
+        return
+    if checked_name(name) in AXES[axis]:
+        raise ValueError(f"{axis}={name!r} is taken: the names are {', '.join(AXES[axis])}")
     REGISTERED[axis][name] = part
     if axis in NAMES_OF_PARTS:
         NAMES_OF_PARTS[axis].add(name)
@@ -77,14 +79,12 @@ def register(axis: str, name: str, part: type[Part]) -> None:
 
 def is_known(axis: str, name: str) -> bool:
     """Whether a field of a KVSpec accepts a name. Loads plugins for a name that is unknown without them."""
-    if name not in AXES[axis] and axis in KINDS:
-        load_plugins()
-    return name in AXES[axis]
+    return name in PLACES if axis == "place" else has(AXES[axis], name)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The three parts of a policy. The layout implements the place."""
+    """The parts of a policy that have bytes. The layout implements the place."""
 
     keys: KeyPart
     index: IndexPart
@@ -98,14 +98,14 @@ class Parts:
     @property
     def observing(self) -> bool:
         """Whether a part learns from a prompt's last queries."""
-        return any(type(part).observe is not Part.observe for part in self)
+        return any(type(part).observe is not StoredPart.observe for part in self)
 
     @property
     def diagnostics(self) -> tuple[str, ...]:
         """Names of the diagnostics that the parts report."""
         return tuple(name for part in self for name in part.diagnostics)
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[StoredPart]:
         return iter((self.keys, self.index, self.values))
 
 
@@ -114,14 +114,14 @@ def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
 
     Raises ValueError if two of their arrays have the same name.
     """
-    parts = Parts(*(_part(axis, getattr(spec, axis))(spec, shape, dtype) for axis in KINDS))
+    parts = Parts(*(_part(axis, getattr(spec, axis))(spec, shape, dtype) for axis in STORED))
     for kind, fields in (
         ("pages", [EXCLUDED, *(field.name for part in parts for field in part.page_fields())]),
         ("states", [field.name for part in parts for field in part.state_fields()]),
     ):
         twice = sorted({name for name in fields if fields.count(name) > 1})
         if twice:
-            names = ", ".join(f"{axis}={getattr(spec, axis)!r}" for axis in KINDS)
+            names = ", ".join(f"{axis}={getattr(spec, axis)!r}" for axis in STORED)
             raise ValueError(f"arrays of {kind} have the same name, {', '.join(twice)}: parts {names}")
     return parts
 
@@ -131,9 +131,9 @@ def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
     reasons why the policy cannot be used."""
     if spec.values == ROTATED:
         spec = replace(spec, values="rotated-4bit" if shape.head_dim % 64 else "rotated-3bit")
-    unknown = [axis for axis in AXES if not is_known(axis, getattr(spec, axis))]
+    unknown = [axis for axis in AXES if (name := getattr(spec, axis)) is not None and not is_known(axis, name)]
     reasons = [f"{axis}={getattr(spec, axis)!r} is not one of {', '.join(AXES[axis])}" for axis in unknown]
-    parts = [_part(axis, getattr(spec, axis)) for axis in KINDS if axis not in unknown]
+    parts = _parts(spec)
     if not unknown:
         reasons += _foreign(spec, parts)
     wrong = [reason for part in parts for reason in _wrong(part.settings_of(spec))]
@@ -147,6 +147,17 @@ def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
     return spec
 
 
+def _parts(spec: KVSpec) -> list[type[Part]]:
+    """The known parts of ``spec``. While its prefill is open, they include every strategy whose settings it has,
+    because an engine may choose that strategy."""
+    named = [(axis, name) for axis in KINDS if (name := getattr(spec, axis)) is not None]
+    parts = [_part(axis, name) for axis, name in named if is_known(axis, name)]
+    if spec.prefill is None:
+        declaring = (declared(spec, name) for name in dict(spec.settings))
+        parts += dict.fromkeys(part for part in declaring if part is not None and part.axis == "prefill")
+    return parts
+
+
 def _wrong(settings: Any) -> list[str]:
     return wrong_types(settings) or violations(settings)
 
@@ -158,8 +169,13 @@ def _foreign(spec: KVSpec, parts: Sequence[type[Part]]) -> list[str]:
         axis, _, own = name.rpartition(".")
         having = [part.axis for part in parts if own in settings_of(part.Settings) and axis in ("", part.axis)]
         if not having and value is not None:
-            names = ", ".join(f"{part}={getattr(spec, part)!r}" for part in KINDS)
-            reasons.append(f"{name}={value!r} has no meaning with {names}")
+            known = declared(spec, name)
+            axes = STORED if known is None else [known.axis]
+            reason = f"{own}={value!r} has no meaning with {', '.join(f'{one}={getattr(spec, one)!r}' for one in axes)}"
+            if known is not None:
+                others = (other for other in AXES[known.axis] if own in settings_of(_part(known.axis, other).Settings))
+                reason += f"; {known.axis} that have it: {', '.join(others)}"
+            reasons.append(reason)
         elif len(having) > 1:
             several = " or ".join(f"{axis}.{own}" for axis in having)
             reasons.append(f"{name}={value!r} is ambiguous: use {several}")
@@ -175,14 +191,14 @@ def _with_all(spec: KVSpec, parts: Sequence[type[Part]], shape: ModelShape) -> K
     return replace(spec, settings=values)
 
 
-def declared(spec: KVSpec, name: str) -> type[Any] | None:
-    """The Settings class that declares ``name``, which can begin with an axis (``keys.rank``). Parts of ``spec`` come
+def declared(spec: KVSpec, name: str) -> type[Part] | None:
+    """The part that declares the setting ``name``, which can begin with an axis (``keys.rank``). Parts of ``spec`` come
     first, then all other parts; None if no part declares it."""
     axis, _, own = name.rpartition(".")
     axes = [one for one in KINDS if axis in ("", one)]
-    of_spec = [_part(one, getattr(spec, one)) for one in axes if is_known(one, getattr(spec, one))]
-    others = [_part(one, other) for one in axes for other in AXES[one]]
-    return next((part.Settings for part in of_spec + others if own in settings_of(part.Settings)), None)
+    of_spec = [_part(one, name) for one in axes if (name := getattr(spec, one)) is not None and is_known(one, name)]
+    others = (_part(one, other) for one in axes for other in AXES[one])
+    return next((part for part in chain(of_spec, others) if own in settings_of(part.Settings)), None)
 
 
 def key_part(spec: KVSpec) -> type[KeyPart]:
@@ -191,14 +207,27 @@ def key_part(spec: KVSpec) -> type[KeyPart]:
     return part
 
 
+def prefill_strategy(spec: KVSpec) -> type[PrefillStrategy]:
+    """The class of the prefill strategy of ``spec``; dense while it is open."""
+    strategy: type[PrefillStrategy] = _part("prefill", spec.prefill or DENSE)
+    return strategy
+
+
+def stored_settings(spec: KVSpec) -> dict[str, Any]:
+    """The settings of a resolved policy that change stored bytes."""
+    parts = [*(_part(axis, getattr(spec, axis)) for axis in STORED), prefill_strategy(spec)]
+    names = {f"{part.axis}.{name}" for part in parts for name in settings_of(part.Settings).keys() - part.unstored}
+    return {name: value for name, value in dict(spec.settings).items() if name in names}
+
+
 def describe(spec: KVSpec, shape: ModelShape) -> str:
     """Describes every part and number of a resolved policy in one line."""
-    prefill = [f"{spec.prefill} prefill"] if spec.prefill else []
-    if spec.prefill == "sparse":
-        prefill = [f"sparse prefill to within {spec.prefill_error:.4g} of the attention"]
+    prefill = list[str]()
+    if spec.prefill is not None:
+        prefill = [f"{spec.prefill} prefill {prefill_strategy(spec).described(spec, shape)}".rstrip()]
     if not spec.compresses:
         return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
-    described = {axis: _part(axis, getattr(spec, axis)).described(spec, shape) for axis in KINDS}
+    described = {axis: _part(axis, getattr(spec, axis)).described(spec, shape) for axis in STORED}
     keys, index, values = (
         f"{getattr(spec, axis)} {axis}{f' ({words})' if words else ''}" for axis, words in described.items()
     )
@@ -214,10 +243,10 @@ def describe(spec: KVSpec, shape: ModelShape) -> str:
 def _part(axis: str, name: str) -> Any:  # each axis has its own class
     if name in REGISTERED[axis]:
         return REGISTERED[axis][name]
-    if axis == "index":
-        path = INDEX_PARTS[name]
+    if axis in ("index", "prefill"):
+        path = (INDEX_PARTS if axis == "index" else PREFILL_STRATEGIES)[name]
     elif name in LATENT_CODECS:
-        path = "keys_low_rank:LowRankKeys" if LATENT_CODECS[name].bits is None else "keys_shard:MixedLowRankKeys"
+        path = "keys_low_rank:LowRankKeys"
     else:
         kind = axis.capitalize()
         path = f"rows:Dense{kind}" if name == DENSE else f"rows:Coded{kind}"

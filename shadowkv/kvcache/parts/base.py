@@ -1,8 +1,8 @@
-"""The interface of key, index and value parts.
+"""The interface of the parts of a policy: keys, index and values, which have bytes, and prefill strategies.
 
-A part declares its fields (arrays per page and per fitted state). It reads and writes them through the cache's
-``CompressedStore`` and owns no memory. Shapes: n pages, B sequences, P pages of the longest sequence, H kv heads, G
-query heads per kv head, d head dim, c tokens per chunk, C = 64 / c chunks per page.
+A key, index or value part declares its fields (arrays per page and per fitted state). It reads and writes them through
+the cache's ``CompressedStore`` and owns no memory. Shapes: n pages, B sequences, P pages of the longest sequence, H kv
+heads, G query heads per kv head, d head dim, c tokens per chunk, C = 64 / c chunks per page.
 
 On a GPU ``select`` and ``source`` run while a decode step is captured in a CUDA graph, and ``compress`` in a graph of
 its own. So they must not wait for the device, and shapes must depend only on the shapes of their arguments. ``fit`` and
@@ -13,10 +13,11 @@ must be masked. An index must also mask chunks that are ``EXCLUDED``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,9 @@ from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
 from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 from shadowkv.ops.codec import CodecId
-from shadowkv.settings import settings_of
+from shadowkv.ops.registry import Ops
+from shadowkv.ops.select_blocks.reference import Blocks
+from shadowkv.settings import Check, setting, settings_of
 
 EXCLUDED = "excluded"
 """Field of compressed pages, bool [H, C]: True for chunks that are stored exactly elsewhere (sink, outliers) and must
@@ -119,30 +122,20 @@ class NoSettings:
     """The settings of a part that has none."""
 
 
-class Part(ABC):
-    """Base class of key, index and value parts.
+class Part:
+    """A part of a policy on any axis: its settings, and what they allow.
 
     Attributes:
-        axis: ``keys``, ``index`` or ``values``.
+        axis: ``keys``, ``index``, ``values`` or ``prefill``.
         Settings: frozen dataclass of the part's settings. Its fields are declared by ``shadowkv.settings.setting``.
-        settings: the settings of this part's policy.
+        unstored: names of settings that change no stored byte.
         ops: names of the ops that the part calls, beyond those that every policy calls (``shadowkv.kvcache.case``).
-        diagnostics: names of state fields that hold one number, which says how well a state fits. Smaller is worse.
-        weights: names of the weights that a checkpoint must have in every layer (``CompressedStore.weights``).
     """
 
     axis: ClassVar[str]
     Settings: ClassVar[type[Any]] = NoSettings
+    unstored: ClassVar[tuple[str, ...]] = ()
     ops: ClassVar[tuple[str, ...]] = ()
-    diagnostics: ClassVar[tuple[str, ...]] = ()
-    weights: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
-        self.spec = spec
-        self.settings = self.settings_of(spec)
-        self.shape = shape
-        self.dtype = dtype
-        self.chunks = PAGE // spec.chunk
 
     @classmethod
     def settings_of(cls, spec: KVSpec) -> Any:
@@ -168,6 +161,26 @@ class Part(ABC):
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         """Reasons why the part does not support ``spec`` on models of ``shape``; empty if it does."""
         return []
+
+
+class StoredPart(Part, ABC):
+    """A part whose arrays are in the pages and states of a cache: base class of key, index and value parts.
+
+    Attributes:
+        settings: the settings of this part's policy.
+        diagnostics: names of state fields that hold one number, which says how well a state fits. Smaller is worse.
+        weights: names of the weights that a checkpoint must have in every layer (``CompressedStore.weights``).
+    """
+
+    diagnostics: ClassVar[tuple[str, ...]] = ()
+    weights: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.settings = self.settings_of(spec)
+        self.shape = shape
+        self.dtype = dtype
+        self.chunks = PAGE // spec.chunk
 
     @property
     def codec_id(self) -> int:
@@ -224,7 +237,7 @@ class Part(ABC):
         """Writes full pages."""
 
 
-class KeyPart(Part):
+class KeyPart(StoredPart):
     """How keys are stored and rebuilt."""
 
     axis = "keys"
@@ -265,30 +278,33 @@ class KeyPart(Part):
         """The source from which kernels rebuild the keys of the batch's compressed tokens."""
 
 
-class IndexPart(Part):
+class IndexPart(StoredPart):
     """How chunks are selected.
 
     Attributes:
-        samples: whether it can sample a share of the budget by its scores.
-        estimates_mass: whether it can stop at a given share of the softmax (``KVSpec.mass``).
+        sampled: share of the budget for chunks that are sampled.
+        mass: share of the softmax at which the selection stops; None if it takes the whole budget.
         reads_excluded: whether it reads excluded chunks from the pages' field ``EXCLUDED``. Otherwise ``exclude`` marks
             them.
     """
 
     axis = "index"
-    samples: ClassVar[bool] = False
     reads_excluded: ClassVar[bool] = True
 
-    estimates_mass: ClassVar[bool] = False
+    @property
+    def sampled(self) -> float:
+        return 0.0
 
-    @classmethod
-    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
-        reasons = []
-        if spec.mass is not None and not cls.estimates_mass:
-            reasons.append(f"index={spec.index!r} estimates no softmax over all chunks: mass has no meaning with it")
-        if spec.sampled and not cls.samples:
-            reasons.append(f"index={spec.index!r} samples no chunks: sampled={spec.sampled} has no meaning with it")
-        return reasons
+    @property
+    def mass(self) -> float | None:
+        return None
+
+    def sampled_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
+        """Chunks of ``budget`` that are sampled from ``selectable`` tokens, int64; the others are its top-k. None are
+        sampled if the budget holds all tokens."""
+        top_k = np.ceil(np.round(budget * (1 - self.sampled), 6)).astype(np.int64)
+        scarce = budget * self.spec.chunk < selectable
+        return np.where(scarce, budget - top_k, 0)
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:
         """Bytes that a step reads in one layer to select ``chunks`` chunks of ``tokens`` compressed tokens, summed over
@@ -307,13 +323,35 @@ class IndexPart(Part):
 class ScoredIndex(IndexPart):
     """An index that scores every chunk. It selects the chunks with the largest softmax share in any query head."""
 
-    estimates_mass = True
+    unstored = ("mass",)
     ops: ClassVar[tuple[str, ...]] = ("select_top_chunks",)
+
+    @dataclass(frozen=True)
+    class Settings:
+        """With a ``mass``, each kv head takes its best chunks until every query head has that share, as the index
+        estimates it. The budget, attended tokens and bytes are then upper bounds."""
+
+        mass: float | None = setting(
+            None,
+            "index",
+            "share of the softmax at which a step stops selecting (default: it takes the whole budget)",
+            check=Check(lambda mass: 0 < mass < 1, "must be in (0, 1)"),
+        )
+
+    @classmethod
+    def described(cls, spec: KVSpec, shape: ModelShape) -> str:
+        mass = cls.settings_of(spec).mass
+        return "" if mass is None else f"up to {mass:.4g} of the estimated softmax"
+
+    @property
+    def mass(self) -> float | None:
+        mass: float | None = self.settings.mass
+        return mass
 
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         logits, lse = self.logits(store, layer, q, batch)
         k = min(batch.max_budget, logits.shape[-1])
-        return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k, self.spec.mass))
+        return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k, self.mass))
 
     @abstractmethod
     def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
@@ -340,7 +378,7 @@ class RankedIndex(IndexPart):
         at most 0, because ``select_top_chunks`` reads them as logarithms of shares."""
 
 
-class ValuePart(Part):
+class ValuePart(StoredPart):
     """How values are stored."""
 
     axis = "values"
@@ -354,3 +392,51 @@ class ValuePart(Part):
     @abstractmethod
     def source(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> DenseRows | CodedRows:
         """The source from which kernels read the values of the batch's compressed tokens."""
+
+
+BlockHook = Callable[[int, Tensor, Tensor, Blocks], Blocks]
+"""Called with layer, RoPE-rotated queries [n, H_q, d] and keys [m, H, d], and the selected blocks. Returns the blocks
+to attend to."""
+
+
+class PrefillStrategy(Part, ABC):
+    """How the new tokens of a prompt attend to each other and to the tokens before them. A cache has one instance.
+
+    Layers with a window do not use it.
+
+    Attributes:
+        selects_blocks: whether it selects blocks of keys and calls ``hook``.
+        hook: changes the selected blocks; None leaves them as they are.
+    """
+
+    axis = "prefill"
+    selects_blocks: ClassVar[bool] = False
+
+    def __init__(self, spec: KVSpec, device: torch.device) -> None:
+        self.settings, self.device = self.settings_of(spec), device
+        self.hook: BlockHook | None = None
+
+    @abstractmethod
+    def pays(self, new: int, keys: int) -> bool:
+        """Whether queries call ``attend`` that see ``keys`` keys, in a sequence that gains ``new`` tokens. All others
+        attend exactly."""
+
+    @abstractmethod
+    def attend(
+        self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attention [n, H_q, d] of the last n of m positions, causal, with softmax scale 1 / sqrt(d).
+
+        Args:
+            ops: the engine's ops.
+            layer: layer of the model.
+            q: [n, H_q, d], after RoPE.
+            k, v: [m, H, d], keys after RoPE and values of all positions.
+            to_come: number of tokens of the prompt after these.
+            sinks: float32 [H_q], scores of one more position in every softmax, whose value is 0.
+        """
+
+    def take_density(self) -> float | None:
+        """Share of the visible blocks of keys that queries attended to since the last call; None if ``attend`` was not
+        called, or if the strategy selects no blocks. Waits for the device."""
+        return None

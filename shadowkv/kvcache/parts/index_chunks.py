@@ -1,8 +1,5 @@
-"""Indexes that score chunks by a summary of their RoPE-rotated keys: the mean, or bounds.
-
-The mean is ShadowKV's landmark (arXiv:2410.21465, section 4.2). Bounds are the smallest and largest value of each
-dimension (Quest, arXiv:2406.10774, section 3.2).
-"""
+"""Indexes that score chunks by the mean of their RoPE-rotated keys, ShadowKV's landmark (arXiv:2410.21465, section
+4.2)."""
 
 from __future__ import annotations
 
@@ -56,19 +53,3 @@ class ChunkMeanFP8(ChunkMean):
         landmarks, excluded = store.page["landmarks"][layer], store.page[EXCLUDED][layer]
         scale = store.page["landmark_scale"][layer]
         return store.ops.chunk_mean_scores(q, landmarks, excluded, batch.pages, batch.num_chunks, scale)
-
-
-class MinMax(ScoredIndex):
-    ops = (*ScoredIndex.ops, "min_max_scores")
-
-    def page_fields(self) -> tuple[Field, ...]:
-        return (Field("bounds", (self.shape.num_kv_heads, 2, self.chunks, self.shape.head_dim), self.dtype),)
-
-    def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
-        chunks = tokens.rope_keys.unflatten(2, (self.chunks, self.spec.chunk))
-        bounds = torch.stack((chunks.amin(3), chunks.amax(3)), dim=2)  # [L, n, 2, C, H, d]
-        store.write("bounds", tokens.layers, tokens.pages, bounds.permute(0, 1, 4, 2, 3, 5))
-
-    def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
-        bounds, excluded = store.page["bounds"][layer], store.page[EXCLUDED][layer]
-        return store.ops.min_max_scores(q, bounds, excluded, batch.pages, batch.num_chunks)

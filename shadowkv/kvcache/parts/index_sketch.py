@@ -10,7 +10,7 @@ directions that queries weight more.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from shadowkv.ops.select_by_sketch.reference import most_kept
 from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN
 from shadowkv.ops.sketch_queries.reference import plane_bytes
+from shadowkv.settings import Check, setting
 
 ISOTROPIC = 0.85
 """Share of the identity in the second moments, because future queries differ from the observed ones. With 0.85, signs
@@ -33,10 +34,8 @@ miss 0.6 to 1.3 % of the tokens that have at least 3 % of a head's attention, on
 They miss 2 % with the identity alone, and up to 5 % with a share of 0.3."""
 
 
-class Sketch(IndexPart):
-    samples = True
-    reads_excluded = False
-    ops: ClassVar[tuple[str, ...]] = ("whiten_rows", "sketch_keys", "sketch_queries", "sign_scores", "select_by_sketch")
+class KeySketch(IndexPart):
+    """What both indexes store."""
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -54,12 +53,6 @@ class Sketch(IndexPart):
             Field("sketch_rest", plane, torch.uint8),
             Field("sketch_scale", plane[:2], torch.uint8),
         )
-
-    def scored_bytes(self, tokens: int, chunks: int) -> float:
-        """Signs and scales of all tokens, and all bytes of the best runs."""
-        signs, _, scale = self.page_fields()
-        in_best_runs = RUN * most_kept(tokens // RUN, chunks, self.spec.chunk)
-        return tokens * (signs.nbytes + scale.nbytes) / PAGE + in_best_runs * self.bytes_per_token()
 
     def state_fields(self) -> tuple[Field, ...]:
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
@@ -92,6 +85,48 @@ class Sketch(IndexPart):
         marked = excluded.repeat_interleave(self.spec.chunk, dim=-1)
         store.write("sketch_scale", layers, pages, scale.masked_fill(marked, EXCLUDED_SCALE))
 
+
+class Sketch(KeySketch):
+    unstored = ("sampled",)
+    reads_excluded = False
+    ops = ("whiten_rows", "sketch_keys", "sketch_queries", "sign_scores", "select_by_sketch")
+
+    @dataclass(frozen=True)
+    class Settings:
+        """Sampled chunks come from those outside the top-k, by the index's scores. Each stands for as many as its
+        probability implies, so that thinly spread attention is not lost (MagicPIG, arXiv:2410.16179; vAttention,
+        arXiv:2510.05688)."""
+
+        sampled: float = setting(
+            0.0,
+            "index",
+            "share of the budget for chunks that are sampled by their scores, and stand for those outside the top-k",
+            check=Check(lambda sampled: 0 <= sampled < 1, "must be in [0, 1)"),
+        )
+
+    @classmethod
+    def described(cls, spec: KVSpec, shape: ModelShape) -> str:
+        sampled = cls.settings_of(spec).sampled
+        return f"{sampled:.0%} of the budget sampled" if sampled else ""
+
+    @property
+    def sampled(self) -> float:
+        sampled: float = self.settings.sampled
+        return sampled
+
+    @classmethod
+    def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
+        reasons = super().unsupported(spec, shape)
+        if cls.settings_of(spec).sampled and spec.place == "host":
+            reasons.append("sampled chunks are others at every step: their values must be on the device, not the host")
+        return reasons
+
+    def scored_bytes(self, tokens: int, chunks: int) -> float:
+        """Signs and scales of all tokens, and all bytes of the best runs."""
+        signs, _, scale = self.page_fields()
+        in_best_runs = RUN * most_kept(tokens // RUN, chunks, self.spec.chunk)
+        return tokens * (signs.nbytes + scale.nbytes) / PAGE + in_best_runs * self.bytes_per_token()
+
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         signs, rest, scale = (store.page[name][layer] for name in ("sketch_signs", "sketch_rest", "sketch_scale"))
         number = store.layers[layer]  # each layer samples independently
@@ -115,12 +150,10 @@ class Sketch(IndexPart):
         )
 
 
-class SignSketch(Sketch):
+class SignSketch(KeySketch):
     """The first level alone: selects runs of 8 tokens by their sign scores. It measures the benefit of the other bits,
     which it stores and does not read."""
 
-    samples = False
-    reads_excluded = True
     ops = ("whiten_rows", "sketch_keys", "sketch_queries", "sign_scores")
 
     @classmethod

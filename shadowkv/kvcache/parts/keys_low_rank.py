@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shadowkv.kvcache.codecs import LATENT_CODECS
+from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import STATES_AT_ONCE, CompressedTokens, FittedTokens, KeyPart
@@ -55,18 +55,23 @@ class LowRankKeys(KeyPart):
         key_groups: int = setting(1, "keys", "groups of kv heads, each with low-rank keys of its own")
 
     @classmethod
+    def codec_of(cls, spec: KVSpec) -> LatentCodec:
+        """The codec of the latents."""
+        return LATENT_CODECS[spec.keys]
+
+    @classmethod
     def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> Settings:
         """The default rank is 5/32 of H*d (the paper's 160 of 1,024). It is rounded up to a multiple of 32, because
         tensor cores take 32 at a time, but not above H*d.
 
         Narrow keys are less low-rank. In 8 and 4 bits they keep all dimensions up to 256, as many as kernels take: with
         half of them Qwen2.5-Coder-1.5B loses 0.9 points of RULER at 32K, with a standard error of 0.7. In 16 bits, and
-        in Shard's 4 bits on average, they keep half. A single kv head shares no subspace with others and always keeps
+        in mixed widths, they keep half. A single kv head shares no subspace with others and always keeps
         all dimensions."""
         settings: LowRankKeys.Settings = cls.settings_of(spec)
         if settings.rank is not None:
             return settings
-        codec, width = LATENT_CODECS[spec.keys], shape.kv_dim
+        codec, width = cls.codec_of(spec), shape.kv_dim
         if shape.num_kv_heads == 1:
             rank = width
         elif width >= NARROW:
@@ -84,9 +89,11 @@ class LowRankKeys(KeyPart):
             reasons.append(f"rank={own.rank} is not between 1 and H*d={shape.kv_dim} of this model")
         if not 1 <= own.key_groups <= heads:
             return [*reasons, f"key_groups={own.key_groups} is not between 1 and the model's {heads} kv heads"]
-        multiple, rank = LATENT_CODECS[spec.keys].rank_multiple, sum(rank for rank, _ in ranks(own, shape))
+        multiple, rank = cls.codec_of(spec).rank_multiple, sum(rank for rank, _ in ranks(own, shape))
         if rank % multiple:
             reasons.append(f"keys={spec.keys!r} needs a rank that is a multiple of {multiple}, not {rank}")
+        if spec.values in ROW_CODECS and ROW_CODECS[spec.values].tile > 1:
+            reasons.append(f"values={spec.values!r} is decoded page by page, which keys={spec.keys!r} does not allow")
         return reasons
 
     @classmethod
@@ -123,7 +130,7 @@ class LowRankKeys(KeyPart):
 
     @cached_property
     def codec(self) -> LatentCodec:
-        return LATENT_CODECS[self.spec.keys].of_groups([rank for rank, _ in self.ranks])
+        return self.codec_of(self.spec).of_groups([rank for rank, _ in self.ranks])
 
     @property
     def codec_id(self) -> int:

@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS
+from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
-from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens, KeyPart, Part, ValuePart
+from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens, KeyPart, StoredPart, ValuePart
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.reference import rope_by
@@ -38,7 +38,7 @@ CENTRED_AT_ONCE = 64
 heads of 128 dimensions."""
 
 
-class CodedPart(Part):
+class CodedPart(StoredPart):
     """Base class of coded keys and coded values. It stores a field of codes named after the axis, a field of scales if
     the codec has some, and the state that the codec learns.
 
@@ -60,12 +60,9 @@ class CodedPart(Part):
         if cls.axis not in codec.axes:
             meant = " and ".join(codec.axes)
             return [*reasons, f"{cls.axis}={codec.name!r} has no meaning: the format is only for {meant}"]
-        if codec.tile > 1 and (spec.selects or spec.keys in LATENT_CODECS):
-            return [
-                *reasons,
-                f"{cls.axis}={codec.name!r} is decoded page by page: it needs index='none' and no low-rank keys, "
-                f"not index={spec.index!r} and keys={spec.keys!r}",
-            ]
+        if codec.tile > 1 and spec.selects:
+            reason = f"is decoded page by page: it needs index='none', not {spec.index!r}"
+            return [*reasons, f"{cls.axis}={codec.name!r} {reason}"]
         needed = codec.wanted(dim)
         if needed:
             reasons.append(f"{cls.axis}={codec.name!r} needs a head dim that is {needed}, not {dim}")

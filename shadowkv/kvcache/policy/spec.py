@@ -1,4 +1,5 @@
-"""KVSpec: a cache policy as a value, keys x index x values x place, with a budget (design: one cache, four parts)."""
+"""``KVSpec``: a cache policy as a value, keys x index x values x place x prefill, with a budget. ``presets.py`` names
+policies, ``parts.resolve`` checks them."""
 
 from __future__ import annotations
 
@@ -16,70 +17,59 @@ DEFAULT_BUDGET = 1 / 64
 """Share of the context that a step selects: 1.56 % (ShadowKV, section 5.1)."""
 
 SINK = 8
-"""First tokens that always stay exact, in whole chunks: they attract attention whatever they are (arXiv:2309.17453)."""
+"""Number of first tokens that always stay exact, rounded up to whole chunks. First tokens attract attention whatever
+they are (arXiv:2309.17453)."""
 
 DEFAULT_BUDGET_FLOOR = 960
-"""Tokens that a step selects at least, where the budget is the default: 1.56 % of 61,440. The error of what is sampled
-depends on how many tokens are sampled, not on their share of the context (docs/benchmarks/answers.md)."""
+"""Minimum number of tokens that a step selects with the default budget: 1.56 % of 61,440. The error of sampling depends
+on the number of sampled tokens, not on their share of the context (docs/benchmarks/answers.md)."""
 
 MIN_SEGMENT = 256
-"""Tokens beyond the sink and the newest ones from which on compressing a tail pays, where the budget is the default."""
+"""With the default budget, a tail is compressed only if it has this many tokens besides the sink, the outliers and the
+newest ones."""
 
 LATE = 512
-"""Tokens by which an answer may exceed the length from which prompts are compressed, and stay dense: most end before.
-At a GPU's costs (``engine.startup.crossover``) compressing 8K tokens pays for itself 1,500 tokens later, not at
-once."""
+"""Number of tokens by which a dense sequence can grow beyond the length from which prompts are compressed. Most answers
+end before. On a GPU, compressing 8K tokens saves time only after 1,500 more tokens (``engine.startup.crossover``)."""
 
 FETCH_BUFFER = 2.0
-"""Chunks of values on the host that a buffer keeps, as a multiple of those that a step selects: most are selected
-again."""
-
-PREFILLS = ("dense", "sparse")
-"""Prefill attention over everything, or in long prompts over blocks of keys, drawn by what a few queries attend to."""
+"""Size of the device buffer for values on the host, as a multiple of the chunks that a step selects. Most chunks are
+selected again."""
 
 PREFILL_ERROR = 0.05
-"""Standard deviation that a sparse prefill allows, as a share of a query's attention, unless a policy has another."""
+"""Default error of a sparse prefill (``parts.prefill.SparsePrefill``)."""
 
 ROTATED = "rotated"
-"""Values in 3 bits, or 4 where the head dim does not suit 3: a name that stands for one of two parts."""
+"""Name of values in 3 bits, or in 4 if 3 do not fit the head dim. Resolving a policy replaces it."""
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """How a sequence's keys and values are kept and found.
+    """How a sequence's keys and values are stored and found. Parts that are registered (``parts.register``) add names.
 
     Attributes:
-        keys: how the key of a selected token is rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``,
-            ``low-rank-int4``, ``low-rank-mixed``, or a codec of rows after RoPE, as for values.
-        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``min-max``,
-            ``sketch``, ``sketch-1bit``, ``exact``, ``recent``, ``pca``, ``votes``, ``skewed`` or ``trig``.
+        keys: how keys are stored and rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``, ``low-rank-int4``, or a
+            codec of rows after RoPE, as for values.
+        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``sketch``,
+            ``sketch-1bit`` or ``exact``.
         values: how values are stored: ``dense``, or a codec of rows (``shadowkv.kvcache.codecs``): ``rotated-4bit``,
-            ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, ``polar-int4``, ``tq3_0``,
-            ``tq35``, ``tq25``, ``fp8``, of keys alone ``kvarn-4bit``, or of values alone ``kvarn-2bit`` and
-            ``vq-4x256``; ``rotated`` picks 3 bits, or 4 where the head dim is not a multiple of 64.
-        place: where compressed values live: ``device`` or ``host`` (pinned where there is a GPU).
-        budget: tokens selected per step: a float is a fraction of the context, an int a number of tokens,
-            None the default (1.56 %, at least 960 tokens). Sink, outliers and local window come on top.
-        mass: share of the softmax over compressed tokens, as the index estimates it, at which a step stops selecting:
-            per kv head the best chunks are taken until every query head has that much, and never more than the
-            budget. Numbers of attended tokens and bytes are then upper bounds. None always takes the budget.
-        sampled: share of the budget that goes to chunks sampled at random from those outside the top-k, by the index's
-            scores, each standing for as many as its probability implies, so that thinly spread attention is not lost
-            (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). Nothing is sampled where the budget holds the
-            whole context.
-        chunk: tokens found and fetched together; divides 64.
-        outliers: chunks per kv head whose mean fits them worst and that stay exact on the device.
-        local: newest tokens that always stay exact.
-        dense_below: sequences of fewer tokens stay dense, where compressing them would cost more than it saves; None
-            is as few as possible: what would be attended exactly anyway (see ``dense_limit``).
-        prefill: ``dense`` or ``sparse``; None is dense unless an engine picks.
-        prefill_error: largest standard deviation of what a sampled query of a sparse prefill's tiles attends to, as a
-            share of its softmax, at any length of the prompt (``select_blocks``); with 0 it attends to everything.
-        skip_layers: that many of the first and of the last layers stay as they are: keys and values exact on the
-            device, all of them attended to (TurboQuant in vLLM has 2).
-        settings: what its parts have of their own (``parts.Part.Settings``), by name, ``rank``, or with the axis,
-            ``keys.rank``, where two of its parts have a setting of one name. Given as a mapping; kept as sorted pairs,
-            of a resolved policy with their axes.
+            ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, or ``fp8``. ``rotated`` is 3
+            bits, or 4 if the head dim is not a multiple of 64.
+        place: where compressed values are: ``device`` or ``host`` (pinned memory if there is a GPU).
+        budget: number of tokens that a step selects. A float is a fraction of the context, an int a number of tokens,
+            None the default (1.56 %, at least 960 tokens). Sink, outliers and newest tokens are not counted.
+        chunk: number of tokens that are found and fetched together. It divides 64.
+        outliers: number of chunks per kv head that stay exact on the device: those that their mean represents worst.
+        local: number of newest tokens that always stay exact.
+        dense_below: sequences of fewer tokens stay dense, because compressing them would cost more time than it saves.
+            None compresses as early as possible (``dense_limit``).
+        prefill: how prompts attend: ``dense`` to everything, or ``sparse`` to sampled blocks of keys
+            (``parts.prefill``). None lets an engine choose; everything else takes it as dense.
+        skip_layers: number of first layers, and of last layers, that stay exact and attend to everything (2 for
+            TurboQuant in vLLM).
+        settings: settings of its parts (``parts.base.Part.Settings``) by name: ``rank``, or ``keys.rank`` with the
+            axis. The axis is needed if two of its parts have a setting of this name. A mapping becomes sorted pairs.
+            Names in a resolved policy have their axes.
     """
 
     keys: str = "dense"
@@ -87,14 +77,11 @@ class KVSpec:
     values: str = "dense"
     place: str = "device"
     budget: float | int | None = None
-    mass: float | None = None
-    sampled: float = 0.0
     chunk: int = 8
     outliers: int = 0
     local: int = 32
     dense_below: int | None = None
     prefill: str | None = None
-    prefill_error: float = PREFILL_ERROR
     skip_layers: int = 0
     settings: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
@@ -102,11 +89,11 @@ class KVSpec:
         object.__setattr__(self, "settings", tuple(sorted(dict(self.settings).items())))
 
     def changed(self, **values: Any) -> KVSpec:
-        """The policy with other values of its own fields, and of settings of its parts by all other names. Settings
-        that name the axis of a part (``keys.centred``) go where another part takes its place."""
+        """The policy with changed fields. All other names are settings of its parts. Another part on an axis removes
+        the settings that name the axis (``keys.centred``)."""
         own = {name: value for name, value in values.items() if name in NAMES}
         of_parts = {name: value for name, value in values.items() if name not in NAMES}
-        others = {axis for axis in own if own[axis] != getattr(self, axis)}
+        others = {axis for axis in own if getattr(self, axis) not in (None, own[axis])}
 
         def goes(name: str) -> bool:
             axis, _, plain = name.rpartition(".")
@@ -116,22 +103,16 @@ class KVSpec:
         return replace(self, **own, settings=kept | of_parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields, and in place of ``settings`` every one of these, without the axis where no other has its name."""
+        """Its fields and settings by name. A setting has its axis only if another one has the same name."""
         settings = dict(self.settings)
         plain = [name.rpartition(".")[2] for name in settings]
         names = (one if plain.count(one) == 1 else name for one, name in zip(plain, settings))
         return {name: getattr(self, name) for name in NAMES} | dict(zip(names, settings.values()))
 
     def contradictions(self, shape: ModelShape) -> list[str]:
-        """Why its numbers are invalid for models of ``shape``; its parts say themselves what they cannot do
+        """Reasons why its numbers are invalid for models of ``shape``. Its parts give further reasons
         (``parts.resolve``)."""
         reasons = []
-        if self.prefill not in (None, *PREFILLS):
-            reasons.append(f"prefill={self.prefill!r} is not one of {', '.join(PREFILLS)}")
-        if not 0 <= self.prefill_error < 1:
-            reasons.append(f"prefill_error={self.prefill_error} must be at least 0 and below 1")
-        if self.prefill == "dense" and self.prefill_error != PREFILL_ERROR:
-            reasons.append(f"prefill_error={self.prefill_error} has no meaning with prefill='dense', a CPU's default")
         if self.chunk < 1 or PAGE % self.chunk:
             reasons.append(f"chunk={self.chunk} does not divide a page of {PAGE} tokens; use 1, 2, 4, 8, 16, 32 or 64")
         if self.outliers < 0:
@@ -151,87 +132,71 @@ class KVSpec:
             reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
         if isinstance(self.budget, int) and self.budget < 1:
             reasons.append(f"budget={self.budget} tokens is less than 1")
-        if self.mass is not None and not 0 < self.mass < 1:
-            reasons.append(f"mass={self.mass} must be in (0, 1)")
-        if not 0 <= self.sampled < 1:
-            reasons.append(f"sampled={self.sampled} must be in [0, 1)")
-        if self.sampled and self.mass is not None:
-            reasons.append(f"sampled={self.sampled} is a share of a budget, and mass={self.mass} takes less than that")
-        if self.sampled and self.place == "host":
-            reasons.append("sampled chunks are others at every step: their values must be on the device, not the host")
-        if not self.selects and (self.budget is not None or self.mass is not None or self.sampled or self.outliers):
-            reasons.append(
-                "index='none' attends to every token: budget, mass, sampled, outliers have no meaning with it"
-            )
+        if not self.selects and (self.budget is not None or self.outliers):
+            reasons.append("index='none' attends to every token: budget, outliers have no meaning with it")
         return reasons
 
     @property
     def compresses(self) -> bool:
-        """Whether pages ever leave the exact store; not when everything is dense, on the device and attended."""
+        """Whether it compresses pages. It does not if everything is dense, on the device and attended to."""
         return (self.keys, self.index, self.values, self.place) != ("dense", "none", "dense", "device")
 
     @property
     def selects(self) -> bool:
-        """Whether an index selects the compressed tokens that a step attends to, or it attends to all of them."""
+        """Whether a step attends only to compressed tokens that an index selects, and not to all of them."""
         return self.index != "none"
 
     @property
     def sink_chunks(self) -> int:
-        """Chunks at the start that stay exact."""
+        """Number of chunks at the start that stay exact."""
         return -(-SINK // self.chunk)
 
     @property
     def static_tokens(self) -> int:
-        """Tokens per kv head that stay exact permanently from prefill on: the sink and the outliers."""
+        """Number of tokens per kv head that stay exact from prefill on: the sink and the outliers."""
         return (self.sink_chunks + self.outliers) * self.chunk
 
     @property
     def exact_limit(self) -> int:
-        """Longest tail, in tokens, that stays exact: a segment of fewer gains nothing."""
+        """Length of the longest tail that stays exact. Compressing it would save nothing."""
         least = MIN_SEGMENT if self.selects and self.budget is None else 0
         return self.static_tokens + self.local + PAGE + least
 
     @property
     def dense_limit(self) -> int:
-        """Longest sequence, in tokens, that is kept dense once its prompt is computed."""
+        """Length of the longest sequence that stays dense after its prompt."""
         return max(self.exact_limit, (self.dense_below or 0) - 1)
 
     @property
     def late_limit(self) -> int:
-        """Longest sequence, in tokens, that stays dense while an answer is generated."""
+        """Length of the longest sequence that stays dense while its answer is generated."""
         return self.dense_limit + (LATE if self.dense_limit > self.exact_limit else 0)
 
     @property
     def ring_pages(self) -> int:
-        """Exact pages of a compressed sequence's tail: it holds ``local`` to ``local + 64`` tokens."""
+        """Number of exact pages for the tail of a compressed sequence, which has ``local`` to ``local + 64`` tokens."""
         return math.ceil((self.local + PAGE) / PAGE)
 
     @property
     def static_pages(self) -> int:
-        """Exact pages that hold the sink and the outliers."""
+        """Number of exact pages for the sink and the outliers."""
         return math.ceil(self.static_tokens / PAGE)
 
     @property
     def outlier_pages(self) -> int:
-        """Exact pages that hold the outliers of a later segment."""
+        """Number of exact pages for the outliers of a later segment."""
         return math.ceil(self.outliers * self.chunk / PAGE)
 
     def compressed_pages(self, length: int) -> int:
-        """Pages of a compressed sequence of ``length`` tokens that are compressed."""
+        """Number of compressed pages of a compressed sequence of ``length`` tokens."""
         return max(0, length - self.local) // PAGE
 
     def budget_chunks(self, context: np.ndarray) -> np.ndarray:
-        """Chunks per kv head that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
+        """Maximum number of chunks per kv head that a step selects from ``context`` tokens, int64 of any shape."""
         return -(-self.budget_tokens(context) // self.chunk)
 
-    def sampled_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
-        """Chunks of ``budget`` that are sampled from ``selectable`` tokens, int64; the others are its top-k."""
-        top_k = np.ceil(np.round(budget * (1 - self.sampled), 6)).astype(np.int64)
-        scarce = budget * self.chunk < selectable
-        return np.where(scarce, budget - top_k, 0)
-
     def budget_tokens(self, context: np.ndarray) -> np.ndarray:
-        """Tokens that a step may select out of contexts of ``context`` tokens, int64 of any shape."""
+        """Maximum number of tokens that a step selects from ``context`` tokens, int64 of any shape."""
         if not self.selects:
             return context
         if isinstance(self.budget, int):
@@ -240,23 +205,19 @@ class KVSpec:
         return share if self.budget else np.maximum(share, DEFAULT_BUDGET_FLOOR)
 
     def attended_tokens(self, context: int) -> int:
-        """Tokens that a step attends to, at most, out of a context of ``context`` tokens, per kv head."""
+        """Maximum number of tokens per kv head that a step attends to in a context of ``context`` tokens."""
         if not self.compresses or context <= self.dense_limit:
             return context
         tail = context - PAGE * self.compressed_pages(context)
         return min(context, self.static_tokens + tail + int(self.budget_chunks(np.asarray(context))) * self.chunk)
 
     def describe_budget(self) -> str:
-        """How much a step selects."""
-        words = f"budget {self.budget or DEFAULT_BUDGET:.2%} of the context"
-        if self.budget is None:
-            words += f", at least {DEFAULT_BUDGET_FLOOR} tokens"
+        """Describes the budget."""
         if isinstance(self.budget, int):
-            words = f"budget {self.budget} tokens"
-        if self.sampled:
-            words += f" ({self.sampled:.0%} of it sampled)"
-        return words if self.mass is None else f"{words}, or what has {self.mass:.4g} of the estimated softmax"
+            return f"budget {self.budget} tokens"
+        floor = f", at least {DEFAULT_BUDGET_FLOOR} tokens" if self.budget is None else ""
+        return f"budget {self.budget or DEFAULT_BUDGET:.2%} of the context{floor}"
 
 
 NAMES = tuple(one.name for one in fields(KVSpec) if one.name != "settings")
-"""Fields of a KVSpec that are its own."""
+"""Names of the fields of a KVSpec, without ``settings``."""

@@ -1,9 +1,8 @@
-"""Attention of new tokens over empty or cached sequences, exact or sparse, layer by layer, and storing behind it.
+"""Attention of a prompt's new tokens, layer by layer, and storage of their keys and values.
 
-A new sequence's tokens are stored while the last of them attend in the same layer, where a device can do both at once;
-those of short prompts several layers at a time.
-New tokens of a cached sequence attend to exact tokens, rebuilt keys and fetched values before them: to all of them,
-block by block with merged softmax, or sparsely.
+New tokens of a cached sequence attend to its exact tokens, and to keys and values rebuilt from compressed pages. They
+attend exactly, span by span with merged softmax, or by the policy's prefill strategy. On a GPU a new sequence's tokens
+are stored while the last of them attend in the same layer. Several layers of short prompts are stored together.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.compression.storing import Storing
+from shadowkv.kvcache.parts.base import PrefillStrategy
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock, RowRange
-from shadowkv.kvcache.prefill.sparse import SparsePrefill
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, GroupStore
@@ -26,14 +25,14 @@ from shadowkv.ops.dense_attention.forms import Packed
 
 
 class Prefill:
-    """The prefill half of a group of layers, which are counted within it.
+    """Prefill of a group of layers. Layers are numbered within the group.
 
     Attributes:
-        sparse: attention over blocks of keys, where the policy's prefill is sparse.
+        strategy: attends instead of exact attention if it ``pays``.
     """
 
-    def __init__(self, store: GroupStore, storing: Storing, sparse: SparsePrefill | None) -> None:
-        self.store, self.storing, self.ops, self.sparse = store, storing, store.ops, sparse
+    def __init__(self, store: GroupStore, storing: Storing, strategy: PrefillStrategy) -> None:
+        self.store, self.storing, self.ops, self.strategy = store, storing, store.ops, strategy
         self.layout = store.layout
         # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
@@ -44,11 +43,12 @@ class Prefill:
         bounds: Collection[int] = (),
         packed: GroupPrefill | None = None,
     ) -> GroupPrefill:
-        """Packs the new tokens of pairs of an admitted sequence and how many tokens it gains.
+        """Packs new tokens.
 
         Args:
-            bounds: layers of the model that are not stored together with the one before.
-            packed: the same tokens, of another group or cache, whose scratch is used.
+            sequences: pairs of an admitted sequence and its number of new tokens.
+            bounds: layers of the model that must not be stored together with the layer before them.
+            packed: a batch of the same tokens, for another group or cache, whose scratch memory is shared.
         """
         planner, layout, store = self.storing.planner, self.layout, self.store
         layer_ranges = neighbours(layout.layers, bounds)
@@ -61,19 +61,18 @@ class Prefill:
         return GroupPrefill(new, planner, store.compute, layout.shape, store.k.dtype, layer_ranges)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
-        """Takes keys (before RoPE) and values [n, H, d] of a block of tokens."""
+        """Keeps keys (before RoPE) and values [n, H, d] of a block of tokens, for attention and storage."""
         batch, rows = block.batch, slice(block.start, block.stop)
         index = batch.scratch_index(layer)
         kept = (x[index, rows] for x in (batch.keys, batch.rope_keys, batch.values))
         self.ops.append_block(k, v, batch.positions[rows], self.store.rotary, *kept)
 
     def start(self, layer: int, q: Tensor, block: PrefillBlock, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Attends at once, with queries [n, H_q, d] of a block before RoPE, once it and the blocks before it have been
-        appended; the returned function has the result, which may be anything where it is not needed. ``sinks`` are
-        float32 [H_q].
+        """Attends with queries [n, H_q, d] of a block before RoPE. This block and those before it must be appended.
 
-        The attention of the last block runs while the layer is stored: by then all queries that an index learns from
-        are known.
+        The returned function returns the result, with undefined rows for tokens that do not need attention. ``sinks``
+        are float32 [H_q]. On a GPU the attention of the last block runs while the layer is stored, because all queries
+        that an index learns from are known by then.
         """
         batch, first = block.batch, block.start
         q = self.ops.apply_rope(q, batch.positions[block.start : block.stop], self.store.rotary)
@@ -93,8 +92,8 @@ class Prefill:
         return lambda: out
 
     def finish_layer(self, layer: int, batch: GroupPrefill) -> None:
-        """Stores what is not stored yet of the new tokens of a layer, or of several together once the last of them has
-        been computed; their memory can be reused afterwards."""
+        """Stores the new tokens of a layer that are not stored yet. Layers that are stored together wait for the last
+        of them. Their scratch memory can be reused afterwards."""
         layers = batch.stored_after(layer)
         if layers is None:
             return
@@ -104,7 +103,7 @@ class Prefill:
         self.join()
 
     def join(self) -> None:
-        """Makes subsequent launches wait for what is being stored."""
+        """Makes later launches wait for the stores that are still running."""
         if self.side is not None:
             torch.cuda.current_stream(self.store.compute).wait_stream(self.side)
 
@@ -119,9 +118,10 @@ class Prefill:
     # -- storing ---------------------------------------------------------------------------------------------------
 
     def _start_storing(self, layer: int, batch: GroupPrefill, side: torch.cuda.Stream) -> None:
-        """Stores the tokens of new sequences on another stream, if it is time: attention reads them from the batch.
+        """Stores the tokens of new sequences on another stream, if ``layer`` is the last of those that are stored
+        together. Attention reads them from the batch.
 
-        Not those of others: what these have cached would be overwritten while their new tokens still read it.
+        Tokens of cached sequences are stored later: their new tokens still read what would be overwritten.
         """
         layers = batch.stored_after(layer)
         if layers is None:
@@ -133,7 +133,7 @@ class Prefill:
         batch.storing = layer
 
     def _store(self, layers: slice, batch: GroupPrefill, cached: bool) -> None:
-        """Stores layers of the sequences that have something cached, or of the new ones."""
+        """Stores layers of the cached sequences, or of the new ones."""
         count, to_store = layers.stop - layers.start, batch.to_store(cached)
         for group in to_store.observed:
             self.storing.observe(layers, group.states, batch.queries[:count][:, group.rows], group.first)
@@ -146,10 +146,10 @@ class Prefill:
     # -- attending -------------------------------------------------------------------------------------------------
 
     def _shared(self, batch: GroupPrefill, row_range: RowRange) -> tuple[object, ...] | None:
-        """What neighbouring row ranges must have in common to attend together to what they have cached: the same pages,
-        all of them attended to densely. None for a row range that attends by itself."""
+        """The cached segments of a row range that attends exactly. Neighbours with the same segments attend to them in
+        one call. None for a row range that attends alone."""
         new = row_range.alone
-        if new is None or not new.cached or self._sparse(new, row_range.stop) is not None:
+        if new is None or not new.cached or not self._is_exact(new, row_range.stop):
             return None
         return tuple(segment.ids for segment in batch.plan_of(new).cached) or None
 
@@ -162,7 +162,7 @@ class Prefill:
     def _attend_packed(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of new sequences, which are whole."""
+        """Attention of whole new sequences."""
         rows = slice(row_range.start, row_range.stop)
         keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
         assert row_range.cu_seqlens is not None, "these are rows of one sequence"
@@ -183,21 +183,21 @@ class Prefill:
             return self._attend_cached(layer, q, batch, row_ranges, sinks)
         (row_range,) = row_ranges
         new = cast(NewTokens, row_range.alone)
-        sparse = self._sparse(new, row_range.stop)
-        if new.cached and sparse is None:
+        exact = self._is_exact(new, row_range.stop)
+        if new.cached and exact:
             return self._attend_cached(layer, q, batch, row_ranges, sinks)
         cached = batch.plan_of(new).cached if new.cached else ()
         compressed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
         k, v = self._behind_exact_tail(layer, batch, new, row_range.stop, compressed)
-        if sparse is None:
+        if exact:
             return self._attend_causally(q, k, v, sinks)
         self._rebuild(layer, cached, k[:compressed], v[:compressed])
-        return sparse.attend(self.layout.layers[layer], q, k, v, new.stop - row_range.stop, sinks)
+        return self.strategy.attend(self.ops, self.layout.layers[layer], q, k, v, new.stop - row_range.stop, sinks)
 
     def _attend_window(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, window: int, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of a row range of one sequence within the window."""
+        """Attention of a row range of one sequence, within the window."""
         new = cast(NewTokens, row_range.alone)
         before = row_range.start - new.start  # new tokens of the sequence that come before
         if before >= window or not new.cached:
@@ -213,8 +213,8 @@ class Prefill:
     def _attend_cached(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_ranges: tuple[RowRange, ...], sinks: Tensor | None
     ) -> Tensor:
-        """Attention of row ranges whose sequences have the same segments cached: each to its own exact tokens, and all
-        together to what is rebuilt for them once. The sinks join their own."""
+        """Attention of row ranges whose sequences share their cached segments. Each attends to its own exact tokens and
+        the sinks, and all together to the segments, which are rebuilt once."""
         cached = batch.plan_of(cast(NewTokens, row_ranges[0].alone)).cached
         own = []
         for row_range in row_ranges:
@@ -236,8 +236,8 @@ class Prefill:
     def _behind_exact_tail(
         self, layer: int, batch: GroupPrefill, new: NewTokens, stop: int, room: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [room + n, H, d] of the exact tail of a sequence, followed by those of its new tokens, up to
-        the batch's row ``stop``; ``room`` rows before them, if it has cached any, are not written."""
+        """Keys and values [room + n, H, d] of a sequence: ``room`` unwritten rows, its exact tail, and its new tokens
+        up to the batch's row ``stop``. A sequence without cached tokens has no ``room``."""
         keys, values = (x[batch.scratch_index(layer), new.start : stop] for x in (batch.rope_keys, batch.values))
         if not new.cached:
             return keys, values
@@ -250,13 +250,12 @@ class Prefill:
         )
         return k, v
 
-    def _sparse(self, new: NewTokens, stop: int) -> SparsePrefill | None:
-        """What a block of a sequence's queries, up to the batch's row ``stop``, attends with; None for everything."""
-        count, seen = new.stop - new.start, new.cached + stop - new.start
-        return self.sparse if self.sparse is not None and self.sparse.pays(count, seen) else None
+    def _is_exact(self, new: NewTokens, stop: int) -> bool:
+        """Whether a block of a sequence's queries, up to the batch's row ``stop``, attends exactly."""
+        return not self.strategy.pays(new.stop - new.start, new.cached + stop - new.start)
 
     def _rebuild(self, layer: int, cached: tuple[CachedSegment, ...], k: Tensor, v: Tensor) -> None:
-        """Writes everything that segments have compressed to keys and values [n, H, d]."""
+        """Rebuilds all compressed tokens of segments into keys and values [n, H, d]."""
         start = 0
         for segment in cached:
             for keys, values in self.storing.rebuilt.spans(layer, segment):
@@ -265,7 +264,7 @@ class Prefill:
                 start = stop
 
     def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor, room: int) -> Tensor:
-        """The exact tail [t, H, d] in ``pages``, followed by new tokens [n, H, d], behind ``room`` rows for others."""
+        """``room`` unwritten rows, the exact tail [t, H, d] in ``pages``, and new tokens [n, H, d]."""
         page_ids = tail.pages[None, ::PAGE]  # the tail begins at a page boundary
         whole_pages, count = page_ids.shape[1] * PAGE, len(tail.pages)
         joined = new.new_empty(room + whole_pages + len(new), *new.shape[1:])

@@ -1,4 +1,4 @@
-"""What a prefill tells the cache: which new tokens of which sequences, packed, and what is stored of them when."""
+"""Batches of prefills: new tokens of sequences, packed, and how and when they are stored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shadowkv.kvcache.sequences.store import ExactRows
 
 
 def layers_at_once(shape: ModelShape, tokens: int, observed: int) -> int:
-    """Layers whose ``tokens``, and queries of ``observed`` tokens, are stored together."""
+    """Number of layers that are stored together, with ``tokens`` tokens and the queries of ``observed`` tokens each."""
     of_layer = 3 * tokens * shape.kv_dim + observed * shape.num_query_heads * shape.head_dim
     return max(1, min(STATES_AT_ONCE, shape.num_layers, 3 * TOKENS_AT_ONCE * shape.kv_dim // of_layer))
 
@@ -41,12 +41,12 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class LastQueries:
-    """Sequences of a batch for which equally many last queries are kept: the parts learn from them together.
+    """The last queries of those sequences of a batch that keep equally many. The parts learn from them together.
 
     Attributes:
         states: int64 [n], the states that learn.
         rows: int64 [n, w], rows of the batch's ``queries``.
-        first: int64 [n], the token within its segment that each one's first query belongs to.
+        first: int64 [n], the number of the first query's token within its segment.
     """
 
     states: Tensor
@@ -56,12 +56,12 @@ class LastQueries:
 
 @dataclass(frozen=True)
 class ToStore:
-    """What is stored of the new tokens of some sequences, the same in every layer.
+    """How the new tokens of some sequences are stored, in every layer.
 
     Attributes:
-        observed: what is learned first.
-        exact: tokens that stay exact, as rows of the batch, and where they go; neighbours are joined.
-        compressed: the others, each sequence's rows and their plan.
+        observed: queries that parts learn from first.
+        exact: rows of tokens that stay exact, and where they are written. Adjacent ones are joined.
+        compressed: rows and plans of the other sequences.
     """
 
     observed: list[LastQueries]
@@ -70,21 +70,22 @@ class ToStore:
 
 
 class GroupPrefill:
-    """New tokens of one or a few sequences, packed, and their keys and values in the layers that are stored together.
+    """New tokens of a few sequences in a group of layers, packed, with their keys and values in the layers that are
+    stored together.
 
-    It is that of one group of layers, which are counted within the group. Groups have scratch in common: all tokens of
-    neighbouring layers are stored before other layers are computed.
+    Layers are numbered within the group. Groups share scratch memory, because all tokens of the layers that are stored
+    together are stored before other layers are computed.
 
     Attributes:
-        new: tokens of each sequence, in order.
+        new: the new tokens of each sequence, in order.
         positions: int64 [T].
-        starts: int32 [S + 1], where each sequence's tokens begin.
-        layers_at_once: g, how many layers are stored together.
-        keys, rope_keys, values: [g, T, H, d], scratch of the layers at work, reused by the next.
-        queries: the same for the last tokens of each sequence, one after the other: [g, Q, H_q, d], after RoPE.
-        last: int64 [Q], the rows of the batch that those belong to.
-        layer_ranges: layers that follow one another in the model: only those are stored together.
-        storing: the layer during whose last attention new sequences are being stored, or were last.
+        starts: int32 [S + 1], the first row of each sequence.
+        layers_at_once: g, the number of layers that are stored together.
+        keys, rope_keys, values: [g, T, H, d], scratch memory of these layers, reused by the next ones.
+        queries: [g, Q, H_q, d], after RoPE: the last queries of each sequence, packed.
+        last: int64 [Q], the rows of the batch that these queries belong to.
+        layer_ranges: ranges of consecutive layers of the model. Only layers of one range are stored together.
+        storing: the last layer whose new sequences were stored during its attention; None if there was none.
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class GroupPrefill:
     def of(
         self, sequences: list[CachedSequence], planner: StoragePlanner, layer_ranges: Sequence[range]
     ) -> GroupPrefill:
-        """The same new tokens as those of other sequences, of another group of layers or empty ones of another cache;
-        keys and values are shared."""
+        """A batch of the same new tokens for other sequences: those of another group of layers, or empty ones of
+        another cache. It shares keys and values."""
         other = copy(self)
         other.layer_ranges, other.storing = layer_ranges, None
         other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]
@@ -133,14 +134,14 @@ class GroupPrefill:
         return other
 
     def plan_of(self, new: NewTokens) -> StoragePlan:
-        """How the new tokens of a sequence are stored; those of all sequences are planned on the first call."""
+        """How the new tokens of a sequence are stored. The first call plans all sequences."""
         if not self._plans:
             plans = self._planner.plan([(each.sequence, each.stop - each.start) for each in self.new])
             self._plans = {each.start: plan for each, plan in zip(self.new, plans, strict=True)}
         return self._plans[new.start]
 
     def to_store(self, cached: bool) -> ToStore:
-        """What is stored of sequences that have something ``cached``, or of the new ones; found on the first call."""
+        """How the ``cached`` sequences, or the new ones, are stored. The first call finds it."""
         if cached not in self._to_store:
             planned = [(new, self.plan_of(new)) for new in self.new if bool(new.cached) == cached]
             compressed = [(slice(new.start, new.stop), plan) for new, plan in planned if plan.compressed]
@@ -148,7 +149,7 @@ class GroupPrefill:
         return self._to_store[cached]
 
     def _observed(self, planned: Sequence[tuple[NewTokens, StoragePlan]]) -> list[LastQueries]:
-        """Which of the sequences learn from their last queries; those that keep equally many queries are grouped."""
+        """The last queries of the sequences that learn from them, grouped by their number."""
         alike: dict[int, list[tuple[Tensor, np.ndarray, int]]] = {}
         for new, plan in planned:
             if plan.observed is not None:
@@ -168,7 +169,8 @@ class GroupPrefill:
     def attending_together(
         self, block: PrefillBlock, shared: Callable[[GroupPrefill, RowRange], tuple[object, ...] | None]
     ) -> list[tuple[RowRange, ...]]:
-        """Row ranges of a block, grouping neighbours for which ``shared`` returns the same; found on the first call."""
+        """Row ranges of a block, in groups of neighbours for which ``shared`` returns the same. The first call finds
+        them."""
         if block.row_ranges not in self._together:
             groups: list[tuple[RowRange, ...]] = []
             last: tuple[object, ...] | None = None
@@ -183,14 +185,14 @@ class GroupPrefill:
         return self._together[block.row_ranges]
 
     def stored_after(self, layer: int) -> slice | None:
-        """The layers that are stored together once ``layer`` has been computed; None where more layers belong to it."""
+        """The layers that are stored together after ``layer``; None if ``layer`` is not the last of them."""
         index = self.scratch_index(layer)
         if index + 1 < self.layers_at_once and layer + 1 != self._layer_range(layer).stop:
             return None
         return slice(layer - index, layer + 1)
 
     def scratch_index(self, layer: int) -> int:
-        """Which of the layers in scratch ``layer`` is."""
+        """The place of ``layer`` in scratch memory."""
         return (layer - self._layer_range(layer).start) % self.layers_at_once
 
     def _layer_range(self, layer: int) -> range:
@@ -201,7 +203,7 @@ class GroupPrefill:
         return np.arange(*np.searchsorted(self._last, (new.start, new.stop)))
 
     def keep_queries(self, layer: int, block: PrefillBlock, q: Tensor) -> None:
-        """Keeps those of a block's RoPE-rotated queries [n, H_q, d] that are among the last of their sequences."""
+        """Keeps the RoPE-rotated queries [n, H_q, d] of a block that are among the last of their sequences."""
         if len(block.last):
             self.queries[self.scratch_index(layer), block.kept] = q[block.last]
 
@@ -229,12 +231,13 @@ class GroupPrefill:
 
 @dataclass(frozen=True, eq=False)
 class RowRange:
-    """Neighbouring tokens of a block that attend in one call: rows ``start`` to ``stop`` of the batch.
+    """Neighbouring tokens of a block that attend in one call: rows ``start`` to ``stop`` of the batch. They belong to
+    one sequence, or to several whole new ones.
 
     Attributes:
-        alone: the only sequence that they belong to; None where they are whole new ones.
-        cu_seqlens: int32 [S + 1], where each of those begins among them.
-        lengths: tokens of each of those.
+        alone: the one sequence; None for several.
+        cu_seqlens: int32 [S + 1], the first row of each of several sequences, within the range.
+        lengths: the number of tokens of each of them.
     """
 
     start: int
@@ -246,12 +249,12 @@ class RowRange:
 
 @dataclass(frozen=True)
 class PrefillBlock:
-    """Neighbouring tokens of a prefill. It can be paused between blocks.
+    """Neighbouring tokens of a prefill, which can be paused between blocks.
 
     Attributes:
-        row_ranges: those of its tokens whose attention is needed, by what attends together.
+        row_ranges: its tokens whose attention is needed, by those that attend in one call.
         kept: rows of the batch's ``queries`` that belong to its tokens.
-        last: int64, which of its tokens those are.
+        last: int64, the numbers of these tokens within the block.
     """
 
     batch: GroupPrefill
@@ -267,13 +270,13 @@ class PrefillBlock:
         return self.stop - self.start
 
     def of_ends(self) -> PrefillBlock:
-        """The same block, where attention is needed of the tokens of ``ends`` alone."""
+        """The same block, with attention only for the tokens of ``ends``."""
         return replace(self, row_ranges=tuple(RowRange(stop - 1, stop, new) for new, stop in self.ends))
 
     @property
     def ends(self) -> list[tuple[NewTokens, int]]:
-        """Sequences whose last queries, which parts learn from, are among the block's tokens, and where they end in it:
-        the end of the sequence or of the block."""
+        """Sequences with last queries in the block, which parts learn from, and where each ends: with the sequence or
+        with the block."""
         observed = ((new, max(new.start, new.stop - OBSERVED)) for new in self.batch.new)
         return [
             (new, min(new.stop, self.stop)) for new, first in observed if first < self.stop and self.start < new.stop
@@ -281,16 +284,16 @@ class PrefillBlock:
 
 
 class PrefillBatch:
-    """New tokens of one or a few sequences, packed, in all groups of layers: what a cache makes of it and is told.
+    """New tokens of a few sequences, packed, in all groups of layers. ``KVCache.prefill_batch`` makes it.
 
     Args:
         recurrent: each sequence's tokens for layers with a recurrent state; None if there are none.
 
     Attributes:
-        groups: as each group of layers has them.
-        new: the tokens of each sequence, in order, as the first group has it.
+        groups: the batch of each group of layers.
+        new: the new tokens of each sequence, in order, in the first group.
         num_tokens: T.
-        starts: int32 [S + 1], where each sequence's tokens begin.
+        starts: int32 [S + 1], the first row of each sequence.
     """
 
     def __init__(self, groups: Sequence[GroupPrefill], recurrent: Sequence[RecurrentTokens] | None = None) -> None:
@@ -302,8 +305,8 @@ class PrefillBatch:
         return Batch((*((group.block(start, stop),) for group in self.groups), *self._of_recurrent(start, stop)))
 
     def ends(self, start: int, stop: int) -> Batch:
-        """The same, where attention is needed of sequences' last tokens alone, and of the block's last where queries of
-        the sequence that goes on behind it are learned from."""
+        """The same, with attention only for the last tokens of sequences, and for the block's last token if the parts
+        learn from queries of a sequence that continues after the block."""
         blocks = [group.block(start, stop) for group in self.groups]
         needed = upload(torch.tensor([end - 1 - start for _, end in blocks[0].ends]).long(), self.starts.device)
         return Batch((*((block.of_ends(),) for block in blocks), *self._of_recurrent(start, stop)), needed)
@@ -315,14 +318,14 @@ class PrefillBatch:
         return ((recurrent_block(self._recurrent, start, stop, self.starts.device),),)
 
     def are_ends(self, blocks: Sequence[tuple[int, int]]) -> Tensor:
-        """Which of the tokens that ``ends`` of these blocks need are last ones of sequences, int64 [S]."""
+        """Which of the tokens that ``ends`` of these blocks need are the last ones of sequences, int64 [S]."""
         ends = [(new, end) for start, stop in blocks for new, end in self.groups[0].block(start, stop).ends]
         rows = [row for row, (new, end) in enumerate(ends) if end == new.stop]
         return upload(torch.tensor(rows), self.starts.device)  # the host need not wait for the last layer
 
 
 def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[slice, ExactRows]]:
-    """Rows of sequences that stay exact, and where they go; adjacent ones are joined."""
+    """Rows of sequences that stay exact, and where they are written. Adjacent ones are joined."""
     start, stop, together = 0, 0, list[ExactRows]()
 
     def joined() -> tuple[slice, ExactRows]:

@@ -1,5 +1,5 @@
-"""Prompts that stay exact, in the form that a CUDA graph can hold: all about them is on the device, in shapes that many
-prompts have in common."""
+"""Prompts that stay exact, in a form that a CUDA graph can capture: all their numbers are on the device, in shapes that
+many prompts share."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.dense_attention.forms import Packed
 
 MAX_PROMPTS = 15
-"""Prompts in such a pass."""
+"""Maximum number of prompts in one pass."""
 
 MAX_CACHED = 16_384
-"""Tokens that all of them together have cached before the pass."""
+"""Maximum number of tokens that the prompts of one pass have cached before it, in total."""
 
 
 @dataclass
 class ExactPrompts:
-    """New tokens of up to ``MAX_PROMPTS`` sequences that are and stay exact, packed, in T rows. The rows left over
-    belong to one more sequence, the padding.
+    """New tokens of up to ``MAX_PROMPTS`` exact sequences, packed into T rows. Unused rows belong to one more sequence,
+    the padding.
 
     Attributes:
         positions: int64 [T].
-        write_page, write_offset: int64 [T], ids of exact pages, and rows in them. Tokens that a window drops at once
+        write_page, write_offset: int64 [T], ids of exact pages, and rows in them. Tokens that leave a window at once
             are written to the padding page.
-        cu_seqlens: int32 [MAX_PROMPTS + 2], where each sequence's new tokens begin; the last ones may be empty.
-        cu_seqlens_k: int32 [MAX_PROMPTS + 2], the same of all tokens that a sequence attends to: cached ones, of which
-            a window holds the newest, and then new ones.
-        sources: int64 [K], where the keys and values of those are (``ops/gather_context``). K is T plus the most cached
-            tokens that they can attend to.
-        keys, values: [K, H, d] after and without RoPE, of the layer at work.
+        cu_seqlens: int32 [MAX_PROMPTS + 2], the first row of each sequence. The last sequences can be empty.
+        cu_seqlens_k: int32 [MAX_PROMPTS + 2], the same for the tokens that a sequence attends to: its cached tokens, of
+            which a window keeps the newest, and its new tokens.
+        sources: int64 [K], where the keys and values of these tokens are (``ops/gather_context``). K is T plus the
+            maximum number of cached tokens.
+        keys, values: [K, H, d], keys after RoPE and values of the current layer.
     """
 
     positions: Tensor
@@ -56,8 +56,8 @@ class ExactPrompts:
 
 
 def lengths_of(sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
-    """New and cached tokens of sequences that gain ``lengths`` tokens, in ``rows`` rows: int64 [2, MAX_PROMPTS + 1], of
-    which the last is the padding."""
+    """Numbers of new and of cached tokens, int64 [2, MAX_PROMPTS + 1], of sequences with ``lengths`` new tokens in
+    ``rows`` rows. The last column is the padding. Raises ValueError if they are too many."""
     left = rows - sum(lengths)
     if len(lengths) > MAX_PROMPTS or left < 0:
         raise ValueError(f"{len(lengths)} prompts of {sum(lengths)} tokens, more than {MAX_PROMPTS} of {rows}")
@@ -70,14 +70,14 @@ def lengths_of(sequences: Sequence[CachedSequence], lengths: Sequence[int], rows
 
 
 def pages_of(sequences: Sequence[CachedSequence], tables: Tables) -> np.ndarray:
-    """What a group of layers needs of the sequences: slots and numbers of exact pages, int64 [2, MAX_PROMPTS + 1]."""
+    """The sequences' slots and numbers of exact pages in a group of layers, int64 [2, MAX_PROMPTS + 1]."""
     slots = np.full(MAX_PROMPTS + 1, tables.padding_slot, np.int64)
     slots[: len(sequences)] = [sequence.slot for sequence in sequences]
     return np.stack((slots, np.maximum(1, tables.ring_pages[slots])))
 
 
 def exact_prompts(lengths: Tensor, pages: Tensor, rows: int, tables: Tables, window: int | None) -> ExactPrompts:
-    """Prompts as a group of layers sees them, from ``lengths_of`` and ``pages_of`` on the device."""
+    """The prompts in a group of layers, from ``lengths_of`` and ``pages_of`` on the device."""
     (new, cached), (slot, num_pages) = lengths, pages
     attended = cached if window is None else cached.clamp(max=window)
     starts, key_starts = _starts(new), _starts(new + attended)
@@ -110,26 +110,25 @@ def exact_prompts(lengths: Tensor, pages: Tensor, rows: int, tables: Tables, win
 
 
 def _starts(lengths: Tensor) -> Tensor:
-    """Where sequences of these lengths begin, one after the other, and the last one ends."""
+    """First rows of packed sequences with these lengths, and the end of the last one."""
     return pad(lengths.cumsum(0), (1, 0))
 
 
 class ExactPrefill:
-    """What a group of layers does with such prompts (``batch.PartHandler``)."""
+    """Storage and attention of these prompts in a group of layers (``batch.PartHandler``)."""
 
     def __init__(self, store: GroupStore) -> None:
         self.store, self.ops, self.window = store, store.ops, store.layout.window
 
     @property
     def captured(self) -> bool:
-        """Whether its attention can be captured in a graph."""
+        """Whether a graph can capture its attention."""
         windowed = self.window is not None or self.store.layout.shape.sinks
         form = "windowed" if windowed else "packed"
         return f"dense_attention.{form}" not in self.ops.needing_lengths
 
     def append(self, layer: int, k: Tensor, v: Tensor, part: ExactPrompts) -> None:
-        """Stores keys (before RoPE) and values [T, H, d] where they remain, once what a window's ring has in their
-        place has been read."""
+        """Stores keys (before RoPE) and values [T, H, d]. What they replace in the ring of a window is read before."""
         pages = self.store.k[layer], self.store.v[layer]
         part.keys = part.values = None  # those of the layer before: their memory is reused
         rope_keys = self.ops.apply_rope(k, part.positions, self.store.rotary)
@@ -137,7 +136,7 @@ class ExactPrefill:
         self.ops.append_tokens(k, v, part.positions, self.store.rotary, *pages, part.write_page, part.write_offset)
 
     def start(self, layer: int, q: Tensor, part: ExactPrompts, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Attends at once, with queries [T, H_q, d] before RoPE; the returned function has the result."""
+        """Attends with queries [T, H_q, d] before RoPE. The returned function returns the result."""
         assert part.keys is not None and part.values is not None, "the layer has not been appended"
         q = self.ops.apply_rope(q, part.positions, self.store.rotary)
         pack = Packed(part.cu_seqlens, None, part.cu_seqlens_k)

@@ -184,7 +184,8 @@ def _groups(spec: KVSpec, shape: ModelShape) -> Iterator[tuple[str, KVSpec, Laye
     full, ends = [layer for layer, kind in enumerate(kinds) if kind == FULL], spec.skip_layers
     inner = full[ends : len(full) - ends]
     yield "", replace(spec, skip_layers=0), FULL, inner
-    exact = KVSpec(prefill=spec.prefill, prefill_error=spec.prefill_error)
+    of_prefill = {name: value for name, value in dict(spec.settings).items() if name.startswith("prefill.")}
+    exact = KVSpec(prefill=spec.prefill, settings=of_prefill)
     yield EXACT, exact, FULL, [layer for layer in full if layer not in inner]
     for kind in dict.fromkeys(kinds):
         if kind.window is not None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from shadowkv.kvcache.memory.arenas import Blocks, Field
+from shadowkv.kvcache.parts import stored_settings
 from shadowkv.kvcache.policy.growth import MAX_SEGMENTS
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.kvcache.policy.spec import PAGE, PREFILLS
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.recurrent.layout import RecurrentLayout
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
@@ -356,13 +357,12 @@ def form_of(layout: Layout, rope: RopeConfig) -> str:
 
 
 def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
-    spec = replace(layout.spec, budget=None, mass=None, sampled=0.0, local=1, place="device")
-    spec = replace(spec, prefill=spec.prefill or PREFILLS[0])
-    error = None if spec.prefill == "dense" else float(spec.prefill_error)  # what a dense one has is of no account
+    spec, prefill = replace(layout.spec, budget=None, local=1, place="device"), layout.spec.prefill or "dense"
+    spec = replace(spec, prefill=prefill, settings=stored_settings(layout.spec))
     fields = (*layout.compressed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
-        "spec": spec.as_dict() | {"prefill_error": error},
+        "spec": spec.as_dict(),
         # What key_bias decides is in the policy, and sinks are in no page.
         "shape": {
             name: value

@@ -221,7 +221,7 @@ def _decoded_blocks(page, table, head, token, DIM: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def _stepped(codes, scales, token, FORMAT: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of variance-normalised pages (``codecs.variance_normalised``).
+    """Rows of variance-normalised pages (``baselines.kvarn``).
 
     "steps of channels": channels have steps and minima, and the caller applies the tokens' scales. "steps of tokens":
     tokens have steps and minima, and channels have scales. Each token stores its own numbers, then an equal share of

@@ -9,8 +9,8 @@ import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, compressed_batch, decode, make_cache, prefill
 from torch import Tensor
 
-from shadowkv.kvcache.parts import index_triattention
-from shadowkv.kvcache.parts.index_triattention import expected_scores, looking_ahead, rope, statistics
+from shadowkv.baselines import triattention
+from shadowkv.baselines.triattention import expected_scores, looking_ahead, rope, statistics
 from shadowkv.kvcache.presets import preset
 from shadowkv.ops.apply_rope.reference import apply_rope
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
@@ -45,7 +45,7 @@ def test_scores_are_those_of_the_formula(config: RopeConfig) -> None:
     asked = rope(looking_ahead(mean, rotary), torch.tensor([[now]]), rotary)
     at = apply_rope(keys[:, None], torch.arange(300), rotary)[:, 0]
     found = expected_scores(asked[0], spread[0], at, config)[0]
-    wanted = formula(queries[0, 0], keys, torch.full((300,), now), index_triattention.AHEAD, config)
+    wanted = formula(queries[0, 0], keys, torch.full((300,), now), triattention.AHEAD, config)
     torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -60,7 +60,7 @@ def test_dimensions_that_do_not_rotate_are_scored_as_they_are() -> None:
 
 
 def test_one_query_at_no_distance_ranks_as_exact_scores_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_triattention, "AHEAD", (0,))
+    monkeypatch.setattr(triattention, "AHEAD", (0,))
     torch.manual_seed(0)
     rotary, now = RotaryTables(ROPE, 1000), torch.tensor([[700]])
     query = torch.randn(1, 1, 16)
@@ -97,9 +97,7 @@ def test_tokens_are_ranked_when_they_are_compressed(chunk: int) -> None:
         for head in range(SHAPE.num_kv_heads):
             queries, keys = stream.q[layer, S - 64 : S].cpu(), stream.k[layer, :compressed, head].cpu()
             group = range(head * SHAPE.group, (head + 1) * SHAPE.group)
-            wanted = torch.stack(
-                [formula(queries[:, i], keys, now, index_triattention.AHEAD, ROPE) for i in group]
-            ).amax(0)
+            wanted = torch.stack([formula(queries[:, i], keys, now, triattention.AHEAD, ROPE) for i in group]).amax(0)
             torch.testing.assert_close(stored[head].double(), wanted, atol=2e-3, rtol=2e-3)
             best = stored[head].float().unflatten(0, (-1, chunk)).amax(-1)
             torch.testing.assert_close(ranks[head, : len(best)], best - best.amax())

@@ -1,23 +1,61 @@
-"""TQ35 and TQ25 of ``aither-kvcache`` 2.4: two groups of dimensions, each coded as levels and QJL's signs of the
-residual.
+"""QJL (arXiv:2406.03482), as TQ35 and TQ25 of ``aither-kvcache`` 2.4 use it: two groups of dimensions, each coded as
+levels and QJL's signs of the residual.
 
-They are here for comparison: ``lloyd-*`` rows of the same size are closer, and their products are also unbiased
-(``lloyd.py``). The bytes mean the same as in the package, except for the weight of signs. There it is too small by a
-factor of sqrt(group); here it makes products unbiased (``qjl.py``).
+QJL codes the residual of a row as its norm and the signs of its products with a rotation. The estimate is unbiased in
+every direction, unlike the levels of a quantiser, which are too short. Its squared error is pi / 2 - 1 = 0.571 of the
+residual's squared norm with a rotation; with the paper's Gaussian matrix it is more than the whole residual.
+
+The formats are here for comparison: ``lloyd-*`` rows of the same size are closer, and their products are also unbiased
+(``codecs/lloyd.py``). The bytes mean the same as in the package, except for the weight of signs. There it is too small
+by a factor of sqrt(group); here it makes products unbiased.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.codecs import qjl
-from shadowkv.kvcache.codecs.packing import BigEndian
-from shadowkv.kvcache.codecs.tables import SPHERE, codebook, nearest
+from shadowkv.kvcache import codecs
+from shadowkv.kvcache.codecs.packing import Packing, pack_bits, unpack_bits
+from shadowkv.kvcache.codecs.tables import Half, codebook, nearest
 from shadowkv.ops.codec import CodecId, RowCodec
 from shadowkv.ops.rotations import random_hadamard
+
+SPHERE: dict[tuple[int, int], Half] = {
+    (16, 2): (0.449957, 1.468826),
+    (32, 2): (0.451428, 1.489560),
+    (32, 3): (0.242405, 0.745325, 1.314996, 2.071926),
+    (48, 1): (0.802051,),
+    (64, 2): (0.452119, 1.499975),
+    (64, 3): (0.243753, 0.750658, 1.329343, 2.111311),
+    (96, 1): (0.799965,),
+    (128, 2): (0.452453, 1.505193),
+    (128, 3): (0.244425, 0.753330, 1.336599, 2.131471),
+    (192, 1): (0.798924,),
+}
+"""Levels for sqrt(d) times a coordinate of a random unit row of d dimensions, by d and bits."""
+
+
+class BigEndian(Packing):
+    """A row as one string of bits: each code's highest bit first, each byte's highest bit first. At 3 bits, codes cross
+    bytes. This is the order of TurboQuant in ``aither-kvcache`` 2.4."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits, self.row_multiple = bits, 8 // math.gcd(8, bits)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        places = torch.arange(self.bits - 1, -1, -1, dtype=torch.uint8, device=codes.device)
+        bits = ((codes.unsqueeze(-1) >> places) & 1).flatten(-2)
+        return pack_bits(bits.unflatten(-1, (-1, 8)).flip(-1).flatten(-2), 1)
+
+    def unpack(self, packed: Tensor, dim: int) -> Tensor:
+        bits = unpack_bits(packed, 1).unflatten(-1, (-1, 8)).flip(-1).flatten(-2).unflatten(-1, (dim, self.bits))
+        places = torch.arange(self.bits - 1, -1, -1, dtype=torch.uint8, device=packed.device)
+        return (bits << places).sum(-1, dtype=torch.uint8)
+
 
 SIGN = BigEndian(1)
 DIMS = (64, 128, 256)
@@ -73,7 +111,7 @@ class HybridRows(RowCodec):
         matrix = _rotation(size, "levels", rows.device)
         codes = nearest(unit @ matrix * size**0.5, boundaries)
         rest = unit - levels[codes.int()] / size**0.5 @ matrix.T
-        signs = qjl.signs(rest, _rotation(size, "signs", rows.device))
+        signs = signs_of(rest, _rotation(size, "signs", rows.device))
         norms = torch.cat((norm, rest.norm(dim=-1, keepdim=True)), dim=-1).half().view(torch.uint8)
         return torch.cat((BigEndian(bits).pack(codes), SIGN.pack(signs), norms), dim=-1)
 
@@ -83,7 +121,7 @@ class HybridRows(RowCodec):
         norm, rest = norms.contiguous().view(torch.float16).float().split(1, dim=-1)
         matrix = _rotation(size, "levels", packed.device)
         unit = levels[BigEndian(bits).unpack(codes, size).int()] / size**0.5 @ matrix.T
-        return norm * (unit + qjl.estimate(SIGN.unpack(signs, size), rest, _rotation(size, "signs", packed.device)))
+        return norm * (unit + estimate(SIGN.unpack(signs, size), rest, _rotation(size, "signs", packed.device)))
 
 
 @cache
@@ -99,4 +137,27 @@ def _rotation(size: int, name: str, device: torch.device) -> Tensor:
     return torch.block_diag(*matrices).to(device)
 
 
-HYBRID_ROWS = (HybridRows(CodecId.TQ35, "tq35", 1 / 2, (3, 2)), HybridRows(CodecId.TQ25, "tq25", 1 / 4, (2, 1)))
+def kappa(dim: int) -> float:
+    """The factor of the signs, after they are rotated back, for a residual of norm 1. With Gaussian rows, which are
+    sqrt(dim) times as long as those of a rotation, it would be sqrt(pi / 2) / dim."""
+    return math.sqrt(math.pi / 2 / dim)
+
+
+def signs_of(rest: Tensor, rotation: Tensor) -> Tensor:
+    """Signs uint8 [..., d] of the products of rows float32 [..., d] and the columns of a rotation [d, d]: 1 for
+    products of at least 0."""
+    return (rest @ rotation >= 0).to(torch.uint8)
+
+
+def estimate(signs: Tensor, norm: Tensor, rotation: Tensor) -> Tensor:
+    """Estimated rows float32 [..., d] from ``signs_of`` uint8 [..., d] and norms [..., 1]."""
+    return kappa(signs.shape[-1]) * norm * ((2.0 * signs - 1) @ rotation.T)
+
+
+HYBRID_ROWS = HybridRows(CodecId.TQ35, "tq35", 1 / 2, (3, 2)), HybridRows(CodecId.TQ25, "tq25", 1 / 4, (2, 1))
+
+
+def register() -> None:
+    """Registers the codecs."""
+    for codec in HYBRID_ROWS:
+        codecs.register(codec)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from coded_rows import back, gaussian_rows, losses, rotation_of
 
-from shadowkv.kvcache.codecs.tq3_0 import BLOCK, LEVELS, SIGNS, TQ3Rows
+from shadowkv.baselines.tq3_0 import BLOCK, LEVELS, SIGNS, TQ3Rows
 from shadowkv.ops.rotations import walsh_hadamard
 
 CODEC = TQ3Rows()

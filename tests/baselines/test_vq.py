@@ -4,8 +4,8 @@ import pytest
 import torch
 from coded_rows import gaussian_rows, losses
 
-from shadowkv.kvcache.codecs import vectors
-from shadowkv.kvcache.codecs.vectors import VectorRows, k_means, nearest
+from shadowkv.baselines import vq
+from shadowkv.baselines.vq import VectorRows, k_means, nearest
 
 CODEC = VectorRows()
 
@@ -89,8 +89,8 @@ def test_few_points_are_entries_themselves(count: int) -> None:
 
 def test_no_more_groups_are_fitted_on_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(vectors, "FITTED", 1000)
-    monkeypatch.setattr(vectors, "k_means", lambda points: seen.append(len(points)) or points.new_zeros(256, 4))
+    monkeypatch.setattr(vq, "FITTED", 1000)
+    monkeypatch.setattr(vq, "k_means", lambda points: seen.append(len(points)) or points.new_zeros(256, 4))
     for tokens in (50, 500):
         CODEC.fit(gaussian_rows(tokens, 64)[:, None])
     assert seen == [800, 1000]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from coded_rows import back, gaussian_rows, losses
 
-from shadowkv.kvcache.codecs import qjl
-from shadowkv.kvcache.codecs.hybrid import HYBRID_ROWS
+from shadowkv.baselines import qjl
+from shadowkv.baselines.qjl import HYBRID_ROWS
 from shadowkv.ops.rotations import random_hadamard, random_rotation
 
 CODECS = {codec.name: codec for codec in HYBRID_ROWS}
@@ -17,7 +17,7 @@ CODECS = {codec.name: codec for codec in HYBRID_ROWS}
 def test_signs_are_right_on_average_and_lose_half_of_pi_less_one(rotation) -> None:
     rest, matrix = gaussian_rows(5000, 128), rotation(128, "signs")
     norms = rest.norm(dim=-1, keepdim=True)
-    found = qjl.estimate(qjl.signs(rest, matrix), norms, matrix)
+    found = qjl.estimate(qjl.signs_of(rest, matrix), norms, matrix)
     squares = rest.square().sum(-1)
     assert ((rest - found).square().sum(-1) / squares).mean().item() == pytest.approx(math.pi / 2 - 1, abs=0.01)
     assert ((rest * found).sum(-1) / squares).mean().item() == pytest.approx(1, abs=0.01)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache import codecs
 from shadowkv.ops.codec import CodecId, RowCodec
 from shadowkv.ops.rotations import walsh_hadamard
 
@@ -33,7 +34,7 @@ class VectorRows(RowCodec):
     """A byte for each 4 dimensions of a value. Rows have no scale, so later rows with larger entries than the prompt's
     are clipped to its largest. Entry 0 is the origin, so rows of zeros stay zero.
 
-    It is not for keys, because their products would be biased (``lloyd.py``).
+    It is not for keys, because their products would be biased (``codecs/lloyd.py``).
     """
 
     id, name = CodecId.VQ_4X256, "vq-4x256"
@@ -126,3 +127,8 @@ def nearest(points: Tensor, codebooks: Tensor) -> Tensor:
 def _rotated(rows: Tensor) -> Tensor:
     """Rows [..., d] times the normalised Hadamard matrix, which is symmetric."""
     return walsh_hadamard(rows) / rows.shape[-1] ** 0.5
+
+
+def register() -> None:
+    """Registers the codec."""
+    codecs.register(VectorRows())

@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache import parts, presets
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, EXCLUDED, CompressedTokens, FittedTokens, ScoredIndex
-from shadowkv.kvcache.parts.index_plain import projected_scores
-from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.parts.scores import projected_scores
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
 
 class PCA(ScoredIndex):
@@ -64,3 +65,9 @@ class PCA(ScoredIndex):
     def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         fields = store.state["pca_basis"][layer], store.page["pca_keys"][layer], store.page[EXCLUDED][layer]
         return projected_scores(q, *fields, batch)
+
+
+def register() -> None:
+    """Registers the index and the preset. The paper's k_f is ``budget=0.25``."""
+    parts.register("index", "pca", PCA)
+    presets.register("loki", KVSpec(index="pca", chunk=1))

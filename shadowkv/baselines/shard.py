@@ -1,4 +1,5 @@
-"""Low-rank keys with a width in bits for each rank dimension, and an 8-bit basis: the keys of Shard.
+"""Shard: low-rank keys with a width in bits for each rank dimension, and an 8-bit basis. Values are codebook entries
+(``vq.py``).
 
 ``allocate`` divides a budget of bits between groups of principal components, with more bits for stronger groups. The
 cost of a group is its variance / (3 4^b) with b bits, and 4 times its variance without bits, because dropping a group
@@ -11,14 +12,17 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from shadowkv.kvcache import parts, presets
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens
 from shadowkv.kvcache.parts.keys_low_rank import HEADROOM, KEPT_ENERGY, LowRankKeys, kept_energy
-from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
+from shadowkv.ops.codec import CodecId, LatentCodec
 
 WIDTHS = (8, 6, 4, 2, 0)
 """Possible widths of a component, in bits."""
@@ -75,11 +79,54 @@ BYTES_OF_A_LATENT = 40
 code."""
 
 
+class MixedLatents(LatentCodec):
+    """Rank dimensions in 8, 6, 4, 2 or 0 bits each, 4 on average. A row is a string of bits, the lowest bits of
+    a byte first.
+
+    A code of b bits is the latent, -(2^(b-1) - 1) to 2^(b-1) - 1, plus 2^(b-1). A row has half a byte for each rank
+    dimension; unused bits are zero.
+    """
+
+    id, name, largest, rank_multiple, bits = CodecId.LATENT_MIXED, "low-rank-mixed", 127, 2, 4
+
+    def field(self, rank: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        return rank * self.bits // 8, torch.uint8
+
+    def encode(self, latents: Tensor, *widths: Tensor) -> Tensor:
+        width, byte, shift = _places(*widths)
+        half = 1 << width >> 1  # 0 for a width of 0
+        codes = torch.maximum(torch.minimum(latents.round(), half - 1), 1 - half) + half
+        bits = codes.masked_fill(width == 0, 0).to(torch.int32) << shift
+        size = self.field(latents.shape[-1], latents.dtype)[0]
+        stored = bits.new_zeros(*bits.shape[:-1], size + 2)  # two extra bytes for codes of 0 bits at the end
+        for place, part in ((byte, bits & 255), (byte + 1, bits >> 8)):
+            stored.scatter_add_(-1, place.expand_as(bits), part)
+        return stored[..., :size].to(torch.uint8)
+
+    def decode(self, stored: Tensor, rank: int, *widths: Tensor) -> Tensor:
+        width, byte, shift = _places(*widths)
+        padded, places = F.pad(stored, (0, 2)), byte.expand(*stored.shape[:-1], rank)
+        low, high = (padded.gather(-1, places + i).to(torch.int32) for i in range(2))
+        codes = (low | high << 8) >> shift & (1 << width) - 1
+        return (codes - (1 << width >> 1)).to(torch.int8)
+
+
+def _places(widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Widths int32 [..., r], and the start of each code: its byte int64 [..., r], and the bit in this byte int32."""
+    width = widths.to(torch.int32)
+    begin = width.cumsum(-1) - width
+    return width, begin >> 3, (begin & 7).to(torch.int32)
+
+
 class MixedLowRankKeys(LowRankKeys):
     """Latents of centred keys. Their widths follow from their variances over the prompt (``allocate``).
 
     A basis row is stored as integers and one step, into which the step of its latents is folded.
     """
+
+    @classmethod
+    def codec_of(cls, spec: KVSpec) -> LatentCodec:
+        return MixedLatents()
 
     def state_fields(self) -> tuple[Field, ...]:
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
@@ -147,3 +194,9 @@ class MixedLowRankKeys(LowRankKeys):
         """Decoded bases, float32 [L, n, r, H, d]."""
         basis, step = (store.state[name][layers][:, states] for name in ("basis", "basis_step"))
         return basis * step[..., None, None]
+
+
+def register() -> None:
+    """Registers the keys and the preset."""
+    parts.register("keys", MixedLatents.name, MixedLowRankKeys)
+    presets.register("shard", KVSpec(keys=MixedLatents.name, values="vq-4x256", local=64))

@@ -12,8 +12,10 @@ import math
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache import codecs, presets
 from shadowkv.kvcache.codecs.packing import pack_bits, unpack_bits
 from shadowkv.kvcache.codecs.tables import constant, mirrored, nearest
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.codec import CodecId, RowCodec
 from shadowkv.ops.rotations import walsh_hadamard
 
@@ -83,3 +85,9 @@ class TQ3Rows(RowCodec):
         if rotation is not None:
             blocks = walsh_hadamard(blocks) * (SHRINK * constant(SIGNS, codes.device))
         return blocks.flatten(-2)
+
+
+def register() -> None:
+    """Registers the codec and the preset."""
+    codecs.register(TQ3Rows())
+    presets.register("tq3_0", KVSpec(keys="tq3_0", values="tq3_0"))

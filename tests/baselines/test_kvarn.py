@@ -4,7 +4,7 @@ import pytest
 import torch
 from coded_rows import back, gaussian_rows
 
-from shadowkv.kvcache.codecs.variance_normalised import KVarNKeys, KVarNValues, balance
+from shadowkv.baselines.kvarn import KVarNKeys, KVarNValues, balance
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
@@ -83,7 +83,7 @@ def test_rows_of_any_size(codec, size: float) -> None:
 def test_what_decodes_less_than_pages_is_refused() -> None:
     shape = ModelShape(2, 8, 2, 64)
     for kv in ("kvarn:index=sketch", "kvarn:keys=low-rank,rank=32", "turbo:values=kvarn-2bit"):
-        with pytest.raises(ValueError, match="is decoded page by page: it needs index='none'"):
+        with pytest.raises(ValueError, match="is decoded page by page"):
             resolve(preset(kv), shape)
     with pytest.raises(ValueError, match="a power of two from 64 on, not 80"):
         resolve(preset("kvarn"), ModelShape(2, 8, 2, 80))

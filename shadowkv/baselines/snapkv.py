@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache import parts, presets
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, OBSERVED, CompressedTokens, FittedTokens, RankedIndex
-from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
 NEIGHBOURS = 7
 """Size of the pooling window, in tokens: a token counts with the most attended token of the window around it."""
@@ -91,3 +92,9 @@ class Votes(RankedIndex):
 
     def _scores(self, voters: Tensor, keys: Tensor) -> Tensor:
         return voters.float() @ keys.float().transpose(-1, -2) * self.shape.head_dim**-0.5
+
+
+def register() -> None:
+    """Registers the index and the preset. The paper has budgets of 1024 to 4096."""
+    parts.register("index", "votes", Votes)
+    presets.register("snapkv", KVSpec(index="votes", chunk=1))

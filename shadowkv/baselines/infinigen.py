@@ -16,11 +16,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache import parts, presets
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, EXCLUDED, CompressedTokens, FittedTokens, ScoredIndex
-from shadowkv.kvcache.parts.index_plain import projected_scores
-from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.parts.scores import projected_scores
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
 
 class Skewed(ScoredIndex):
@@ -78,3 +79,9 @@ class Skewed(ScoredIndex):
     def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
         fields = store.state["skew"][layer], store.page["skewed_keys"][layer], store.page[EXCLUDED][layer]
         return projected_scores(q, *fields, batch)
+
+
+def register() -> None:
+    """Registers the index and the preset. The paper selects at most ``budget=0.2``."""
+    parts.register("index", "skewed", Skewed)
+    presets.register("infinigen", KVSpec(index="skewed", chunk=1))

@@ -13,7 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache import codecs, presets
 from shadowkv.kvcache.codecs.packing import pack_bits, unpack_bits
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.codec import CodecId, RowCodec
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotations import walsh_hadamard
@@ -139,3 +141,10 @@ def _imbalance(tiles: Tensor) -> Tensor:
     of_token, of_channel = (_deviation(tiles, axis) for axis in (-1, -2))
     of_token = of_token.amax(-2, keepdim=True) / of_token.amin(-2, keepdim=True)
     return of_token + of_channel.amax(-1, keepdim=True) / of_channel.amin(-1, keepdim=True)
+
+
+def register() -> None:
+    """Registers the codecs and the preset, with 4 bits for keys and 2 for values."""
+    codecs.register(KVarNKeys())
+    codecs.register(KVarNValues())
+    presets.register("kvarn", KVSpec(keys="kvarn-4bit", values="kvarn-2bit"))

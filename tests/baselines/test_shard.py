@@ -13,11 +13,10 @@ from driver import DEVICE, SHAPE, Stream, compressed_batch, decode, make_cache, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shadowkv.kvcache.codecs import latents
-from shadowkv.kvcache.codecs.latents import Int4Latents, MixedLatents
+from shadowkv.baselines.shard import WIDTHS, MixedLatents, allocate
+from shadowkv.kvcache.codecs.latents import Int4Latents
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import CompressedTokens
-from shadowkv.kvcache.parts.keys_shard import WIDTHS, allocate
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset
 from shadowkv.ops.apply_rope.reference import halves, rope_by
@@ -126,7 +125,7 @@ def rebuilt_error(kv: str) -> float:
 
 def test_bits_go_where_the_variance_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocate, "__defaults__", (8, 4.0))
-    monkeypatch.setattr(latents, "STRONG", 0)
+    monkeypatch.setattr("shadowkv.kvcache.codecs.latents.STRONG", 0)
     mixed, flat = (rebuilt_error(f"full:keys=low-rank-{kind},rank=32") for kind in ("mixed", "int4"))
     assert mixed < 0.6 * flat < 0.1
 

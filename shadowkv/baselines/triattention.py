@@ -16,10 +16,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache import parts, presets
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, CompressedTokens, FittedTokens, RankedIndex
-from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.reference import halves, rope_by
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
@@ -130,3 +131,9 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
 def lengths(x: Tensor, config: RopeConfig) -> Tensor:
     """Lengths [..., dim / 2] of the pairs of coordinates in [..., d] that RoPE rotates together."""
     return torch.hypot(*halves(x[..., : config.dim], config))
+
+
+def register() -> None:
+    """Registers the index and the preset."""
+    parts.register("index", "trig", Trig)
+    presets.register("triattention", KVSpec(index="trig", chunk=1))

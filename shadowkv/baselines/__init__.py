@@ -1,0 +1,31 @@
+"""Baselines: methods of other papers and formats of other engines, a file each with its presets. They are registered as
+a plugin is, and use the cache's public interface alone.
+
+Presets have the default budget, so that methods are compared at equal budgets. The papers' own budgets are in the
+docstrings of ``register``.
+"""
+
+from __future__ import annotations
+
+from shadowkv.baselines import (
+    infinigen,
+    kvarn,
+    loki,
+    polarquant,
+    qjl,
+    quest,
+    shard,
+    snapkv,
+    streaming_llm,
+    tq3_0,
+    triattention,
+    vq,
+)
+
+
+def register() -> None:
+    """Registers all of them: codecs, parts and presets."""
+    for method in (quest, streaming_llm, loki, snapkv, infinigen, triattention):
+        method.register()
+    for format in (tq3_0, polarquant, kvarn, qjl, vq, shard):
+        format.register()

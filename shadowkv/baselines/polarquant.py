@@ -1,0 +1,50 @@
+"""PolarQuant INT4: levels in 4 bits, with a scale that keeps the norm of a row.
+
+It is not the PolarQuant of arXiv:2502.02617, whose codes are angles. The stored scale includes the renormalisation, so
+that a decoder needs no sum over the row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache import codecs, presets
+from shadowkv.kvcache.codecs.lloyd import LloydRows
+from shadowkv.kvcache.codecs.packing import Packing
+from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.ops.codec import CodecId
+
+STEPS = 229
+"""Number of steps in the largest level, for kernels that multiply levels as integers. Of all odd numbers up to 255, it
+fits these levels best: the error is 0.16 % of the distortion."""
+
+
+class Halves(Packing):
+    """4 bits: byte c has dimension c of the first half in its low bits, and dimension c of the second half in its high
+    bits."""
+
+    bits, row_multiple = 4, 2
+
+    def pack(self, codes: Tensor) -> Tensor:
+        low, high = codes.chunk(2, dim=-1)
+        return low | high << 4
+
+    def unpack(self, packed: Tensor, dim: int) -> Tensor:
+        return torch.cat((packed & 15, packed >> 4), dim=-1)
+
+
+def renormalised(rows: Tensor, levels: Tensor) -> Tensor:
+    """The scale with which the decoded row has the norm of the row."""
+    return levels.norm(dim=-1, keepdim=True).reciprocal()
+
+
+POLAR_INT4 = LloydRows(
+    CodecId.POLAR_INT4, "polar-int4", Halves(), renormalised, None, scale_dtype=torch.float32, steps=STEPS
+)
+
+
+def register() -> None:
+    """Registers the codec and the preset."""
+    codecs.register(POLAR_INT4)
+    presets.register("polar-int4", KVSpec(keys="polar-int4", values="polar-int4"))

@@ -1,0 +1,88 @@
+"""Prefill strategies: ``dense`` attends to everything, and in ``sparse`` tiles of a long prompt's queries attend to
+sampled blocks of keys.
+
+Sparse prefill needs no calibration, and its error is bounded. A tile attends to as many blocks as represent what a few
+of its queries attend to, with a given standard deviation (``SparsePrefill.Settings``), for any length of the prompt. So
+heads and layers with spread-out attention get more blocks than others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shadowkv.kvcache.parts.base import PrefillStrategy
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.spec import PREFILL_ERROR, KVSpec
+from shadowkv.ops.registry import Ops
+from shadowkv.ops.select_blocks.reference import BLOCK
+from shadowkv.settings import Check, setting
+
+SPARSE_FROM, MIN_QUERIES = 8192, 1024
+"""Numbers of keys, and of new tokens of a sequence, from which on sparse attention is faster. Below them attention is
+exact."""
+
+DENSE_LAST = 256
+"""Newest tokens of a prompt that attend to everything, with the other tokens of their tiles: in a question, each token
+may look for something different."""
+
+
+class DensePrefill(PrefillStrategy):
+    def pays(self, new: int, keys: int) -> bool:
+        return False
+
+    def attend(
+        self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None
+    ) -> Tensor:
+        raise NotImplementedError("a dense prefill attends exactly")
+
+
+class SparsePrefill(PrefillStrategy):
+    ops = ("attend_blocks", "select_blocks")
+    selects_blocks = True
+
+    @dataclass(frozen=True)
+    class Settings:
+        """With a ``prefill_error`` of 0 a tile attends to everything."""
+
+        prefill_error: float = setting(
+            PREFILL_ERROR,
+            "prefill",
+            "largest standard deviation of what a sampled query attends to, as a share of its attention",
+            check=Check(lambda error: 0 <= error < 1, "must be at least 0 and below 1"),
+        )
+
+    def __init__(self, spec: KVSpec, device: torch.device) -> None:
+        super().__init__(spec, device)
+        self._kept = torch.zeros((), dtype=torch.int64, device=device)
+        self._causal = 0
+
+    @classmethod
+    def described(cls, spec: KVSpec, shape: ModelShape) -> str:
+        return f"to within {cls.settings_of(spec).prefill_error:.4g} of the attention"
+
+    def pays(self, new: int, keys: int) -> bool:
+        return new >= MIN_QUERIES and keys > SPARSE_FROM
+
+    def attend(
+        self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None
+    ) -> Tensor:
+        # Blocks are selected as if there were no sinks. With them the error is smaller.
+        blocks = ops.select_blocks(q, k, self.settings.prefill_error, max(0, DENSE_LAST - to_come), layer)
+        if self.hook is not None:
+            blocks = self.hook(layer, q, k, blocks)
+        indices, counts, weights = blocks
+        self._kept += counts.sum()
+        first, last = len(k) - len(q), len(k) - 1
+        ends = (min(start + BLOCK - 1, last) // BLOCK + 1 for start in range(first, last + 1, BLOCK))
+        self._causal += q.shape[1] * sum(ends)
+        out, lse = ops.attend_blocks(q, k, v, indices, counts, weights)
+        return out if sinks is None else ops.add_sinks(out, lse, sinks)[0]
+
+    def take_density(self) -> float | None:
+        kept, causal = int(self._kept), self._causal
+        self._kept.zero_()
+        self._causal = 0
+        return kept / causal if causal else None
