@@ -11,6 +11,8 @@ from torch import Tensor
 class Spans:
     """Neighbouring tokens of S sequences, packed one span after the other, and where their states are.
 
+    There is at least one span, and each has at least one token.
+
     Attributes:
         lengths: tokens of each span; None if every span is one token.
         read: int64 [S], rows of the states before the spans.
