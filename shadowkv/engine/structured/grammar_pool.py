@@ -32,7 +32,7 @@ from shadowkv.engine.tenant_queue import TenantQueue
 from shadowkv.prefix_cache.protocol import settle
 from shadowkv.wording import counted
 
-FIRST_SECONDS, COMPILE_SECONDS = 0.25, 30.0
+FIRST_SECONDS, COMPILE_SECONDS = 0.1, 30.0
 """Limits on the processor time of a compilation: of the first attempt, and of the second. Usual grammars take
 milliseconds, patterns of the longest strings that xgrammar supports two seconds. No estimate says which grammar takes
 long, so each is tried for a short time, and what is not compiled by then waits among its like."""
@@ -161,8 +161,11 @@ class _Process:
         return 0.0
 
     def is_slow(self, now: float) -> bool:
-        """Whether its current work has taken long, both in time and in processor time."""
-        return self.pid is not None and now - self.began >= QUICK_SECONDS <= self.seconds() - self.had
+        """Whether its current work has taken long, both in time and in processor time. First attempts never count: they
+        are short, and what is short need not wait for a turn."""
+        if self.pid is None or not (self.compiled or self.attempt):
+            return False
+        return now - self.began >= QUICK_SECONDS <= self.seconds() - self.had
 
     def lower_priority(self, by: int) -> None:
         """Sets its niceness to the engine's plus ``by``. An unprivileged user cannot raise a priority again."""
@@ -255,8 +258,6 @@ class GrammarPool:
         self._loop.run_forever()  # the commands that have come before the pool was closed
         self._end_forker()
         self._refuse_all(self._why_closed)
-        if self._timer is not None:
-            self._timer.cancel()
         self._loop.close()
 
     def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -274,9 +275,6 @@ class GrammarPool:
             self._timer.cancel()
         seconds = self._share_out(time.monotonic())
         self._timer = None if seconds is None else self._loop.call_later(seconds, self._handle, lambda: None)
-
-    def _listen(self, connection: Connection, hear: Callable[[], None]) -> None:
-        self._loop.add_reader(connection, self._handle, hear)
 
     def _compile(self, grammar: Grammar, tenant: str, compiled: Future[None]) -> None:
         if reason := self._known(grammar, tenant):
@@ -347,7 +345,7 @@ class GrammarPool:
             return
         if self._forker.connection is None:
             try:
-                self._listen(self._forker.start(), self._hear_forker)
+                self._loop.add_reader(self._forker.start(), self._handle, self._hear_forker)
             except OSError as error:
                 self._not_started(str(error))
         if not self._forker.is_ready:
@@ -368,7 +366,7 @@ class GrammarPool:
         process.connection = Connection(ours.detach())
         process.pays = process.tenants[0]
         self._works(process)
-        self._listen(process.connection, partial(self._hear, process))
+        self._loop.add_reader(process.connection, self._handle, partial(self._hear, process))
         seconds = COMPILE_SECONDS if process.attempt else FIRST_SECONDS
         self._send(process, Compile(*process.grammar, NICENESS, seconds, MATCH_SECONDS, MEMORY_BYTES))
 
