@@ -172,7 +172,7 @@ COSTLY = [
 
 @pytest.mark.parametrize("schema", COSTLY)
 def test_a_schema_of_many_states_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch, schema: Any) -> None:
-    monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.5, 6),))
     with pytest.raises(RequestError, match="compiling it takes more than 0 seconds"):
         grammars.compile(json.dumps(schema)).result(SECONDS)
 

@@ -38,7 +38,7 @@ HELD = f"""
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.engine.structured import grammar, grammar_pool
-grammar_pool.COMPILE_SECONDS = 1000.0
+grammar_pool.ATTEMPTS = ((1000.0, 6),)
 grammars = grammar.Grammars(tokenizer_from_config(EngineConfig(device="cpu")), 49_152, frozenset([2]))
 grammars.compile({HOSTILE!r}).result()
 """
@@ -99,7 +99,7 @@ def follow(answer: GrammarConstraint, tokens: int) -> list[int]:
 
 
 def test_one_that_never_compiles_is_refused_and_remembered(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (1.0, 2)))
     before = {process.pid for process in processes()}
     with pytest.raises(SchemaTimeout, match="compiling it takes more than 1 second; use simpler"):
         grammars.compile(HOSTILE).result(SECONDS)
@@ -123,7 +123,7 @@ def test_one_that_never_compiles_is_refused_and_remembered(grammars: Grammars, m
 def test_it_is_told_what_takes_too_long(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, rules: str, what: str, advice: str, param: str
 ) -> None:
-    monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.2, 6),))
     with pytest.raises(SchemaTimeout, match=f"^the {what} cannot be followed: compiling it .*{advice}") as caught:
         grammars.compile(rules).result(SECONDS)
     assert caught.value.param == param
@@ -210,7 +210,7 @@ def thread_priorities(process: psutil.Process) -> list[int]:
 def test_quick_ones_go_on_beside_slow_ones_of_which_two_run(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1000.0)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (0.2, 2), (1000.0, 3)))
     quick = begun(grammars, LETTERS)
     before = {process.pid for process in processes()}
     patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}{number}"}}' for number in range(6)]
@@ -316,8 +316,8 @@ def test_nothing_is_left_of_processes_that_were_stopped_as_soon_as_they_were_for
 def test_a_grammar_that_two_tenants_wait_for_starts_at_the_turn_of_either(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_pool, "FIRST_SECONDS", 1000.0)
-    patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}waits {number}"}}' for number in range(4)]
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((1000.0, 6),))
+    patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}waits {number}"}}' for number in range(6)]
     public = '{"type": "string", "pattern": "^[a-z]{3} public$"}'
     slow = [grammars.compile(pattern, tenant="a") for pattern in patterns]
     asked = [grammars.compile(public, tenant=tenant) for tenant in "ab"]
@@ -329,11 +329,11 @@ def test_a_grammar_that_two_tenants_wait_for_starts_at_the_turn_of_either(
 
 
 def test_slow_ones_take_turns_by_tenant(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1000.0)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (0.2, 2), (1000.0, 3)))
     monkeypatch.setattr(grammar_pool, "TURN_SECONDS", 0.02)
     before = {process.pid for process in processes()}
     patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}turns {number}"}}' for number in range(3)]
-    slow = [grammars.compile(pattern, tenant=tenant) for pattern, tenant in zip(patterns, "aab", strict=True)]
+    slow = [grammars.compile(pattern, tenant=tenant) for pattern, tenant in zip(patterns, "abc", strict=True)]
     wait_until(lambda: len(mine(before)) == 3 and all(cpu_seconds(one) > 0.3 for one in mine(before)))
     assert not any(one.done() for one in slow)
     for one in slow:

@@ -116,7 +116,7 @@ def endless(number: int) -> str:
 @pytest.fixture
 def compiling(engine, monkeypatch):
     """Six of them."""
-    monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1000.0)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (1000.0, 2)))
     found = [engine.engine.requests.grammars.compile(endless(number)) for number in range(6)]
     yield found
     assert not any(one.done() for one in found)
@@ -144,7 +144,7 @@ def test_a_grammar_that_is_there_waits_for_no_other(engine, compiling):
 
 
 def test_patterns_that_never_compile_delay_nobody_else(url, engine, monkeypatch):
-    monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (1.0, 2)))
 
     def formatted(schema):
         format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -162,7 +162,7 @@ def test_patterns_that_never_compile_delay_nobody_else(url, engine, monkeypatch)
             assert (error["param"], error["code"]) == ("response_format", "timeout")
             assert "compiling it takes more than 1 second" in error["message"]
     assert served > 3  # one that queued would have had to wait for all of them
-    monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1000.0)  # not compiled again
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (1000.0, 2)))  # not compiled again
     error_of(formatted({"type": "string", "pattern": patterns[0]}), 504)
 
 

@@ -32,10 +32,10 @@ from shadowkv.engine.tenant_queue import TenantQueue
 from shadowkv.prefix_cache.protocol import settle
 from shadowkv.wording import counted
 
-FIRST_SECONDS, COMPILE_SECONDS = 0.1, 30.0
-"""Limits on the processor time of a compilation: of the first attempt, and of the second. Usual grammars take
-milliseconds, patterns of the longest strings that xgrammar supports two seconds. No estimate says which grammar takes
-long, so each is tried for a short time, and what is not compiled by then waits among its like."""
+ATTEMPTS = ((0.1, 6), (2.0, 2), (30.0, 3))
+"""Attempts to compile a grammar: the limit on processor time in seconds, and how many run at a time. No estimate says
+which grammar takes long, so what takes too long in one attempt is tried again among its like, from the start. Usual
+grammars take milliseconds, patterns of the longest strings that xgrammar supports two seconds."""
 
 MATCH_SECONDS = 1.0
 """Limit on the processor time for one token of an answer. Usual tokens take 0.02 to 0.2 ms. 60 alternatives of strings
@@ -43,9 +43,6 @@ take 0.34 s while all of them are possible. A few lines of grammar can take hour
 
 MEMORY_BYTES = 2**30
 """Limit on a process's memory, beyond the vocabulary."""
-
-FIRST_AT_ONCE, SECOND_AT_ONCE = 3, 3
-"""Compilations that run at a time: first and second attempts."""
 
 QUICK_SECONDS = 0.01
 """Work that takes longer is slow: the process's priority is lowered by ``NICENESS``, and slow processes take turns."""
@@ -116,7 +113,7 @@ class _Process:
         waiters: futures that are settled when the grammar is compiled.
         matched: the answers that it matches, by number.
         ended: numbers of ended answers that it must drop.
-        attempt: number of attempts to compile it that took too long: 0 or 1.
+        attempt: index of the current attempt to compile it, in ``ATTEMPTS``.
         owed: numbers of the answers that wait for a mask, without ``current``.
         current: number of the answer whose mask it computes; None if it computes none.
         pays: the tenant that pays for its newest work.
@@ -194,7 +191,7 @@ class GrammarPool:
         self._forker: Forker[_Process] = Forker(vocabulary, module)
         self._by_pid: dict[int, _Process] = {}
         self._grammars: OrderedDict[Grammar, _Process] = OrderedDict()
-        self._attempts = (TenantQueue[_Process](FIRST_AT_ONCE), TenantQueue[_Process](SECOND_AT_ONCE))
+        self._attempts = [TenantQueue[_Process](places) for _, places in ATTEMPTS]
         self._too_costly: OrderedDict[tuple[str | None, bytes], str] = OrderedDict()
         self._busy: set[_Process] = set()
         self._slow, self._turn_ends = set[_Process](), 0.0
@@ -367,7 +364,7 @@ class GrammarPool:
         process.pays = process.tenants[0]
         self._works(process)
         self._loop.add_reader(process.connection, self._handle, partial(self._hear, process))
-        seconds = COMPILE_SECONDS if process.attempt else FIRST_SECONDS
+        seconds, _ = ATTEMPTS[process.attempt]
         self._send(process, Compile(*process.grammar, NICENESS, seconds, MATCH_SECONDS, MEMORY_BYTES))
 
     def _send(self, process: _Process, message: Compile | Match) -> None:
@@ -552,10 +549,10 @@ class GrammarPool:
         too_much = code in (-signal.SIGPROF, OUT_OF_MEMORY)
         if not process.compiled:
             self._attempts[process.attempt].had(process.tenants[0])
-            if code == -signal.SIGPROF and process.attempt == 0:
-                process.attempt = 1
+            if code == -signal.SIGPROF and process.attempt + 1 < len(ATTEMPTS):
+                process.attempt += 1
                 for tenant in process.tenants:
-                    self._attempts[1].append(tenant, process)
+                    self._attempts[process.attempt].append(tenant, process)
             elif too_much:
                 self._remember(process.grammar, None, reason)
                 self._give_up(process, too_costly(reason, rules))
@@ -587,7 +584,7 @@ def _reason(code: int | None, how: str, process: _Process) -> str:
     """Describes why a process has ended."""
     what = "matching the answer takes" if process.compiled else "compiling it takes"
     if code == -signal.SIGPROF:
-        seconds = MATCH_SECONDS if process.compiled else COMPILE_SECONDS
+        seconds = MATCH_SECONDS if process.compiled else ATTEMPTS[process.attempt][0]
         return f"{what} more than {counted(round(seconds), 'second')}"
     if code == OUT_OF_MEMORY:
         return f"{what} more than {MEMORY_BYTES / 2**30:g} GiB of memory"

@@ -42,8 +42,8 @@ class Chat(Endpoint):
         if request.remote_prompt is not None:
             check_prompt(self.tokenizer, request.remote_prompt, limit, "kv_transfer_params")
             return [request.remote_prompt.tolist()]
-        special = {"parse_special": request.parse_special, "add_special_tokens": bool(request.add_special_tokens)}
-        return [conversation_tokens(self.tokenizer, request, limit, **special)]
+        flags = request.parse_special, request.add_special_tokens
+        return [conversation_tokens(self.tokenizer, request, limit, *flags)]
 
     def opening(self, request: ChatRequest, prompt: list[int]) -> list[int]:
         known = self.format_of(request)
@@ -94,9 +94,15 @@ class Chat(Endpoint):
         return known is not None and known.reasoning is not None and request.output_schema is None
 
 
-def conversation_tokens(tokenizer: Tokenizer, conversation: Conversation, limit: int, **special: bool) -> list[int]:
+def conversation_tokens(
+    tokenizer: Tokenizer,
+    conversation: Conversation,
+    limit: int,
+    parse_special: bool | None = None,
+    add_special_tokens: bool | None = None,
+) -> list[int]:
     """Token ids of a conversation's prompt; raises ApiError, at the latest for one with many more tokens than
-    ``limit``. ``special`` has the flags ``parse_special`` and ``add_special_tokens`` of ``encode_chat``."""
+    ``limit``. The flags are those of ``encode_chat``."""
     try:
         turns, variables = template_input(conversation, tokenizer.chat_template)
         return tokenizer.encode_chat(
@@ -104,7 +110,8 @@ def conversation_tokens(tokenizer: Tokenizer, conversation: Conversation, limit:
             conversation.has_next_turn,
             continue_final_message=conversation.continue_final_message,
             check=partial(check_length, tokenizer, limit, "messages"),
-            **special,
+            parse_special=bool(parse_special),
+            add_special_tokens=bool(add_special_tokens),
             **variables,
         )
     except ValueError as error:  # no template, or one that refuses these messages

@@ -128,8 +128,7 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
         settings.check_trust(body.chat_template)
         special, text, limit = body.add_special_tokens, body.prompt, tokenize_limit(engine.max_model_len)
         if text is None:
-            flags = {"parse_special": bool(body.parse_special), "add_special_tokens": bool(special)}
-            tokens = conversation_tokens(tokenizer, body, limit, **flags)
+            tokens = conversation_tokens(tokenizer, body, limit, body.parse_special, special)
         else:
             tokens = encode(tokenizer, text, limit, "prompt", add_special_tokens=special is not False)
         strings = tokenizer.spelling(tokens) if body.return_token_strs else None
