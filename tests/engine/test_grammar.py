@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -14,15 +13,9 @@ import torch
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.request import RequestError
+from shadowkv.engine.structured import grammar_pool
 from shadowkv.engine.structured.grammar import Grammars
-from shadowkv.engine.structured.json_schema import (
-    MAX_SCHEMA_CHARS,
-    MAX_SCHEMA_DEPTH,
-    MAX_SCHEMA_STATES,
-    check_schema,
-    unrolled,
-    with_prefix_items,
-)
+from shadowkv.engine.structured.json_schema import MAX_GRAMMAR_CHARS, parse_schema, with_prefix_items
 from shadowkv.grammar_text import choice_text, grammar_text
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
 from tests.grammar_answers import SECONDS, accepts, begun
@@ -126,25 +119,23 @@ def test_such_lists_are_found_wherever_schemas_are_and_nowhere_else() -> None:
     assert found == {"properties": {"default": {"prefixItems": [{"const": 1}]}}, "enum": [{"items": [1]}]}
 
 
-@pytest.mark.parametrize("levels", [MAX_SCHEMA_DEPTH, 900, 10**5])
-def test_a_schema_that_would_take_ages_is_refused(grammars: Grammars, levels: int) -> None:
-    with pytest.raises(RequestError, match=r"levels deep|recursion|characters"):
+@pytest.mark.parametrize("levels", [10_000, 10**5])
+def test_a_schema_that_is_nested_too_deep_is_refused(grammars: Grammars, levels: int) -> None:
+    with pytest.raises(RequestError, match=r"recursion|characters"):
         grammars.compile('{"items":' * levels + "{}" + "}" * levels).result(SECONDS)
 
 
 def test_a_chain_of_references_that_would_overflow_the_compiler_is_refused(grammars: Grammars) -> None:
-    with pytest.raises(RequestError, match=f"{MAX_SCHEMA_CHARS} are supported"):
+    with pytest.raises(RequestError, match=f"{MAX_GRAMMAR_CHARS} are supported"):
         grammars.compile(json.dumps(chain(20_000, {"type": "integer"}))).result(SECONDS)
 
 
 @pytest.mark.parametrize("last", [{}, False])
-def test_references_are_checked_as_quickly_in_any_order(last: Any) -> None:
+def test_references_are_followed_in_any_order(last: Any) -> None:
     count = 3_500
     rules = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in random.Random(0).sample(range(count), count)}
-    start = time.thread_time()
-    with nullcontext() if last == {} else pytest.raises(RequestError, match="no finite JSON"):
-        check_schema(json.dumps({"$ref": "#/$defs/0", "$defs": {**rules, str(count): last}}))
-    assert time.thread_time() - start < 0.7
+    with nullcontext() if last == {} else pytest.raises(ValueError, match="no finite JSON"):
+        parse_schema(json.dumps({"$ref": "#/$defs/0", "$defs": {**rules, str(count): last}}))
 
 
 @pytest.mark.parametrize("one_line", [False, True])
@@ -174,50 +165,16 @@ def strings(count: int, **more: Any) -> dict[str, Any]:
 
 COSTLY = [
     {"type": "string", "pattern": "^(([a-z]{1,200}){1,200}){1,200}$"},
-    {"type": "string", "pattern": "^.{9000}$"},
-    {"type": "string", "pattern": "x{99999999999999999999}"},
-    {"type": "object", "patternProperties": {f"^[a-z]{{1,{i}}}$": {} for i in range(500)}},
-    strings(40),
+    {"type": "object", "patternProperties": {f"^[a-z]{{1,{i}}}$": {} for i in range(1, 500)}},
     {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": strings(40)}},
 ]
 
 
 @pytest.mark.parametrize("schema", COSTLY)
-def test_a_schema_of_many_states_is_refused_before_it_is_compiled(schema: Any) -> None:
-    with pytest.raises(RequestError, match=f"states, {MAX_SCHEMA_STATES} are supported"):
-        check_schema(json.dumps(schema))
-
-
-def test_large_schemas_that_are_not_costly_are_followed() -> None:
-    word = {"type": "string", "maxLength": 60}
-    inner = {"type": "object", "properties": dict.fromkeys("abc", word)}
-    for schema in ({"properties": {f"p{i}": inner for i in range(300)}}, {"type": "string", "maxLength": 10**6}):
-        assert not check_schema(json.dumps(schema)).anything
-
-
-@pytest.mark.parametrize(
-    "pattern, size",
-    [
-        ("", 0),
-        ("ab", 2),
-        ("a|b*", 2),
-        ("[a-z0-9]{3,5}", 5),
-        (r"[\]{9}]{2}", 2),
-        ("(?:ab){1,4}", 12),
-        ("((a{9}){9}){9}", 729),
-    ]
-    + [
-        (r"\{5", 2),
-        ("a{3,}b", 4),
-        ("{3}", 0),
-        ("(", 0),
-        ("[" * 10**5, 1),
-        ("]" * 9, 9),
-        ("(((a{10000}){10000}){10000})", 10**9),
-    ],
-)
-def test_repetitions_are_counted_as_if_they_were_written_out(pattern: str, size: int) -> None:
-    assert unrolled(pattern) == size
+def test_a_schema_of_many_states_is_refused(grammars: Grammars, monkeypatch: pytest.MonkeyPatch, schema: Any) -> None:
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.5, 6),))
+    with pytest.raises(RequestError, match="compiling it takes more than 0 seconds"):
+        grammars.compile(json.dumps(schema)).result(SECONDS)
 
 
 @pytest.mark.parametrize("schema", [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": "string"}])
@@ -280,7 +237,6 @@ def test_other_rules_than_schemas(grammars: Grammars, rules: str, follows: str, 
 )
 def test_other_rules_that_cannot_be_followed(grammars: Grammars, rules: str, what: str) -> None:
     with pytest.raises(RequestError, match=f"the {what} cannot be followed") as caught:
-        check_schema(rules)
         grammars.compile(rules).result(SECONDS)
     assert caught.value.param == "structured_outputs"
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass
 
 import psutil
 import pytest
@@ -23,8 +22,6 @@ from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.engine.structured import grammar_pool
 from shadowkv.engine.structured.grammar import GrammarConstraint, Grammars
 from shadowkv.engine.structured.grammar_pool import Grammar, GrammarPool
-from shadowkv.engine.structured.json_schema import check_schema
-from shadowkv.engine.structured.turns import Turns
 from shadowkv.engine.structured.vocabulary import Vocabulary
 from tests.grammar_answers import SECONDS, accepts, begun
 
@@ -41,7 +38,7 @@ HELD = f"""
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.engine.structured import grammar, grammar_pool
-grammar_pool.COMPILE_SECONDS["medium"] = 1000.0
+grammar_pool.ATTEMPTS = ((1000.0, 6),)
 grammars = grammar.Grammars(tokenizer_from_config(EngineConfig(device="cpu")), 49_152, frozenset([2]))
 grammars.compile({HOSTILE!r}).result()
 """
@@ -102,7 +99,7 @@ def follow(answer: GrammarConstraint, tokens: int) -> list[int]:
 
 
 def test_one_that_never_compiles_is_refused_and_remembered(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 1.0)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (1.0, 2)))
     before = {process.pid for process in processes()}
     with pytest.raises(SchemaTimeout, match="compiling it takes more than 1 second; use simpler"):
         grammars.compile(HOSTILE).result(SECONDS)
@@ -126,7 +123,7 @@ def test_one_that_never_compiles_is_refused_and_remembered(grammars: Grammars, m
 def test_it_is_told_what_takes_too_long(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, rules: str, what: str, advice: str, param: str
 ) -> None:
-    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 0.2)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.2, 6),))
     with pytest.raises(SchemaTimeout, match=f"^the {what} cannot be followed: compiling it .*{advice}") as caught:
         grammars.compile(rules).result(SECONDS)
     assert caught.value.param == param
@@ -198,6 +195,13 @@ def test_a_compilation_whose_process_is_killed_is_refused(grammars: Grammars) ->
         compiling.result(SECONDS)
 
 
+def cpu_seconds(process: psutil.Process) -> float:
+    """Processor time of a process; 0 if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return float(sum(process.cpu_times()[:2]))
+    return 0.0
+
+
 def thread_priorities(process: psutil.Process) -> list[int]:
     """One for each of a process's threads."""
     return [os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()]
@@ -206,7 +210,7 @@ def thread_priorities(process: psutil.Process) -> list[int]:
 def test_quick_ones_go_on_beside_slow_ones_of_which_two_run(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 1000.0)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (0.2, 2), (1000.0, 3)))
     quick = begun(grammars, LETTERS)
     before = {process.pid for process in processes()}
     patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}{number}"}}' for number in range(6)]
@@ -239,7 +243,7 @@ def test_a_process_that_does_not_start_is_no_grammars_fault() -> None:
     pool = GrammarPool(lambda: Vocabulary(["a"], True, [0]), "no_such_module")
     for _ in range(2):
         with pytest.raises(SchemaTimeout, match=r"the grammar process has not started \(exit code 1\)"):
-            pool.compile(Grammar("{}", False), "small", "").result(SECONDS)
+            pool.compile(Grammar("{}", False), "").result(SECONDS)
     pool.close()
 
 
@@ -251,27 +255,8 @@ def test_a_fault_of_the_pool_leaves_nobody_waiting() -> None:
     pool = GrammarPool(fail)
     for _ in range(2):
         with pytest.raises(SchemaTimeout, match="was not compiled"):
-            pool.compile(Grammar("{}", False), "small", "").result(SECONDS)
+            pool.compile(Grammar("{}", False), "").result(SECONDS)
     pool.close()
-
-
-@pytest.mark.parametrize(
-    ("schema", "effort"),
-    [
-        ('{"type": "integer"}', "small"),
-        ('{"properties": {"pattern": {"type": "string"}}}', "small"),
-        (HOSTILE, "medium"),
-        ('{"$ref": "#/a/0", "a": [{"pattern": "a?"}]}', "medium"),
-        ('{"propertyNames": {"maxLength": 3}}', "medium"),
-        ('{"patternProperties": {"a": {}}}', "medium"),
-        ('{"properties": {"a": {}}, "minProperties": 1}', "medium"),
-        ('{"maxLength": 60}', "medium"),
-        ('{"maxLength": 900}', "large"),
-        ('{"pattern": "a{900}"}', "large"),
-    ],
-)
-def test_how_much_effort_a_schema_may_take(schema: str, effort: str) -> None:
-    assert check_schema(schema).effort == effort
 
 
 def test_they_end_with_the_process_that_asked_for_them() -> None:
@@ -311,6 +296,7 @@ def test_ended_answers_of_a_process_that_is_stopped_delay_nobody(grammars: Gramm
     another = begun(grammars, '{"enum": ["another"]}')
     assert len(follow(another, 3)) == 3
     another.close()
+    stopped.send_signal(signal.SIGCONT)
 
 
 def test_nothing_is_left_of_processes_that_were_stopped_as_soon_as_they_were_forked(
@@ -319,9 +305,10 @@ def test_nothing_is_left_of_processes_that_were_stopped_as_soon_as_they_were_for
     monkeypatch.setattr(grammar_pool, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(grammar_pool, "SLOW_AT_ONCE", 0)
     grammars = Grammars(tokenizer_from_config(EngineConfig(device="cpu")), 49_152, frozenset([2]))
+    before = {process.pid for process in processes()}
     grammars.compile(HOSTILE)
-    wait_until(lambda: [one for one in processes() if one.status() == psutil.STATUS_STOPPED])
-    (stopped,) = (one for one in processes() if one.status() == psutil.STATUS_STOPPED)
+    wait_until(lambda: [one for one in mine(before) if one.status() == psutil.STATUS_STOPPED])
+    (stopped,) = (one for one in mine(before) if one.status() == psutil.STATUS_STOPPED)
     grammars.pool.close()
     wait_until(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE)
 
@@ -329,11 +316,11 @@ def test_nothing_is_left_of_processes_that_were_stopped_as_soon_as_they_were_for
 def test_a_grammar_that_two_tenants_wait_for_starts_at_the_turn_of_either(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 1000.0)
-    patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}waits {number}"}}' for number in range(4)]
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((1000.0, 6),))
+    patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}waits {number}"}}' for number in range(6)]
     public = '{"type": "string", "pattern": "^[a-z]{3} public$"}'
     slow = [grammars.compile(pattern, tenant="a") for pattern in patterns]
-    asked = [grammars.compile(public, effort="medium", tenant=tenant) for tenant in "ab"]
+    asked = [grammars.compile(public, tenant=tenant) for tenant in "ab"]
     for one in asked:
         one.result(SECONDS)
     assert not any(one.done() for one in slow)
@@ -341,23 +328,16 @@ def test_a_grammar_that_two_tenants_wait_for_starts_at_the_turn_of_either(
         assert one.cancel()
 
 
-@dataclass(eq=False)
-class Job:
-    pays: str
-
-
-def test_tenants_and_their_own_get_equal_shares_of_turns() -> None:
-    turns, jobs = Turns(2), [Job("a"), Job("a"), Job("a"), Job("b")]
-    had = dict.fromkeys(jobs, 0)
-    for step in range(60):
-        for job in turns.change(jobs, float(step)):
-            had[job] += 1
-    assert had[jobs[3]] == 60 and all(had[job] == 20 for job in jobs[:3])
-    late = [*jobs, Job("c"), Job("c")]
-    for step in range(60, 120):
-        for job in turns.change(late, float(step)):
-            had[job] = had.get(job, 0) + 1
-    assert 35 <= sum(had[job] for job in late[4:]) <= 45 and 95 <= had[jobs[3]] <= 105
+def test_slow_ones_take_turns_by_tenant(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (0.2, 2), (1000.0, 3)))
+    monkeypatch.setattr(grammar_pool, "TURN_SECONDS", 0.02)
+    before = {process.pid for process in processes()}
+    patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}turns {number}"}}' for number in range(3)]
+    slow = [grammars.compile(pattern, tenant=tenant) for pattern, tenant in zip(patterns, "abc", strict=True)]
+    wait_until(lambda: len(mine(before)) == 3 and all(cpu_seconds(one) > 0.3 for one in mine(before)))
+    assert not any(one.done() for one in slow)
+    for one in slow:
+        assert one.cancel()
 
 
 class LateSelector(selectors.DefaultSelector):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from app_client import AppClient
 from cached_server import MODEL, serving
 from fake_engine import FakeEngine
 from http_server import http_server
@@ -40,19 +41,8 @@ def engine() -> FakeEngine:
 @pytest.fixture
 def call(engine: FakeEngine) -> Iterator[Callable[..., httpx.Response]]:
     """Sends one request to the fake engine's application, without a socket."""
-    app = build_app(engine, "fake")
-
-    def send(method: str, url: str, **options: Any) -> httpx.Response:
-        async def run() -> httpx.Response:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-                return await client.request(method, url, **options)
-
-        return asyncio.run(run())
-
-    yield send
-    app.state.bodies.close()  # as at a server's end
-    app.state.store.close()
-    app.state.documents.close()
+    with AppClient(engine) as client:
+        yield client
 
 
 @pytest.fixture
@@ -68,27 +58,12 @@ def post(call: Callable[..., httpx.Response]) -> Callable[..., httpx.Response]:
 
 
 @pytest.fixture
-def http() -> Iterator[Callable[..., Callable[..., httpx.Response]]]:
-    """Makes of an application what posts bodies, given as keywords, to its paths."""
-    apps: list[Any] = []
-
-    def of(app: Any) -> Callable[..., httpx.Response]:
-        apps.append(app)
-
-        def send(path: str, **body: Any) -> httpx.Response:
-            async def run() -> httpx.Response:
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-                    return await client.post(path, json=body)
-
-            return asyncio.run(run())
-
-        return send
-
-    yield of
-    for app in apps:
-        app.state.bodies.close()
-        app.state.store.close()
-        app.state.documents.close()
+def client_of() -> Iterator[Callable[..., AppClient]]:
+    """Makes clients of applications without a socket, of engines, with settings as keywords."""
+    with ExitStack() as stack:
+        yield lambda *engines, **settings: stack.enter_context(
+            AppClient(engines[0], ServerSettings(**settings), *engines[1:])
+        )
 
 
 @pytest.fixture
@@ -109,21 +84,14 @@ def ask() -> Iterator[Callable[..., httpx.Response]]:
     """Asks a server that reads thoughts and calls, of an engine whose answer is given; its ``engine`` is at hand."""
     engine = FakeEngine()
     engine.max_model_len = 4000
-    app = build_app(engine, "fake", ServerSettings(reasoning_parser="qwen3", tool_call_parser="hermes"))
+    with AppClient(engine, ServerSettings(reasoning_parser="qwen3", tool_call_parser="hermes")) as client:
 
-    def send(url: str, reply: str, **body: Any) -> httpx.Response:
-        engine.reply = reply
+        def send(url: str, reply: str, **body: Any) -> httpx.Response:
+            engine.reply = reply
+            return client.post(url, **body)
 
-        async def run() -> httpx.Response:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-                return await client.post(url, json=body)
-
-        return asyncio.run(run())
-
-    send.engine = engine
-    yield send
-    app.state.bodies.close()
-    app.state.store.close()
+        send.engine = engine
+        yield send
 
 
 @pytest.fixture

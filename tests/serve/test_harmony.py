@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import httpx
 import pytest
 from fake_engine import FakeEngine
 from replies import events
@@ -14,7 +11,6 @@ from tokenizers import AddedToken
 from shadowkv.models.tokenization.chat_template import ChatTemplate
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
-from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.messages import template_input
 from shadowkv.serve.openai.protocol import ChatRequest
@@ -119,28 +115,20 @@ def test_without_tools_a_call_is_text():
 
 
 @pytest.fixture
-def ask():
+def ask(client_of):
     """A chat with gpt-oss, whose answer is given; its ``engine`` is at hand."""
     engine = FakeEngine()
     engine.max_model_len = 4000
     engine.tokenizer.chat_template = TEMPLATE
-    app = build_app(engine, "fake")
+    client = client_of(engine)
 
     def send(reply, url="/v1/chat/completions", **body):
         engine.reply = reply
-
-        async def run():
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-                messages = {"input": "Hi"} if "responses" in url else {"messages": [{"role": "user", "content": "Hi"}]}
-                limit = {} if "responses" in url else {"max_tokens": len(reply)}
-                return await client.post(url, json={**messages, **limit, **body})
-
-        return asyncio.run(run())
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": len(reply)}
+        return client.post(url, **({"input": "Hi"} if "responses" in url else chat), **body)
 
     send.engine = engine
-    yield send
-    app.state.bodies.close()
-    app.state.store.close()
+    return send
 
 
 def test_thoughts_and_calls_whole_and_streamed_without_a_flag(ask):

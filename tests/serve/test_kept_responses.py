@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import time
 
-import httpx
 import pytest
 from fake_engine import REPLY, FakeEngine
 from replies import named_events
 from test_serve_errors import error_of
 
-from shadowkv.serve.app import build_app
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.storage.store import RecordStore
@@ -21,30 +18,16 @@ from shadowkv.serve.storage.store import RecordStore
 URL = "/v1/responses"
 
 
-def client_of(engine, **settings):
-    """Sends requests to one application, each with an API key or none."""
+@pytest.fixture
+def engine():
+    engine = FakeEngine()
     engine.max_model_len = 10_000
-    app = build_app(engine, "fake", ServerSettings(**settings))
-
-    def send(method, url, key=None, **options):
-        async def run():
-            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
-                return await client.request(method, url, **options)
-
-        return asyncio.run(run())
-
-    send.app = app
-    return send
+    return engine
 
 
 @pytest.fixture
-def send(engine):
-    send = client_of(engine)
-    yield send
-    send.app.state.bodies.close()
-    send.app.state.store.close()
+def send(engine, client_of):
+    return client_of(engine)
 
 
 def ask(send, text="Hi", key=None, **body):
@@ -84,17 +67,15 @@ def test_what_is_kept_can_be_read_and_deleted(send):
     assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
 
 
-def test_what_is_not_to_be_kept_is_not(send, engine):
+def test_what_is_not_to_be_kept_is_not(send, engine, client_of):
     response = ask(send, store=False).json()
     assert response["store"] is False and send("GET", f"{URL}/{response['id']}").status_code == 404
     off = client_of(engine, storage_mib=0)
     assert ask(off).json()["store"] is False
     assert error_of(ask(off, previous_response_id="resp_1"), 400)["code"] == "not_kept"
-    off.app.state.bodies.close()
-    off.app.state.store.close()
 
 
-def test_each_key_has_its_own(engine):
+def test_each_key_has_its_own(engine, client_of):
     send = client_of(engine, api_key=("a", "b"))
     id = ask(send, key="a").json()["id"]
     assert send("GET", f"{URL}/{id}", "a").status_code == 200
@@ -102,8 +83,6 @@ def test_each_key_has_its_own(engine):
         assert answer.status_code == 404
     assert ask(send, key="b", previous_response_id=id).status_code == 404
     assert send("GET", f"{URL}/{id}").status_code == 401
-    send.app.state.bodies.close()
-    send.app.state.store.close()
 
 
 def test_a_request_id_that_is_sent_again_replaces_nothing(send):
@@ -129,13 +108,11 @@ def test_a_conversation_whose_beginning_is_gone_says_which_response_it_lacks(sen
     assert error["message"].startswith(f"there is no response {first!r} of this API key: send the whole")
 
 
-def test_a_conversation_that_is_too_long_is_refused(engine):
+def test_a_conversation_that_is_too_long_is_refused(engine, client_of):
     send = client_of(engine, max_body_mib=0.002)
     first = ask(send, "x" * 1500).json()["id"]
     error = error_of(ask(send, "y" * 1500, previous_response_id=first), 400)
     assert "2097 bytes" in error["message"] and error["code"] == "context_length_exceeded"
-    send.app.state.bodies.close()
-    send.app.state.store.close()
 
 
 def test_the_oldest_make_room_and_files_do_not(tmp_path):
@@ -189,33 +166,27 @@ def test_what_no_record_counts_is_removed_at_the_start(tmp_path):
     assert all(path.exists() for path in (*kept, written_now))
 
 
-def test_an_answer_without_room_says_that_it_is_not_kept(engine):
+def test_an_answer_without_room_says_that_it_is_not_kept(engine, client_of):
     send = client_of(engine, storage_mib=0.002)
     response = ask(send).json()
     assert response["status"] == "completed" and response["store"] is False
-    send.app.state.bodies.close()
-    send.app.state.store.close()
 
 
-def test_a_folder_outlives_its_server(engine, tmp_path):
+def test_a_folder_outlives_its_server(engine, tmp_path, client_of):
     first = client_of(engine, storage_dir=str(tmp_path / "kept"))
     id = ask(first, "Rome?").json()["id"]
     second = client_of(FakeEngine(), storage_dir=str(tmp_path / "kept"))
     assert second("GET", f"{URL}/{id}").json()["id"] == id
     assert "Rome" not in json.dumps(sorted(path.name for path in tmp_path.rglob("*")))
-    for send in (first, second):
-        send.app.state.bodies.close()
-        send.app.state.store.close()
 
 
-def test_a_folder_of_its_own_goes_with_the_server(engine):
+def test_a_folder_of_its_own_goes_with_the_server(engine, client_of):
     send = client_of(engine)
     response = ask(send).json()
     folder = send.app.state.store.lock.parent
     assert list(folder.iterdir()) and send("GET", f"{URL}/{response['id']}").status_code == 200
     assert oct(folder.stat().st_mode)[-3:] == "700"
-    send.app.state.store.close()
-    send.app.state.bodies.close()
+    send.close()
     assert not folder.exists()
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import httpx
 import pytest
+from app_client import AppClient
 from fake_engine import FakeEngine
 from pydantic import BaseModel
 
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.prefix_cache.protocol import Saved
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
-from shadowkv.serve.app import build_app
 from shadowkv.serve.batch import file_routes, message_routes, routes
 from shadowkv.serve.bodies.api_error import LLAMA_PATHS
 from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, RANGES
@@ -104,10 +101,8 @@ ERRORS = [
 @pytest.fixture(scope="module")
 def openapi():
     """Made once: it takes a second."""
-    app = build_app(FakeEngine(), "fake")
-    yield app.openapi()
-    app.state.bodies.close()
-    app.state.store.close()
+    with AppClient(FakeEngine()) as client:
+        yield client.app.openapi()
 
 
 @pytest.fixture
@@ -132,16 +127,8 @@ def test_answers_are_as_documented(method, url, body, model, call, paths, engine
 
 @pytest.mark.parametrize("status, method, url, body", ERRORS)
 def test_errors_are_as_documented(status, method, url, body, engine, paths):
-    app = build_app(engine, "fake", ServerSettings(max_body_mib=0.001))
-
-    async def ask():
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, url, json=body)
-
-    answer = asyncio.run(ask())
-    app.state.bodies.close()
-    app.state.store.close()
+    with AppClient(engine, ServerSettings(max_body_mib=0.001), raises=False) as client:
+        answer = client(method, url, json=body)
     assert answer.status_code == status
     of_llama = LlamaError if url in LLAMA_PATHS else Error
     error = MessagesError if url.startswith("/v1/messages") else of_llama
@@ -175,16 +162,8 @@ def test_a_failure_that_nobody_foresaw(engine, monkeypatch):
         raise RuntimeError("secret")
 
     monkeypatch.setattr(engine.tokenizer, "decode", fail)
-    app = build_app(engine, "fake")
-
-    async def ask():
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post("/detokenize", json={"tokens": [1]})
-
-    answer = asyncio.run(ask())
-    app.state.bodies.close()
-    app.state.store.close()
+    with AppClient(engine, raises=False) as client:
+        answer = client.post("/detokenize", tokens=[1])
     assert answer.status_code == 500 and "secret" not in answer.text
     assert answer.headers["x-request-id"]
     Error.model_validate(answer.json(), strict=True)

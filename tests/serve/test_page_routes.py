@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import sys
 from contextlib import ExitStack
@@ -10,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import httpx
 import pytest
 from fake_engine import REPLY, SELECTIONS, FakeEngine
 from page_files import FACT, log, pdf
@@ -22,9 +20,7 @@ from shadowkv.engine.process.client import EngineClient
 from shadowkv.engine.process.facts import Launch
 from shadowkv.engine.process.main import load_cores
 from shadowkv.serve import __main__ as command
-from shadowkv.serve.app import build_app
 from shadowkv.serve.bodies.api_error import ApiError
-from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.page import documents
 from shadowkv.serve.page.documents import read_document
 from shadowkv.serve.page.routes import PAGE_PATHS, DocumentText
@@ -38,31 +34,23 @@ VENDORED = {
 """Files of libraries, and their SHA-256."""
 
 
-def ask(app, method, url, **options):
-    async def run():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            return await client.request(method, url, **options)
-
-    return asyncio.run(run())
-
-
-def test_its_files_need_no_key_and_everything_else_does(engine):
-    app = build_app(engine, "fake", ServerSettings(api_key=("secret", "other")))
+def test_its_files_need_no_key_and_everything_else_does(engine, client_of):
+    ask = client_of(engine, api_key=("secret", "other"))
     files = [file for file in PAGE.rglob("*") if file.suffix in (".html", ".css", ".js")]
     assert {"/", "/page/page.js", "/page/attended/strip.js"} < PAGE_PATHS and len(PAGE_PATHS) == len(files)
     for path in PAGE_PATHS:
-        answer = ask(app, "GET", path)
+        answer = ask("GET", path)
         assert answer.status_code == 200 and answer.content, path
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
-    assert ask(app, "GET", "/").headers["content-type"] == "text/html; charset=utf-8"
-    assert ask(app, "GET", "/page/api.js").headers["content-type"].startswith("text/javascript")
+    assert ask("GET", "/").headers["content-type"] == "text/html; charset=utf-8"
+    assert ask("GET", "/page/api.js").headers["content-type"].startswith("text/javascript")
     for path in ("/page/stats", "/page/", "/page/none.js", "/page/../page/stats"):
-        assert ask(app, "GET", path).status_code == 401, path
-    assert ask(app, "POST", "/page/document", content=b"a", headers=BINARY).status_code == 401
+        assert ask("GET", path).status_code == 401, path
+    assert ask("POST", "/page/document", content=b"a", headers=BINARY).status_code == 401
     for header in ({"Authorization": "Bearer secret"}, {"Authorization": "Bearer other"}, {"X-API-Key": "other"}):
-        assert ask(app, "GET", "/page/stats", headers=header).status_code == 200, header
+        assert ask("GET", "/page/stats", headers=header).status_code == 200, header
 
 
 def test_what_others_have_written_is_as_they_published_it():
@@ -106,24 +94,24 @@ def test_what_the_server_says_of_itself(call, post, engine):
     assert error_of(call("GET", "/page/stats"), 503)["code"] == "engine_dead"
 
 
-def test_answers_are_compared_by_the_name_of_the_model(engine):
+def test_answers_are_compared_by_the_name_of_the_model(engine, client_of):
     other = FakeEngine()
     other.kv, other.reply = "full", "Another."
-    app = build_app(engine, "fake", None, other)
-    assert [one["id"] for one in ask(app, "GET", "/v1/models").json()["data"]] == ["fake", "fake@full"]
-    assert ask(app, "GET", "/v1/models/fake@full").json()["max_model_len"] == 200
-    assert ask(app, "GET", "/page/stats").json()["compared"] == "fake@full"
+    ask = client_of(engine, other)
+    assert [one["id"] for one in ask("GET", "/v1/models").json()["data"]] == ["fake", "fake@full"]
+    assert ask("GET", "/v1/models/fake@full").json()["max_model_len"] == 200
+    assert ask("GET", "/page/stats").json()["compared"] == "fake@full"
     for name, reply in ((None, REPLY), ("fake", REPLY), ("fake@full", "Another.")):
-        answer = ask(app, "POST", "/v1/completions", json={"prompt": "Hi", "model": name}).json()
+        answer = ask("POST", "/v1/completions", json={"prompt": "Hi", "model": name}).json()
         assert (answer["model"], answer["choices"][0]["text"]) == (name or "fake", reply)
-    answer = ask(app, "POST", "/v1/responses", json={"input": "Hi", "model": "fake@full"}).json()
+    answer = ask("POST", "/v1/responses", json={"input": "Hi", "model": "fake@full"}).json()
     assert (answer["model"], answer["output"][0]["content"][0]["text"]) == ("fake@full", "Another.")
-    assert ask(app, "POST", "/v1/completions", json={"prompt": "Hi", "model": "fake@quest"}).status_code == 404
+    assert ask("POST", "/v1/completions", json={"prompt": "Hi", "model": "fake@quest"}).status_code == 404
     # Its answers are no part of what the served policy does.
-    assert ask(app, "GET", "/page/stats").json()["generated_tokens"] == 2 * len(REPLY)
+    assert ask("GET", "/page/stats").json()["generated_tokens"] == 2 * len(REPLY)
 
 
-def test_policies_that_are_compared_share_their_weights(tiny_model):
+def test_policies_that_are_compared_share_their_weights(tiny_model, client_of):
     options = {"kv": "quest:budget=64", "kv_dense_below": 0, "max_num_seqs": 2, "max_model_len": 512}
     config = EngineConfig(model=str(tiny_model), load_format="dummy", device="cpu", **options)
     with TemporaryDirectory() as folder, ExitStack() as stack:
@@ -136,10 +124,10 @@ def test_policies_that_are_compared_share_their_weights(tiny_model):
         engines = [EngineClient(core.facts, core.engine.tokenizer, folder) for core in cores]
         for engine in engines:
             stack.callback(engine.disconnect)
-        app = build_app(engines[0], "tiny", None, engines[1])
+        ask = client_of(*engines)
         body = {"prompt": [*range(2, 202)], "max_tokens": 3, "temperature": 0, "return_selections": True}
-        for name, everything in (("tiny", False), ("tiny@full", True)):
-            answer = ask(app, "POST", "/v1/completions", json={**body, "model": name}).json()
+        for name, everything in (("fake", False), ("fake@full", True)):
+            answer = ask("POST", "/v1/completions", json={**body, "model": name}).json()
             (first, *others) = answer["choices"][0]["selections"]
             assert first is None and others and all(one["everything"] is everything for one in others)
 
@@ -258,9 +246,7 @@ def test_a_document_over_http(call, monkeypatch):
     assert error_of(call("POST", "/page/document", content=b"a" * 11, headers=BINARY), 413)["code"] == "body_too_large"
 
 
-def test_a_document_that_takes_too_long_is_given_up(engine, monkeypatch):
+def test_a_document_that_takes_too_long_is_given_up(engine, client_of, monkeypatch):
     monkeypatch.setattr("shadowkv.serve.app.DOCUMENT_SECONDS", 0.0)
-    app = build_app(engine, "fake")
-    answer = ask(app, "POST", "/page/document", content=b"a", headers=BINARY)
-    app.state.documents.close()
+    answer = client_of(engine)("POST", "/page/document", content=b"a", headers=BINARY)
     assert "more than 0 seconds" in error_of(answer, 413)["message"]

@@ -7,7 +7,7 @@ import pytest
 from fake_engine import REPLY
 from http_server import http_server
 from replies import events, named_events
-from test_kept_responses import ask, client_of
+from test_kept_responses import ask
 from test_serve_errors import error_of
 
 from shadowkv.serve.app import build_app
@@ -104,12 +104,10 @@ def test_a_prompt_that_is_too_long_says_how_long(post, engine):
     assert "n_ctx" not in error_of(post("chat", temperature=-1), 400)
 
 
-def test_a_conversation_goes_on_by_another_name_of_the_model(engine):
+def test_a_conversation_goes_on_by_another_name_of_the_model(engine, client_of):
     send = client_of(engine, served_model_name=("fake", "other"))
     first = ask(send, model="other").json()
     assert ask(send, "Well?", model="other", previous_response_id=first["id"]).status_code == 200
-    send.app.state.bodies.close()
-    send.app.state.store.close()
 
 
 def test_the_tokens_of_a_conversation_are_counted(call, engine):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
+from app_client import answers
 from fake_engine import REPLY, FakeEngine
 from http_server import http_server
 
@@ -33,17 +34,6 @@ ORIGIN = {"Origin": "https://a.example"}
 PREFLIGHT = {"headers": {**ORIGIN, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}}
 
 
-def asgi(engine, settings, *requests):
-    """Answers of the application to requests sent one after another."""
-
-    async def run():
-        transport = httpx.ASGITransport(build_app(engine, "fake", settings))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return [await client.request(method, url, **options) for method, url, options in requests]
-
-    return asyncio.run(run())
-
-
 def settings_of(*flags: str) -> ServerSettings:
     parser = argparse.ArgumentParser()
     add_flags(parser, ServerSettings)
@@ -51,11 +41,11 @@ def settings_of(*flags: str) -> ServerSettings:
 
 
 def test_pages_of_other_origins(engine):
-    (none,) = asgi(engine, ServerSettings(), ("POST", ASK, {**HI, "headers": ORIGIN}))
+    (none,) = answers(engine, ServerSettings(), ("POST", ASK, {**HI, "headers": ORIGIN}))
     assert none.status_code == 200 and "access-control-allow-origin" not in none.headers
     # A page asks before it has sent its key, and reads the refusal too.
     settings = ServerSettings(api_key=("k",), allowed_origins=("https://a.example",), allow_credentials=True)
-    asked, refused = asgi(engine, settings, ("OPTIONS", ASK, PREFLIGHT), ("POST", ASK, {**HI, "headers": ORIGIN}))
+    asked, refused = answers(engine, settings, ("OPTIONS", ASK, PREFLIGHT), ("POST", ASK, {**HI, "headers": ORIGIN}))
     assert asked.status_code == 200 and asked.headers["access-control-allow-headers"] == "x-a"
     assert refused.status_code == 401
     for answer in (asked, refused):
@@ -64,7 +54,7 @@ def test_pages_of_other_origins(engine):
     assert "X-Request-Id" in refused.headers["access-control-expose-headers"]
     for other in ({"allowed_origins": ("https://b.example",)}, {"allowed_methods": ("GET",)}, {"allowed_headers": ()}):
         settings = ServerSettings(**{"allowed_origins": ("*",), **other})
-        assert asgi(engine, settings, ("OPTIONS", ASK, PREFLIGHT))[0].status_code == 400
+        assert answers(engine, settings, ("OPTIONS", ASK, PREFLIGHT))[0].status_code == 400
 
 
 def test_lists_are_words_or_json(capsys):
@@ -118,12 +108,12 @@ def test_a_key_has_its_share(engine):
 def test_request_ids(engine):
     sane, bad = "trace-1/Root=1-67.A:b", ["a b", "x" * 129, "ünsane".encode("latin-1"), ""]
     requests = [("POST", ASK, {**HI, "headers": {"X-Request-Id": given}}) for given in (sane, *bad)]
-    known, *made = asgi(engine, None, *requests)
+    known, *made = answers(engine, None, *requests)
     assert known.headers["x-request-id"] == sane and known.json()["id"] == f"cmpl-{sane}"
     for answer in made:
         assert answer.json()["id"] == f"cmpl-{answer.headers['x-request-id']}"
     assert len({answer.headers["x-request-id"] for answer in made}) == len(bad)
-    stream, missing = asgi(
+    stream, missing = answers(
         engine, None, ("POST", ASK, {"json": {"prompt": "Hi", "stream": True}}), ("GET", "/nowhere", {})
     )
     assert f'"id":"cmpl-{stream.headers["x-request-id"]}"' in stream.text and missing.headers["x-request-id"]
@@ -143,7 +133,7 @@ def messages(caplog) -> list[str]:
 def test_every_request_has_a_line(engine, caplog):
     caplog.set_level(logging.INFO, "shadowkv.serve.request_log")
     named = {"headers": {"X-Request-Id": "me", "Authorization": "Bearer secret"}}
-    asgi(
+    answers(
         engine,
         None,
         ("POST", f"{ASK}?token=secret", {"json": {"prompt": ["Hi", "Hello"], "n": 2}, **named}),
@@ -161,7 +151,7 @@ def test_every_request_has_a_line(engine, caplog):
     assert failed == "request me failed" and " 500 id=me " in last
     assert not [line for line in messages(caplog) if "secret" in line or "Hi" in line]
     caplog.clear()
-    asgi(engine, ServerSettings(disable_uvicorn_access_log=True), ("POST", ASK, HI))
+    answers(engine, ServerSettings(disable_uvicorn_access_log=True), ("POST", ASK, HI))
     assert not messages(caplog)
 
 
@@ -180,7 +170,7 @@ def test_a_line_says_that_the_client_was_gone(url, caplog, engine: FakeEngine):
 def test_a_line_says_what_ended_a_stream(engine, caplog, prompt, cut):
     caplog.set_level(logging.INFO, "shadowkv.serve.request_log")
     ask = {"json": {"prompt": prompt, "stream": True}}
-    (answer,) = asgi(engine, None, ("POST", ASK, ask))
+    (answer,) = answers(engine, None, ("POST", ASK, ask))
     assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
     assert messages(caplog)[-1].endswith(f" cut={cut}")
 
@@ -294,7 +284,7 @@ def test_spans(engine, monkeypatch):
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "X-Request-Id": "me"}
     settings = ServerSettings(otlp_traces_endpoint="http://localhost:4318/v1/traces")
-    asgi(engine, settings, ("POST", ASK, {**HI, "headers": headers}), ("GET", "/v1/models", {}))
+    answers(engine, settings, ("POST", ASK, {**HI, "headers": headers}), ("GET", "/v1/models", {}))
     made.close()
     (span,) = exporter.get_finished_spans()
     found = json.loads(span.to_json())

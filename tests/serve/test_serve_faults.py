@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +17,8 @@ from test_serve_errors import error_of
 from test_serve_long_prompts import TRIES, health_waits
 
 from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.process import client as engine_client
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.structured import grammar_pool
-from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from tests.local_engine import LocalEngine
@@ -105,24 +102,21 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(url, engine, monkeypatch,
 
 
 def test_a_schema_that_nothing_follows(url):
-    costly = {"type": "string", "pattern": "^(([a-z]{1,200}){1,200}){1,200}$"}
-    for schema in ({"$ref": "#"}, {"type": "nope"}, costly, {"enum": ["x" * 2**17]}):
+    for schema in ({"$ref": "#"}, {"type": "nope"}, {"enum": ["x" * 2**17]}):
         format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         error = error_of(ask(url, response_format=format))
         assert error["param"] == "response_format" and "/project" not in error["message"]
 
 
 def endless(number: int) -> str:
-    """A schema that takes longer to compile than anybody waits: medium ones and large ones."""
+    """A schema that takes longer to compile than anybody waits."""
     return json.dumps({"type": "string", "pattern": f"(.{{0,3}}a?){{0,{20 + 100 * (number % 2)}}}{number}"})
 
 
 @pytest.fixture
 def compiling(engine, monkeypatch):
     """Six of them."""
-    for effort in ("medium", "large"):
-        monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, effort, 1000.0)
-    assert {check_schema(endless(number)).effort for number in range(2)} == {"medium", "large"}
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (1000.0, 2)))
     found = [engine.engine.requests.grammars.compile(endless(number)) for number in range(6)]
     yield found
     assert not any(one.done() for one in found)
@@ -132,25 +126,6 @@ def compiling(engine, monkeypatch):
 
 def test_a_small_schema_waits_for_no_large_one(engine, compiling):
     asyncio.run(asyncio.wait_for(engine.compile_grammar('{"type": "boolean"}'), SECONDS))
-
-
-def test_a_body_does_not_wait_for_schemas_to_be_checked(engine, monkeypatch):
-    begun, go = threading.Event(), threading.Event()
-
-    def check(schema):
-        begun.set()
-        return go.wait(2 * SECONDS) and check_schema(schema)
-
-    async def run():
-        waiting = [asyncio.create_task(engine.compile_grammar("{}")) for _ in range(64)]
-        try:  # on the threads that read bodies
-            assert await asyncio.wait_for(asyncio.to_thread(begun.wait, SECONDS), SECONDS)
-        finally:
-            go.set()
-            await asyncio.gather(*waiting)
-
-    monkeypatch.setattr(engine_client, "check_schema", check)
-    asyncio.run(run())
 
 
 def test_a_grammar_that_is_there_waits_for_no_other(engine, compiling):
@@ -169,7 +144,7 @@ def test_a_grammar_that_is_there_waits_for_no_other(engine, compiling):
 
 
 def test_patterns_that_never_compile_delay_nobody_else(url, engine, monkeypatch):
-    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 1.0)
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (1.0, 2)))
 
     def formatted(schema):
         format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -187,7 +162,7 @@ def test_patterns_that_never_compile_delay_nobody_else(url, engine, monkeypatch)
             assert (error["param"], error["code"]) == ("response_format", "timeout")
             assert "compiling it takes more than 1 second" in error["message"]
     assert served > 3  # one that queued would have had to wait for all of them
-    monkeypatch.setitem(grammar_pool.COMPILE_SECONDS, "medium", 1000.0)  # not compiled again
+    monkeypatch.setattr(grammar_pool, "ATTEMPTS", ((0.1, 6), (1000.0, 2)))  # not compiled again
     error_of(formatted({"type": "string", "pattern": patterns[0]}), 504)
 
 

@@ -195,7 +195,7 @@ def test_a_fault_with_a_long_body_is_ours(engine, monkeypatch, caplog):
         raise OSError("no more processes")
 
     with http_server(build_app(engine, "fake")) as url:
-        monkeypatch.setattr(body_reader.subprocess, "Popen", no_process)
+        monkeypatch.setattr(body_reader, "start_process", no_process)
         answer = httpx.post(f"{url}/v1/completions", content=LONG, headers=JSON, timeout=300)
     assert "the server's log has the details" in error_of(answer, 500)["message"]
     (record,) = [record for record in caplog.records if record.exc_info]

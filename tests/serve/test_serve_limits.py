@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import socket
 import time
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from app_client import answers
 from fake_engine import REPLY, FakeEngine
 from http_server import http_server
 
@@ -20,24 +20,13 @@ from shadowkv.serve.http.settings import KEY_VARIABLE, ServerSettings
 from shadowkv.settings import add_flags
 
 
-def asgi(engine, settings, *requests):
-    """Answers of the application to requests sent one after another."""
-
-    async def run():
-        transport = httpx.ASGITransport(build_app(engine, "fake", settings))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return [await client.request(method, url, **options) for method, url, options in requests]
-
-    return asyncio.run(run())
-
-
 def test_key(engine):
     settings = ServerSettings(api_key=("other", "s3cret"))
     body = {"json": {"prompt": "Hi"}}
     right, wrong = ({"headers": {"Authorization": f"Bearer {key}"}, **body} for key in ("s3cret", "s3crets"))
     ask = "/v1/completions"
     requests = [("POST", ask, body), ("POST", ask, wrong), ("GET", "/v1/models", {}), ("POST", "/tokenize", body)]
-    for answer in asgi(engine, settings, *requests):
+    for answer in answers(engine, settings, *requests):
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
@@ -45,15 +34,15 @@ def test_key(engine):
     assert not engine.prompts
     no_keys = ["s3cret", "Basic s3cret", "Bearer", "Bearer S3CRET", "Bearers3cret", "Bearer s3cret s3cret", ""]
     requests = [("POST", ask, {"headers": {"Authorization": given}, **body}) for given in no_keys]
-    assert [answer.status_code for answer in asgi(engine, settings, *requests)] == [401] * len(no_keys)
+    assert [answer.status_code for answer in answers(engine, settings, *requests)] == [401] * len(no_keys)
     # The scheme's case does not matter, the key's does.
     requests = [
         ("POST", ask, {"headers": {"Authorization": f"{scheme} s3cret"}, **body})
         for scheme in ("bearer", "BEARER", "Bearer ")
     ]
-    assert [answer.status_code for answer in asgi(engine, settings, *requests)] == [200] * 3
+    assert [answer.status_code for answer in answers(engine, settings, *requests)] == [200] * 3
     requests = [("POST", ask, right), *(("GET", path, {}) for path in ("/health", "/version", "/metrics"))]
-    assert [answer.status_code for answer in asgi(engine, settings, *requests)] == [200] * 4
+    assert [answer.status_code for answer in answers(engine, settings, *requests)] == [200] * 4
     with http_server(build_app(engine, "fake", settings)) as url:
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0).models.list()
@@ -70,13 +59,13 @@ def test_body_limit_by_its_length_and_while_it_comes_in(engine):
     long = [{"content": b'{"prompt": "' + b"x" * 20_000}, {"content": endless()}]
     requests = [("POST", "/v1/completions", {**options, "headers": json_type}) for options in long]
     with http_server(build_app(engine, "fake", settings)) as url:
-        answers = [httpx.request(method, url + path, **o) for method, path, o in requests[:1]]
+        over_sockets = [httpx.request(method, url + path, **o) for method, path, o in requests[:1]]
         body = b"".join(b"3e8\r\n" + b"[" * 1000 + b"\r\n" for _ in range(40)) + b"0\r\n\r\n"
         assert b" 413 " in raw(url, b"Transfer-Encoding: chunked\r\n", body)
         # A client that announces more than it sends is not waited for.
         assert b" 413 " in raw(url, b"Content-Length: 9999999999\r\n", b"{}")
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "x" * 15}, timeout=300).status_code == 200
-    for answer in [*answers, *asgi(engine, settings, *requests)]:
+    for answer in [*over_sockets, *answers(engine, settings, *requests)]:
         assert answer.status_code == 413 and "0.015625 MiB" in answer.json()["error"]["message"]
     assert len(engine.prompts) == 1
 
@@ -92,7 +81,7 @@ def raw(url, header, body, timeout=300):
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_timeout(engine, stream):
     body = {"json": {"prompt": ["HANG", "fine"], "stream": stream}}
-    (answer,) = asgi(engine, ServerSettings(request_timeout=2.0), ("POST", "/v1/completions", body))
+    (answer,) = answers(engine, ServerSettings(request_timeout=2.0), ("POST", "/v1/completions", body))
     if stream:
         assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
         last = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: "))
@@ -108,7 +97,7 @@ def test_a_silent_stream_shows_that_it_lives(engine: FakeEngine):
 
     def ask(interval: float) -> None:
         start = time.monotonic()
-        (answer,) = asgi(engine, ServerSettings(keep_alive_interval=interval), ("POST", "/v1/completions", body))
+        (answer,) = answers(engine, ServerSettings(keep_alive_interval=interval), ("POST", "/v1/completions", body))
         took = time.monotonic() - start
         most = took / interval if interval else 0
         assert (interval == 0.1) <= answer.text.count(": keep-alive\n\n") <= most
@@ -132,7 +121,7 @@ def test_a_key_that_no_header_can_carry_is_refused(key):
 
 def test_a_key_with_blanks_inside(engine):
     request = ("GET", "/v1/models", {"headers": {"Authorization": "Bearer a  key"}})
-    assert [answer.status_code for answer in asgi(engine, ServerSettings(api_key=("a  key",)), request)] == [200]
+    assert [answer.status_code for answer in answers(engine, ServerSettings(api_key=("a  key",)), request)] == [200]
 
 
 def test_settings(monkeypatch):

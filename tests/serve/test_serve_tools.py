@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
-import httpx
 import pytest
 from fake_engine import REPLY, FakeEngine
 from replies import events
@@ -13,7 +11,6 @@ from test_serve_errors import error_of
 
 from shadowkv.engine.structured.grammar import Grammars
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
-from shadowkv.serve.app import build_app
 from shadowkv.serve.bodies import limits
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.output_schema import calls_schema
@@ -277,17 +274,11 @@ def test_tools_are_for_messages(call):
         assert error_of(call("POST", url, json={"prompt": "a", "tools": TOOLS, **more}))["param"] == "tools"
 
 
-def test_the_flag_goes_before_the_template_and_mistrals_ids_are_short(engine):
+def test_the_flag_goes_before_the_template_and_mistrals_ids_are_short(engine, client_of):
     engine.reply = '[TOOL_CALLS][{"name": "stop", "arguments": {}}]'
-    app = build_app(engine, "fake", ServerSettings(tool_call_parser="mistral"))
-
-    async def ask():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            body = {"messages": TURNS[:1], "tools": TOOLS, "max_tokens": len(engine.reply)}
-            return (await client.post("/v1/chat/completions", json=body)).json()
-
-    (made,) = asyncio.run(ask())["choices"][0]["message"]["tool_calls"]
-    app.state.bodies.close()
+    send = client_of(engine, tool_call_parser="mistral").post
+    answer = send("/v1/chat/completions", messages=TURNS[:1], tools=TOOLS, max_tokens=len(engine.reply))
+    (made,) = answer.json()["choices"][0]["message"]["tool_calls"]
     assert made["function"]["name"] == "stop" and len(made["id"]) == 9
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+from app_client import AppClient
 from fake_engine import FakeEngine
 
-from shadowkv.serve.app import build_app
 from shadowkv.serve.batch.answers import LineAnswers
 from shadowkv.serve.batch.lines import LineRequest
 from shadowkv.serve.http.settings import ServerSettings
@@ -27,16 +27,8 @@ BODIES = {
 
 
 def ask(settings: ServerSettings, *requests: tuple[str, str, Any]) -> list[httpx.Response]:
-    app = build_app(FakeEngine(), settings.served_name("own"), settings)
-
-    async def run() -> list[httpx.Response]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            return [await client.request(method, url, json=body) for method, url, body in requests]
-
-    answers = asyncio.run(run())
-    app.state.bodies.close()
-    app.state.documents.close()
-    return answers
+    with AppClient(FakeEngine(), settings, model=settings.served_name("own")) as client:
+        return [client(method, url, json=body) for method, url, body in requests]
 
 
 @pytest.mark.parametrize("url", BODIES)

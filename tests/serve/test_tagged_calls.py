@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from functools import partial
 
-import httpx
 import pytest
 from fake_engine import FakeEngine
 from replies import events
 from test_serve_tools import together
 from test_tool_formats import read
 
-from shadowkv.serve.app import build_app
 from shadowkv.serve.text.argument_values import json_value
 from shadowkv.serve.text.tagged_calls import Glm45, MinimaxM2, Qwen3Coder
 
@@ -277,27 +274,17 @@ def test_a_schema_with_many_references_is_read_in_a_moment():
 
 
 @pytest.fixture
-def post():
+def post(client_of):
     """A chat with a model of a template; its answer is given."""
     engine = FakeEngine()
     engine.max_model_len = 4000
-    apps = []
 
     def send(template, reply, **body):
         engine.tokenizer.chat_template, engine.reply = template, reply
-        apps.append(build_app(engine, "fake"))
+        messages = [{"role": "user", "content": "Hi"}]
+        return client_of(engine).post("/v1/chat/completions", messages=messages, max_tokens=len(reply), **body)
 
-        async def run():
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(apps[-1]), base_url="http://test") as client:
-                whole = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": len(reply), **body}
-                return await client.post("/v1/chat/completions", json=whole)
-
-        return asyncio.run(run())
-
-    yield send
-    for app in apps:
-        app.state.bodies.close()
-        app.state.store.close()
+    return send
 
 
 TEMPLATES = {

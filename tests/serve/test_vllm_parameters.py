@@ -8,9 +8,7 @@ from replies import events
 from test_serve_errors import error_of
 
 from shadowkv.engine.sampling_params import RepetitionDetectionParams
-from shadowkv.serve.app import build_app
 from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, UNSUPPORTED
-from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 
 BOTH = (
@@ -273,10 +271,9 @@ def test_continuous_usage(post):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_usage_and_names_of_tokens_by_the_servers_flags(path, http):
-    settings = ServerSettings(enable_force_include_usage=True, return_tokens_as_token_ids=True)
+def test_usage_and_names_of_tokens_by_the_servers_flags(path, client_of):
     body = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
-    send = http(build_app(FakeEngine(), "fake", settings))
+    send = client_of(FakeEngine(), enable_force_include_usage=True, return_tokens_as_token_ids=True).post
     chunks = events(send(path, **body, stream=True))
     assert all(chunk["usage"]["prompt_tokens"] for chunk in chunks) and not chunks[-1]["choices"]
     logprobs = {"logprobs": True} if "chat" in path else {"logprobs": 0}
@@ -285,8 +282,8 @@ def test_usage_and_names_of_tokens_by_the_servers_flags(path, http):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_answers_say_how_long_they_took_by_the_servers_flag(path, http):
-    send = http(build_app(FakeEngine(), "fake", ServerSettings(enable_per_request_metrics=True)))
+def test_answers_say_how_long_they_took_by_the_servers_flag(path, client_of):
+    send = client_of(FakeEngine(), enable_per_request_metrics=True).post
     body = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
     metrics = send(path, **body).json()["metrics"]
     assert set(metrics) == {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms"} | {
@@ -298,10 +295,10 @@ def test_answers_say_how_long_they_took_by_the_servers_flag(path, http):
     assert "mean_itl_ms" not in last["metrics"] and last["metrics"]["queue_time_ms"] >= 0
 
 
-def test_a_requests_own_template_where_it_is_trusted(http, tokenizer):
+def test_a_requests_own_template_where_it_is_trusted(client_of, tokenizer):
     engine = FakeEngine()
     engine.tokenizer, engine.max_model_len = tokenizer, 2000
-    send = http(build_app(engine, "fake", ServerSettings(trust_request_chat_template=True)))
+    send = client_of(engine, trust_request_chat_template=True).post
     template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
     body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": template}
     tokens = send("/tokenize", **body).json()["tokens"]

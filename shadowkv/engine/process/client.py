@@ -9,7 +9,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -21,10 +20,8 @@ from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
-from shadowkv.engine.process.fair_turns import FairTurns
 from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError, SchemaTimeout
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.structured.json_schema import check_schema
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.prefix_cache import protocol
@@ -157,7 +154,6 @@ class EngineClient:
         self.name, self._numbers = secrets.token_hex(4), itertools.count()
         self._answers: dict[str, Answers] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
-        self._checking, self._checks = ThreadPoolExecutor(1, "shadowkv-schema"), FairTurns(1)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def describe(self) -> list[str]:
@@ -309,12 +305,9 @@ class EngineClient:
         """Compiles a JSON schema or grammar in advance. Raises RequestError if no output can satisfy it, SchemaTimeout
         if it takes too long.
 
-        Large schemas and patterns can take seconds. Only other large ones wait for them.
+        Large schemas and patterns can take seconds. Only their like wait for them.
         """
-        loop = asyncio.get_running_loop()
-        async with self._checks.of(tenant):
-            cost = await loop.run_in_executor(self._checking, check_schema, rules)
-        await self._ask(messages.Compile(self._number(), rules, one_line, cost.effort, tenant), None, None)
+        await self._ask(messages.Compile(self._number(), rules, one_line, tenant), None, None)
 
     def request(
         self, prompt_token_ids: list[int], params: SamplingParams, tenant: str = "", priority: int = 0

@@ -170,7 +170,7 @@ class EngineCore:
         elif isinstance(command, messages.Forget):
             self._commands.put(partial(self._forget, client.decode(), command.number))
         elif isinstance(command, messages.Compile):
-            what = command.rules, command.one_line, command.effort, command.tenant
+            what = command.rules, command.one_line, command.tenant
             compiled = self.engine.requests.grammars.compile(*what)
             self._commands.put(partial(self._expect, client.decode(), command.number, compiled))
         else:

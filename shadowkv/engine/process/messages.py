@@ -16,9 +16,8 @@ import msgspec
 
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.structured.json_schema import Effort
 
-VERSION = 6
+VERSION = 7
 """Version of these messages."""
 
 ID_BYTES = 4
@@ -79,13 +78,11 @@ class Statistics(msgspec.Struct, tag=True):
 
 
 class Compile(msgspec.Struct, tag=True):
-    """Asks to compile a JSON schema or grammar. Compilations of the same ``effort`` wait for one another, fairly
-    between tenants."""
+    """Asks to compile a JSON schema or grammar. Compilations wait for one another, fairly between tenants."""
 
     number: int
     rules: str
     one_line: bool
-    effort: Effort
     tenant: str
 
 

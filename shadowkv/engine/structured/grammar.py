@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shadowkv.engine.request import RequestError
 from shadowkv.engine.structured.grammar_pool import Grammar, GrammarPool
-from shadowkv.engine.structured.json_schema import Effort, check_schema, name_and_param
+from shadowkv.engine.structured.json_schema import MAX_GRAMMAR_CHARS, name_and_param, refusal
 from shadowkv.engine.structured.vocabulary import Vocabulary
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.prefix_cache.protocol import settle
@@ -34,14 +34,11 @@ class Grammars:
         self.pool = GrammarPool(partial(Vocabulary.of, tokenizer, vocab_size, stop_ids))
         self._numbers = count()
 
-    def compile(
-        self, rules: str, one_line: bool = False, effort: Effort | None = None, tenant: str = ""
-    ) -> Future[None]:
+    def compile(self, rules: str, one_line: bool = False, tenant: str = "") -> Future[None]:
         """Starts to compile a JSON schema (as JSON text) or another grammar (``grammar_text``).
 
         Args:
             one_line: as in ``SamplingParams.json_one_line``.
-            effort: the result of ``check_schema``, if it has been called, because it is slow for long schemas.
             tenant: the tenant whose turn the compilation takes.
 
         The future raises RequestError if xgrammar is not installed or refuses the grammar, or if no output can satisfy
@@ -53,7 +50,9 @@ class Grammars:
                     "JSON output needs xgrammar, which is not installed on the server: pip install xgrammar",
                     name_and_param(rules)[1],
                 )
-            return self.pool.compile(Grammar(rules, one_line), effort or check_schema(rules).effort, tenant)
+            if len(rules) > MAX_GRAMMAR_CHARS:
+                raise refusal(f"it has {len(rules)} characters, {MAX_GRAMMAR_CHARS} are supported", rules)
+            return self.pool.compile(Grammar(rules, one_line), tenant)
         except RequestError as error:
             settle(refused := Future[None](), error)
             return refused
@@ -76,11 +75,6 @@ class GrammarConstraint:
         self._pool, self._number, self.grammar, self.tenant = pool, number, grammar, tenant
         self._mask, self._ready = b"", threading.Event()
         self.failure: RequestError | None = None
-
-    @property
-    def effort(self) -> Effort:
-        """The effort of compiling the grammar, in case its process has ended."""
-        return check_schema(self.grammar.rules).effort
 
     def start(self) -> None:
         """Starts to compute the mask of the first token, in another process."""

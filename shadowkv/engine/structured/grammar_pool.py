@@ -7,36 +7,35 @@ runs on one thread, which sleeps until a process replies or another thread calls
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
-import selectors
 import signal
 import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shadowkv.engine.request import RequestError
 from shadowkv.engine.structured.forker import Forker
 from shadowkv.engine.structured.grammar_messages import COMPILED, OUT_OF_MEMORY, REFUSED, Compile, Match
-from shadowkv.engine.structured.json_schema import Effort, not_compiled, not_followed, refusal, too_costly
-from shadowkv.engine.structured.turns import Turns
+from shadowkv.engine.structured.json_schema import not_compiled, not_followed, refusal, too_costly
 from shadowkv.engine.structured.vocabulary import Vocabulary
 from shadowkv.engine.tenant_queue import TenantQueue
 from shadowkv.prefix_cache.protocol import settle
 from shadowkv.wording import counted
 
-COMPILE_SECONDS: dict[Effort, float] = {"small": 8.0, "medium": 8.0, "large": 30.0}
-"""Limits on the processor time of a compilation. Usual patterns take milliseconds, patterns of the longest strings that
-xgrammar supports two seconds, and a schema with the most allowed states and string lengths 21 s."""
+ATTEMPTS = ((0.1, 6), (2.0, 2), (30.0, 3))
+"""Attempts to compile a grammar: the limit on processor time in seconds, and how many run at a time. No estimate says
+which grammar takes long, so what takes too long in one attempt is tried again among its like, from the start. Usual
+grammars take milliseconds, patterns of the longest strings that xgrammar supports two seconds."""
 
 MATCH_SECONDS = 1.0
 """Limit on the processor time for one token of an answer. Usual tokens take 0.02 to 0.2 ms. 60 alternatives of strings
@@ -44,9 +43,6 @@ take 0.34 s while all of them are possible. A few lines of grammar can take hour
 
 MEMORY_BYTES = 2**30
 """Limit on a process's memory, beyond the vocabulary."""
-
-COMPILING: dict[Effort, int] = {"small": 3, "medium": 3, "large": 2}
-"""Compilations that run at a time, by effort."""
 
 QUICK_SECONDS = 0.01
 """Work that takes longer is slow: the process's priority is lowered by ``NICENESS``, and slow processes take turns."""
@@ -90,10 +86,6 @@ class Answer(Protocol):
     grammar: Grammar
     tenant: str
 
-    @property
-    def effort(self) -> Effort:
-        """The effort of compiling the grammar."""
-
     def may_continue(self, mask: bytes) -> None:
         """Sets the next mask: a bit for each token, 1 if it is allowed."""
 
@@ -121,8 +113,10 @@ class _Process:
         waiters: futures that are settled when the grammar is compiled.
         matched: the answers that it matches, by number.
         ended: numbers of ended answers that it must drop.
+        attempt: index of the current attempt to compile it, in ``ATTEMPTS``.
         owed: numbers of the answers that wait for a mask, without ``current``.
         current: number of the answer whose mask it computes; None if it computes none.
+        pays: the tenant that pays for its newest work.
         pid: its process id; None before the fork and after the end.
         bytes: its memory when compiled.
         began: time at which its newest work began, in seconds.
@@ -130,25 +124,20 @@ class _Process:
     """
 
     grammar: Grammar
-    effort: Effort
     tenants: list[str] = field(default_factory=list)
     waiters: list[Future[None]] = field(default_factory=list)
     matched: dict[int, _Matched] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
+    attempt: int = 0
     owed: TenantQueue[int] = field(default_factory=partial(TenantQueue[int], 1))
     current: int | None = None
+    pays: str = ""
     connection: Connection | None = None
     pid: int | None = None
     bytes: int = 0
     compiled: bool = False
     began: float = 0.0
     had: float = 0.0
-
-    @property
-    def pays(self) -> str:
-        """The tenant that pays for its current work."""
-        found = None if self.current is None else self.matched.get(self.current)
-        return self.tenants[0] if found is None else found.answer.tenant
 
     @property
     def is_wanted(self) -> bool:
@@ -169,8 +158,11 @@ class _Process:
         return 0.0
 
     def is_slow(self, now: float) -> bool:
-        """Whether its current work has taken long, both in time and in processor time."""
-        return self.pid is not None and now - self.began >= QUICK_SECONDS <= self.seconds() - self.had
+        """Whether its current work has taken long, both in time and in processor time. First attempts never count: they
+        are short, and what is short need not wait for a turn."""
+        if self.pid is None or not (self.compiled or self.attempt):
+            return False
+        return now - self.began >= QUICK_SECONDS <= self.seconds() - self.had
 
     def lower_priority(self, by: int) -> None:
         """Sets its niceness to the engine's plus ``by``. An unprivileged user cannot raise a priority again."""
@@ -192,28 +184,27 @@ class GrammarPool:
         vocabulary: Callable[[], Vocabulary],
         module: str = "shadowkv.engine.structured.grammar_process",
     ) -> None:
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._woken: socket.socket
-        self._wakes: socket.socket
-        self._selector: selectors.DefaultSelector
+        self._loop: asyncio.AbstractEventLoop
+        self._timer: asyncio.TimerHandle | None = None
         self._thread: threading.Thread | None = None
         self._lock, self._closed, self._why_closed = threading.Lock(), False, SHUT_DOWN
         self._forker: Forker[_Process] = Forker(vocabulary, module)
         self._by_pid: dict[int, _Process] = {}
         self._grammars: OrderedDict[Grammar, _Process] = OrderedDict()
-        self._queued = {effort: TenantQueue[_Process](places) for effort, places in COMPILING.items()}
+        self._attempts = [TenantQueue[_Process](places) for _, places in ATTEMPTS]
         self._too_costly: OrderedDict[tuple[str | None, bytes], str] = OrderedDict()
         self._busy: set[_Process] = set()
-        self._turns, self._slow, self._turn_ends = Turns(SLOW_AT_ONCE), set[_Process](), 0.0
+        self._slow, self._turn_ends = set[_Process](), 0.0
+        self._running, self._stopped = set[_Process](), TenantQueue[_Process](SLOW_AT_ONCE + 1)
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
-    def compile(self, grammar: Grammar, effort: Effort, tenant: str) -> Future[None]:
+    def compile(self, grammar: Grammar, tenant: str) -> Future[None]:
         """Starts to compile a grammar, which is then kept for a while. The future raises RequestError if the compiler
         refuses it, SchemaTimeout if it takes too much time or memory or the pool is closed. Cancelling the future ends
         the compilation if no other future waits for it."""
         compiled: Future[None] = Future()
-        if self._do(partial(self._compile, grammar, effort, tenant, compiled)):
+        if self._do(partial(self._compile, grammar, tenant, compiled)):
             compiled.add_done_callback(lambda done: self._do(self._end_unwanted) if done.cancelled() else None)
         else:
             settle(compiled, not_compiled(self._why_closed, grammar.rules))
@@ -240,7 +231,7 @@ class GrammarPool:
                 self._closed = True
                 return
             self._closed = True
-            self._wake()
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def _do(self, command: Callable[[], None]) -> bool:
@@ -248,82 +239,71 @@ class GrammarPool:
         with self._lock:
             if self._closed:
                 return False
-            self._commands.put(command)
             if self._thread is None:
-                self._start()
-            self._wake()
+                self._loop = asyncio.SelectorEventLoop()
+                self._loop.set_exception_handler(self._fail)
+                self._thread = threading.Thread(target=self._run, name="shadowkv-grammars", daemon=True)
+                self._thread.start()
+            self._loop.call_soon_threadsafe(self._handle, command)
         return True
-
-    def _wake(self) -> None:
-        with suppress(BlockingIOError):  # the socket is full, so the thread is being woken already
-            self._wakes.send(b"!")
-
-    def _start(self) -> None:
-        self._woken, self._wakes = socket.socketpair()
-        self._wakes.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(4096))
-        self._thread = threading.Thread(target=self._run, name="shadowkv-grammars", daemon=True)
-        self._thread.start()
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            timeout: float | None = None
-            while not self._closed:
-                for key, _ in self._selector.select(timeout):
-                    key.data()
-                self._run_commands()
-                self._start_some()
-                timeout = self._share_out(time.monotonic())
-        finally:
-            with self._lock:
-                if not self._closed:
-                    self._why_closed = FAILED
-                self._closed = True
-            self._run_commands()
-            self._end_forker()
-            self._refuse_all(self._why_closed)
-            for end in (self._woken, self._wakes, self._selector):
-                end.close()
+        self._loop.run_forever()
+        self._loop.call_soon(self._loop.stop)
+        self._loop.run_forever()  # the commands that have come before the pool was closed
+        self._end_forker()
+        self._refuse_all(self._why_closed)
+        self._loop.close()
 
-    def _run_commands(self) -> None:
-        while not self._commands.empty():
-            self._commands.get()()
+    def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Closes the pool after a fault."""
+        loop.default_exception_handler(context)
+        with self._lock:
+            if not self._closed:
+                self._closed, self._why_closed = True, FAILED
+        loop.stop()
 
-    def _compile(self, grammar: Grammar, effort: Effort, tenant: str, compiled: Future[None]) -> None:
+    def _handle(self, event: Callable[[], None]) -> None:
+        event()
+        self._start_some()
+        if self._timer is not None:
+            self._timer.cancel()
+        seconds = self._share_out(time.monotonic())
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._handle, lambda: None)
+
+    def _compile(self, grammar: Grammar, tenant: str, compiled: Future[None]) -> None:
         if reason := self._known(grammar, tenant):
             settle(compiled, too_costly(reason, grammar.rules))
             return
-        process = self._process(grammar, tenant, lambda: effort)
+        process = self._process(grammar, tenant)
         if process.compiled:
             settle(compiled, None)
         else:
             process.waiters.append(compiled)
 
-    def _process(self, grammar: Grammar, tenant: str, effort: Callable[[], Effort]) -> _Process:
+    def _process(self, grammar: Grammar, tenant: str) -> _Process:
         """The process of a grammar, queued to start if there is none, and now the most recently used one. If several
         tenants wait for it, it starts at the turn of any of them."""
-        process = self._grammars.pop(grammar, None) or _Process(grammar, effort())
+        process = self._grammars.pop(grammar, None) or _Process(grammar)
         self._grammars[grammar] = process
         if process.connection is None and tenant not in process.tenants:
             process.tenants.append(tenant)
-            self._queued[process.effort].append(tenant, process)
+            self._attempts[process.attempt].append(tenant, process)
         return process
 
-    def _match(self, number: int, matched: _Matched) -> None:
-        if (process := self._process_of(matched.answer)) is not None:
-            process.matched[number] = matched
-            process.owed.append(matched.answer.tenant, number)
-            self._give_work(process)
-
-    def _process_of(self, answer: Answer) -> _Process | None:
-        """The process for an answer; None if the grammar is known as too costly, in which case the answer fails."""
+    def _match(self, number: int, matched: _Matched, owed: bool = True) -> None:
+        """Gives an answer to the process of its grammar. ``owed``: whether it waits for a mask."""
+        answer = matched.answer
         if reason := self._known(answer.grammar, answer.tenant):
             answer.fail(too_costly(reason, answer.grammar.rules))
-            return None
-        return self._process(answer.grammar, answer.tenant, lambda: answer.effort)
+            return
+        process = self._process(answer.grammar, answer.tenant)
+        process.matched[number] = matched
+        if owed:
+            process.owed.append(answer.tenant, number)
+        self._give_work(process)
 
     def _accept(self, number: int, grammar: Grammar, token: int) -> None:
         process = self._grammars.get(grammar)
@@ -358,17 +338,17 @@ class GrammarPool:
     # -- processes, on the thread ------------------------------------------------------------------------------------
 
     def _start_some(self) -> None:
-        if not any(self._queued.values()):
+        if not any(self._attempts):
             return
         if self._forker.connection is None:
             try:
-                self._selector.register(self._forker.start(), selectors.EVENT_READ, self._hear_forker)
+                self._loop.add_reader(self._forker.start(), self._handle, self._hear_forker)
             except OSError as error:
                 self._not_started(str(error))
         if not self._forker.is_ready:
             return
-        for effort, queued in self._queued.items():
-            compiling = [p for p in self._grammars.values() if p.effort == effort and p.connection and not p.compiled]
+        for attempt, queued in enumerate(self._attempts):
+            compiling = [p for p in self._grammars.values() if p.attempt == attempt and p.connection and not p.compiled]
             in_use = Counter(process.tenants[0] for process in compiling)
             while (process := queued.pop(in_use)) is not None:
                 for tenant in process.tenants:
@@ -381,9 +361,10 @@ class GrammarPool:
         with theirs, suppress(OSError):  # the forker has ended, which _hear_forker handles
             self._forker.fork(theirs.fileno(), process)
         process.connection = Connection(ours.detach())
+        process.pays = process.tenants[0]
         self._works(process)
-        self._selector.register(process.connection, selectors.EVENT_READ, partial(self._hear, process))
-        seconds = COMPILE_SECONDS[process.effort]
+        self._loop.add_reader(process.connection, self._handle, partial(self._hear, process))
+        seconds, _ = ATTEMPTS[process.attempt]
         self._send(process, Compile(*process.grammar, NICENESS, seconds, MATCH_SECONDS, MEMORY_BYTES))
 
     def _send(self, process: _Process, message: Compile | Match) -> None:
@@ -399,16 +380,16 @@ class GrammarPool:
         try:
             answer = process.connection.recv_bytes()
         except (EOFError, OSError):
-            with suppress(KeyError):  # unregistered before
-                self._selector.unregister(process.connection)
+            self._loop.remove_reader(process.connection)
             return
         kind, rest = answer[:1], answer[1:]
-        self._busy.discard(process)
-        if process in self._slow:
+        was_slow = process in self._slow
+        self._rests(process)
+        if was_slow:
             process.lower_priority(0)
             process.signal(signal.SIGCONT)  # it can have been stopped after its reply
         if not process.compiled:
-            self._queued[process.effort].had(process.tenants[0])
+            self._attempts[process.attempt].had(process.tenants[0])
         if kind == REFUSED:
             self._give_up(process, refusal(rest.decode(), process.grammar.rules))
         elif kind == COMPILED:
@@ -430,12 +411,13 @@ class GrammarPool:
         if number is None and len(process.ended) < ENDED:
             return
         process.current = number
-        tokens = [] if number is None else process.matched[number].new
+        tokens: list[int] = []
+        if number is not None:
+            matched = process.matched[number]
+            tokens, matched.new, process.pays = matched.new, [], matched.answer.tenant
         self._works(process)
         self._send(process, Match(number, tokens, process.ended))
         process.ended = []
-        if number is not None:
-            process.matched[number].new = []
 
     def _end_unwanted(self) -> None:
         """Ends compilations for which no future waits. If unused processes take more than ``KEPT_BYTES``, it ends the
@@ -452,7 +434,7 @@ class GrammarPool:
     def _forget(self, process: _Process) -> None:
         self._grammars.pop(process.grammar, None)
         for tenant in process.tenants:
-            self._queued[process.effort].remove(tenant, process)
+            self._attempts[process.attempt].remove(tenant, process)
 
     def _give_up(self, process: _Process, error: RequestError, no_fault: str | None = None) -> None:
         """Fails all futures and answers of a process. ``no_fault`` is the reason if the grammar is not at fault."""
@@ -467,25 +449,43 @@ class GrammarPool:
         process.began, process.had = time.monotonic(), process.seconds()
         self._busy.add(process)
 
+    def _rests(self, process: _Process) -> None:
+        for processes in (self._busy, self._slow, self._running):
+            processes.discard(process)
+        self._stopped.remove(process.pays, process)
+
     def _share_out(self, now: float) -> float | None:
         """Lets slow processes take turns. Returns the seconds until the next call is due; None if none is."""
-        slow = {process for process in self._busy if process.is_slow(now)}
-        due = [QUICK_SECONDS] if any(process.pid for process in self._busy - slow) else []
-        for process in slow - self._slow:
+        new = {process for process in self._busy - self._slow if process.is_slow(now)}
+        self._slow |= new
+        if now >= self._turn_ends:
+            new |= self._running
+            self._running, self._turn_ends = set(), now + TURN_SECONDS
+        for process in new:
             if process.compiled:
                 process.lower_priority(NICENESS)
-        if slow != self._slow or now >= self._turn_ends:
-            self._slow, self._turn_ends = slow, now + TURN_SECONDS
-            chosen = self._turns.change(sorted(slow, key=lambda process: process.began), now)
-            for process in slow:
-                process.signal(signal.SIGCONT if process in chosen else signal.SIGSTOP)
-        if slow:
-            due.append(self._turn_ends - now)
+            self._stopped.append(process.pays, process)
+        for process in self._turn():
+            new.discard(process)
+            process.signal(signal.SIGCONT)
+        for process in new:
+            process.signal(signal.SIGSTOP)
+        due = [self._turn_ends - now] if self._slow else []
+        if any(process.pid for process in self._busy - self._slow):
+            due.append(QUICK_SECONDS)
         if (late_in := self._forker.late_in(now)) is not None:
             due.append(late_in)
             if late_in <= 0:
                 self._not_started("it takes too long")
         return max(0.0, min(due)) if due else None
+
+    def _turn(self) -> Iterator[_Process]:
+        """Fills the places of slow processes that run."""
+        in_use = Counter(process.pays for process in self._running)
+        while len(self._running) < SLOW_AT_ONCE and (process := self._stopped.pop(in_use)) is not None:
+            in_use[process.pays] += 1
+            self._running.add(process)
+            yield process
 
     # -- ends of processes, on the thread ----------------------------------------------------------------------------
 
@@ -521,8 +521,7 @@ class GrammarPool:
 
     def _end_forker(self) -> None:
         if self._forker.connection is not None:
-            with suppress(KeyError):  # the connection was not registered
-                self._selector.unregister(self._forker.connection)
+            self._loop.remove_reader(self._forker.connection)
         for process in self._by_pid.values():
             process.signal(signal.SIGKILL)
         self._forker.end()
@@ -534,10 +533,9 @@ class GrammarPool:
             self._give_up(process, not_compiled(reason, process.grammar.rules), reason)
 
     def _disconnect(self, process: _Process) -> None:
-        self._busy.discard(process)
+        self._rests(process)
         if process.connection is not None:
-            with suppress(KeyError):
-                self._selector.unregister(process.connection)
+            self._loop.remove_reader(process.connection)
             process.connection.close()
             process.connection, process.pid = None, None
 
@@ -550,8 +548,12 @@ class GrammarPool:
         number, reason, rules = process.current, _reason(code, how, process), process.grammar.rules
         too_much = code in (-signal.SIGPROF, OUT_OF_MEMORY)
         if not process.compiled:
-            self._queued[process.effort].had(process.tenants[0])
-            if too_much:
+            self._attempts[process.attempt].had(process.tenants[0])
+            if code == -signal.SIGPROF and process.attempt + 1 < len(ATTEMPTS):
+                process.attempt += 1
+                for tenant in process.tenants:
+                    self._attempts[process.attempt].append(tenant, process)
+            elif too_much:
                 self._remember(process.grammar, None, reason)
                 self._give_up(process, too_costly(reason, rules))
             else:
@@ -574,20 +576,15 @@ class GrammarPool:
         if matched.deaths > MAX_DEATHS:
             answer.fail(not_followed(reason, answer.grammar.rules))
             return
-        if (process := self._process_of(answer)) is None:
-            return
         matched.new = [*matched.tokens]
-        process.matched[number] = matched
-        if owed:
-            process.owed.append(answer.tenant, number)
-        self._give_work(process)
+        self._match(number, matched, owed)
 
 
 def _reason(code: int | None, how: str, process: _Process) -> str:
     """Describes why a process has ended."""
     what = "matching the answer takes" if process.compiled else "compiling it takes"
     if code == -signal.SIGPROF:
-        seconds = MATCH_SECONDS if process.compiled else COMPILE_SECONDS[process.effort]
+        seconds = MATCH_SECONDS if process.compiled else ATTEMPTS[process.attempt][0]
         return f"{what} more than {counted(round(seconds), 'second')}"
     if code == OUT_OF_MEMORY:
         return f"{what} more than {MEMORY_BYTES / 2**30:g} GiB of memory"

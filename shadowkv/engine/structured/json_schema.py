@@ -1,48 +1,19 @@
-"""Checks JSON schemas before compilation: size limits, estimated cost, and whether any JSON can satisfy them."""
+"""Checks of JSON schemas before compilation, and the errors of schemas and grammars that cannot be followed."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from shadowkv.engine.request import RequestError, SchemaTimeout
 from shadowkv.grammar_text import grammar_kind
 
-ANY_JSON: dict[str, Any] = {}
-"""The schema that any JSON value satisfies."""
-
-MAX_SCHEMA_CHARS = 2**17
-MAX_SCHEMA_DEPTH = 200
-"""Compile time grows with the square of characters and depth: half a second at these limits, 15 seconds at 900 levels.
-It cannot be interrupted. A chain of 20,000 references overflows the compiler's stack."""
-
-MAX_SCHEMA_STATES = 8_000
-"""Repetitions in patterns and strings are compiled state by state. Each state has a mask over the vocabulary, which
-takes one or two milliseconds. A pattern of 60 characters can have millions of states."""
-
-SMALL_CHARS, SMALL_STATES = 4_000, 50
-MEDIUM_CHARS, MEDIUM_STATES = 8_000, 300
-
-UNBOUNDED: dict[str, type | tuple[type, ...]] = {
-    "pattern": str,
-    "patternProperties": dict,
-    "propertyNames": dict,
-    "minProperties": (int, float),
-    "maxProperties": (int, float),
-}
-"""Keys whose cost is not known before compilation, with the types of their values. A short regular expression can have
-millions of ways to read one token of several letters; if tokens are bytes, it takes milliseconds. Counted properties
-are compiled once for each count."""
+MAX_GRAMMAR_CHARS = 2**17
+"""Most characters of a schema or another grammar. A chain of 20,000 references overflows the compiler's stack."""
 
 LOG_PREFIX = re.compile(r"^.*(Check failed: (\(.*?\) is false: )?|\.(cc|h):\d+: )", re.DOTALL)
 """The prefix of the compiler's messages: time, source file and condition."""
-
-Effort = Literal["small", "medium", "large"]
-"""Estimated time of a compilation. ``small``: at most a second. ``medium``: a short schema that takes seconds, or
-forever. ``large``: half a minute, or forever."""
 
 LISTED_ITEMS = re.compile(r'"items"\s*:\s*\[')
 DATA = ("const", "enum", "default", "examples")
@@ -51,42 +22,8 @@ DATA = ("const", "enum", "default", "examples")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keys whose values are objects of schemas by name. A name can equal a key of JSON Schema."""
 
-LONGEST_STRING = 1_000
-"""Most states of a string with a length limit; longer limits have no more states."""
-
 MAX_REASON_CHARS = 300
 MAX_QUOTED_CHARS = 80
-
-HUGE, DIGITS = 10**9, 9
-"""A number above all limits, and its digits: larger numbers are cut off."""
-
-TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]?|\{(?P<least>[0-9]+)(?:,(?P<most>[0-9]*))?\}|.", re.DOTALL)
-"""A token of a regular expression: an escape, a set, a counted repetition, or any other character."""
-
-
-@dataclass(frozen=True)
-class SchemaCost:
-    """The estimated cost of a schema before compilation.
-
-    Attributes:
-        chars: its length.
-        states: about how many states its repetitions have.
-        anything: whether any JSON value satisfies it.
-        bounded: whether all of its cost is known.
-    """
-
-    chars: int
-    states: int
-    anything: bool
-    bounded: bool
-
-    @property
-    def effort(self) -> Effort:
-        """The estimated time of the compilation."""
-        if self.chars > MEDIUM_CHARS or self.states > MEDIUM_STATES:
-            return "large"
-        is_small = self.bounded and self.chars <= SMALL_CHARS and self.states <= SMALL_STATES
-        return "small" if is_small else "medium"
 
 
 def refusal(reason: str, rules: str = "{}") -> RequestError:
@@ -125,88 +62,19 @@ def compiler_reason(error: Exception) -> str:
     return LOG_PREFIX.sub("", str(error)).strip() or "xgrammar gives no reason; simpler patterns may do"
 
 
-def check_schema(schema: str) -> SchemaCost:
-    """Checks a schema (as JSON text) or another grammar (``grammar_text``) and estimates its cost.
-
-    Raises RequestError if it is too large or no JSON can satisfy it. For other grammars only the length is checked, and
-    their cost is unknown, except for a choice of texts.
-    """
-    if (other := grammar_kind(schema)) is not None:
-        if len(schema) > MAX_SCHEMA_CHARS:
-            raise refusal(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported", schema)
-        return SchemaCost(len(schema), 0, anything=False, bounded=other[0] == "choice")
-    try:
-        return _check(schema)
-    except (ValueError, RecursionError) as error:
-        raise refusal(str(error)) from error
-
-
-@lru_cache(maxsize=64)
-def _check(schema: str) -> SchemaCost:
-    if len(schema) > MAX_SCHEMA_CHARS:
-        raise ValueError(f"it has {len(schema)} characters, {MAX_SCHEMA_CHARS} are supported")
+def parse_schema(schema: str) -> Any:
+    """Parses a schema. Raises ValueError or RecursionError if it is no JSON, refers to other documents, or no JSON can
+    satisfy it."""
     rules = json.loads(schema)
-    repeated: set[tuple[Any, ...]] = set()
-    bounded = True
-    level, depth = [rules], 0
+    level = [rules]
     while level:
-        depth += 1
-        if depth > MAX_SCHEMA_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_SCHEMA_DEPTH} levels deep")
         for one in level:
             if isinstance(one, dict):
-                repeated |= _repeated(one)
                 _check_reference(one.get("$ref"))
-                bounded &= not any(isinstance(one.get(key), kind) for key, kind in UNBOUNDED.items())
         level = [child for one in level for child in _children(one)]
-    states = sum(_states(*one) for one in repeated)
-    if states > MAX_SCHEMA_STATES:
-        raise ValueError(
-            f"its patterns and string lengths need about {states} states, {MAX_SCHEMA_STATES} are supported; "
-            "use fewer or shorter repetitions"
-        )
     if not _has_answer(rules):
         raise ValueError("no finite JSON can satisfy it: it requires itself endlessly, or one of no alternatives")
-    return SchemaCost(len(schema), states, bool(rules == ANY_JSON), bounded)
-
-
-def _repeated(rules: dict[str, Any]) -> set[tuple[Any, ...]]:
-    """The patterns and string lengths of a schema object, which are compiled state by state. Equal ones in a document
-    are compiled once."""
-    lengths = tuple(n for key in ("minLength", "maxLength") if isinstance(n := rules.get(key), int | float))
-    patterns = rules.get("patternProperties")
-    names = [*patterns] if isinstance(patterns, dict) else []
-    found = {(pattern, ()) for pattern in (rules.get("pattern"), *names) if isinstance(pattern, str)}
-    return found | ({("", lengths)} if lengths else set())
-
-
-def _states(pattern: str, lengths: tuple[float, ...]) -> int:
-    return unrolled(pattern) if pattern else int(min(max(lengths), LONGEST_STRING))
-
-
-def unrolled(pattern: str) -> int:
-    """Length of a regular expression with its counted repetitions expanded; at most ``HUGE``."""
-    sizes, last, at = [0], 0, 0
-    while at < len(pattern):
-        token = TOKEN.match(pattern, at)
-        assert token is not None  # any character is one
-        at = token.end()
-        least, most = token.group("least"), token.group("most")
-        if token.group() == "(":
-            sizes.append(0)
-            last = 0
-            continue
-        if least is not None:
-            times = max(int(number[:DIGITS]) for number in (least, most or "0"))
-            sizes[-1] += last * max(0, times - 1)
-        elif token.group() == ")" and len(sizes) > 1:
-            last = sizes.pop()
-            sizes[-1] += last
-        elif token.group() not in ("|", "*", "+", "?"):
-            last = 1
-            sizes[-1] += 1
-        sizes[-1] = min(sizes[-1], HUGE)
-    return min(sum(sizes), HUGE)
+    return rules
 
 
 def with_prefix_items(schema: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shadowkv.engine.structured.json_schema import check_schema, compiler_reason, with_prefix_items
+from shadowkv.engine.structured.json_schema import compiler_reason, parse_schema, with_prefix_items
 from shadowkv.grammar_text import choice_grammar, grammar_kind
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def compile_schema(info: xgrammar.TokenizerInfo, schema: str, one_line: bool) ->
             if kind == "structural_tag":
                 return compiler.compile_structural_tag(rules)
             return compiler.compile_grammar(choice_grammar(rules) if kind == "choice" else rules)
-        if check_schema(schema).anything:
+        if parse_schema(schema) == {}:  # any JSON
             return compiler.compile_builtin_json_grammar()
         return compiler.compile_json_schema(with_prefix_items(schema), any_whitespace=not one_line)
     except (RuntimeError, ValueError) as error:  # includes RecursionError

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from shadowkv.serve.anthropic.blocks import TextContent, Turns, begun, messages_of
 from shadowkv.serve.bodies.body import Body, Name, Text, refusal
 from shadowkv.serve.bodies.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_TOOLS
-from shadowkv.serve.openai.converted import Converted
+from shadowkv.serve.openai.converted import ConvertedChat
 from shadowkv.serve.openai.messages import Effort
 from shadowkv.serve.openai.output_schema import checked_schema
 from shadowkv.serve.openai.protocol import Sampling
@@ -86,7 +86,7 @@ class OutputConfig(Body):
     effort: Effort | None = None
 
 
-class Prompt(Converted):
+class Prompt(ConvertedChat):
     """Body of ``/v1/messages/count_tokens``: the parts of a request that make up the prompt."""
 
     names = NAMES

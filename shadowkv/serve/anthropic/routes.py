@@ -54,6 +54,6 @@ def messages_routes(engine: EngineClient, settings: ServerSettings, respond: Res
     )
     async def post_count_tokens(body: Prompt, request: Request) -> Response:
         check_model(body.model, respond.served_name)
-        return await count_tokens(endpoint, body.chat, tokenize_limit(engine.max_model_len), request)
+        return await count_tokens(endpoint, body.generation, tokenize_limit(engine.max_model_len), request)
 
     return router

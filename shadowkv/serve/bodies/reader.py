@@ -7,22 +7,19 @@ would block everything else.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import pickle
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.connection import Connection
 from threading import Event, Timer
 from typing import TypeVar
 
+from shadowkv.engine.child_process import start_process
 from shadowkv.engine.process.fair_turns import FairTurns, in_thread
 from shadowkv.serve.bodies.api_error import ApiError, server_stopping
 from shadowkv.serve.bodies.body import Body, read_body
 from shadowkv.serve.bodies.parameters import unknown
-from shadowkv.serve.bodies.reader_process import read_frame, write_frame
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -115,6 +112,7 @@ class _Process:
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection
         self._killed = Event()
         self._clock: asyncio.TimerHandle | None = None
 
@@ -138,8 +136,7 @@ class _Process:
         """The process's result for a body. If there is none, the process is ended and the result is an ApiError that
         says why."""
         if self._process is None:
-            self._process = self._started()
-        assert self._process.stdin is not None and self._process.stdout is not None
+            self._process, self._connection = start_process("shadowkv.serve.bodies.reader_process")
         late = Event()
 
         def stop() -> None:
@@ -151,10 +148,10 @@ class _Process:
         try:
             if self._killed.is_set():  # killed while it started
                 raise EOFError
-            write_frame(self._process.stdin, pickle.dumps(work))
-            write_frame(self._process.stdin, raw)
+            self._connection.send((self._memory, work))
+            self._connection.send_bytes(raw)
             result: T | ApiError
-            result, names = pickle.loads(read_frame(self._process.stdout))
+            result, names = self._connection.recv()
         except (EOFError, OSError):
             was_killed = self._killed.is_set()
             self.end()
@@ -173,15 +170,6 @@ class _Process:
         for name in names:
             unknown.tell(name)
         return result
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "shadowkv.serve.bodies.reader_process", str(self._memory)]
-        # The process finds modules where this process finds them. A new session keeps a terminal's signals away from
-        # it.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-        )
 
     def end_in(self, seconds: float, idle: list[_Process]) -> None:
         """Ends the process after ``seconds`` and removes it from ``idle``, unless ``keep`` is called first."""
@@ -209,7 +197,4 @@ class _Process:
         if self._process is None:
             return
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):  # unwritten data
-                pipe.close()
+        self._connection.close()

@@ -1,41 +1,18 @@
-"""``python -m shadowkv.serve.bodies.reader_process BYTES``: the process that reads long bodies for the server.
+"""``python -m shadowkv.serve.bodies.reader_process FD``: the process that reads long bodies for the server.
 
-A frame is a length in 8 bytes and that many bytes. The process receives a pickled function and a body. It sends back,
-pickled, the function's result or its ApiError, and the names of unknown parameters. It ends when its input ends, so
-that it does not outlive the server.
+FD is the socket to the server (``reader.py``). For each body the process receives its limit of memory with a function,
+and then the body. It sends back the function's result or its ApiError, and the names of unknown parameters. It ends
+when the connection is closed, so that it does not outlive the server.
 """
 
 from __future__ import annotations
 
 import contextlib
-import pickle
-import struct
 import sys
-from typing import IO
+from multiprocessing.connection import Connection
 
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.parameters import unknown
-
-LENGTH = struct.Struct("<Q")
-
-
-def write_frame(stream: IO[bytes], data: bytes | bytearray) -> None:
-    """Writes one frame."""
-    stream.write(LENGTH.pack(len(data)))
-    stream.write(data)
-    stream.flush()
-
-
-def read_frame(stream: IO[bytes]) -> bytes:
-    """Reads one frame; raises EOFError if the other side has ended."""
-    length = stream.read(LENGTH.size)
-    if len(length) < LENGTH.size:
-        raise EOFError
-    (size,) = LENGTH.unpack(length)
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
 
 
 def limit_memory(size: int) -> None:
@@ -46,26 +23,24 @@ def limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-def main(source: IO[bytes], target: IO[bytes]) -> None:
-    """Reads bodies until the input ends."""
+def main(server: Connection) -> None:
+    """Reads bodies until the connection is closed."""
     unknown.collects = True
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, OSError):
         while True:
-            work, raw = pickle.loads(read_frame(source)), read_frame(source)
+            memory, work = server.recv()
+            limit_memory(memory)
+            raw = server.recv_bytes()
             try:
                 try:
-                    answer = pickle.dumps((work(raw), unknown.take()))
+                    answer = work(raw), unknown.take()
+                    server.send(answer)
                 except MemoryError:
                     message = f"reading this body of {len(raw)} bytes takes more memory than the limit; send less"
                     raise ApiError(message, status=413, code="body_too_large") from None
             except ApiError as error:
-                answer = pickle.dumps((error, unknown.take()))
-            del raw
-            write_frame(target, answer)
-            del answer
+                server.send((error, unknown.take()))
 
 
 if __name__ == "__main__":
-    limit_memory(int(sys.argv[1]))
-    answers, sys.stdout = sys.stdout, sys.stderr  # prints must not go between the frames
-    main(sys.stdin.buffer, answers.buffer)
+    main(Connection(int(sys.argv[1])))

@@ -16,10 +16,11 @@ from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import Name, refusal
 from shadowkv.serve.bodies.limits import MAX_BIASED_CHARS, MAX_LOGIT_BIASES
 from shadowkv.serve.http.replies import Events
-from shadowkv.serve.native.converted import NativeCompletion, NativeCompletions, NativeRequest
+from shadowkv.serve.native.converted import NativeCompletion, NativeRequest
+from shadowkv.serve.openai.completions import Completions
 from shadowkv.serve.openai.jobs import Job, Piece, progress_timings
 from shadowkv.serve.openai.logprobs import LOWEST, token_text
-from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest, Tokens
+from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest, TextRequest, Tokens
 from shadowkv.serve.text.tokenization import check_prompt, encode
 
 NAMES = MappingProxyType({"max_tokens": "n_predict", "logprobs": "n_probs"})
@@ -82,7 +83,7 @@ class LlamaRequest(NativeRequest):
         """Entries of ``logit_bias`` that name their tokens by a text."""
         return self._text_biases
 
-    def as_completion(self) -> dict[str, Any]:
+    def as_generation(self) -> dict[str, Any]:
         if self.n_predict < -1:
             raise refusal("n_predict", f"n_predict must be at least -1, not {self.n_predict}")
         seed = None if self.seed == -1 else self.seed  # -1 asks for a random seed
@@ -98,6 +99,7 @@ class LlamaRequest(NativeRequest):
             "logit_bias": biases,
             "logprobs": self.n_probs or None,
             "return_token_ids": True,
+            "stream": self.stream,
         }
 
 
@@ -160,7 +162,7 @@ def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
     return biases, texts
 
 
-class LlamaCompletions(NativeCompletions):
+class LlamaCompletions(Completions):
     """The endpoint ``/completion``."""
 
     url = PATHS[0]
@@ -168,9 +170,9 @@ class LlamaCompletions(NativeCompletions):
     id_prefix = "cmpl-"
     names = NAMES
 
-    def request(self, body: NativeRequest) -> GenerationRequest:
+    def request(self, body: TextRequest) -> GenerationRequest:
         assert isinstance(body, LlamaRequest)
-        biases = dict(body.completion.logit_bias)
+        biases = dict(body.generation.logit_bias)
         for text, bias in body.text_biases:
             try:
                 tokens = self.tokenizer.encode(text, add_special_tokens=False)
@@ -180,7 +182,7 @@ class LlamaCompletions(NativeCompletions):
             if len(biases) > MAX_LOGIT_BIASES:
                 reason = f"logit_bias names more than {MAX_LOGIT_BIASES} tokens, the maximum"
                 raise ApiError(reason, param="logit_bias")
-        return body.completion.model_copy(update={"logit_bias": biases}) if body.text_biases else body.completion
+        return body.generation.model_copy(update={"logit_bias": biases}) if body.text_biases else body.generation
 
     def sizes(self, request: CompletionRequest) -> list[int]:
         return [sum(map(len, pieces)) for pieces in _joined(request)]
@@ -195,13 +197,10 @@ class LlamaCompletions(NativeCompletions):
         """Token ids of a prompt's pieces; special tokens are added to a text that comes first."""
         tokens: list[int] = []
         for piece in pieces:
-            if not isinstance(piece, str):
-                tokens += piece.tolist()
-                continue
-            try:
+            if isinstance(piece, str):
                 tokens += encode(self.tokenizer, piece, limit, "prompt", add_special_tokens=not tokens)
-            except ValueError as error:  # text that is not valid UTF-8
-                raise ApiError(str(error), param="prompt") from error
+            else:
+                tokens += piece.tolist()
         return tokens
 
     async def answer(self, job: Job) -> Any:

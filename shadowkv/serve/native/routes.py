@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -19,9 +18,10 @@ from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.native.llama_cpp import PATHS, LlamaCompletions, LlamaRequest
 from shadowkv.serve.native.sglang import Generate, GenerateRequest
+from shadowkv.serve.openai.chats import conversation_tokens
 from shadowkv.serve.openai.endpoint import Responder, check_model
-from shadowkv.serve.openai.messages import Conversation, Turns, template_input
-from shadowkv.serve.text.tokenization import check_length, in_turn, tokenize_limit
+from shadowkv.serve.openai.messages import Conversation, Turns
+from shadowkv.serve.text.tokenization import in_turn, tokenize_limit
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -90,17 +90,7 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
         settings.check_trust(body.chat_template)
 
         def apply() -> Response:
-            turns, variables = template_input(body, engine.tokenizer.chat_template)
-            try:
-                tokens = engine.tokenizer.encode_chat(
-                    turns,
-                    body.has_next_turn,
-                    continue_final_message=body.continue_final_message,
-                    check=partial(check_length, engine.tokenizer, tokenize_limit(engine.max_model_len), "messages"),
-                    **variables,
-                )
-            except ValueError as error:  # no template, or one that refuses these messages
-                raise ApiError(str(error), param="messages") from error
+            tokens = conversation_tokens(engine.tokenizer, body, tokenize_limit(engine.max_model_len))
             return JSONResponse({"prompt": engine.tokenizer.decode(tokens, skip_special_tokens=False)})
 
         return await reply(request, lambda: in_turn(current_tenant(), body.characters, apply))

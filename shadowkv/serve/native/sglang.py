@@ -12,7 +12,8 @@ from pydantic import Field, WithJsonSchema
 from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.serve.bodies.body import Body, Name, refusal
 from shadowkv.serve.http.replies import Events
-from shadowkv.serve.native.converted import NativeCompletions, NativeRequest
+from shadowkv.serve.native.converted import NativeRequest
+from shadowkv.serve.openai.completions import Completions
 from shadowkv.serve.openai.jobs import Job, Piece
 from shadowkv.serve.openai.logprobs import LOWEST
 
@@ -53,7 +54,7 @@ class GenerateRequest(NativeRequest):
     logprob_start_len: int = -1
     rid: Name | None = None
 
-    def as_completion(self) -> dict[str, Any]:
+    def as_generation(self) -> dict[str, Any]:
         if (self.text is None) == (self.input_ids is None):
             raise refusal("text", "pass either text or input_ids")
         texts = self.text if isinstance(self.text, list) else [self.text]
@@ -76,10 +77,11 @@ class GenerateRequest(NativeRequest):
             "logprobs": most,
             "prompt_logprobs": most if self.logprob_start_len >= 0 else None,
             "return_token_ids": True,
+            "stream": self.stream,
         }
 
 
-class Generate(NativeCompletions):
+class Generate(Completions):
     """The endpoint ``/generate``."""
 
     url = "/generate"

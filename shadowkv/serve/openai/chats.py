@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -17,12 +17,15 @@ from shadowkv.serve.http.owners import current_tenant
 from shadowkv.serve.http.replies import Events, reply
 from shadowkv.serve.openai.endpoint import Endpoint
 from shadowkv.serve.openai.jobs import Job
-from shadowkv.serve.openai.messages import template_input
-from shadowkv.serve.openai.protocol import ChatRequest
+from shadowkv.serve.openai.messages import Conversation, template_input
+from shadowkv.serve.openai.protocol import ChatRequest, GenerationRequest
 from shadowkv.serve.text.reasoning import ReasoningParser
 from shadowkv.serve.text.tokenization import check_length, check_prompt, in_turn
 from shadowkv.serve.text.tool_formats import Listed, Named, ToolFormat
 from shadowkv.serve.text.tool_parser import ToolParser, call_id
+
+if TYPE_CHECKING:
+    from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 END_TOKENS = 16
 """How many final tokens of a prompt are searched for an opening of the answer, such as ``<think>``, that some templates
@@ -39,21 +42,8 @@ class Chat(Endpoint):
         if request.remote_prompt is not None:
             check_prompt(self.tokenizer, request.remote_prompt, limit, "kv_transfer_params")
             return [request.remote_prompt.tolist()]
-        try:
-            check = partial(check_length, self.tokenizer, limit, "messages")
-            turns, variables = template_input(request, self.tokenizer.chat_template)
-            tokens = self.tokenizer.encode_chat(
-                turns,
-                request.has_next_turn,
-                continue_final_message=request.continue_final_message,
-                parse_special=request.parse_special,
-                add_special_tokens=bool(request.add_special_tokens),
-                check=check,
-                **variables,
-            )
-            return [tokens]
-        except ValueError as error:  # no template, or one that refuses these messages
-            raise ApiError(str(error), param="messages") from error
+        flags = request.parse_special, request.add_special_tokens
+        return [conversation_tokens(self.tokenizer, request, limit, *flags)]
 
     def opening(self, request: ChatRequest, prompt: list[int]) -> list[int]:
         known = self.format_of(request)
@@ -104,8 +94,33 @@ class Chat(Endpoint):
         return known is not None and known.reasoning is not None and request.output_schema is None
 
 
-async def count_tokens(endpoint: Chat, chat: ChatRequest, most: int, request: Request) -> Response:
+def conversation_tokens(
+    tokenizer: Tokenizer,
+    conversation: Conversation,
+    limit: int,
+    parse_special: bool | None = None,
+    add_special_tokens: bool | None = None,
+) -> list[int]:
+    """Token ids of a conversation's prompt; raises ApiError, at the latest for one with many more tokens than
+    ``limit``. The flags are those of ``encode_chat``."""
+    try:
+        turns, variables = template_input(conversation, tokenizer.chat_template)
+        return tokenizer.encode_chat(
+            turns,
+            conversation.has_next_turn,
+            continue_final_message=conversation.continue_final_message,
+            check=partial(check_length, tokenizer, limit, "messages"),
+            parse_special=bool(parse_special),
+            add_special_tokens=bool(add_special_tokens),
+            **variables,
+        )
+    except ValueError as error:  # no template, or one that refuses these messages
+        raise ApiError(str(error), param="messages") from error
+
+
+async def count_tokens(endpoint: Chat, chat: GenerationRequest, most: int, request: Request) -> Response:
     """Responds with the number of tokens of a chat's prompt; refuses a chat of many more than ``most`` tokens."""
+    assert isinstance(chat, ChatRequest)
 
     async def count() -> Response:
         (prompt,) = await in_turn(current_tenant(), chat.characters, lambda: endpoint.prompts(chat, most))
@@ -133,18 +148,13 @@ class EventOutput(Protocol):
 
 
 class EventChat(Chat):
-    """A chat endpoint of another API: its bodies convert themselves to a ``ChatRequest`` in ``chat``."""
+    """A chat endpoint of another API, whose bodies are ``ConvertedChat``."""
 
     sign_of_life: ClassVar[bytes] = Events.sign_of_life
 
     @abstractmethod
     def output(self, job: Job) -> EventOutput:
         """The object that builds the answer's events."""
-
-    def request(self, body: Any) -> ChatRequest:
-        chat = body.chat
-        assert isinstance(chat, ChatRequest)
-        return chat
 
     async def answer(self, job: Job) -> dict[str, Any]:
         output = self.output(job)

@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from shadowkv import __version__
-from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import at_most, refusal
 from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_PROMPTS, MAX_TEXT_CHARS
 from shadowkv.serve.http.replies import Events
@@ -152,13 +151,10 @@ class Completions(Choices):
             if not isinstance(prompt, str):
                 check_prompt(self.tokenizer, prompt, limit, "prompt")
         special = request.add_special_tokens is not False
-        try:
-            return [
-                encode(self.tokenizer, prompt, limit, "prompt", special) if isinstance(prompt, str) else prompt.tolist()
-                for prompt in request.prompt
-            ]
-        except ValueError as error:  # text that is not valid UTF-8
-            raise ApiError(str(error), param="prompt") from error
+        return [
+            encode(self.tokenizer, prompt, limit, "prompt", special) if isinstance(prompt, str) else prompt.tolist()
+            for prompt in request.prompt
+        ]
 
     def echo(self, request: CompletionRequest, prompts: list[list[int]]) -> list[str] | None:
         if not request.echo:

@@ -1,4 +1,4 @@
-"""Bodies of APIs that express a chat differently: each converts itself to a ``ChatRequest`` when it is read."""
+"""Bodies of other APIs: each converts itself to a completion or a chat of the OpenAI API when it is read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shadowkv.serve.bodies.api_error import from_validation
 from shadowkv.serve.bodies.body import Body, at_most
 from shadowkv.serve.bodies.limits import MAX_MESSAGES
 from shadowkv.serve.openai.messages import Variables
-from shadowkv.serve.openai.protocol import ChatRequest, Sampling
+from shadowkv.serve.openai.protocol import ChatRequest, GenerationRequest, Sampling
 
 PART_LISTS = ("content", "output", "summary")
 """Fields of items, messages and blocks that hold lists of parts."""
 
 SHARED = (Sampling.model_fields.keys() | {"chat_template_kwargs"}) - {"model", "stream"}
-"""Parameters with the same name and meaning in all APIs."""
+"""Parameters with the same name and meaning in all APIs of chats."""
 
 
 def few_parts(value: Any) -> Any:
@@ -34,32 +34,50 @@ def few_parts(value: Any) -> Any:
 
 
 class Converted(Body):
-    """A body that is converted to a chat.
+    """A body that is converted to a completion or a chat.
 
     Attributes:
-        names: this API's names of a chat's parameters, where they differ.
+        target: what it is converted to.
+        names: this API's names of the parameters of ``target``, where they differ.
     """
 
+    target: ClassVar[type[GenerationRequest]]
     names: ClassVar[Mapping[str, str]]
 
-    chat_template_kwargs: Variables = Field({})
-    _chat: ChatRequest | None = PrivateAttr(None)
+    _generation: GenerationRequest | None = PrivateAttr(None)
 
     @property
-    def chat(self) -> ChatRequest:
-        """The equivalent chat."""
-        assert self._chat is not None, "finish was not called"
-        return self._chat
+    def generation(self) -> GenerationRequest:
+        """The equivalent completion or chat."""
+        assert self._generation is not None, "finish was not called"
+        return self._generation
 
     def finish(self) -> None:
-        # The set of given fields also names unknown fields, which are dropped by now.
-        fields = SHARED & self.model_fields_set & type(self).model_fields.keys()
-        shared = {name: getattr(self, name) for name in fields}
         try:
-            self._chat = ChatRequest.model_validate({**shared, **self.as_chat()})
+            self._generation = self.target.model_validate(self.as_generation())
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)).renamed(self.names) from error
+
+    @abstractmethod
+    def as_generation(self) -> dict[str, Any]:
+        """Body of the completion or chat."""
+
+
+class ConvertedChat(Converted):
+    """A body that is converted to a chat."""
+
+    target = ChatRequest
+
+    chat_template_kwargs: Variables = Field({})
+
+    def finish(self) -> None:
+        super().finish()
         self.drop()
+
+    def as_generation(self) -> dict[str, Any]:
+        # The set of given fields also names unknown fields, which are dropped by now.
+        fields = SHARED & self.model_fields_set & type(self).model_fields.keys()
+        return {**{name: getattr(self, name) for name in fields}, **self.as_chat()}
 
     @abstractmethod
     def as_chat(self) -> dict[str, Any]:

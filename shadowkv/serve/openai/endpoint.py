@@ -24,6 +24,7 @@ from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import Events, EventStream, encode_json, reply
 from shadowkv.serve.http.request_record import current_record
 from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.openai.converted import Converted
 from shadowkv.serve.openai.jobs import Job
 from shadowkv.serve.openai.protocol import GenerationRequest, TextRequest
 from shadowkv.serve.text.reasoning import ReasoningParser
@@ -56,15 +57,15 @@ class Endpoint(ABC):
         self.tokenizer, self.settings = tokenizer, settings or ServerSettings()
         self.tool_format = self.settings.tool_format(tokenizer.chat_template)
 
-    def request(self, body: Any) -> GenerationRequest:
+    def request(self, body: TextRequest) -> GenerationRequest:
         """The request in a body."""
-        assert isinstance(body, GenerationRequest)
-        return body
+        request = body.generation if isinstance(body, Converted) else body
+        assert isinstance(request, GenerationRequest)
+        return request
 
     def new_id(self, body: Any, request_id: str | None) -> str:
-        """The id of an answer: the body's ``request_id``, else the HTTP request's id, else a random one."""
-        own = body.request_id if isinstance(body, GenerationRequest) else None
-        return f"{self.id_prefix}{own or request_id or uuid.uuid4().hex}"
+        """The id of an answer, made of the ``request_id`` of the request or of HTTP, or a random one."""
+        return f"{self.id_prefix}{request_id or uuid.uuid4().hex}"
 
     @abstractmethod
     def sizes(self, request: Any) -> list[int]:
@@ -198,7 +199,7 @@ async def _prepare(
 
     record = current_record()
     owner, tenant = prompt_owner(), current_tenant()
-    name = endpoint.new_id(body, None if record is None else record.id)
+    name = endpoint.new_id(body, request.request_id or (None if record is None else record.id))
 
     def encode() -> Job:
         is_cut = request.truncate_prompt_tokens is not None

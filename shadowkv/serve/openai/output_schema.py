@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from shadowkv.engine.structured.json_schema import MAX_SCHEMA_CHARS
+from shadowkv.engine.structured.json_schema import MAX_GRAMMAR_CHARS
 from shadowkv.grammar_text import choice_text, grammar_text
 from shadowkv.serve.bodies.body import Body, at_most, parse_json, refusal, wrong
 from shadowkv.serve.openai.tools import Choice
@@ -61,8 +61,8 @@ def _dumped(schema: dict[str, Any]) -> str:
         text = json.dumps(schema)
     except RecursionError as error:
         raise _refusal("the schema is nested too deeply") from error
-    if len(text) > MAX_SCHEMA_CHARS:
-        raise _refusal(f"the schema has {len(text)} characters; at most {MAX_SCHEMA_CHARS} are supported")
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise _refusal(f"the schema has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are supported")
     return text
 
 
@@ -70,7 +70,7 @@ def _tag_text(tag: dict[str, Any]) -> str:
     return grammar_text("structural_tag", _dumped(tag))
 
 
-Rules = Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_CHARS)]
+Rules = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[list[Rules], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
@@ -104,7 +104,7 @@ class StructuredOutputs(Body):
         if self.regex is not None:
             return grammar_text("regex", self.regex)
         if self.choice is not None:
-            at_most(MAX_SCHEMA_CHARS, "characters of choices", sum(map(len, self.choice)))
+            at_most(MAX_GRAMMAR_CHARS, "characters of choices", sum(map(len, self.choice)))
             return choice_text(self.choice)
         if self.grammar is not None:
             return grammar_text("grammar", self.grammar)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -30,13 +29,12 @@ from shadowkv.serve.openai.answers import (
     Tokenized,
     TokenizerInfo,
 )
-from shadowkv.serve.openai.chats import count_tokens
+from shadowkv.serve.openai.chats import conversation_tokens, count_tokens
 from shadowkv.serve.openai.completions import ChatBatches, ChatBatchRequest, ChatCompletions, Completions
 from shadowkv.serve.openai.endpoint import Responder, check_model
 from shadowkv.serve.openai.logprobs import token_text
-from shadowkv.serve.openai.messages import template_input
 from shadowkv.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from shadowkv.serve.text.tokenization import check_length, check_tokens, encode, in_turn, tokenize_limit
+from shadowkv.serve.text.tokenization import check_tokens, encode, in_turn, tokenize_limit
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -127,25 +125,12 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
     def tokenize(body: TokenizeRequest) -> Response:
         if body.content is not None:
             return tokenize_content(body, body.content)
-        param = "prompt" if body.prompt is not None else "messages"
         settings.check_trust(body.chat_template)
         special, text, limit = body.add_special_tokens, body.prompt, tokenize_limit(engine.max_model_len)
-        try:
-            if text is None:
-                turns, variables = template_input(body, tokenizer.chat_template)
-                tokens = tokenizer.encode_chat(
-                    turns,
-                    body.has_next_turn,
-                    continue_final_message=body.continue_final_message,
-                    parse_special=bool(body.parse_special),
-                    add_special_tokens=bool(special),
-                    check=partial(check_length, tokenizer, limit, param),
-                    **variables,
-                )
-            else:
-                tokens = encode(tokenizer, text, limit, param, add_special_tokens=special is not False)
-        except ValueError as error:
-            raise ApiError(str(error), param=param) from error
+        if text is None:
+            tokens = conversation_tokens(tokenizer, body, limit, body.parse_special, special)
+        else:
+            tokens = encode(tokenizer, text, limit, "prompt", add_special_tokens=special is not False)
         strings = tokenizer.spelling(tokens) if body.return_token_strs else None
         count = {"count": len(tokens), "max_model_len": engine.max_model_len}
         return JSONResponse({**count, "tokens": shown(body, tokens), "token_strs": strings})

@@ -15,7 +15,7 @@ from shadowkv.serve.bodies.limits import (
     MAX_METADATA_CHARS,
     MAX_METADATA_KEY_CHARS,
 )
-from shadowkv.serve.openai.converted import Converted, few_parts
+from shadowkv.serve.openai.converted import ConvertedChat, few_parts
 from shadowkv.serve.openai.messages import Effort
 from shadowkv.serve.openai.output_schema import checked_schema
 from shadowkv.serve.openai.protocol import Sampling, Stops
@@ -114,7 +114,7 @@ def _known(value: str) -> str:
     return value
 
 
-class ResponsesRequest(Converted, Sampling):
+class ResponsesRequest(ConvertedChat, Sampling):
     """Body of ``/v1/responses``. A body with ``previous_response_id`` is read again, with the earlier conversation in
     its ``input`` (``history.py``). ``max_tool_calls`` limits built-in tools, of which this server has none."""
 

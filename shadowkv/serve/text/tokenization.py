@@ -81,9 +81,12 @@ def drop_long() -> None:
 
 
 def encode(tokenizer: Tokenizer, text: str, limit: int, param: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text; raises ApiError as ``check_length`` does."""
-    check_length(tokenizer, limit, param, text)
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    """Token ids of a text; raises ApiError as ``check_length`` does, and for text that is not valid UTF-8."""
+    try:
+        check_length(tokenizer, limit, param, text)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except ValueError as error:
+        raise ApiError(str(error), param=param) from error
 
 
 def check_length(tokenizer: Tokenizer, limit: int, param: str, text: str) -> None:
