@@ -203,5 +203,5 @@ def test_prompts_do_not_overlap(loaded: LoadedModel) -> None:
 
 
 def test_perplexity_difference_is_added() -> None:
-    one = Measured("p", "q", "q", 1.0, 2, 0.1, 0.2, 0.5, 3.5, 3.0, 10, None, [1.0], [0.0], None)
+    one = Measured("p", "q", "q", 1.0, 2, 0.1, 0.2, 0.5, [0.9, 1.0], 3.5, 3.0, 10, None, [1.0], [0.0], None)
     assert one.perplexity_difference == 0.5
