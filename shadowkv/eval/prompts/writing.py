@@ -27,7 +27,7 @@ KINDS: dict[str, str] = {
 }
 """Kinds of writing, each with what separates its sentences."""
 TOPICS = (
-    *("tapirs", "rocks", "lighthouses", "bicycles", "winters", "harbours", "clocks", "loaves"),
+    *("tapirs", "rocks", "lighthouses", "bicycles", "falcons", "harbours", "clocks", "loaves"),
     *("glaciers", "trains", "orchards", "maps", "whales", "bridges", "candles", "deserts"),
 )
 
