@@ -56,16 +56,14 @@ class PromptFitter:
         self._start = 32  # units to try first: the last prompt's
 
     def frame(self, text: str, answer_prefix: str = "", history: Sequence[tuple[str, str]] = ()) -> str:
-        """The prompt as the model sees it."""
+        """The prompt as the model sees it: without a template a history has headers, ``User:`` and ``Assistant:``."""
+        if not self._chat and not history:
+            return text + answer_prefix
+        turns = (*history, (text, answer_prefix))
         if not self._chat:
-            if not history:
-                return text + answer_prefix
-            turns = (
-                f"User:\n{asked}\n\nAssistant:\n{answer}\n\n" for asked, answer in (*history, (text, answer_prefix))
-            )
-            return "".join(turns).removesuffix("\n\n")
-        roles = [(role, turn) for turns in history for role, turn in zip(("user", "assistant"), turns)]
-        messages = [{"role": role, "content": turn} for role, turn in (*roles, ("user", text))]
+            return "\n\n".join(f"User:\n{asked}\n\nAssistant:\n{answer}" for asked, answer in turns)
+        roles = [(role, said) for turn in turns for role, said in zip(("user", "assistant"), turn)]
+        messages = [{"role": role, "content": said} for role, said in roles[:-1]]  # the answer's beginning comes below
         prompt = self._tokenizer.apply_chat_template(messages)
         if self._tokenizer.encode("")[:1] == [self._tokenizer.bos_token_id]:  # encode() adds it itself
             prompt = prompt.removeprefix(self._tokenizer.special_tokens["bos_token"])
