@@ -175,34 +175,19 @@ def lengths() -> str:
 
 
 def kinds() -> str:
-    """Distributions, drafts and lengths of answers by kind of texts, on a CPU."""
+    """Distributions and drafts on texts other than essays, on a CPU."""
     rows = []
-    for length, folder in (("8K", "cpu/kinds/fidelity_8k"), ("16K", "cpu/kinds/fidelity_16k")):
-        for kind in ("code", "logs", "tables"):
-            for kv in ("fp8", "turbo"):
-                found = line(f"{folder}/fidelity.csv", texts=kind, kv=kv)
-                kl = f"{float(found['mean_kl']):.4f} ± {float(found['mean_kl_stderr']):.4f}"
-                shares = (_share(found, name) for name in ("top1_agreement", "acceptance_rate"))
-                answer = _longer("cpu/kinds/open_ended", f"summarise_{kind}", kv) if length == "8K" else NONE
-                rows.append([f"{kind}, {length}, `{kv}`", kl, *shares, answer])
-    return table(["", "KL, nats a token", "same likeliest token", "accepted drafts", "tokens of an answer"], rows)
+    for kind in ("code", "logs", "tables"):
+        for kv in ("fp8", "turbo"):
+            found = line("cpu/kinds/fidelity_4k/fidelity.csv", texts=kind, kv=kv)
+            kl = f"{float(found['mean_kl']):.4f} ± {float(found['mean_kl_stderr']):.4f}"
+            shares = (_share(found, name) for name in ("top1_agreement", "acceptance_rate"))
+            rows.append([f"{kind}, `{kv}`", kl, *shares, found["prompts"]])
+    return table(["", "KL, nats a token", "same likeliest token", "accepted drafts", "prompts"], rows)
 
 
 def _share(found: dict[str, str], name: str) -> str:
     return f"{100 * float(found[name]):.1f} ± {100 * float(found[f'{name}_stderr']):.1f} %"
-
-
-def _longer(folder: str, task: str, policy: str) -> str:
-    """The difference of an answer's tokens to ``full``'s, and those."""
-    full, found = (line(f"{folder}/open_ended.csv", task=task, policy=kv) for kv in ("full", policy))
-    return f"{_difference(found, 'output_tokens', 1, '.0f')} to {whole(float(full['output_tokens']))}"
-
-
-def similarity(policy: str, task: str = "all") -> str:
-    """How alike a policy's answers of MRCR are to ``full``'s, in per cent with a 95 % interval."""
-    found = line("cpu/kinds/mrcr/mrcr.csv", policy=policy, task=task)
-    mean, low, high = (100 * float(found[f"similarity{part}"]) for part in ("", "_low", "_high"))
-    return f"{mean:.0f} % ({low:.0f} to {high:.0f})"
 
 
 def _difference(found: dict[str, str], name: str, scale: float, form: str) -> str:
@@ -236,6 +221,5 @@ FIGURES: dict[str, Callable[..., str]] = {
     "gemma": gemma,
     "lengths": lengths,
     "kinds": kinds,
-    "similarity": similarity,
     "budgets": budgets,
 }
