@@ -174,6 +174,22 @@ def lengths() -> str:
     return table(head, rows)
 
 
+def kinds() -> str:
+    """Distributions and drafts on texts other than essays, on a CPU."""
+    rows = []
+    for kind in ("code", "logs", "tables"):
+        for kv in ("fp8", "turbo"):
+            found = line("cpu/kinds/fidelity_4k/fidelity.csv", texts=kind, kv=kv)
+            kl = f"{float(found['mean_kl']):.4f} ± {float(found['mean_kl_stderr']):.4f}"
+            shares = (_share(found, name) for name in ("top1_agreement", "acceptance_rate"))
+            rows.append([f"{kind}, `{kv}`", kl, *shares, found["prompts"]])
+    return table(["", "KL, nats a token", "same likeliest token", "accepted drafts", "prompts"], rows)
+
+
+def _share(found: dict[str, str], name: str) -> str:
+    return f"{100 * float(found[name]):.1f} ± {100 * float(found[f'{name}_stderr']):.1f} %"
+
+
 def _difference(found: dict[str, str], name: str, scale: float, form: str) -> str:
     value, error = (scale * float(found[f"{name}_difference{part}"]) for part in ("", "_stderr"))
     return f"{value:+{form}} ± {error:{form}}"
@@ -204,5 +220,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "fidelity": fidelity,
     "gemma": gemma,
     "lengths": lengths,
+    "kinds": kinds,
     "budgets": budgets,
 }

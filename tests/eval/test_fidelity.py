@@ -12,7 +12,14 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.fidelity.attention import Reuse, attended_positions, exact_weights
-from shadowkv.eval.fidelity.follow import Follower, follow, kl_divergence, prefill_followers, with_exact_tails
+from shadowkv.eval.fidelity.follow import (
+    Follower,
+    acceptance_rate,
+    follow,
+    kl_divergence,
+    prefill_followers,
+    with_exact_tails,
+)
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache
 from shadowkv.eval.fidelity.prompts import Prompt, cut_prompts
@@ -35,12 +42,26 @@ def test_divergence_follows_the_formula() -> None:
     assert torch.allclose(kl_divergence(reference, logits), (p * (p / q).log()).sum(-1))
 
 
+def test_acceptance_is_that_of_speculative_sampling() -> None:
+    """A draft x from q is accepted with probability min(1, p(x) / q(x)); over all x that is 1 - total variation."""
+    reference, logits = torch.randn(5, 11).double(), torch.randn(5, 11).double()
+    p, q = reference.softmax(-1), logits.softmax(-1)
+    found = acceptance_rate(reference, logits)
+    assert torch.allclose(found, (q * (p / q).clamp(max=1)).sum(-1))
+    assert torch.allclose(found, 1 - (p - q).abs().sum(-1) / 2)
+    apart = torch.eye(4).mul(1000)  # each on a token of its own
+    assert acceptance_rate(apart, apart.roll(1, 0)).max() == 0
+    assert torch.allclose(acceptance_rate(apart, apart), torch.ones(4).double())
+
+
 def test_full_against_itself_loses_nothing_and_parts_what_is_theirs(loaded: LoadedModel, seed: int) -> None:
     names = ["full", "full:values=rotated-4bit", "quest:chunk=8,budget=64", "quest:chunk=8,budget=400"]
     policies = local_policies(names, [], loaded.config.shape)
     found = {one.policy: one for one in follow(loaded, policies, prompts(), 12, 3)}
     full, values, quest, everything = found.values()
     assert (full.mean_kl, full.max_kl, full.top1_agreement, full.perplexity_difference) == (0, 0, 1, 0)
+    assert full.acceptance_rates == [1] * 12
+    assert len(quest.acceptance_rates) == 12 and 0 < min(quest.acceptance_rates) < max(quest.acceptance_rates) < 1
     assert full.output_error == [0, 0]
     for one in (full, values, everything):
         assert one.mass_recall == pytest.approx([1, 1])
@@ -203,5 +224,5 @@ def test_prompts_do_not_overlap(loaded: LoadedModel) -> None:
 
 
 def test_perplexity_difference_is_added() -> None:
-    one = Measured("p", "q", "q", 1.0, 2, 0.1, 0.2, 0.5, 3.5, 3.0, 10, None, [1.0], [0.0], None)
+    one = Measured("p", "q", "q", 1.0, 2, 0.1, 0.2, 0.5, [0.9, 1.0], 3.5, 3.0, 10, None, [1.0], [0.0], None)
     assert one.perplexity_difference == 0.5

@@ -45,6 +45,7 @@ def test_files_and_going_on(
     assert "of files" not in (out / "summary.md").read_text()
     assert (full["kv"], full["prompts"], full["mean_kl"], full["hit_rate_1x"]) == ("full", "2", "0.0", "")
     assert float(turbo["mean_kl"]) > 0
+    assert float(full["acceptance_rate"]) == 1 > float(turbo["acceptance_rate"]) > 0
     assert 0 <= float(turbo["hit_rate_1x"]) <= float(turbo["hit_rate_4x"]) <= 1
     assert [row["layer"] for row in rows(out / "layers.csv")] == ["0", "1"] * 2
     config = json.loads((out / "config.json").read_text())
@@ -85,6 +86,23 @@ def test_essays_and_code_are_summarised_separately(
     monkeypatch.setattr(execution, "source_versions", lambda: "Python 2.7")
     assert command.main([*arguments, "--text", "essays", "code"]) == 2
     assert "not 'Python 2.7'; use another folder" in capsys.readouterr().err
+
+
+def test_logs_and_tables_are_kinds_of_texts(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = [*arguments, "--text", "logs", "tables"]
+    assert command.main(several) == 0
+    out = tmp_path / "out"
+    assert [(row["kv"], row["texts"]) for row in rows(out / "fidelity.csv")] == [
+        *(("full", "logs"), ("turbo", "logs"), ("full", "tables"), ("turbo", "tables"))
+    ]
+    hashes = json.loads((out / "config.json").read_text())["settings"]["prompts_sha256"]
+    assert set(hashes) == {"logs", "tables"} and hashes["logs"] != hashes["tables"]
+    # Another text under the same name is other prompts.
+    monkeypatch.setitem(texts.TEXTS_OF_LINES, "logs", lambda seed, characters: "one line of a log\n" * characters)
+    capsys.readouterr()
+    assert "has answers with prompts_sha256=" in refusal(several, capsys)
 
 
 def test_an_ablation(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,12 @@ CASES = [
     ("exact_match", "", ("Paris",), 0),
     ("no_loop", "and so on " * 26, (), 0),
     ("no_loop", "and so on, and so on, and so on.", (), 1),
+    ("mrcr", "Xk3abcd", ("Xk3", "abcd"), 1),
+    ("mrcr", "Xk3abed", ("Xk3", "abcd"), 3 / 4),  # 2 * 3 matching characters of 4 + 4
+    ("mrcr", "Xk3", ("Xk3", "abcd"), 0),
+    ("mrcr", "abcd", ("Xk3", "abcd"), 0),
+    ("mrcr", " Xk3abcd", ("Xk3", "abcd"), 0),
+    ("mrcr", "Xk3abcd\n\nUser:\nAnother question.", ("Xk3", "abcd"), 1),
     # "the cat sat" -> cat sat; "a cat" -> cat: precision 1/2, recall 1.
     ("qa_f1", "The cat, sat!", ("dog", "a cat"), 2 / 3),
     ("qa_f1", "", ("a cat",), 0),

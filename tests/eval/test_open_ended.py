@@ -41,6 +41,8 @@ def test_a_prompt_is_a_chat_that_fills_the_length(task: str, seed: int) -> None:
         assert 0.9 * limit <= len(smollm2_tokenizer().encode(prompt)) <= limit
         assert prompt.rstrip().endswith("assistant")
         assert ("# File " in prompt) == task.endswith("code")
+        assert ("==> " in prompt) == task.endswith("logs")
+        assert ("Table 1: " in prompt) == task.endswith("tables")
         assert ("of an essay." in prompt) == task.endswith("essays")
         assert (sample.max_new_tokens, sample.metric) == (1024, "no_loop")
     (plain,) = made(task, seed, 1, chat=False)

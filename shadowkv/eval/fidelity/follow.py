@@ -62,6 +62,12 @@ def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
+def acceptance_rate(reference: Tensor, logits: Tensor) -> Tensor:
+    """Σ min(p, q) of the distributions of logits [n, V], in [0, 1], [n]: the probability that a token drawn from one is
+    accepted as a draft for the other (Leviathan et al., arXiv:2211.17192)."""
+    return torch.minimum(*(x.double().softmax(-1) for x in (reference, logits))).sum(-1)
+
+
 class Follower:
     """A policy that follows given tokens.
 
@@ -82,6 +88,7 @@ class Follower:
         self.runner = Runner(loaded.model, self.cache)
         self.sequences: list[CachedSequence] = []
         self.kl: list[Tensor] = []
+        self.acceptance: list[Tensor] = []
         self.agrees: list[Tensor] = []
         self.surprise: list[Tensor] = []
         self.measuring = False
@@ -106,6 +113,7 @@ class Follower:
         logits = self.decode(tokens)
         chosen = reference.argmax(-1)
         self.kl.append(kl_divergence(reference, logits))
+        self.acceptance.append(acceptance_rate(reference, logits))
         self.agrees.append(logits.argmax(-1) == chosen)
         self.surprise.append(-logits.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1))
 
@@ -122,6 +130,7 @@ class Follower:
             surprise: full attention's own surprise at the same tokens, [steps, B].
         """
         kl, agrees, own = torch.stack(self.kl), torch.stack(self.agrees).float(), torch.stack(self.surprise)
+        acceptance = torch.stack(self.acceptance)
         recall, error, hits = self.loss.mass_recall(), self.loss.output_error(), self.reuse.hit_rates()
         for row, (prompt, sequence) in enumerate(zip(prompts, self.sequences, strict=True)):
             diagnostics = figures(self.cache, sequence)
@@ -136,6 +145,7 @@ class Follower:
                 mean_kl=float(kl[:, row].mean()),
                 max_kl=float(kl[:, row].max()),
                 top1_agreement=float(agrees[:, row].mean()),
+                acceptance_rates=[round(rate, 6) for rate in acceptance[:, row].tolist()],
                 perplexity=float(own[:, row].mean().exp()),
                 full_perplexity=float(surprise[:, row].mean().exp()),
                 attended_tokens=int(diagnostics["attended_tokens"]),

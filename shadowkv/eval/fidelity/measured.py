@@ -23,6 +23,8 @@ class Measured:
         steps: number of tokens at which next-token distributions are compared.
         mean_kl, max_kl: KL(full || policy) in nats per token.
         top1_agreement: share of steps at which both rank the same token first.
+        acceptance_rates: per step, the probability that full attention accepts a token drafted by the policy,
+            Σ min(p, q) over the vocabulary.
         perplexity, full_perplexity: the policy's and full attention's perplexity on those tokens.
         attended_tokens: per kv head, in the last step.
         least_kept_energy: smallest share of the keys' energy that a layer kept, if keys are low-rank.
@@ -39,6 +41,7 @@ class Measured:
     mean_kl: float
     max_kl: float
     top1_agreement: float
+    acceptance_rates: list[float]
     perplexity: float
     full_perplexity: float
     attended_tokens: int

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, essays, source_code
+from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, TEXTS_OF_LINES, essays
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
 
-ESSAYS, CODE, FILES = "essays", "code", "files"
-"""Kinds of texts: ``ESSAYS`` and ``CODE`` are known by name; ``FILES`` are the user's."""
+ESSAYS, FILES = "essays", "files"
+NAMED = (ESSAYS, *TEXTS_OF_LINES)
+"""Kinds of texts that are known by name; ``FILES`` are the user's."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,19 @@ def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: in
     """``count`` prompts of ``tokens`` tokens each from every kind of texts.
 
     Args:
-        sources: files, ``ESSAYS`` (also if None) or ``CODE``.
+        sources: files, or kinds of ``NAMED``; None means ``ESSAYS``.
 
     Raises ValueError if texts are missing or too short, OSError for a file that cannot be read.
     """
     kinds: dict[str, dict[str, str]] = {}
     for source in sources or [Path(ESSAYS)]:
-        if str(source) == ESSAYS:
-            kinds[ESSAYS] = {ESSAYS: " ".join(essays().sentences)}
-        elif str(source) == CODE:
-            kinds[CODE] = {CODE: source_code(CODE, CHARACTERS_PER_TOKEN * count * tokens)}
+        kind = str(source)
+        if kind == ESSAYS:
+            kinds[kind] = {kind: " ".join(essays().sentences)}
+        elif kind in TEXTS_OF_LINES:
+            kinds[kind] = {kind: TEXTS_OF_LINES[kind](kind, CHARACTERS_PER_TOKEN * count * tokens)}
         else:
-            if source.name in (ESSAYS, CODE, *kinds.get(FILES, {})):
+            if source.name in (*NAMED, *kinds.get(FILES, {})):
                 raise ValueError(f"--text {source}: another text has the name {source.name!r}; rename the file")
             kinds.setdefault(FILES, {})[source.name] = source.read_text(encoding="utf-8")
     return [prompt for texts in kinds.values() for prompt in cut_prompts(texts, tokenizer, count, tokens)]
@@ -46,7 +49,15 @@ def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: in
 def kind_of(prompt: str) -> str:
     """The kind of text of a prompt's name."""
     text = prompt.rpartition(":")[0]
-    return text if text in (ESSAYS, CODE) else FILES
+    return text if text in NAMED else FILES
+
+
+def sha256_by_kind(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """SHA-256 of the tokens of all prompts of each kind, in hexadecimal."""
+    tokens: dict[str, list[list[int]]] = {}
+    for prompt in prompts:
+        tokens.setdefault(kind_of(prompt.name), []).append(prompt.tokens)
+    return {kind: hashlib.sha256(repr(lists).encode()).hexdigest() for kind, lists in tokens.items()}
 
 
 def cut_prompts(texts: Mapping[str, str], tokenizer: Tokenizer, count: int, tokens: int) -> list[Prompt]:

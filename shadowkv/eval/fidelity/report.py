@@ -43,6 +43,7 @@ FIGURES: dict[str, Figure] = {
     "mean_kl": lambda result: result.mean_kl,
     "max_kl": lambda result: result.max_kl,
     "top1_agreement": lambda result: result.top1_agreement,
+    "acceptance_rate": lambda result: fmean(result.acceptance_rates),
     "perplexity_difference": lambda result: result.perplexity_difference,
     "attended_tokens": lambda result: result.attended_tokens,
     "least_kept_energy": lambda result: result.least_kept_energy,
@@ -106,6 +107,7 @@ def _table(measured: Sequence[Measured], model: str, tokens: int, texts: str) ->
     shown = {
         "KL, nats/token": ("mean_kl", "{:.2g}"),
         "top-1, %": ("top1_agreement", "{:.2%}"),
+        "acceptance, %": ("acceptance_rate", "{:.2%}"),
         "perplexity": ("perplexity_difference", "{:+.2g}"),
         "attended": ("attended_tokens", "{:.0f}"),
         "mass recall": ("mass_recall", "{:.3f}"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from shadowkv.eval.metrics.infinitebench import INFINITEBENCH_METRICS
 from shadowkv.eval.metrics.longbench import LONGBENCH_METRICS
+from shadowkv.eval.metrics.mrcr import mrcr
 from shadowkv.eval.records.predictions import Sample
 
 Metric = Callable[[str, tuple[str, ...]], float]
@@ -52,6 +53,7 @@ METRICS: dict[str, Metric] = {
     "string_match_part": string_match_part,
     "exact_match": exact_match,
     "no_loop": no_loop,
+    "mrcr": mrcr,
     **LONGBENCH_METRICS,
     **INFINITEBENCH_METRICS,
 }

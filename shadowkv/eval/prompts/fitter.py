@@ -3,7 +3,7 @@ middle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shadowkv.models.tokenization.tokenizer import Tokenizer
@@ -21,11 +21,13 @@ class Question:
         text: the user's message.
         answer_prefix: beginning of the answer.
         references: texts that the metric compares the answer with.
+        history: earlier turns of the conversation: what the user asked, and what the assistant answered.
     """
 
     text: str
     answer_prefix: str
     references: tuple[str, ...]
+    history: tuple[tuple[str, str], ...] = ()
 
 
 class TooShortError(ValueError):
@@ -53,11 +55,16 @@ class PromptFitter:
         self._tokenizer, self._chat = tokenizer, chat
         self._start = 32  # units to try first: the last prompt's
 
-    def frame(self, text: str, answer_prefix: str = "") -> str:
-        """The prompt as the model sees it."""
-        if not self._chat:
+    def frame(self, text: str, answer_prefix: str = "", history: Sequence[tuple[str, str]] = ()) -> str:
+        """The prompt as the model sees it: without a template a history has headers, ``User:`` and ``Assistant:``."""
+        if not self._chat and not history:
             return text + answer_prefix
-        prompt = self._tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        turns = (*history, (text, answer_prefix))
+        if not self._chat:
+            return "\n\n".join(f"User:\n{asked}\n\nAssistant:\n{answer}" for asked, answer in turns)
+        roles = [(role, said) for turn in turns for role, said in zip(("user", "assistant"), turn)]
+        messages = [{"role": role, "content": said} for role, said in roles[:-1]]  # the answer's beginning comes below
+        prompt = self._tokenizer.apply_chat_template(messages)
         if self._tokenizer.encode("")[:1] == [self._tokenizer.bos_token_id]:  # encode() adds it itself
             prompt = prompt.removeprefix(self._tokenizer.special_tokens["bos_token"])
         return prompt + answer_prefix
@@ -74,7 +81,7 @@ class PromptFitter:
         units. Raises TooShortError if ``least`` units do not fit.
         """
         question = build(least)
-        prompt = self.frame(question.text, question.answer_prefix)
+        prompt = self.frame(question.text, question.answer_prefix, question.history)
         tokens = shortest = self.count(prompt)
         if tokens > self.budget:
             raise TooShortError(f"the shortest prompt has {counted(tokens, 'token')}, the length leaves {self.budget}")
@@ -82,7 +89,7 @@ class PromptFitter:
         while tokens < FULL * self.budget and (fails is None or fails - fits > 1):
             units = max(units, fits + 1) if fails is None else min(max(units, fits + 1), fails - 1)
             tried = build(units)
-            text = self.frame(tried.text, tried.answer_prefix)
+            text = self.frame(tried.text, tried.answer_prefix, tried.history)
             tried_tokens = self.count(text)
             if tried_tokens > self.budget:
                 fails = units

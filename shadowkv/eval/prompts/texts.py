@@ -1,5 +1,5 @@
-"""Texts for prompts: haystacks of sentences (a file, essays or noise), filled up to a number of tokens; and source
-files of Python's standard library and of PyTorch."""
+"""Texts for prompts: haystacks of sentences (a file, essays or noise), filled up to a number of tokens; source files of
+Python's standard library and of PyTorch; and by name all kinds that consist of lines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from shadowkv.eval.prompts.generated import logs, tables
 from shadowkv.installation import adding
 from shadowkv.wording import counted
 
@@ -23,7 +24,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 ESSAYS = "data/synthetic/json/PaulGrahamEssays.json"
 
 CHARACTERS_PER_TOKEN = 6
-"""More characters than a token has on average, in code or English."""
+"""More characters than a token has on average, in code, logs, tables or English."""
 SHORTEST = 1000
 """Minimum size of a source file in bytes; most smaller ones only import."""
 LEFT_OUT = {"test", "tests", "testing", "site-packages", "dist-packages", "__pycache__"}
@@ -159,3 +160,7 @@ def _source_files() -> tuple[tuple[str, Path], ...]:
         if LEFT_OUT.isdisjoint(path.relative_to(root).parts) and path.stat().st_size >= SHORTEST
     )
     return tuple(sorted(named))
+
+
+TEXTS_OF_LINES: dict[str, Callable[[str, int], str]] = {"code": source_code, "logs": logs, "tables": tables}
+"""Texts of at least as many characters as asked for, from a seed, by kind."""

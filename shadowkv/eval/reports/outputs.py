@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from shadowkv.eval.records.predictions import Prediction, write_json
+from shadowkv.eval.reports import mrcr as mrcr_tables
 from shadowkv.eval.reports import open_ended as open_ended_tables
 from shadowkv.eval.reports.plots import new_figure, plot_budgets, plot_scores, save_figure
 from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.eval.reports.summary import labels, write_summary
-from shadowkv.eval.suites import niah, open_ended
+from shadowkv.eval.suites import mrcr, niah, open_ended
 
 DARK = 35
 """Distance from the middle of a heatmap's colours, in points, from which black numbers are hard to read."""
@@ -29,6 +30,9 @@ def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -
         rows = list(open_ended_tables.summarise(open_answers))
         open_ended_tables.write_csv(rows, model, folder / "open_ended.csv")
         section = open_ended_tables.markdown(rows)
+    if pairs := list(mrcr_tables.summarise([p for p in predictions if p.task in mrcr.TASKS])):
+        mrcr_tables.write_csv(pairs, model, folder / "mrcr.csv")
+        section = mrcr_tables.markdown(pairs)
     write_summary(predictions, model, folder, section)
     needles = [p for p in predictions if p.task in niah.TASKS]
     if needles:

@@ -1,4 +1,5 @@
-"""Open-ended answers: summaries and explanations of source files and of essays, as long as the model makes them.
+"""Open-ended answers: summaries and explanations of source files, logs, tables and essays, as long as the model makes
+them.
 
 There is no right answer. The suite measures how long answers are, because longer answers can cost the time that sparse
 attention saves per step. It also measures whether answers end by themselves and without a loop, and how much they share
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
-from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, Haystack, essays, source_code
+from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, TEXTS_OF_LINES, essays
 from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
@@ -24,34 +25,59 @@ class Task:
     """A question about a text.
 
     Attributes:
-        code: whether the text is source code rather than essays.
+        kind: of the text: ``ESSAYS``, or a name in ``TEXTS_OF_LINES``.
         introduction, question: texts before and after it.
     """
 
-    code: bool
+    kind: str
     introduction: str
     question: str
 
 
-_CODE, _ESSAYS = "Here are source files.", "Here is a part of a collection of essays."
+ESSAYS = "essays"
+_CODE, _LOGS, _TABLES = "Here are source files.", "Here are log files of servers.", "Here are tables."
+_ESSAYS = "Here is a part of a collection of essays."
 _TASKS = {
     "summarise_code": Task(
-        True,
+        "code",
         _CODE,
         "Write a summary of these source files for a developer who is new to them: what each file is for, and how its "
         "main classes and functions work together.",
     ),
     "explain_code": Task(
-        True,
+        "code",
         _CODE,
         "Choose the three most important classes or functions of these source files. Explain step by step how each of "
         "them works: what it takes, what it does with it, what it returns, and how it fails.",
     ),
+    "summarise_logs": Task(
+        "logs",
+        _LOGS,
+        "Write a summary of these log files for the operator of the servers: what they did, what failed and how often.",
+    ),
+    "explain_logs": Task(
+        "logs",
+        _LOGS,
+        "Choose the three most important problems in these log files. Explain for each of them which lines show it, "
+        "what the cause may be, and what the operator should do.",
+    ),
+    "summarise_tables": Task(
+        "tables",
+        _TABLES,
+        "Write a summary of these tables for a reader who cannot see them: what each of them lists, in which columns, "
+        "and between which smallest and largest values.",
+    ),
+    "explain_tables": Task(
+        "tables",
+        _TABLES,
+        "Choose the three most remarkable rows of these tables. Explain for each of them what it says, and how it "
+        "differs from the other rows of its table.",
+    ),
     "summarise_essays": Task(
-        False, _ESSAYS, "Write a summary of this text that covers all its essays and the main points of each."
+        ESSAYS, _ESSAYS, "Write a summary of this text that covers all its essays and the main points of each."
     ),
     "explain_essays": Task(
-        False,
+        ESSAYS,
         _ESSAYS,
         "Explain the three most important arguments of this text: what the author claims, which reasons and examples "
         "he gives, and what may be said against them.",
@@ -72,10 +98,10 @@ def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int,
     Raises ValueError for a length that is too short, a chat without a template and missing essays.
     """
     asked = _TASKS[task]
-    fitter, hay = PromptFitter(tokenizer, length, NEW_TOKENS, chat), None if asked.code else essays()
+    fitter = PromptFitter(tokenizer, length, NEW_TOKENS, chat)
     drawn = []
     for index in range(count):
-        units, separator = _units(hay, length, f"{seed}/{index}")
+        units, separator = _units(asked.kind, length, f"{seed}/{index}")
 
         def build(number: int, units: Sequence[str] = units, separator: str = separator) -> Question:
             text = separator.join(units[:number])
@@ -89,16 +115,15 @@ def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int,
     return drawn
 
 
-def _units(hay: Haystack | None, length: int, seed: str) -> tuple[Sequence[str], str]:
-    """Sentences from a random place in ``hay``, or lines of source files without ``hay``; and the separator between
-    them.
+def _units(kind: str, length: int, seed: str) -> tuple[Sequence[str], str]:
+    """Sentences from a random place in the essays, or lines of another kind of text; and the separator between them.
 
     They do not depend on the task: both tasks about the same kind of text get the same texts.
     """
     characters = CHARACTERS_PER_TOKEN * length
-    if hay is None:
-        return source_code(seed, characters).splitlines(), "\n"
-    units = list[str]()
+    if kind != ESSAYS:
+        return TEXTS_OF_LINES[kind](seed, characters).splitlines(), "\n"
+    hay, units = essays(), list[str]()
     for sentence in hay.starting_at(random.Random(seed).randrange(len(hay.sentences))):
         if characters <= 0:
             break

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shadowkv.eval.prompts.texts import haystack
 from shadowkv.eval.records.predictions import Sample
-from shadowkv.eval.suites import infinitebench, longbench, niah, open_ended, ruler, stress
+from shadowkv.eval.suites import infinitebench, longbench, mrcr, niah, open_ended, ruler, stress
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 Suite = Callable[[argparse.Namespace, Tokenizer], list[Sample]]
@@ -62,6 +62,15 @@ def infinitebench_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> lis
     return _together(make, args.length, chosen(args.tasks, infinitebench.TASKS))
 
 
+def mrcr_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
+    """MRCR's tasks at every length."""
+
+    def make(length: int, task: str) -> list[Sample]:
+        return mrcr.samples(task, tokenizer, length, args.samples, args.seed, args.chat)
+
+    return _together(make, args.length, chosen(args.tasks, mrcr.TASKS))
+
+
 def stress_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
     """Every kind of stress test at every length."""
 
@@ -112,6 +121,7 @@ SUITES: dict[str, Suite] = {
     "niah": niah_samples,
     "longbench": longbench_samples,
     "infinitebench": infinitebench_samples,
+    "mrcr": mrcr_samples,
     "stress": stress_samples,
     "open-ended": open_ended_samples,
 }

@@ -1,0 +1,29 @@
+"""MRCR's metric, and how alike two answers are by the same measure."""
+
+from __future__ import annotations
+
+from difflib import SequenceMatcher
+
+NEXT_TURN = "\n\nUser:\n"
+"""Header of the user's next turn in plain prompts. A model without a chat template does not end its answer before
+it."""
+
+
+def similarity(answer: str, other: str) -> float:
+    """``difflib.SequenceMatcher``'s ratio of two answers, in [0, 1]."""
+    return SequenceMatcher(None, own_turn(answer), own_turn(other)).ratio()
+
+
+def mrcr(prediction: str, references: tuple[str, ...]) -> float:
+    """0 if the answer does not begin with the prefix, else the similarity of what follows and the text (openai/mrcr).
+
+    Args:
+        references: the prefix, and the text.
+    """
+    prefix, text = references
+    return similarity(prediction.removeprefix(prefix), text) if prediction.startswith(prefix) else 0.0
+
+
+def own_turn(answer: str) -> str:
+    """The answer up to the user's next turn."""
+    return answer.split(NEXT_TURN)[0]

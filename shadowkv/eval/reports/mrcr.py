@@ -1,0 +1,75 @@
+"""How alike MRCR's answers are to full attention's: mrcr.csv, and a section of summary.md."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shadowkv.eval.metrics.mrcr import similarity
+from shadowkv.eval.records.policies import BASELINE
+from shadowkv.eval.records.predictions import Prediction, replacing
+from shadowkv.eval.reports.statistics import Estimate, mean_and_error, paired_interval, rounded, with_error
+from shadowkv.eval.reports.summary import by_cell, labels, values
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy's answers to the samples of a length and task.
+
+    Attributes:
+        pairs: number of answers to samples that full attention has answered, too.
+        similarity: mean of ``metrics.mrcr.similarity`` to full attention's answer to the same sample, over the pairs.
+        interval: 95 % interval of it; NaN for a single pair.
+    """
+
+    length: int
+    task: str
+    policy: str
+    pairs: int
+    similarity: Estimate
+    interval: tuple[float, float]
+
+
+def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
+    """A row per length, task and policy other than full attention, if it has pairs."""
+    for (length, task), cell in by_cell(predictions).items():
+        baseline = cell.get(BASELINE, {})
+
+        def alike(answer: Prediction, baseline: dict[tuple[str, int, str], Prediction] = baseline) -> float | None:
+            full = baseline.get(answer.sample)
+            return None if full is None else similarity(answer.predictions[0], full.predictions[0])
+
+        for label in labels(predictions):
+            pairs = [] if label == BASELINE else values(cell, label, alike)
+            if pairs:
+                count = sum(map(len, pairs))
+                yield Row(length, task, label, count, mean_and_error(*pairs), paired_interval(*pairs))
+
+
+def write_csv(rows: Sequence[Row], model: str, path: Path) -> None:
+    """Writes mrcr.csv."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        head = ("similarity", "similarity_stderr", "similarity_low", "similarity_high")
+        writer.writerow(["model", "policy", "length", "task", "pairs", *head])
+        for row in rows:
+            figures = (*rounded(row.similarity), *rounded(row.interval))
+            writer.writerow([model, row.policy, row.length, row.task, row.pairs, *figures])
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The section of summary.md."""
+    table = [["length", "task", "policy", "samples", f"similarity to `{BASELINE}`, %", "95 % interval"]]
+    table.append(["---:", "---", "---", "---:", "---:", "---:"])
+    for row in rows:
+        low, high = row.interval
+        interval = "–" if math.isnan(low) else f"{100 * low:.1f} to {100 * high:.1f}"
+        table.append([str(row.length), row.task, row.policy, str(row.pairs), with_error(row.similarity, 100), interval])
+    note = (
+        f"MRCR: how alike answers are to `{BASELINE}`'s answer to the same sample, right or wrong"
+        " (`difflib.SequenceMatcher`'s ratio)."
+    )
+    return "\n".join([note, "", *("| " + " | ".join(line) + " |" for line in table)]) + "\n"

@@ -1,0 +1,78 @@
+"""MRCR, multi-round co-reference resolution (arXiv:2409.12640), in the form of OpenAI's data set (openai/mrcr).
+
+In a long conversation the user asks for pieces of writing about topics. One request comes 2, 4 or 8 times, and the
+assistant writes another text each time. At the end the user wants one of these texts again, with a random prefix. The
+texts are made up by ``prompts/writing.py`` rather than by a model, so no data is needed.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+
+from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.eval.prompts.writing import KINDS, TOPICS, piece
+from shadowkv.eval.records.predictions import Sample
+from shadowkv.models.tokenization.tokenizer import Tokenizer
+
+NEEDLES = {"mrcr_2needle": 2, "mrcr_4needle": 4, "mrcr_8needle": 8}
+"""How often the request comes, by task."""
+TASKS: tuple[str, ...] = tuple(NEEDLES)
+PREFIX_LENGTH = 10
+ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
+ANSWER_MARGIN = 1.25  # new tokens over those of the longest of some answers
+
+
+def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int, chat: bool) -> list[Sample]:
+    """``count`` samples of a task, scored by ``metrics.mrcr.mrcr``.
+
+    Args:
+        task: one of ``TASKS``.
+        length: maximum tokens of conversation and answer together.
+        seed: gives the same samples in every process; a larger ``count`` only adds samples.
+        chat: whether turns are in the tokenizer's chat template; otherwise they have the headers User and Assistant.
+
+    Raises ValueError for a length that is too short and a chat without a template.
+    """
+    max_new_tokens = _answer_tokens(tokenizer)
+    fitter, drawn = PromptFitter(tokenizer, length, max_new_tokens, chat), []
+    for index in range(count):
+
+        def build(turns: int, index: int = index) -> Question:
+            return conversation(NEEDLES[task], turns, random.Random(f"{task}/{seed}/{index}"))
+
+        try:
+            prompt, question = fitter.fill(build, NEEDLES[task])
+        except TooShortError as error:
+            raise TooShortError(f"{task} at length {length}: {error}") from error
+        drawn.append(Sample(task, f"{seed}-{index}", (prompt,), (question.references,), max_new_tokens, "mrcr", length))
+    return drawn
+
+
+def conversation(needles: int, turns: int, rng: random.Random) -> Question:
+    """A conversation of ``turns`` requests and answers, ``needles`` of them to one request, and the last question.
+
+    The references are the prefix and the text that it belongs before.
+    """
+    requests = [(kind, topic) for kind in KINDS for topic in TOPICS]
+    kind, topic = requests.pop(rng.randrange(len(requests)))
+    places = set(rng.sample(range(turns), needles))
+    asked = [(kind, topic) if place in places else rng.choice(requests) for place in range(turns)]
+    history = tuple((f"Write a {kind} about {topic}.", piece(kind, topic, rng)) for kind, topic in asked)
+    number = rng.randrange(needles)
+    prefix = "".join(rng.choices(string.ascii_letters + string.digits, k=PREFIX_LENGTH))
+    return Question(
+        f"Prepend {prefix} to the {ORDINALS[number]} (1 indexed) {kind} about {topic}. "
+        "Do not include any other text in your response.",
+        "",
+        (prefix, history[sorted(places)[number]][1]),
+        history,
+    )
+
+
+def _answer_tokens(tokenizer: Tokenizer) -> int:
+    """A limit for answers that a right one stays below."""
+    rng = random.Random("mrcr")
+    prefix = "".join(rng.choices(string.ascii_letters + string.digits, k=PREFIX_LENGTH))
+    texts = (piece(rng.choice(tuple(KINDS)), rng.choice(TOPICS), rng) for _ in range(64))
+    return int(ANSWER_MARGIN * max(len(tokenizer.encode(prefix + text)) for text in texts))
