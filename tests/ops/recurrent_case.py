@@ -102,27 +102,23 @@ def token_slices(spans: Spans) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends)]
 
 
-def draws_of_rule(case: Rule) -> list[tuple[Tensor, ...]]:
+def draws_of_rule(case: Rule, step: float = torch.finfo(torch.float32).eps) -> list[tuple[Tensor, ...]]:
     """The formula in float32 of numbers that are rounded once more, at random, as another order of sums rounds. Of log
-    decays, chunks subtract sums of up to CHUNK tokens', which are rounded as the larger numbers that they are."""
-    step = torch.finfo(torch.float32).eps
+    decays, chunks subtract sums of up to CHUNK tokens', which are rounded as the larger numbers that they are.
 
-    def rounded(x: Tensor, size: Tensor) -> Tensor:
+    Args:
+        step: of what queries, keys, values and states are rounded to.
+    """
+    sums = case.log_decay.abs() if case.spans.lengths is None else CHUNK * case.log_decay.abs().mean(0)
+
+    def rounded(x: Tensor, size: Tensor, step: float = torch.finfo(torch.float32).eps) -> Tensor:
         return x.float() + step * size * (2 * torch.rand(x.shape, device=x.device) - 1)
 
-    sums = case.log_decay.abs() if case.spans.lengths is None else CHUNK * case.log_decay.abs().mean(0)
-    return [
-        plain_rule(
-            Rule(
-                *(rounded(x, x.abs()) for x in case[:3]),
-                rounded(case.log_decay, sums),
-                *(rounded(x, x.abs()) for x in (case.beta, case.states)),
-                case.spans,
-            ),
-            torch.float32,
-        )
-        for _ in range(DRAWS)
-    ]
+    def draw() -> Rule:
+        q, k, v, states = (rounded(x, x.float().abs(), step) for x in (case.q, case.k, case.v, case.states))
+        return Rule(q, k, v, rounded(case.log_decay, sums), rounded(case.beta, case.beta), states, case.spans)
+
+    return [plain_rule(draw(), torch.float32) for _ in range(DRAWS)]
 
 
 def plain_rule(case: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

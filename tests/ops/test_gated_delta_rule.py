@@ -186,3 +186,30 @@ def test_chunks_of_spans(seed: int) -> None:
     assert spans.chunks.tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 0], [3, 1], [3, 2]]
     assert spans.starts.tolist() == [0, 1, 65, 130, 260]
     assert {x.device.type for x in (spans.chunks, spans.starts)} == {DEVICE}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="as long as it is, and PyTorch's chunks as elsewhere")
+def test_long_prompts_lose_no_more_than_transformers(seed: int) -> None:
+    """60,000 tokens, of a head that forgets a few of them and one that keeps thousands."""
+    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    case = draw_rule((60_000,), 2, 1, 16, 16, torch.float32)
+    case = case._replace(log_decay=-torch.rand(60_000, 2, device=DEVICE) * torch.tensor([1.0, 1e-3], device=DEVICE))
+    written, draws = case.spans.write, draws_of_rule(case)
+    exact, exact_states = plain_rule(case, torch.float64)
+    theirs, their_states = modeling.torch_chunk_gated_delta_rule(
+        *(x.unsqueeze(0) for x in case[:5]),
+        initial_state=case.states[case.spans.read],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    for name in NAMES:
+        states = case.states.clone()
+        module = import_module(f"shadowkv.ops.gated_delta_rule.{name}")
+        found = (module.gated_delta_rule(*case._replace(states=states)), theirs[0], exact, *(low for low, _ in draws))
+        after = (states[written], their_states, exact_states[written], *(low[written] for _, low in draws))
+        for mine, other, oracle, *low in (found, after):
+            assert_close_like_lowp(mine, oracle, *low)
+            assert_close_like_lowp(other, oracle, *low)
+            mine_lost, other_lost = ((x.double() - oracle).abs().max() for x in (mine, other))
+            assert mine_lost <= 2 * other_lost, f"off by {mine_lost:.3g}, transformers by {other_lost:.3g}"

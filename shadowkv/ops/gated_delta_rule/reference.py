@@ -39,7 +39,7 @@ def gated_delta_rule(
 
 
 def in_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans) -> Tensor:
-    """Results [T, H, dv] of spans that have lengths, one span after the other; arguments as for ``gated_delta_rule``."""
+    """Results [T, H, dv] of spans that have lengths, one after the other; arguments as for ``gated_delta_rule``."""
     assert spans.lengths is not None
     q, k = _for_heads(q, k, v)
     values = v.float()
