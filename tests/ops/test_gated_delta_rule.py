@@ -132,7 +132,7 @@ def test_the_number_of_threads_changes_no_bit(seed: int, lengths: tuple[int, ...
 )
 def test_the_binding_refuses_what_does_not_fit(error: type[Exception], match: str, changes: dict[str, Any]) -> None:
     case = draw_rule(None, 2, 1, 16, 16, torch.float32)
-    args = case._asdict() | {"lengths": None, "read": case.spans.read, "write": case.spans.write}
+    args = case._asdict() | {"lengths": None, "read": case.spans.read, "write": case.spans.write, "eps": 1e-6}
     del args["spans"]
     with pytest.raises(error, match=match):
         torch.ops.shadowkv.gated_delta_rule(*(args | changes).values())
@@ -142,7 +142,7 @@ def test_the_binding_refuses_what_does_not_fit(error: type[Exception], match: st
 def test_the_fake_has_the_shape_of_the_op(seed: int) -> None:
     case = draw_rule((3, 4), 2, 3, 16, 20, torch.bfloat16)
     case.states.nan_to_num_()
-    args = (*case[:-1], list(case.spans.lengths or ()), case.spans.read, case.spans.write)
+    args = (*case[:-1], list(case.spans.lengths or ()), case.spans.read, case.spans.write, 1e-6)
     op = torch.ops.shadowkv.gated_delta_rule
     torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
 

@@ -13,9 +13,6 @@ namespace shadowkv {
 
 namespace {
 
-// Added to the squared norm of queries and keys, as in the PyTorch reference.
-constexpr float EPS = 1e-6f;
-
 template <typename T>
 void read_row(const T* x, int64_t size, float* out) {
   for (int64_t i = 0; i < size; ++i) out[i] = to_float(x[i]);
@@ -50,8 +47,8 @@ void run_delta_rule(const DeltaInputs<T>& in, const Span& span, int64_t head, fl
     read_row(in.k + token * in.k_token + key_head * in.k_head, in.key_dim, scratch.k.data());
     read_row(in.v + token * in.v_token + head * in.v_head, in.value_dim, scratch.v.data());
     const float size = static_cast<float>(in.key_dim);
-    scale(scratch.q, 1.0f / std::sqrt((product(scratch.q, scratch.q) + EPS) * size));
-    scale(scratch.k, 1.0f / std::sqrt(product(scratch.k, scratch.k) + EPS));
+    scale(scratch.q, 1.0f / std::sqrt((product(scratch.q, scratch.q) + in.eps) * size));
+    scale(scratch.k, 1.0f / std::sqrt(product(scratch.k, scratch.k) + in.eps));
     const int64_t gate = token * in.heads + head;
     const DeltaToken one = {
         scratch.q.data(), scratch.k.data(), scratch.v.data(), std::exp(in.log_decay[gate]), in.beta[gate],

@@ -26,6 +26,7 @@ struct DeltaInputs {
   const float *log_decay, *beta;  // [tokens, heads]
   int64_t heads, group;           // heads of values, and how many of them share a head of keys
   int64_t key_dim, value_dim;
+  float eps;          // added to the squared norm of queries and keys
   int64_t state_row;  // states are float32 [rows, heads, key_dim, value_dim]
   T* out;             // [tokens, heads, value_dim]
 };

@@ -55,7 +55,7 @@ void check_numbers(const Tensor& x, const char* name) {
 
 template <typename T>
 void run_rule(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta,
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta, double eps,
     const std::vector<shadowkv::Span>& spans, Tensor& states, Tensor& out) {
   const shadowkv::DeltaInputs<T> in = {
       static_cast<const T*>(q.const_data_ptr()),
@@ -63,7 +63,7 @@ void run_rule(
       static_cast<const T*>(v.const_data_ptr()),
       q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
       log_decay.const_data_ptr<float>(), beta.const_data_ptr<float>(), v.size(1), v.size(1) / q.size(1), q.size(2),
-      v.size(2), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
+      v.size(2), static_cast<float>(eps), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
   float* rows = states.mutable_data_ptr<float>();
   const int64_t tasks = static_cast<int64_t>(spans.size()) * in.heads;
   shadowkv::share_tasks(tasks, [&](const auto& next) {
@@ -75,7 +75,7 @@ void run_rule(
 
 Tensor gated_delta_rule(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta, Tensor& states,
-    at::OptionalIntArrayRef lengths, const Tensor& read, const Tensor& write) {
+    at::OptionalIntArrayRef lengths, const Tensor& read, const Tensor& write, double eps) {
   check_numbers(q, "q");
   check(q, "q", 3, q.scalar_type());
   check(k, "k", 3, q.scalar_type());
@@ -99,9 +99,9 @@ Tensor gated_delta_rule(
   const Tensor decays = log_decay.contiguous(), rates = beta.contiguous();
   Tensor out = at::empty(v.sizes(), v.options());
   if (q.scalar_type() == at::kFloat)
-    run_rule<float>(q, k, v, decays, rates, spans, states, out);
+    run_rule<float>(q, k, v, decays, rates, eps, spans, states, out);
   else
-    run_rule<shadowkv::BFloat16>(q, k, v, decays, rates, spans, states, out);
+    run_rule<shadowkv::BFloat16>(q, k, v, decays, rates, eps, spans, states, out);
   return out;
 }
 
@@ -148,7 +148,7 @@ Tensor causal_convolution(
 TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
   m.def(
       "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor(a!) states, "
-      "int[]? lengths, Tensor read, Tensor write) -> Tensor");
+      "int[]? lengths, Tensor read, Tensor write, float eps) -> Tensor");
   m.def(
       "causal_convolution(Tensor x, Tensor weight, Tensor(a!) states, int[]? lengths, Tensor read, Tensor write) -> "
       "Tensor");

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.extension import cpu_missing as missing
+from shadowkv.ops.gated_delta_rule.reference import EPS
 from shadowkv.ops.paged_attention.cpu import supports
 from shadowkv.ops.recurrence import Spans
 
@@ -20,4 +21,6 @@ def gated_delta_rule(
     Prompts, too, are computed token by token: a state stays in the core's caches, and chunks would need more products.
     Results are bitwise equal for any number of threads.
     """
-    return torch.ops.shadowkv.gated_delta_rule(q, k, v, log_decay, beta, states, spans.lengths, spans.read, spans.write)
+    return torch.ops.shadowkv.gated_delta_rule(
+        q, k, v, log_decay, beta, states, spans.lengths, spans.read, spans.write, EPS
+    )
