@@ -68,10 +68,13 @@ void run_convolution(
   };
   const float* before = states + span.read * in.state_row + channel * held;
   float* after = states + span.write * in.state_row + channel * held;
-  for (int64_t i = 0; i < count; ++i) {
-    for (int64_t j = 0; j < width; ++j)
-      scratch.weight[j * CHANNELS_PER_TASK + i] = to_float(in.weight[(channel + i) * width + j]);
-    for (int64_t j = 0; j < held; ++j) input(j - held)[i] = before[i * held + j];
+  for (int64_t j = 0; j < width; ++j) {
+    float* weight = scratch.weight.data() + j * CHANNELS_PER_TASK;
+    for (int64_t i = 0; i < count; ++i) weight[i] = to_float(in.weight[(channel + i) * width + j]);
+  }
+  for (int64_t j = 0; j < held; ++j) {
+    float* row = input(j - held);
+    for (int64_t i = 0; i < count; ++i) row[i] = before[i * held + j];
   }
   const int64_t length = span.last - span.first;
   for (int64_t position = 0; position < length; ++position) {
@@ -81,8 +84,10 @@ void run_convolution(
         scratch.weight.data(), scratch.inputs.data(), width, (position + 1) % width, scratch.out.data());
     write_row(scratch.out.data(), count, in.out + token * in.channels + channel);
   }
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t j = 0; j < held; ++j) after[i * held + j] = input(length - held + j)[i];
+  for (int64_t j = 0; j < held; ++j) {
+    const float* row = input(length - held + j);
+    for (int64_t i = 0; i < count; ++i) after[i * held + j] = row[i];
+  }
 }
 
 template void run_delta_rule<float>(const DeltaInputs<float>&, const Span&, int64_t, float*, DeltaScratch&);

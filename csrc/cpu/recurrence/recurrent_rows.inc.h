@@ -3,6 +3,9 @@
 
 #include "cpu/attention/attention_tile.inc.h"
 
+// Vectors of a state's row that share a register tile: whole rows of 128 where registers hold two sums of each.
+constexpr int STATE_SPAN = SHADOWKV_LANES == 16 ? 8 : 4;
+
 template <typename V>
 static SHADOWKV_INLINE V load_as(const float* from) {
   V x;
@@ -21,21 +24,21 @@ static SHADOWKV_INLINE void step_columns(
   constexpr int64_t WIDTH = sizeof(V) / sizeof(float);
   V known[M] = {}, found[M] = {}, change[M];
   for (int64_t i = 0; i < key_dim; ++i) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const V state = load_as<V>(from + i * columns + m * WIDTH);
       known[m] += token.k[i] * state;
       found[m] += token.q[i] * state;
     }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
     change[m] = (load_as<V>(v + m * WIDTH) - token.decay * known[m]) * token.beta;
     const V result = token.decay * found[m] + token.product * change[m];
     __builtin_memcpy(out + m * WIDTH, &result, sizeof result);
   }
   for (int64_t i = 0; i < key_dim; ++i) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const V state = token.decay * load_as<V>(from + i * columns + m * WIDTH) + token.k[i] * change[m];
       __builtin_memcpy(to + i * columns + m * WIDTH, &state, sizeof state);
@@ -46,8 +49,8 @@ static SHADOWKV_INLINE void step_columns(
 static void step_state(
     const DeltaToken& token, const float* from, float* to, int64_t key_dim, int64_t columns, float* out) {
   int64_t x = 0;
-  for (; x + SPAN * LANES <= columns; x += SPAN * LANES)
-    step_columns<Floats, SPAN>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
+  for (; x + STATE_SPAN * LANES <= columns; x += STATE_SPAN * LANES)
+    step_columns<Floats, STATE_SPAN>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
   for (; x + LANES <= columns; x += LANES)
     step_columns<Floats, 1>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
   for (; x < columns; ++x) step_columns<float, 1>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
