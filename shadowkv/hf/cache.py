@@ -58,6 +58,8 @@ class ShadowKVCache(Cache):
         ours = config_from_hf(config.to_dict(), max_model_len).with_limits(max_model_len)
         if any(kind.rope is not None for kind in ours.layer_kinds):
             raise ValueError(f"{ours.architecture} models have layers with a separate RoPE: use an engine for them")
+        if any(kind.state for kind in ours.layer_kinds):
+            raise ValueError(f"{ours.architecture} models have layers with a recurrent state: use an engine for them")
         spec, rotary = resolve(preset(kv), ours.shape), model.get_decoder().rotary_emb
         self.batch = Batch(spec, ours, max_model_len, rotary)
         super().__init__(layers=[_Layer(self.batch, number) for number in range(ours.num_layers)])

@@ -227,8 +227,10 @@ class KVCache:
         tokens, start = list[NewTokens](), 0
         for sequence, count in sequences:
             cached, own = sequence.length, sequence.recurrent
-            checkpoints = self.recurrent.plan_checkpoints(own, cached, self._fork_point_after(sequence, cached + count))
-            tokens.append(NewTokens(own, start, start + count, cached, checkpoints))
+            last = self._fork_point_after(sequence, cached + count)
+            checkpoints = self.recurrent.plan_checkpoints(own, cached, last, between=not self.spec.outliers)
+            wait = None if sequence.pending_layers is None else sequence.pending_layers.wait
+            tokens.append(NewTokens(own, start, start + count, cached, checkpoints, wait))
             start += count
         return tokens
 
@@ -475,6 +477,9 @@ class KVCache:
         assert self.recurrent is not None, f"layer {layer} has attention"
         _, at = self._places[layer]
         parts = cast("tuple[RecurrentPart, ...]", batch.groups[len(self.groups)])
+        for part in parts:
+            for wait in part.waits:
+                wait(layer)
         return {name: array[at] for name, array in self.recurrent.arrays.items()}, parts
 
 

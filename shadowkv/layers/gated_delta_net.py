@@ -47,6 +47,19 @@ class GatedDeltaNet(Computing):
 
         The returned function returns the layer's output [n, D], for the n tokens that need it.
         """
+        out, z = self._mixed(x, cache, batch)
+        normed = self.norm(batch.of_needed(out))
+        gate = batch.of_needed(z).unflatten(-1, normed.shape[1:])
+        gated = (normed * F.silu(gate.float())).to(x.dtype)
+        result = self.group.sum(self.out(gated.flatten(1)))
+        return lambda: result
+
+    def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
+        """Only updates the states."""
+        self._mixed(x, cache, batch)
+
+    def _mixed(self, x: Tensor, cache: Cache, batch: Any) -> tuple[Tensor, Tensor]:
+        """The rule's results [T, H, dv] and the output gates [T, H dv] of normalised hidden states."""
         qkv, z = self.qkvz(x).split((self.sizes.channels, self.sizes.values), dim=-1)
         beta, rate = self.beta_decay(x).float().chunk(2, dim=-1)
         log_decay = -self.log_rate.exp() * F.softplus(rate + self.rate_bias)
@@ -56,23 +69,14 @@ class GatedDeltaNet(Computing):
         for part in parts:
             rows = slice(start, start := start + part.num_tokens)
             outs.append(self._part(qkv[rows], log_decay[rows], beta[rows], states, part))
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        normed = self.norm(batch.of_needed(out))
-        gate = batch.of_needed(z).unflatten(-1, normed.shape[1:])
-        gated = (normed * F.silu(gate.float())).to(x.dtype)
-        result = self.group.sum(self.out(gated.flatten(1)))
-        return lambda: result
-
-    def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
-        """Only updates the states."""
-        self.start(x, cache, batch)
+        return outs[0] if len(outs) == 1 else torch.cat(outs), z
 
     def _part(
         self, qkv: Tensor, log_decay: Tensor, beta: Tensor, states: dict[str, Tensor], part: RecurrentPart
     ) -> Tensor:
         """The rule's results [T, H, dv] for a part of the batch."""
         sizes = self.sizes
-        out = qkv.new_empty(len(qkv), sizes.value_heads, sizes.value_dim)
+        of_rounds = list[tuple[Tensor | None, Tensor]]()
         for rows, spans in part.rounds:
             x, decay, rate = (x if rows is None else x[rows] for x in (qkv, log_decay, beta))
             mixed = self.ops.causal_convolution(x, self.convolution.squeeze(1), states[CONVOLUTION], spans)
@@ -81,8 +85,11 @@ class GatedDeltaNet(Computing):
             v = v.unflatten(-1, (sizes.value_heads, sizes.value_dim))
             if sizes.tiled:  # the op takes a key head's value heads as neighbours
                 q, k = (x.repeat(1, sizes.value_heads // sizes.key_heads, 1) for x in (q, k))
-            result = self.ops.gated_delta_rule(q, k, v, decay, rate, states[RECURRENT], spans)
-            if rows is None:
-                return result
-            out[rows] = result
+            of_rounds.append((rows, self.ops.gated_delta_rule(q, k, v, decay, rate, states[RECURRENT], spans)))
+        (rows, out), *others = of_rounds
+        if rows is not None:
+            out = qkv.new_empty(len(qkv), *out.shape[1:]).index_copy_(0, rows, out)
+        for rows, result in others:
+            assert rows is not None, "one round has all tokens"
+            out.index_copy_(0, rows, result)
         return out

@@ -17,8 +17,6 @@ CHUNK = 64
 class Spans:
     """Neighbouring tokens of S sequences, packed one span after the other, and where their states are.
 
-    There is at least one span, and each has at least one token.
-
     Attributes:
         lengths: tokens of each span, at least one; None if every span is one token.
         read: int64 [S], rows of the states before the spans.

@@ -120,7 +120,9 @@ class Mover:
         Args:
             chain: header and slabs of each snapshot of the chain.
         """
-        steps = [(layer, link) for layer in range(chain[0][0].num_layers) for link in range(len(chain))]
+        last = len(chain) - 1
+        of_all = ((layer, link) for layer in range(chain[0][0].num_layers) for link in range(len(chain)))
+        steps = [(layer, link) for layer, link in of_all if link == last or restoring.has(link, layer)]
         size = max(_widest(header) for header, _ in chain)
         if self._bus is None or self._stream is None:
             staging = torch.empty(size, dtype=torch.uint8, device=self.device)

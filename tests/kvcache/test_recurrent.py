@@ -69,7 +69,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: len(self.lives) < SEQUENCES)
     @rule()
     def begin(self) -> None:
-        one = Living(self.states.begin(None, 0))
+        one = Living(self.states.begin(None, 0, 0))
         assert self.read(one.sequence.row(0)) == 0
         self.write(one.sequence.row(0), [])
         self.lives.append(one)
@@ -130,8 +130,20 @@ class Lives(RuleBasedStateMachine):
     def fork(self, data: st.DataObject, length: int) -> None:
         parent = data.draw(st.sampled_from(self.lives))
         if point := parent.sequence.fork_point(min(length, len(parent.tokens))):
-            child = Living(self.states.begin(parent.sequence, point), parent.tokens[:point])
+            child = Living(self.states.begin(parent.sequence, point, point), parent.tokens[:point])
             self.lives.append(child)
+
+    @precondition(lambda self: 0 < len(self.lives) < SEQUENCES)
+    @rule(data=st.data(), length=st.integers(0, 2000), more=st.integers(1, 200), whole=st.booleans())
+    def restore(self, data: st.DataObject, length: int, more: int, whole: bool) -> None:
+        """Behind a parent that has only the first tokens."""
+        parent = data.draw(st.sampled_from(self.lives))
+        shared = min(length, len(parent.tokens)) // 64 * 64
+        tokens = parent.tokens[:shared] + self.new_tokens(64 if whole else more)
+        child = Living(self.states.begin(parent.sequence, shared, len(tokens)), tokens)
+        for row in child.sequence.restored_rows:
+            self.write(row, tokens)
+        self.lives.append(child)
 
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
@@ -150,6 +162,7 @@ class Lives(RuleBasedStateMachine):
             rows.update(one.sequence.ring)
             if one.sequence.ring:
                 assert self.read(one.sequence.row(len(one.tokens))) == digest(one.tokens)
+            rows.update(kept.row for kept in one.sequence.pending if kept.row is not None)
             for kept in one.sequence.checkpoints:
                 users[id(kept)] += 1
                 shared[id(kept)] = kept
@@ -157,7 +170,7 @@ class Lives(RuleBasedStateMachine):
                     assert self.read(kept.row) == digest(one.tokens[: kept.position])
         rows.update(kept.row for kept in shared.values() if kept.row is not None)
         assert max(rows.values(), default=1) == 1
-        assert all(kept.users == users[number] for number, kept in shared.items())
+        assert all(kept.users == users[number] for number, kept in shared.items() if kept.row is not None)
         assert self.states.used_bytes == len(rows) * self.states.layout.state_bytes
 
 
@@ -167,18 +180,20 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lives() -> None:
-    Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    Lives.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
     Lives.TestCase("runTest").runTest()
 
 
 def test_rings_never_lack_room() -> None:
     """However many checkpoints prefills write."""
     states = RecurrentStates(layout(), SEQUENCES, CPU)
-    first = states.begin(None, 0)
+    first = states.begin(None, 0, 0)
     planned = states.plan_checkpoints(first, 0, 100 * EVERY)
-    assert len(planned) == CHECKPOINTS * SEQUENCES and planned[-1].position == 100 * EVERY
-    others = [states.begin(None, 0) for _ in range(SEQUENCES - 1)]
+    assert len(planned) == CHECKPOINTS * SEQUENCES // 2 and planned[-1].position == 100 * EVERY
+    others = [states.begin(None, 0, 0) for _ in range(SEQUENCES - 1)]
     assert len({row for one in (first, *others) for row in one.ring}) == RING * SEQUENCES
+    ends = [states.plan_checkpoints(one, 0, 64) for one in others]
+    assert [len(planned) for planned in ends] == [1, 1, 0], "half of the room is for the ends of prompts"
     states.end_prefill(first, 100 * EVERY + 1)
     for one in (first, *others):
         states.release(one)
@@ -187,12 +202,12 @@ def test_rings_never_lack_room() -> None:
 
 def test_the_least_recently_used_checkpoint_goes_first() -> None:
     states = RecurrentStates(layout(), 2, CPU)
-    first, second = (states.begin(None, 0) for _ in range(2))
+    first, second = (states.begin(None, 0, 0) for _ in range(2))
     for one, length in ((first, 64), (second, 128)):
         states.plan_checkpoints(one, 0, length)
         states.end_prefill(one, length + 1)
     states.pause(second, 129)  # its other row is free again
-    states.begin(first, 64)  # takes that row, and the place of the second's first checkpoint
+    states.begin(first, 64, 64)  # takes that row, and the place of the second's first checkpoint
     assert second.fork_point(200) == 0 and first.fork_point(200) == 64
     assert second.fixed(129) == 129, "its newest state is younger"
 

@@ -310,7 +310,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
 
 AT_LEAST_ONE = {
     *("attend_blocks", "dense_attention.causal", "dense_attention.partial", "low_rank_basis"),
-    *("decode_layers", "select_blocks", "causal_convolution", "gated_delta_rule"),
+    *("decode_layers", "select_blocks"),
 }
 """Ops whose docstrings require at least one query, row or sequence."""
 

@@ -86,13 +86,13 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
 def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
     """Peak device bytes of a block in linear attention: its projections, the convolution's results, and in float32
-    queries, keys, values and results, once as they are and once divided into chunks."""
+    queries, keys, values and results, about three times."""
     linear = model.linear
     if linear is None:
         return 0
     per_head = 2 * linear.key_dim + 3 * linear.value_dim
     projected = model.hidden_size + 2 * (linear.channels + linear.values)
-    return block * (projected * dtype.itemsize + 2 * 4 * linear.value_heads * per_head)
+    return block * (projected * dtype.itemsize + 3 * 4 * linear.value_heads * per_head)
 
 
 def _inner_numbers(model: ModelConfig) -> int:
@@ -168,8 +168,9 @@ def tables_bytes(layout: Layout) -> int:
 
 def staging_bytes(layout: Layout) -> int:
     """Device bytes for copies between device and host: one layer of the longest sequence to the host, and two back
-    (``prefix_cache/host.py``)."""
-    return 3 * layout.snapshot_layer_bytes(layout.max_model_len)
+    (``prefix_cache/host.py``); and two recurrent states, of which readings hold copies."""
+    recurrent = 0 if layout.recurrent is None else 2 * layout.recurrent.state_bytes
+    return 3 * layout.snapshot_layer_bytes(layout.max_model_len) + recurrent
 
 
 def offload_bytes(config: EngineConfig, layout: Layout) -> int:
@@ -279,7 +280,8 @@ def size_cache(
         raise OutOfMemory(
             f"one sequence of {counted(layout.max_model_len, 'token')} needs "
             f"{in_gib(size['device'])} of device and {in_gib(size['host'])} of host memory for its KV cache; "
-            f"{in_gib(left(layout))} and {in_gib(host_bytes)} are available{in_use}. Lower max_model_len, max_num_seqs "
+            f"{in_gib(left(layout))} and {in_gib(host_bytes)} are available{_of_states(layout, slots)}{in_use}. "
+            "Lower max_model_len, max_num_seqs "
             "or max_cached_seqs, or raise gpu_memory_utilization or host_memory_gib",
             config.names(),
         )
@@ -294,6 +296,14 @@ def size_cache(
             config.names(),
         )
     return blocks, longest
+
+
+def _of_states(layout: Layout, slots: int) -> str:
+    """Describes the memory of recurrent states, for an error; empty if there are none."""
+    if layout.recurrent is None:
+        return ""
+    states = in_gib(layout.recurrent.nbytes(slots))
+    return f" beside {states} for the recurrent states of {counted(slots, 'sequence')}"
 
 
 def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Blocks:

@@ -83,13 +83,18 @@ class AttentionLoss:
         self._steps[seen.layer] += 1
 
     def mass_recall(self) -> Tensor:
-        """Share of the exact softmax on the tokens that were read, mean over query heads, [num_layers, rows]."""
-        return (self._recall / self._steps[0]).cpu()
+        """Share of the exact softmax on the tokens that were read, mean over query heads, [layers, rows] of the layers
+        with attention."""
+        return self._mean(self._recall)
 
     def output_error(self) -> Tensor:
         """Norm of the difference to the exact output, divided by the exact output's norm, all heads joined,
-        [num_layers, rows]."""
-        return (self._error / self._steps[0]).cpu()
+        [layers, rows] of the layers with attention."""
+        return self._mean(self._error)
+
+    def _mean(self, sums: Tensor) -> Tensor:
+        layers = [layer for layer, steps in enumerate(self._steps) if steps]
+        return (sums[layers] / self._steps[layers[0]]).cpu()
 
 
 class Reuse:
@@ -126,5 +131,8 @@ class Reuse:
         used[..., nobody] = 0
 
     def hit_rates(self) -> Tensor | None:
-        """Hit rates after the first step, [sizes, num_layers, rows]; None if later steps selected nothing."""
-        return (self._hits / self._selected).cpu() if self._selected.all() else None
+        """Hit rates after the first step, [sizes, layers, rows] of the layers that select; None if later steps selected
+        nothing."""
+        layers = [layer for layer, steps in enumerate(self._steps) if steps]
+        selected = self._selected[layers]
+        return (self._hits[:, layers] / selected).cpu() if layers and selected.all() else None

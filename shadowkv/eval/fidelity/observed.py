@@ -57,7 +57,7 @@ class ObservedCache(KVCache):
     def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
         """As usual, but in one micro-batch, so that an observer sees all rows when it is called."""
         plan = super().plan_decode(sequences)
-        return DecodePlan(tuple(replace(group, micro_batches=1) for group in plan.groups))
+        return replace(plan, groups=tuple(replace(group, micro_batches=1) for group in plan.groups))
 
     def exact_layers(self) -> None:
         """None: an op that runs whole layers cannot call an observer between them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -35,10 +35,12 @@ class RecurrentPart:
     Attributes:
         num_tokens: T.
         rounds: a token is in one round. A round reads states that earlier rounds have written.
+        waits: functions that wait for a layer of the model, of restored sequences whose layers are still arriving.
     """
 
     num_tokens: int
     rounds: tuple[Round, ...]
+    waits: tuple[Callable[[int], None], ...] = ()
 
     def split(self, count: int) -> list[RecurrentPart]:
         """Splits the rows of a decode step into ``count`` micro-batches, at most as many as rows."""
@@ -60,13 +62,14 @@ def step_rows(sequences: Sequence[RecurrentSequence], lengths: np.ndarray) -> np
 
 class NewTokens(NamedTuple):
     """The new tokens of a prompt: rows ``start`` to ``stop`` of a packed batch, behind ``cached`` tokens, and the
-    checkpoints to write among them."""
+    checkpoints to write among them. ``wait`` waits for a layer of a sequence that is still arriving."""
 
     sequence: RecurrentSequence
     start: int
     stop: int
     cached: int
     checkpoints: list[Checkpoint]
+    wait: Callable[[int], None] | None = None
 
 
 def block(prompts: Sequence[NewTokens], start: int, stop: int, device: torch.device) -> RecurrentPart:
@@ -86,7 +89,12 @@ def block(prompts: Sequence[NewTokens], start: int, stop: int, device: torch.dev
             if number == len(rounds):
                 rounds.append([])
             rounds[number].append((range(begin - start, end - start), read, write))
-    return RecurrentPart(stop - start, tuple(_round(spans, stop - start, device) for spans in rounds))
+    waits = (new.wait for new in prompts if new.start < stop and start < new.stop)
+    return RecurrentPart(
+        stop - start,
+        tuple(_round(spans, stop - start, device) for spans in rounds),
+        tuple(wait for wait in waits if wait is not None),
+    )
 
 
 def _round(spans: list[tuple[range, int, int]], num_tokens: int, device: torch.device) -> Round:

@@ -57,8 +57,7 @@ class RecurrentSequence:
     @property
     def restored_rows(self) -> list[int]:
         """The rows that a restored state is written to: for the sequence to go on, and as a checkpoint."""
-        kept = self.at(self.since)
-        return [self.row(self.since)] if kept is None or kept.row is None else [self.row(self.since), kept.row]
+        return [self.row(self.since), *(one.row for one in self.pending if one.row is not None)]
 
     def at(self, position: int) -> Checkpoint | None:
         """The checkpoint after ``position`` tokens; None if there is none."""
@@ -107,6 +106,7 @@ class RecurrentStates:
         }
         self.padding, self.changes = count, 0
         self._room = count - RING * sequences  # for pending checkpoints, beside the rings of all sequences
+        self._of_ends = self._room // 2  # the part of it that is for the ends of prompts
         self._free = list(range(count - 1, -1, -1))
         self._kept: OrderedDict[Checkpoint, None] = OrderedDict()
 
@@ -120,34 +120,44 @@ class RecurrentStates:
         """Bytes of all states."""
         return self.padding * self.layout.state_bytes
 
-    def begin(self, parent: RecurrentSequence | None, length: int) -> RecurrentSequence:
-        """The states of a new sequence of ``length`` tokens. It shares the checkpoints of ``parent``, the first tokens
-        of which it has.
+    def begin(self, parent: RecurrentSequence | None, shared: int, length: int) -> RecurrentSequence:
+        """The states of a new sequence of ``length`` tokens, of which the first ``shared`` are those of ``parent``.
 
-        If the parent has no checkpoint after ``length`` tokens, the caller writes the state to ``restored_rows``.
+        It shares the parent's checkpoints in whole pages of these tokens. Unless one of them is the state after
+        ``length`` tokens, or there are no tokens, the caller writes the state to ``restored_rows``. Other sequences can
+        use it after the next prefill.
         """
         before = [] if parent is None else parent.checkpoints
-        shared = [one for one in before if one.row is not None and one.position <= length]
-        for one in shared:
+        whole = [one for one in before if one.position <= shared and one.position % PAGE == 0]
+        sequence = RecurrentSequence([], length, [one for one in whole if one.row is not None])
+        for one in sequence.checkpoints:
             one.users += 1
             self._kept.move_to_end(one)
-        sequence = RecurrentSequence([], length, shared)
         if source := sequence.at(length):
             self._resume(sequence, source)
             return sequence
         sequence.ring = self._take()
         if not length:
             self._clear(sequence.row(0))
-        elif self._room:
-            self._keep(sequence, Checkpoint(length, self._take_row()))
+        elif self._room and length % PAGE == 0:
+            self._room -= 1
+            sequence.pending.append(Checkpoint(length, self._take_row()))
         return sequence
 
     def resume(self, sequence: RecurrentSequence, length: int) -> None:
-        """Makes a sequence of ``length`` tokens grow again."""
-        if not sequence.ring:
-            source = sequence.at(length)
-            assert source is not None, f"no checkpoint after {length} tokens"
-            self._resume(sequence, source)
+        """Makes a sequence of ``length`` tokens grow again. Its last state stays a checkpoint if others can begin
+        there."""
+        if sequence.ring:
+            return
+        source = sequence.at(length)
+        assert source is not None and source.row is not None, f"no checkpoint after {length} tokens"
+        if length % PAGE == 0:
+            return self._resume(sequence, source)
+        sequence.checkpoints.remove(source)
+        del self._kept[source]
+        sequence.ring, sequence.since = [source.row] * RING, length
+        sequence.ring[(length + 1) % RING] = self._take_row()
+        self.changes += 1
 
     def pause(self, sequence: RecurrentSequence, length: int) -> None:
         """Keeps a checkpoint of a sequence of ``length`` tokens, which does not grow until ``resume``."""
@@ -168,17 +178,20 @@ class RecurrentStates:
                 self._drop(one)
         sequence.ring, sequence.checkpoints = [], []
 
-    def plan_checkpoints(self, sequence: RecurrentSequence, start: int, last: int) -> list[Checkpoint]:
+    def plan_checkpoints(
+        self, sequence: RecurrentSequence, start: int, last: int, between: bool = True
+    ) -> list[Checkpoint]:
         """The checkpoints that a prefill is to write, by ascending position, as far as there is room: after the first
-        ``last`` tokens, and every ``CHECKPOINT_EVERY`` tokens between ``start`` and ``last``.
+        ``last`` tokens, and, if ``between``, every ``CHECKPOINT_EVERY`` tokens between ``start`` and ``last``. These
+        leave room for the ends of other prompts.
 
         Args:
             last: the largest number of tokens after which the sequence can be forked once the prompt is computed: where
                 the next turn or another question can begin.
         """
         regular = range(start // CHECKPOINT_EVERY * CHECKPOINT_EVERY + CHECKPOINT_EVERY, last, CHECKPOINT_EVERY)
-        for position in (last, *reversed(regular)):
-            if position > start and self._room:
+        for position in (last, *(reversed(regular) if between else ())):
+            if position > start and self._room > (0 if position == last else self._of_ends):
                 self._room -= 1
                 sequence.pending.append(Checkpoint(position, self._take_row()))
         sequence.pending.sort(key=lambda one: one.position)
@@ -213,10 +226,11 @@ class RecurrentStates:
             array[:, row] = 0
 
     def _resume(self, sequence: RecurrentSequence, source: Checkpoint) -> None:
-        assert source.row is not None
-        self._kept.move_to_end(source)  # it is dropped last, and there is always room for a ring
+        row = source.row
+        assert row is not None
+        self._kept.move_to_end(source)  # it is dropped last, and even then nothing is written to its row before
         sequence.ring, sequence.since = self._take(), source.position
-        self._copy(source.row, sequence.row(source.position))
+        self._copy(row, sequence.row(source.position))
 
     def _take(self) -> list[int]:
         """Rows for a ring. There is room for those of all sequences."""
@@ -229,7 +243,7 @@ class RecurrentStates:
         return self._free.pop()
 
     def _keep(self, sequence: RecurrentSequence, checkpoint: Checkpoint) -> None:
-        sequence.checkpoints.append(checkpoint)
+        sequence.checkpoints = [*(one for one in sequence.checkpoints if one.row is not None), checkpoint]
         self._kept[checkpoint] = None
         self.changes += 1
 

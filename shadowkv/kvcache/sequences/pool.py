@@ -214,7 +214,7 @@ class SequencePool:
         if not sequence.fixed <= length <= sequence.length:
             raise ValueError(
                 f"cannot cut the sequence to {length} tokens: it has {sequence.length}, of which {sequence.fixed} are "
-                "compressed or shared, or needed by its windows"
+                "compressed or shared, or needed by its windows or recurrent state"
             )
         sequence.begin = 0 if sequence.window is None else sequence.oldest
         self.tables.length[sequence.slot] = length

@@ -106,8 +106,8 @@ class SequencePools:
     def fork(self, parent: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
         """A new sequence that shares its first ``length`` tokens with ``parent``.
 
-        Only page ids and windows are copied. Raises OutOfBlocks and then takes nothing; raises ValueError if ``length``
-        is no fork point (``fork_point``).
+        Only page ids, windows and a recurrent state are copied. Raises OutOfBlocks and then takes nothing; raises
+        ValueError if ``length`` is no fork point (``fork_point``).
         """
         return self.restore(self.forked(parent, length), start, capacity, parent)
 
@@ -122,18 +122,18 @@ class SequencePools:
             for number, (pool, outline) in enumerate(zip(self.pools, outlines, strict=True)):
                 of_parent = None if parent is None else parent.of_group(number)
                 in_groups.append(pool.restore(outline, start, capacity, of_parent))
+            first, *other_groups = in_groups
+            first.other_groups = tuple(other_groups)
+            if parent is not None and (self.recurrent is not None or any(outline.copied for outline in outlines)):
+                self.await_layers(parent)  # of which something is copied
+            if self.recurrent is not None:
+                shared, states = outlines[0].shared, None if parent is None else parent.recurrent
+                first.recurrent = self.recurrent.begin(states, shared, first.length)
         except BaseException:
             for pool, sequence in zip(self.pools, in_groups):
                 pool.release(sequence)
             raise
-        first, *other_groups = in_groups
-        first.other_groups = tuple(other_groups)
-        if self.recurrent is not None:
-            if parent is not None:
-                self.await_layers(parent)  # its checkpoints are copied
-            first.recurrent = self.recurrent.begin(None if parent is None else parent.recurrent, first.length)
-        if parent is not None and any(outline.copied for outline in outlines):
-            self.await_layers(parent)
+        if parent is not None:
             for number, (pool, outline) in enumerate(zip(self.pools, outlines, strict=True)):
                 if outline.copied:
                     pool.copy_window(parent.of_group(number), in_groups[number], outline.copied)

@@ -286,6 +286,10 @@ class Restoring:
             for row in sequence.recurrent.restored_rows:
                 self._locations[-1][-1] += recurrent_locations(pools.recurrent, own, row)
 
+    def has(self, link: int, layer: int) -> bool:
+        """Whether anything of a layer of the chain's snapshot number ``link`` is used."""
+        return bool(self._locations[link][self._places[layer][0]])
+
     def write_layer(self, link: int, layer: int, data: Tensor) -> None:
         """Copies the used part of a layer of the chain's snapshot number ``link`` to where it belongs. The host does
         not wait.

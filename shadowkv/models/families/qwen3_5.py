@@ -50,7 +50,8 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     if moe:
         hf.setdefault("intermediate_size", hf.get("moe_intermediate_size"))
     if hf.get("attn_output_gate", True) is not True:
-        raise ValueError(f"this config cannot be used: attn_output_gate={hf['attn_output_gate']!r} is not supported")
+        gate = f"attn_output_gate={hf['attn_output_gate']!r:.60}"
+        raise ValueError(f"this config cannot be used: {gate} is not supported, only true")
     bias = bool(hf.get("attention_bias", False))
     config = build_config(
         hf,
@@ -84,7 +85,7 @@ def _linear(hf: dict[str, Any]) -> LinearAttention:
     """The sizes of linear attention; raises ValueError."""
     sizes = {name: default if hf.get(name) is None else hf[name] for name, default in _SIZES.items()}
     reasons = [
-        f"{name}={str(size)[:60]} is not a whole number from 1 to {MAX_SIZE}"
+        f"{name}={size!r:.60} is not a whole number from 1 to {MAX_SIZE}"
         for name, size in sizes.items()
         if type(size) is not int or not 1 <= size <= MAX_SIZE
     ]
@@ -99,15 +100,18 @@ def _linear(hf: dict[str, Any]) -> LinearAttention:
         reasons.append(f"mamba_ssm_dtype={hf['mamba_ssm_dtype']!r:.60} is not supported, only 'float32'")
     if reasons:
         raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
-    tiled = bool(hf.get("linear_tiled_value_heads")) and sizes["linear_num_value_heads"] > sizes["linear_num_key_heads"]
     key_heads, value_heads, key_dim, value_dim, kernel = sizes.values()
-    return LinearAttention(key_heads, value_heads, key_dim, value_dim, kernel, tiled)
+    return LinearAttention(key_heads, value_heads, key_dim, value_dim, kernel)
 
 
 def _layer_types(hf: dict[str, Any], layers: int) -> list[str]:
     """The kind of every layer; raises ValueError."""
-    types, every = hf.get("layer_types"), hf.get("full_attention_interval") or 4
-    if types is None and type(every) is int and every > 0:
+    types, every = hf.get("layer_types"), hf.get("full_attention_interval")
+    if types is None:
+        every = 4 if every is None else every
+        if type(every) is not int or not 1 <= every <= layers:
+            reason = f"full_attention_interval={every!r:.60} is not a whole number from 1 to {layers}"
+            raise ValueError(f"this config cannot be used: {reason}")
         types = [LINEAR if (layer + 1) % every else FULL_ATTENTION for layer in range(layers)]
     known = LINEAR, FULL_ATTENTION
     if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):

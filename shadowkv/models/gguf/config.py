@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, join_reasons, naming, unsupported
@@ -61,6 +62,7 @@ _FIELDS = {
     "linear_key_head_dim": "{arch}.ssm.state_size",
     "linear_conv_kernel_dim": "{arch}.ssm.conv_kernel",
 }
+_LINEAR = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_conv_kernel_dim")
 _STOPS = ("eos", "eot", "eom")
 
 
@@ -105,7 +107,10 @@ def config_from_gguf(
     hf["partial_rotary_factor"] = 1.0 if rotating is None else rotating / head_dim
     with naming(file.path, OTHER_MODEL):
         hf["rope_scaling"] = _scaling(file)
-    return overridden_config(file.path, hf, max_model_len, overrides)
+    config = overridden_config(file.path, hf, max_model_len, overrides)
+    if (linear := config.linear) is not None:
+        config = config.with_linear(replace(linear, tiled=linear.value_heads > linear.key_heads))
+    return config
 
 
 def _model_type(file: GGUFFile, hf: dict[str, Any]) -> str:
@@ -124,14 +129,25 @@ def _complete_glm4_moe(file: GGUFFile, hf: dict[str, Any]) -> None:
 
 
 def _complete_qwen3_5(file: GGUFFile, hf: dict[str, Any]) -> None:
-    """Fields that follow from others; layers that draft tokens are not layers of the model. Value heads are tiled."""
-    heads, size = hf.get("linear_num_value_heads"), file.get("{arch}.ssm.inner_size", int)
-    if size is not None and type(heads) is int and heads > 0:
-        hf["linear_value_head_dim"] = size // heads
-    hf["linear_tiled_value_heads"] = True
-    drafting = hf.pop("num_nextn_predict_layers", 0)
-    if type(drafting) is int and 0 <= drafting < hf["num_hidden_layers"]:
-        hf["num_hidden_layers"] -= drafting
+    """The size of a value head, and the number of layers without those that draft tokens. Raises ModelFileError."""
+    needed = ["ssm.inner_size", *(_FIELDS[name].removeprefix("{arch}.") for name in _LINEAR)]
+    if missing := [file.key(f"{{arch}}.{name}") for name in needed if file.value(f"{{arch}}.{name}") is None]:
+        raise ModelFileError(file.path, f"it has no {', '.join(missing)}", OTHER_MODEL)
+    heads, size = (file.get(f"{{arch}}.ssm.{name}", int) or 0 for name in ("time_step_rank", "inner_size"))
+    if heads < 1 or size < 1 or size % heads:
+        inner, rank = (file.key(f"{{arch}}.ssm.{name}") for name in ("inner_size", "time_step_rank"))
+        raise ModelFileError(file.path, f"{inner}={size} is not a positive multiple of {rank}={heads}")
+    hf["linear_value_head_dim"] = size // heads
+    hf["num_hidden_layers"] -= drafting_layers(file)
+
+
+def drafting_layers(file: GGUFFile) -> int:
+    """The number of the last layers that draft tokens, which are not layers of the model. Raises ModelFileError."""
+    drafting = file.get("{arch}.nextn_predict_layers", int) or 0
+    if not 0 <= drafting < (layers := file.get("{arch}.block_count", int) or 0):
+        key = file.key("{arch}.nextn_predict_layers")
+        raise ModelFileError(file.path, f"{key}={drafting} is not a number from 0 to {layers - 1}")
+    return drafting
 
 
 def _scaling(file: GGUFFile) -> dict[str, Any]:

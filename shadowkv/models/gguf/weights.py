@@ -12,6 +12,7 @@ from shadowkv.models.checkpoints.files import ModelFileError
 from shadowkv.models.checkpoints.reading import Reading, read_ahead
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
 from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.gguf.config import drafting_layers
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
@@ -81,9 +82,7 @@ _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factor
 def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
     """Shape of every weight, by name; raises ModelFileError if two tensors are the same weight."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in file.names:
-        if name in _CONFIG_TENSORS:
-            continue
+    for name in _weights(file):
         weight = _hf_name(name, file.architecture)
         if weight in shapes:
             raise ModelFileError(file.path, f"it has {weight} twice, as {name} too")
@@ -96,7 +95,7 @@ def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
 
 def gguf_forms(file: GGUFFile) -> dict[str, Form]:
     """Forms of the weights that stay quantised, by name."""
-    forms = {name: file.form(name) for name in file.names}
+    forms = {name: file.form(name) for name in _weights(file)}
     return {_hf_name(name, file.architecture): form for name, form in forms.items() if form is not None}
 
 
@@ -125,10 +124,18 @@ def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) ->
         return stored
 
     return read_ahead(
-        Reading(_hf_name(name, file.architecture), file.nbytes(name), partial(read, name))
-        for name in file.names
-        if name not in _CONFIG_TENSORS
+        Reading(_hf_name(name, file.architecture), file.nbytes(name), partial(read, name)) for name in _weights(file)
     )
+
+
+def _weights(file: GGUFFile) -> list[str]:
+    """Names of the tensors that are weights of the model's layers. Layers that draft tokens are left out here for the
+    families that do not leave them out themselves."""
+    names = [name for name in file.names if name not in _CONFIG_TENSORS]
+    if file.architecture not in QWEN35 or not (drafting := drafting_layers(file)):
+        return names
+    layers = (file.get("{arch}.block_count", int) or 0) - drafting
+    return [name for name in names if (of := re.match(r"blk\.(\d+)\.", name)) is None or int(of[1]) < layers]
 
 
 def _is_flat(weight: str, shape: Sequence[int]) -> bool:
