@@ -30,14 +30,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import psutil
 
 from shadowkv.bench.client import CompletionClient, Refused
 from shadowkv.bench.find_rate import GOOD_SHARE, highest_rate, next_rate
 from shadowkv.bench.mock_clock import DIGITS, seconds_since
 from shadowkv.bench.server_process import running
-from shadowkv.bench.serving_stats import Record
+from shadowkv.bench.serving_stats import Record, spread
 from shadowkv.engine.config import EngineConfig
 from shadowkv.eval.provenance import command, commit
 from shadowkv.eval.records.predictions import write_json
@@ -186,7 +185,6 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
         raise Refused("the first stream ended before the last one began: --seconds must be more")
     if sum(record.output_tokens for record in records) != sum(map(sum, lengths)):
         raise Refused("tokens are missing")
-    first = np.asarray([record.chunks[0] - record.sent for record in records])
     return {
         "rate": rate,
         "answers": len(records),
@@ -198,14 +196,9 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
         "server_cpu": window.cpu / seconds,
         "us_per_event": 1e6 * window.cpu / window.events,
         "us_per_token": 1e6 * window.cpu / window.tokens,
-        **_spread("delay", np.asarray(window.delays)),
-        **_spread("ttft", first),
+        **spread("delay", window.delays),
+        **spread("ttft", [record.chunks[0] - record.sent for record in records]),
     }
-
-
-def _spread(name: str, seconds: np.ndarray) -> dict[str, float]:
-    median, high = 1e3 * np.percentile(seconds, (50, 99))
-    return {f"median_{name}_ms": float(median), f"p99_{name}_ms": float(high)}
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def figures(
             values = [gap for record in records for gap in record.gaps()]
         else:
             values = [value for record in records if (value := record.seconds(name)) is not None]
-        summary |= _spread(name, values, percentiles)
+        summary |= spread(name, values, percentiles)
     spans = decode_only(records, clients)
     decoded = sum(_tokens_within(records, *span) for span in spans)
     together = sum(last - first for first, last in spans)
@@ -160,7 +160,8 @@ def _tokens_within(records: Sequence[Record], start: float, end: float) -> float
     return count
 
 
-def _spread(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+def spread(name: str, seconds: Sequence[float], percentiles: Sequence[float] = (99,)) -> dict[str, float | None]:
+    """Mean, median, standard deviation and percentiles in ms; None without measurements."""
     values, some = np.asarray(seconds) * 1e3, len(seconds) > 0
     return {
         f"mean_{name}_ms": float(values.mean()) if some else None,

@@ -1,4 +1,4 @@
-"""Starts child processes with a connection to them: engines, ranks, HTTP servers"""
+"""Starts child processes with a connection to them: engines, ranks, HTTP servers, readers of bodies and grammars"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import MappingProxyType
 
 from shadowkv.engine.held_folder import HeldFolder
@@ -75,3 +76,14 @@ def ending(process: subprocess.Popen[bytes]) -> str:
         return "SIGKILL: the system may have run out of memory"
     names = {one.value: one.name for one in signal.Signals}
     return names.get(-code, f"signal {-code}")  # real-time signals have no names
+
+
+def limit_memory(size: int, is_beside: bool = False) -> None:
+    """Limits this process to ``size`` bytes of address space, beside what it has now if ``is_beside``, on platforms
+    that support it."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        if is_beside:
+            size += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))

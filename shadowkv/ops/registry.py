@@ -77,7 +77,8 @@ def register(
         call: one of ``CALLS``, such as ``rms_norm`` or ``dense_attention.packed``.
         name: the backend's name.
         backend: a function with the signature of the op's reference, or a module that has it under the name of the op,
-            or of the form. A module can also have ``supports`` and ``missing``, as ``Ops`` says.
+            or of the form. A module can also have ``supports``, ``missing``, ``SYNCHRONISES`` and ``NEEDS_LENGTHS``, as
+            files of backends have.
         device_types: ``cpu``, ``cuda`` or both.
         preferred: whether it is asked before all other backends. If not, it serves only where an override names it.
 

@@ -114,6 +114,14 @@ def test_what_was_not_built_has_a_reason_and_a_remedy(hopper: Path) -> None:
     assert "GPU           NVIDIA H100, compute capability 9.0, 80.0 GiB" in text
 
 
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_prefill_is_sparse_only_with_kernels(hopper: Path, monkeypatch: pytest.MonkeyPatch, has_kernel: bool) -> None:
+    if not has_kernel:
+        monkeypatch.setattr("shadowkv.ops.attend_blocks.triton.missing", lambda: ["none here"], raising=False)
+    called = {choice.op for choice in choices().ops if choice.called}
+    assert ("attend_blocks" in called) == ("select_blocks" in called) == has_kernel
+
+
 @pytest.mark.parametrize("library", ["flashinfer", "flash_attn"])
 def test_a_library_of_attention_is_in_the_table(hopper: Path, monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     monkeypatch.setattr(f"shadowkv.ops.dense_attention.{library}.missing", lambda: [])

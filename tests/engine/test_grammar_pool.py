@@ -104,10 +104,9 @@ def test_one_that_never_compiles_is_refused_and_remembered(grammars: Grammars, m
     with pytest.raises(SchemaTimeout, match="compiling it takes more than 1 second; use simpler"):
         grammars.compile(HOSTILE).result(SECONDS)
     wait_until(lambda: not mine(before))
-    begin = time.process_time()
     with pytest.raises(SchemaTimeout, match="takes more than"):
         grammars.compile(HOSTILE, tenant="another").result(SECONDS)
-    assert time.process_time() - begin < 0.5 and not mine(before)
+    assert not mine(before)
     grammars.compile('{"type": "string", "pattern": "^[a-z]{3}$"}').result(SECONDS)
     assert len(mine(before)) == 1
 

@@ -25,6 +25,7 @@ from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import KeyPart
 from shadowkv.kvcache.parts.index_plain import Exact
+from shadowkv.kvcache.parts.prefill import DensePrefill
 from shadowkv.kvcache.parts.rows import DenseKeys, DenseValues
 from shadowkv.kvcache.plugins import PluginError
 from shadowkv.kvcache.policy.spec import KVSpec
@@ -119,6 +120,8 @@ def test_an_index_can_own_weights_of_the_model(ends: int, monkeypatch: pytest.Mo
         ("keys", "low-rank", MyKeys, ValueError, "keys='low-rank' is taken"),
         ("keys", "fp8", MyKeys, ValueError, "keys='fp8' is taken"),
         ("values", "rotated", MyValues, ValueError, "values='rotated' is taken"),
+        ("prefill", "sparse", DensePrefill, ValueError, "prefill='sparse' is taken: the names are dense, sparse"),
+        ("prefill", "mine", Mine, TypeError, "prefill='mine' must be a subclass of PrefillStrategy"),
         ("index", "my,own", Mine, ValueError, "'my,own' is no valid name"),
         ("index", "", Mine, ValueError, "'' is no valid name"),
         ("index", "mine", MyKeys, TypeError, "index='mine' must be a subclass of IndexPart"),
@@ -238,6 +241,15 @@ def test_plugins_that_fail_are_named_and_the_others_loaded(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="plugin 'absent'"):
         preset("yours")
     assert preset("turbo") == PRESETS["turbo"]
+
+
+def test_an_engine_loads_them_for_their_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, broken = Plugin("mine", lambda: None), Plugin("broken", ImportError("no module"))
+    installed(monkeypatch, mine, broken)
+    for _ in range(2):
+        assert "plugin 'broken'" in str(plugins.load_installed())
+    assert mine.loads == broken.loads == 1
+    assert preset("quest").index == "min-max"
 
 
 def test_an_installed_package_is_found(tmp_path: Path) -> None:

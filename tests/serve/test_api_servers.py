@@ -24,7 +24,7 @@ from shadowkv.serve.__main__ import parse
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.process import ENGINE_DIED
 
-NOTICED = 5.0
+NOTICED = 60.0
 """Seconds within which a process knows that another is gone; as a rule it takes milliseconds."""
 TWO = "--api-server-count=2"
 STREAMS = 8

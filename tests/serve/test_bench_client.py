@@ -56,7 +56,7 @@ def exchange(*answers: Answer, requests: int | None = None) -> tuple[list[Record
         for _ in range(requests or len(answers)):
             records.append(Record(0.0, 3))
             try:
-                await asyncio.wait_for(client.stream(b'{"prompt": [1, 2, 3]}', records[-1]), 10)
+                await asyncio.wait_for(client.stream(b'{"prompt": [1, 2, 3]}', records[-1]), 120)
                 errors.append("")
             except Refused as error:
                 errors.append(str(error))

@@ -82,7 +82,7 @@ def test_a_trace_is_replayed_and_judged(tiny: str, tmp_path: Path, capsys: pytes
     assert trace.read_text() == again.read_text() and second["num_prompts"] == 6 and second["good_share"] == 0
     assert "seed" not in second and second["trace"] == str(trace)
     times = [json.loads(line)["timestamp"] for line in trace.read_text().splitlines()]
-    assert [one["sent_s"] for one in second["requests"]] == pytest.approx(times, abs=0.1)
+    assert all(one["sent_s"] >= time - 1e-3 for one, time in zip(second["requests"], times, strict=True))
 
 
 def test_the_highest_rate_is_searched(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

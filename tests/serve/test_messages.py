@@ -7,12 +7,12 @@ import json
 import anthropic
 import httpx
 import pytest
+from app_client import answers
 from fake_engine import REPLY
 from http_server import http_server
 from replies import named_events
 from test_responses import ALL
 from test_serve_clients import wait_until
-from test_serve_limits import asgi
 from test_serve_tools import TEXT, WEATHER
 
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
@@ -212,11 +212,11 @@ def test_every_other_error_has_it_too(engine):
         (504, "timeout_error", ask(messages=hang, max_tokens=10)),
         (400, "invalid_request_error", (*ask()[:2], {"headers": right, "content": b"{"})),
     ]
-    for (status, kind, _), answer in zip(cases, asgi(engine, settings, *(case[2] for case in cases)), strict=True):
+    for (status, kind, _), answer in zip(cases, answers(engine, settings, *(case[2] for case in cases)), strict=True):
         problem(answer, status, kind)
     assert ApiError("full", status=429).body(URL)["error"]["type"] == "rate_limit_error"
     both = [ask(), ask({"Authorization": "Bearer k"}), ask({"Authorization": "Bearer other", **right})]
-    assert [answer.status_code for answer in asgi(engine, settings, *both)] == [200] * 3
+    assert [answer.status_code for answer in answers(engine, settings, *both)] == [200] * 3
 
 
 def test_anthropics_client(ask):

@@ -33,21 +33,30 @@ def jsonl(*lines):
     return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
 
 
+def message(name, text="Hi", **params):
+    """A request of a batch of messages."""
+    asked = {"model": "fake", "max_tokens": len(REPLY), "messages": [{"role": "user", "content": text}], **params}
+    return {"custom_id": name, "params": asked}
+
+
 @contextmanager
 def serving(engine=None, **settings):
     with http_server(build_app(engine or FakeEngine(), "fake", ServerSettings(**settings))) as url:
         yield url
 
 
-@contextmanager
 def openai_client(url, key="none"):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-        yield client
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+def anthropic_client(url, key="none"):
+    return anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
 
 
 @contextmanager
-def anthropic_client(url, key="none"):
-    with anthropic.Anthropic(base_url=url, api_key=key, max_retries=0) as client:
+def client_of_server(engine=None, **settings):
+    """OpenAI's client of a server of its own."""
+    with serving(engine, **settings) as url, openai_client(url) as client:
         yield client
 
 
@@ -60,11 +69,11 @@ def begin(client, content, endpoint="/v1/chat/completions", **more):
     return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **more)
 
 
-def ended(retrieve, *statuses):
-    """What comes of a batch; each look takes a moment."""
+def ended(batches, batch, *statuses):
+    """What comes of a batch of a client's ``batches``; each look takes a moment."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        batch = retrieve()
+        batch = batches.retrieve(batch.id)
         if getattr(batch, "status", None) in statuses or getattr(batch, "processing_status", None) in statuses:
             return batch
         time.sleep(0.05)
@@ -134,9 +143,7 @@ def test_files_have_purposes(client):
 
 def test_batches_of_messages_are_listed_backwards(url):
     with anthropic_client(url) as client:
-        params = {"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
-        requests = [{"custom_id": "a", "params": params}]
-        ids = [client.messages.batches.create(requests=requests).id for _ in range(4)][::-1]
+        ids = [client.messages.batches.create(requests=[message("a")]).id for _ in range(4)][::-1]
         page = client.messages.batches.list(limit=2, before_id=ids[3])
         assert [one.id for one in page.data] == ids[1:3] and page.has_more
         assert (page.first_id, page.last_id) == (ids[1], ids[2])
@@ -163,7 +170,7 @@ def test_a_batch(client, engine):
     wrong = line("d", n=0)
     batch = begin(client, jsonl(line("a"), line("b", "Well?"), wrong, {"custom_id": 3}), metadata={"of": "mine"})
     assert batch.status in ("validating", "in_progress") and batch.metadata == {"of": "mine"}
-    done = ended(lambda: client.batches.retrieve(batch.id), "completed")
+    done = ended(client.batches, batch, "completed")
     counts = done.request_counts
     assert (counts.total, counts.completed, counts.failed) == (4, 2, 2) and done.completed_at >= done.in_progress_at
     good = records(client, done.output_file_id)
@@ -181,7 +188,7 @@ def test_a_batch(client, engine):
 def test_every_endpoint(client, endpoint, body):
     asked = {**line("a", url=endpoint), **({"body": {**body, "model": "fake"}} if body else {})}
     batch = begin(client, jsonl(asked, line("b", url="/v1/embeddings")), endpoint)
-    done = ended(lambda: client.batches.retrieve(batch.id), "completed")
+    done = ended(client.batches, batch, "completed")
     assert list(records(client, done.output_file_id)) == ["a"]
     assert records(client, done.error_file_id)["b"]["error"]["code"] == "invalid_url"
 
@@ -189,12 +196,12 @@ def test_every_endpoint(client, endpoint, body):
 def test_a_line_has_no_files_and_continues_nothing(client):
     part = {"type": "file", "file": {"file_data": "SGk="}}
     begun = begin(client, jsonl(line("a", messages=[{"role": "user", "content": [part]}])))
-    done = ended(lambda: client.batches.retrieve(begun.id), "completed")
+    done = ended(client.batches, begun, "completed")
     error = records(client, done.error_file_id)["a"]["response"]["body"]["error"]
     assert "documents are not read here" in error["message"]
     asked = {**line("a", url="/v1/responses"), "body": {"input": "Hi", "previous_response_id": "x"}}
     begun = begin(client, jsonl(asked), "/v1/responses")
-    done = ended(lambda: client.batches.retrieve(begun.id), "completed")
+    done = ended(client.batches, begun, "completed")
     assert "continues no responses" in records(client, done.error_file_id)["a"]["response"]["body"]["error"]["message"]
 
 
@@ -204,10 +211,10 @@ def test_what_is_no_batch(client):
     with pytest.raises(openai.BadRequestError, match="endpoint"):
         begin(client, b"", endpoint="/v1/embeddings")
     empty = begin(client, b"\n")
-    failed = ended(lambda: client.batches.retrieve(empty.id), "failed")
+    failed = ended(client.batches, empty, "failed")
     assert failed.errors.data[0].code == "empty_file" and failed.failed_at
     long = begin(client, b'{"custom_id": "' + b"a" * LINE_BYTES + b'"}\n')
-    done = ended(lambda: client.batches.retrieve(long.id), "completed")
+    done = ended(client.batches, long, "completed")
     assert records(client, done.error_file_id)[None]["error"]["code"] == "line_too_long"
 
 
@@ -218,22 +225,16 @@ def test_cancelling_keeps_what_is_there(client, engine):
         time.sleep(0.05)
     assert len(engine.running) == engine.max_num_seqs // 2  # others have room beside it
     assert client.batches.cancel(batch.id).status == "cancelling"
-    done = ended(lambda: client.batches.retrieve(batch.id), "cancelled")
+    done = ended(client.batches, batch, "cancelled")
     assert list(records(client, done.output_file_id)) == ["a"] and done.cancelled_at and done.error_file_id is None
     assert not engine.running
 
 
 def test_a_batch_of_messages(url, engine):
     with anthropic_client(url) as client:
-        params = {"model": "fake", "max_tokens": len(REPLY), "messages": [{"role": "user", "content": "Hi"}]}
-        batch = client.messages.batches.create(
-            requests=[
-                {"custom_id": "a", "params": params},
-                {"custom_id": "b", "params": {**params, "max_tokens": 0}},
-            ]
-        )
+        batch = client.messages.batches.create(requests=[message("a"), message("b", max_tokens=0)])
         assert batch.processing_status == "in_progress" and batch.request_counts.processing == 2
-        done = ended(lambda: client.messages.batches.retrieve(batch.id), "ended")
+        done = ended(client.messages.batches, batch, "ended")
         assert (done.request_counts.succeeded, done.request_counts.errored) == (1, 1) and done.results_url
         results = {one.custom_id: one.result for one in client.messages.batches.results(batch.id)}
         assert results["a"].message.content[0].text == REPLY
@@ -249,18 +250,11 @@ def test_a_batch_of_messages_has_documents_of_text_alone(url, engine):
     text = {"type": "text", "media_type": "text/plain", "data": "Rome is sunny"}
     with anthropic_client(url) as client:
         requests = [
-            {
-                "custom_id": kind,
-                "params": {
-                    "model": "fake",
-                    "max_tokens": len(REPLY),
-                    "messages": [{"role": "user", "content": [{"type": "document", "source": source}]}],
-                },
-            }
+            message(kind, [{"type": "document", "source": source}])
             for kind, source in (("text", text), ("file", {"type": "file", "file_id": "file-1"}))
         ]
         batch = client.messages.batches.create(requests=requests)
-        ended(lambda: client.messages.batches.retrieve(batch.id), "ended")
+        ended(client.messages.batches, batch, "ended")
         results = {one.custom_id: one.result for one in client.messages.batches.results(batch.id)}
     assert results["text"].message.content[0].text == REPLY and "Rome is sunny" in engine.prompts[0]
     assert "documents are not read here" in results["file"].error.error.message
@@ -268,13 +262,12 @@ def test_a_batch_of_messages_has_documents_of_text_alone(url, engine):
 
 def test_messages_that_are_cancelled(url, engine):
     with anthropic_client(url) as client:
-        params = {"model": "fake", "max_tokens": 9, "messages": [{"role": "user", "content": "HANG"}]}
-        requests = [{"custom_id": str(number), "params": params} for number in range(3)]
+        requests = [message(str(number), "HANG") for number in range(3)]
         batch = client.messages.batches.create(requests=requests)
         with pytest.raises(anthropic.BadRequestError, match="not ended"):
             client.messages.batches.delete(batch.id)
         client.messages.batches.cancel(batch.id)
-        done = ended(lambda: client.messages.batches.retrieve(batch.id), "ended")
+        done = ended(client.messages.batches, batch, "ended")
         assert done.request_counts.canceled == 3
         assert {one.result.type for one in client.messages.batches.results(batch.id)} == {"canceled"}
         with pytest.raises(anthropic.BadRequestError, match="must differ"):
@@ -284,7 +277,7 @@ def test_messages_that_are_cancelled(url, engine):
 def test_each_key_has_its_own():
     with serving(api_key=("a", "b")) as url, openai_client(url, "a") as first, openai_client(url, "b") as second:
         batch = begin(first, jsonl(line("x")))
-        done = ended(lambda: first.batches.retrieve(batch.id), "completed")
+        done = ended(first.batches, batch, "completed")
         for ask in (
             lambda: second.files.content(done.output_file_id),
             lambda: second.files.delete(batch.input_file_id),
@@ -306,22 +299,22 @@ def begin_with(client, id):
 
 
 def test_a_full_store_says_so():
-    with serving(storage_mib=0.05) as url, openai_client(url) as client:
+    with client_of_server(storage_mib=0.05) as client:
         with pytest.raises(openai.BadRequestError, match="--storage-mib"):
             upload(client, b"x" * 2**16)
         kept = upload(client, b"x" * 2**14)
         assert client.files.retrieve(kept.id)
         long = base64.b64encode(b"x" * 9_000).decode()
         batch = begin(client, jsonl(*(line(f"{n}{long[:300]}", "a") for n in range(40))))
-        failed = ended(lambda: client.batches.retrieve(batch.id), "failed")
+        failed = ended(client.batches, batch, "failed")
         assert failed.errors.data[0].code == "storage_full"
 
 
 def test_answers_that_do_not_fit_beside_files_leave_nothing_behind(tmp_path):
-    with serving(storage_dir=str(tmp_path), storage_mib=2**-4) as url, openai_client(url) as client:
+    with client_of_server(storage_dir=str(tmp_path), storage_mib=2**-4) as client:
         beside = upload(client, b"x" * 2**15)
         batch = begin(client, jsonl(*(line(str(number), "a") for number in range(60))))
-        failed = ended(lambda: client.batches.retrieve(batch.id), "failed")
+        failed = ended(client.batches, batch, "failed")
         assert failed.errors.data[0].code == "storage_full" and failed.output_file_id is None
         kept = {beside.id, batch.input_file_id}
         assert {one.id for one in client.files.list()} == kept
@@ -337,7 +330,7 @@ def batch_bytes(client, batch):
 
 
 def test_answers_count_while_a_batch_runs_and_once_when_they_are_there(tmp_path):
-    with serving(storage_dir=str(tmp_path), storage_mib=2**-4) as url, openai_client(url) as client:
+    with client_of_server(storage_dir=str(tmp_path), storage_mib=2**-4) as client:
         batch = begin(client, jsonl(*(line(str(number), "a") for number in range(30)), line("z", "HANG")))
         while client.batches.retrieve(batch.id).request_counts.completed < 30:
             time.sleep(0.05)
@@ -349,7 +342,7 @@ def test_answers_count_while_a_batch_runs_and_once_when_they_are_there(tmp_path)
             upload(client, b"x" * (beside + 2**12))
         upload(client, b"x" * (beside - 2**12))  # which leaves no room for the answers once more
         client.batches.cancel(batch.id)
-        done = ended(lambda: client.batches.retrieve(batch.id), "cancelled")
+        done = ended(client.batches, batch, "cancelled")
         assert len(records(client, done.output_file_id)) == 30
         assert not [*tmp_path.glob("files/new-*"), *tmp_path.glob("batches/*")]
 
@@ -361,10 +354,9 @@ def test_results_that_do_not_fit_leave_nothing_behind(tmp_path):
         anthropic_client(url) as client,
     ):
         upload(files, b"x" * 2**15)
-        params = {"model": "fake", "max_tokens": len(REPLY), "messages": [{"role": "user", "content": "Hi"}]}
-        requests = [{"custom_id": str(number), "params": params} for number in range(60)]
+        requests = [message(str(number)) for number in range(60)]
         batch = client.messages.batches.create(requests=requests)
-        ended(lambda: client.messages.batches.retrieve(batch.id), "ended")
+        ended(client.messages.batches, batch, "ended")
         with pytest.raises(anthropic.BadRequestError, match="--storage-mib"):
             client.messages.batches.results(batch.id)
         assert not [*tmp_path.glob("batches/*")]
@@ -376,7 +368,7 @@ def full(*_):
 
 def test_a_full_disk_keeps_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "copyfileobj", full)
-    with serving(storage_dir=str(tmp_path)) as url, openai_client(url) as client:
+    with client_of_server(storage_dir=str(tmp_path)) as client:
         with pytest.raises(openai.InternalServerError) as caught:
             upload(client, b"x")
         assert caught.value.status_code == 503 and caught.value.code == "storage_failed"
@@ -386,22 +378,21 @@ def test_a_full_disk_keeps_no_file(tmp_path, monkeypatch):
 def test_a_full_disk_keeps_no_batch_of_messages(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", full)
     with serving(storage_dir=str(tmp_path)) as url, anthropic_client(url) as client:
-        params = {"model": "fake", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
         with pytest.raises(anthropic.InternalServerError) as caught:
-            client.messages.batches.create(requests=[{"custom_id": "a", "params": params}])
+            client.messages.batches.create(requests=[message("a")])
         assert caught.value.status_code == 503
         assert "secret" not in str(caught.value) and not [*tmp_path.glob("batches/*")]
 
 
 def test_a_server_that_keeps_nothing_says_so():
     refused = pytest.raises(openai.BadRequestError, match="stores nothing")
-    with serving(storage_mib=0) as url, openai_client(url) as client, refused:
+    with client_of_server(storage_mib=0) as client, refused:
         upload(client, b"x")
 
 
 def test_a_batch_goes_on_after_a_restart(tmp_path):
     folder = str(tmp_path / "kept")
-    with serving(storage_dir=folder) as url, openai_client(url) as client:
+    with client_of_server(storage_dir=folder) as client:
         batch = begin(client, jsonl(line("a"), line("b", "HANG")))
         while not client.batches.retrieve(batch.id).request_counts.completed:
             time.sleep(0.05)
@@ -414,15 +405,15 @@ def test_a_batch_goes_on_after_a_restart(tmp_path):
             yield output
 
     engine.answer = answer.__get__(engine)
-    with serving(engine, storage_dir=folder) as url, openai_client(url) as client:
-        done = ended(lambda: client.batches.retrieve(batch.id), "completed")
+    with client_of_server(engine, storage_dir=folder) as client:
+        done = ended(client.batches, batch, "completed")
         assert sorted(records(client, done.output_file_id)) == ["a", "b"]
         assert len(engine.prompts) == 1  # the first was answered before
 
 
 def test_what_the_engine_does_not_live_to_answer_stays(tmp_path):
     engine = FakeEngine()
-    with serving(engine, storage_dir=str(tmp_path)) as url, openai_client(url) as client:
+    with client_of_server(engine, storage_dir=str(tmp_path)) as client:
         batch = begin(client, jsonl(line("a", "DIE")))
         while engine.is_alive:
             time.sleep(0.05)

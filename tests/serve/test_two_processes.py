@@ -23,7 +23,7 @@ from server_processes import RUNNING, SECONDS, Server, is_gone, seconds_until, s
 
 from shadowkv.serve.process import ENGINE_DIED
 
-NOTICED, BUSY = 1.0, 5.0
+NOTICED, BUSY = 5.0, 60.0
 """Seconds within which one process knows that the other is gone: as a rule, and at the most on a machine that does
 something else as well."""
 KILLED = "the engine has died: its process has ended (SIGKILL: the system may have run out of memory)"

@@ -26,12 +26,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from shadowkv.engine.child_process import ignore_stop_signals
+from shadowkv.engine.child_process import ignore_stop_signals, limit_memory
 from shadowkv.engine.structured.grammar_messages import COMPILED, MASK, OUT_OF_MEMORY, REFUSED, Compile, Match
 from shadowkv.engine.structured.vocabulary import Vocabulary, compile_schema
 from shadowkv.grammar_text import grammar_kind
@@ -110,7 +109,7 @@ def _serve(engine: Connection, info: xgrammar.TokenizerInfo, allowed: bytes) -> 
     """Runs a grammar process: compiles one grammar and matches answers with it."""
     try:
         asked: Compile = engine.recv()
-        _limit_memory(asked.memory)
+        limit_memory(asked.memory, is_beside=True)
         with _processor_time(asked.seconds), _low_priority(asked.niceness) as thread:
             try:
                 grammar = thread.submit(compile_schema, info, asked.rules, asked.one_line).result()
@@ -182,15 +181,6 @@ def _low_priority(by: int) -> Iterator[ThreadPoolExecutor]:
 
     with ThreadPoolExecutor(1, initializer=lower) as thread:
         yield thread
-
-
-def _limit_memory(more: int) -> None:
-    """Limits this process's address space to its current size plus ``more`` bytes, on platforms with /proc."""
-    with suppress(ImportError, ValueError, OSError):
-        import resource
-
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + more
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 if __name__ == "__main__":

@@ -28,15 +28,18 @@ from shadowkv.settings import settings_of, violations
 
 DENSE = "dense"
 """Name of keys or values that are stored exactly, and of prefill that attends to everything."""
-INDEX_PARTS = {
-    "none": "index_plain:AttendAll",
-    "chunk-mean": "index_chunks:ChunkMean",
-    "chunk-mean-fp8": "index_chunks:ChunkMeanFP8",
-    "sketch": "index_sketch:Sketch",
-    "sketch-1bit": "index_sketch:SignSketch",
-    "exact": "index_plain:Exact",
+OURS = {
+    "index": {
+        "none": "index_plain:AttendAll",
+        "chunk-mean": "index_chunks:ChunkMean",
+        "chunk-mean-fp8": "index_chunks:ChunkMeanFP8",
+        "sketch": "index_sketch:Sketch",
+        "sketch-1bit": "index_sketch:SignSketch",
+        "exact": "index_plain:Exact",
+    },
+    "prefill": {DENSE: "prefill:DensePrefill", "sparse": "prefill:SparsePrefill"},
 }
-PREFILL_STRATEGIES = {"dense": "prefill:DensePrefill", "sparse": "prefill:SparsePrefill"}
+"""Modules and classes of this package's indexes and prefill strategies, by name."""
 PLACES = ("device", "host")
 STORED: dict[str, type[Any]] = {"keys": KeyPart, "index": IndexPart, "values": ValuePart}
 KINDS: dict[str, type[Any]] = {**STORED, "prefill": PrefillStrategy}
@@ -47,10 +50,10 @@ REGISTERED: dict[str, dict[str, type[Part]]] = {axis: {} for axis in KINDS}
 
 AXES: dict[str, Collection[str]] = {
     "keys": ChainMap[str, Any](REGISTERED["keys"], ROW_CODECS, LATENT_CODECS, {DENSE: None}),
-    "index": ChainMap[str, Any](REGISTERED["index"], INDEX_PARTS),
+    "index": ChainMap[str, Any](REGISTERED["index"], OURS["index"]),
     "values": ChainMap[str, Any](REGISTERED["values"], {ROTATED: None}, ROW_CODECS, {DENSE: None}),
     "place": PLACES,
-    "prefill": ChainMap[str, Any](REGISTERED["prefill"], PREFILL_STRATEGIES),
+    "prefill": ChainMap[str, Any](REGISTERED["prefill"], OURS["prefill"]),
 }
 """The names that each of these fields of a KVSpec accepts. Codecs and parts that are registered later appear too.
 ``prefill`` can also be None."""
@@ -150,7 +153,7 @@ def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
 def _parts(spec: KVSpec) -> list[type[Part]]:
     """The known parts of ``spec``. While its prefill is open, they include every strategy whose settings it has,
     because an engine may choose that strategy."""
-    named = [(axis, name) for axis in KINDS if (name := getattr(spec, axis)) is not None]
+    named = [(axis, getattr(spec, axis)) for axis in KINDS if getattr(spec, axis) is not None]
     parts = [_part(axis, name) for axis, name in named if is_known(axis, name)]
     if spec.prefill is None:
         declaring = (declared(spec, name) for name in dict(spec.settings))
@@ -196,7 +199,8 @@ def declared(spec: KVSpec, name: str) -> type[Part] | None:
     first, then all other parts; None if no part declares it."""
     axis, _, own = name.rpartition(".")
     axes = [one for one in KINDS if axis in ("", one)]
-    of_spec = [_part(one, name) for one in axes if (name := getattr(spec, one)) is not None and is_known(one, name)]
+    named = [(one, getattr(spec, one)) for one in axes if getattr(spec, one) is not None]
+    of_spec = [_part(one, part) for one, part in named if is_known(one, part)]
     others = (_part(one, other) for one in axes for other in AXES[one])
     return next((part for part in chain(of_spec, others) if own in settings_of(part.Settings)), None)
 
@@ -243,8 +247,8 @@ def describe(spec: KVSpec, shape: ModelShape) -> str:
 def _part(axis: str, name: str) -> Any:  # each axis has its own class
     if name in REGISTERED[axis]:
         return REGISTERED[axis][name]
-    if axis in ("index", "prefill"):
-        path = (INDEX_PARTS if axis == "index" else PREFILL_STRATEGIES)[name]
+    if axis in OURS:
+        path = OURS[axis][name]
     elif name in LATENT_CODECS:
         path = "keys_low_rank:LowRankKeys"
     else:

@@ -11,16 +11,9 @@ import contextlib
 import sys
 from multiprocessing.connection import Connection
 
+from shadowkv.engine.child_process import limit_memory
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.parameters import unknown
-
-
-def limit_memory(size: int) -> None:
-    """Limits this process to ``size`` bytes of address space, if the platform supports it."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
 def main(server: Connection) -> None:
@@ -28,18 +21,21 @@ def main(server: Connection) -> None:
     unknown.collects = True
     with contextlib.suppress(EOFError, OSError):
         while True:
-            memory, work = server.recv()
-            limit_memory(memory)
-            raw = server.recv_bytes()
-            try:
-                try:
-                    answer = work(raw), unknown.take()
-                    server.send(answer)
-                except MemoryError:
-                    message = f"reading this body of {len(raw)} bytes takes more memory than the limit; send less"
-                    raise ApiError(message, status=413, code="body_too_large") from None
-            except ApiError as error:
-                server.send((error, unknown.take()))
+            _read_one(server)
+
+
+def _read_one(server: Connection) -> None:
+    memory, work = server.recv()
+    limit_memory(memory)
+    raw = server.recv_bytes()
+    try:
+        try:
+            server.send((work(raw), unknown.take()))
+        except MemoryError:
+            message = f"reading this body of {len(raw)} bytes takes more memory than the limit; send less"
+            raise ApiError(message, status=413, code="body_too_large") from None
+    except ApiError as error:
+        server.send((error, unknown.take()))
 
 
 if __name__ == "__main__":
