@@ -13,6 +13,7 @@ LANGUAGES = {
     "flashinfer": "FlashInfer",
     "flash": "flash-attn",
     "humming": "Humming",
+    "fla": "fla-core",
 }
 """Languages of ops' backends besides their references, or whose they are, by the first word of their files' names."""
 
@@ -216,6 +217,13 @@ METHODS = (
         ("rms_norm", "add_rms_norm", "gated_activation", "apply_rope"),
         (),
         ("ops/test_triton_ops.py", "ops/test_rope.py", "models/test_families.py"),
+    ),
+    Method(
+        "linear attention (Gated DeltaNet)",
+        ("layers/gated_delta_net.py", "kvcache/recurrent/states.py", "ops/recurrence.py"),
+        ("causal_convolution", "gated_delta_rule"),
+        ("cpu/recurrence",),
+        ("ops/test_gated_delta_rule.py", "ops/test_causal_convolution.py", "models/test_qwen3_5.py"),
     ),
     Method(
         "a step's layers in one call, on a CPU",

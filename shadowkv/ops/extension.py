@@ -54,8 +54,10 @@ def cpu_missing() -> list[str]:
         return [Unbuilt(_built_for_another() or "not built")]
     functions = (
         _attend_selected,
+        _causal_convolution,
         _decode_layers,
         _dequantise_blocks,
+        _gated_delta_rule,
         _paged_attention,
         _quantised_matmul,
         _select_by_sketch,
@@ -106,12 +108,20 @@ def _attend_selected(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
+def _causal_convolution(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _decode_layers(
     x: Tensor, attended: Any, vectors: Any, matrices: list[Tensor], forms: Any, runs: list[int], k: Any, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     heads, dim = k[0].shape[1], k[0].shape[3]
     q = x.new_empty(len(x), sum(len(matrix) for matrix in matrices[: runs[0]]) // dim - 2 * heads, dim)
     return x.new_empty(x.shape), q, q.new_empty(q.shape), q.new_empty(q.shape[:2])
+
+
+def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return v.new_empty(v.shape)
 
 
 def _paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

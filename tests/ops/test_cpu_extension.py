@@ -303,10 +303,14 @@ import sys
 sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]
 import torch
 from plain_formulas import assert_close
+import test_causal_convolution as convolution
 import test_cpu_attend_selected as selected
 import test_cpu_extension as tests
+import test_gated_delta_rule as rule
 import test_quantised_blocks as quantised
+from shadowkv.ops.causal_convolution import cpu as convolving
 from shadowkv.ops.dequantise_rows.cpu import FORMATS
+from shadowkv.ops.gated_delta_rule import cpu as correcting
 from shadowkv.ops.registry import Ops
 assert torch.ops.shadowkv.cpu_isa() == {isa!r}
 torch.manual_seed(0)
@@ -318,6 +322,10 @@ for heads, group, dim in {[*SHAPES, (2, 5, 20)]}:
     low = tuple(x.bfloat16() if x.is_floating_point() else x for x in args)
     for found, expected in zip(tests.cpu.paged_attention(*low), tests.plain(low)):
         torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=1e-2)
+for dtype in (torch.float32, torch.bfloat16):
+    for shape in rule.SHAPES:
+        rule.check(correcting, rule.draw_rule((7, 1), *shape, dtype))
+    convolution.check(convolving, convolution.draw_convolution((7, 1), 300, 4, dtype))
 selected.test_float32_is_the_reference()
 selected.test_of_bfloat16_only_the_result_is_rounded()
 for form in FORMATS:

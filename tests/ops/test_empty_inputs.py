@@ -17,6 +17,7 @@ from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
 from shadowkv.ops.quantise_tokens.reference import FP8
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.recurrence import Spans
 from shadowkv.ops.registry import CALLS, Ops
 from shadowkv.ops.sampling import Sampling
 from shadowkv.ops.sketch_queries.reference import sketch_queries
@@ -61,6 +62,10 @@ def unchanged(op: Callable[..., None], *fields: Tensor) -> Callable[..., None]:
 
 def rope() -> RotaryTables:
     return RotaryTables(RopeConfig(D), 64, DEVICE)
+
+
+def no_spans() -> Spans:
+    return Spans(None, whole(0), whole(0))
 
 
 def nothing_to_append(ops: Ops) -> None:
@@ -219,6 +224,10 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     ),
     "attend_coded": nothing_to_attend_to,
     "attend_selected": nothing_selected,
+    "causal_convolution": lambda ops: returns(
+        ops.causal_convolution(floats(0, D), floats(D, 4), floats(N, D, 3, dtype=torch.float32), no_spans()),
+        ((0, D), None),
+    ),
     "chunk_mean_scores": no_landmarks,
     "dequantise_rows": lambda ops: returns(ops.dequantise_rows(blocks_of(0, 34, "Q8_0")), ((0, 32), None)),
     "sample_tokens": lambda ops: returns(
@@ -226,6 +235,15 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     ),
     "fetch_chunks": nothing_to_fetch,
     "find_outliers": lambda ops: returns(ops.find_outliers(floats(64, H, D), 8, 0), ((H, 0), None)),
+    "gated_delta_rule": lambda ops: returns(
+        ops.gated_delta_rule(
+            *(floats(0, heads, D) for heads in (H, H, H * G)),
+            *(floats(0, H * G, dtype=torch.float32) for _ in range(2)),
+            floats(N, H * G, D, D, dtype=torch.float32),
+            no_spans(),
+        ),
+        ((0, H * G, D), None),
+    ),
     "merge_attention": lambda ops: returns(
         ops.merge_attention([(floats(0, H, D), floats(0, H, dtype=torch.float32))] * 2), ((0, H, D), None)
     ),

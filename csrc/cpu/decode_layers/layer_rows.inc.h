@@ -34,14 +34,9 @@ static void rotate_row(float* x, const float* cos, const float* sin, int64_t pai
 
 // out = silu(gate) * up
 static void activate_row(const float* gate, const float* up, int64_t size, float* out) {
-  const Floats zero = {};
-  const auto activate = [&](Floats x, Floats y) {
-    const Floats power = exp2_of((x < zero ? x : -x) * 1.44269504f);  // e^-|x|
-    return x * (x < zero ? power : zero + 1.0f) / (power + 1.0f) * y;
-  };
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) store(out + i, activate(load(gate + i), load(up + i)));
-  for (; i < size; ++i) out[i] = activate(zero + gate[i], zero + up[i])[0];
+  for (; i + LANES <= size; i += LANES) store(out + i, silu(load(gate + i)) * load(up + i));
+  for (; i < size; ++i) out[i] = silu(Floats{} + gate[i])[0] * up[i];
 }
 
 // out [N] = products of N tokens, `columns` apart, with a row.

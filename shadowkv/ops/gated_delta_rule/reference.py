@@ -6,10 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shadowkv.ops.recurrence import Spans
-
-CHUNK = 64
-"""Tokens of a prompt that are computed together."""
+from shadowkv.ops.recurrence import CHUNK, Spans
 
 EPS = 1e-6
 """Added to the squared norm of queries and keys."""
@@ -34,23 +31,37 @@ def gated_delta_rule(
     Returns:
         [T, H, dv], in the dtype of ``v``.
     """
-    heads = v.shape[1] // q.shape[1]
-    q, k = (_unit(x.float()) for x in (q, k))
-    q, k = (x.repeat_interleave(heads, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
+    if spans.lengths is not None:
+        return in_chunks(q, k, v, log_decay, beta, states, spans)
+    out, after = _step(*_for_heads(q, k, v), v.float(), log_decay, beta, states[spans.read])
+    states[spans.write] = after
+    return out.to(v.dtype)
+
+
+def in_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Results [T, H, dv] of spans that have lengths, one after the other; arguments as for ``gated_delta_rule``."""
+    assert spans.lengths is not None
+    q, k = _for_heads(q, k, v)
     values = v.float()
-    if spans.lengths is None:
-        out, after = _step(q, k, values, log_decay, beta, states[spans.read])
-        states[spans.write] = after
-        return out.to(v.dtype)
     outs, start = [], 0
     for number, length in enumerate(spans.lengths):
         rows = slice(start, start + length)
         row = spans.read[number : number + 1]
-        out, after = _in_chunks(q[rows], k[rows], values[rows], log_decay[rows], beta[rows], states[row].squeeze(0))
+        out, after = _span_in_chunks(
+            q[rows], k[rows], values[rows], log_decay[rows], beta[rows], states[row].squeeze(0)
+        )
         states[spans.write[number : number + 1]] = after.unsqueeze(0)
         outs.append(out)
         start += length
     return torch.cat(outs).to(v.dtype)
+
+
+def _for_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys as each head of values has them: unit vectors, queries over sqrt(dk)."""
+    heads = v.shape[1] // q.shape[1]
+    q, k = (_unit(x.float()) for x in (q, k))
+    q, k = (x.repeat_interleave(heads, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
+    return q, k
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -67,7 +78,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, stat
     return (q.unsqueeze(-2) @ state).squeeze(-2), state
 
 
-def _in_chunks(
+def _span_in_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The tokens [n, H, ...] of one sequence in chunks: results [n, H, dv] and the state [H, dk, dv] after them.

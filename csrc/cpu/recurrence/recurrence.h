@@ -1,0 +1,80 @@
+// Ops that carry a state from token to token: the gated delta rule and the causal convolution, on raw pointers.
+//
+// Tasks are independent of each other, and each computes its tokens in order, so that results are bitwise equal for any
+// number of threads.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/common/numbers.h"
+
+namespace shadowkv {
+
+// Neighbouring tokens of a sequence, and the rows of the states before and after them, which may be the same.
+struct Span {
+  int64_t first, last;  // tokens
+  int64_t read, write;
+};
+
+// Strides count elements, the last dimension is contiguous.
+template <typename T>
+struct DeltaInputs {
+  const T *q, *k, *v;
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;
+  const float *log_decay, *beta;  // [tokens, heads]
+  int64_t heads, group;           // heads of values, and how many of them share a head of keys
+  int64_t key_dim, value_dim;
+  float eps;          // added to the squared norm of queries and keys
+  int64_t state_row;  // states are float32 [rows, heads, key_dim, value_dim]
+  T* out;             // [tokens, heads, value_dim]
+};
+
+// What one token does to a head's state.
+struct DeltaToken {
+  const float *q, *k, *v;
+  float decay, beta;
+  float product;  // of q and k
+};
+
+// Working memory of one thread.
+struct DeltaScratch {
+  std::vector<float> q, k;    // [key_dim]
+  std::vector<float> v, out;  // [value_dim]
+
+  DeltaScratch(int64_t key_dim, int64_t value_dim) : q(key_dim), k(key_dim), v(value_dim), out(value_dim) {}
+};
+
+// The tokens of a span for one head of values.
+template <typename T>
+void run_delta_rule(const DeltaInputs<T>& in, const Span& span, int64_t head, float* states, DeltaScratch& scratch);
+
+constexpr int64_t CHANNELS_PER_TASK = 256;
+
+template <typename T>
+struct ConvolutionInputs {
+  const T* x;  // [tokens, channels], rows `x_token` apart
+  int64_t x_token;
+  const T* weight;  // [channels, width]
+  int64_t channels, width;
+  int64_t state_row;  // states are float32 [rows, channels, width - 1]
+  T* out;             // [tokens, channels]
+};
+
+// Working memory of one thread.
+struct ConvolutionScratch {
+  std::vector<float> weight;  // [width, CHANNELS_PER_TASK]
+  std::vector<float> inputs;  // [width, CHANNELS_PER_TASK], the newest ones: the one at position p is in row p % width
+  std::vector<float> out;     // [CHANNELS_PER_TASK]
+
+  explicit ConvolutionScratch(int64_t width)
+      : weight(width * CHANNELS_PER_TASK), inputs(width * CHANNELS_PER_TASK), out(CHANNELS_PER_TASK) {}
+};
+
+// The tokens of a span in the channels from `channel` on, CHANNELS_PER_TASK at most.
+template <typename T>
+void run_convolution(
+    const ConvolutionInputs<T>& in, const Span& span, int64_t channel, float* states, ConvolutionScratch& scratch);
+
+}  // namespace shadowkv

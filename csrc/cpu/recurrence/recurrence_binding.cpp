@@ -1,0 +1,162 @@
+// Ops with recurrent states on CPU tensors for PyTorch: checks arguments and distributes the work over its threads.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "cpu/common/binding.h"
+#include "recurrence.h"
+
+namespace {
+
+using at::Tensor;
+using shadowkv::check;
+
+// The spans of packed tokens; of one token each where there are no lengths.
+std::vector<shadowkv::Span> spans_of(
+    at::OptionalIntArrayRef lengths, const Tensor& read, const Tensor& write, int64_t tokens, const Tensor& states) {
+  check(read, "read", 1, at::kLong);
+  check(write, "write", 1, at::kLong);
+  const int64_t count = lengths.has_value() ? static_cast<int64_t>(lengths->size()) : tokens, rows = states.size(0);
+  TORCH_CHECK(
+      read.size(0) == count && write.size(0) == count, count, " spans have ", read.size(0), " rows to read and ",
+      write.size(0), " to write");
+  const Tensor from = read.contiguous(), to = write.contiguous();
+  std::vector<shadowkv::Span> spans;
+  int64_t first = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t length = lengths.has_value() ? (*lengths)[i] : 1;
+    TORCH_CHECK(length > 0, "a span has ", length, " tokens, not at least one");
+    spans.push_back({first, first + length, from.const_data_ptr<int64_t>()[i], to.const_data_ptr<int64_t>()[i]});
+    for (const int64_t row : {spans.back().read, spans.back().write})
+      TORCH_CHECK_INDEX(row >= 0 && row < rows, "row ", row, " is not in [0, ", rows, ")");
+    first += length;
+  }
+  TORCH_CHECK(first == tokens, "spans have ", first, " tokens, not ", tokens);
+  return spans;
+}
+
+// Rows of states are dense, and may have gaps between them.
+void check_states(const Tensor& states, at::IntArrayRef shape) {
+  check(states, "states", static_cast<int64_t>(shape.size()) + 1, at::kFloat);
+  TORCH_CHECK(states.sizes().slice(1) == shape, "states has shape ", states.sizes(), ", rows need ", shape);
+  TORCH_CHECK(
+      states.size(0) == 0 || states.select(0, 0).is_contiguous(), "states has strides ", states.strides(),
+      "; its rows must be contiguous");
+}
+
+void check_numbers(const Tensor& x, const char* name) {
+  TORCH_CHECK(
+      x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, name, " is ", x.scalar_type(),
+      ", not Float or BFloat16");
+}
+
+template <typename T>
+void run_rule(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta, double eps,
+    const std::vector<shadowkv::Span>& spans, Tensor& states, Tensor& out) {
+  const shadowkv::DeltaInputs<T> in = {
+      static_cast<const T*>(q.const_data_ptr()),
+      static_cast<const T*>(k.const_data_ptr()),
+      static_cast<const T*>(v.const_data_ptr()),
+      q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+      log_decay.const_data_ptr<float>(), beta.const_data_ptr<float>(), v.size(1), v.size(1) / q.size(1), q.size(2),
+      v.size(2), static_cast<float>(eps), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
+  float* rows = states.mutable_data_ptr<float>();
+  const int64_t tasks = static_cast<int64_t>(spans.size()) * in.heads;
+  shadowkv::share_tasks(tasks, [&](const auto& next) {
+    shadowkv::DeltaScratch scratch(in.key_dim, in.value_dim);
+    for (int64_t task; (task = next()) < tasks;)
+      shadowkv::run_delta_rule(in, spans[task / in.heads], task % in.heads, rows, scratch);
+  });
+}
+
+Tensor gated_delta_rule(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta, Tensor& states,
+    at::OptionalIntArrayRef lengths, const Tensor& read, const Tensor& write, double eps) {
+  check_numbers(q, "q");
+  check(q, "q", 3, q.scalar_type());
+  check(k, "k", 3, q.scalar_type());
+  check(v, "v", 3, q.scalar_type());
+  check(log_decay, "log_decay", 2, at::kFloat);
+  check(beta, "beta", 2, at::kFloat);
+  TORCH_CHECK(q.sizes() == k.sizes(), "q has shape ", q.sizes(), ", k has shape ", k.sizes());
+  TORCH_CHECK(q.size(0) == v.size(0), "q has shape ", q.sizes(), ", v has shape ", v.sizes());
+  TORCH_CHECK(
+      q.size(1) > 0 && v.size(1) % q.size(1) == 0, v.size(1), " value heads are no multiple of ", q.size(1),
+      " key heads");
+  for (const Tensor& x : {log_decay, beta})
+    TORCH_CHECK(
+        x.sizes() == v.sizes().slice(0, 2), "log_decay and beta have shapes ", log_decay.sizes(), " and ",
+        beta.sizes(), ", v has shape ", v.sizes());
+  TORCH_CHECK(
+      q.stride(2) == 1 && k.stride(2) == 1 && v.stride(2) == 1, "q has strides ", q.strides(), ", k ", k.strides(),
+      ", v ", v.strides(), "; the last must be 1");
+  check_states(states, {v.size(1), q.size(2), v.size(2)});
+  const auto spans = spans_of(lengths, read, write, q.size(0), states);
+  const Tensor decays = log_decay.contiguous(), rates = beta.contiguous();
+  Tensor out = at::empty(v.sizes(), v.options());
+  if (q.scalar_type() == at::kFloat)
+    run_rule<float>(q, k, v, decays, rates, eps, spans, states, out);
+  else
+    run_rule<shadowkv::BFloat16>(q, k, v, decays, rates, eps, spans, states, out);
+  return out;
+}
+
+template <typename T>
+void convolve(
+    const Tensor& x, const Tensor& weight, const std::vector<shadowkv::Span>& spans, Tensor& states, Tensor& out) {
+  const shadowkv::ConvolutionInputs<T> in = {
+      static_cast<const T*>(x.const_data_ptr()),
+      x.stride(0),
+      static_cast<const T*>(weight.const_data_ptr()),
+      weight.size(0), weight.size(1), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
+  float* rows = states.mutable_data_ptr<float>();
+  const int64_t parts = (in.channels + shadowkv::CHANNELS_PER_TASK - 1) / shadowkv::CHANNELS_PER_TASK;
+  const int64_t tasks = static_cast<int64_t>(spans.size()) * parts;
+  shadowkv::share_tasks(tasks, [&](const auto& next) {
+    shadowkv::ConvolutionScratch scratch(in.width);
+    for (int64_t task; (task = next()) < tasks;)
+      shadowkv::run_convolution(
+          in, spans[task / parts], task % parts * shadowkv::CHANNELS_PER_TASK, rows, scratch);
+  });
+}
+
+Tensor causal_convolution(
+    const Tensor& x, const Tensor& weight, Tensor& states, at::OptionalIntArrayRef lengths, const Tensor& read,
+    const Tensor& write) {
+  check_numbers(x, "x");
+  check(x, "x", 2, x.scalar_type());
+  check(weight, "weight", 2, x.scalar_type());
+  TORCH_CHECK(
+      weight.size(0) == x.size(1) && weight.size(1) > 1, "weight has shape ", weight.sizes(), ", x has shape ",
+      x.sizes());
+  TORCH_CHECK(x.stride(1) == 1, "x has strides ", x.strides(), "; the last must be 1");
+  check_states(states, {weight.size(0), weight.size(1) - 1});
+  const auto spans = spans_of(lengths, read, write, x.size(0), states);
+  const Tensor weights = weight.contiguous();
+  Tensor out = at::empty(x.sizes(), x.options());
+  if (x.scalar_type() == at::kFloat)
+    convolve<float>(x, weights, spans, states, out);
+  else
+    convolve<shadowkv::BFloat16>(x, weights, spans, states, out);
+  return out;
+}
+
+TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
+  m.def(
+      "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor(a!) states, "
+      "int[]? lengths, Tensor read, Tensor write, float eps) -> Tensor");
+  m.def(
+      "causal_convolution(Tensor x, Tensor weight, Tensor(a!) states, int[]? lengths, Tensor read, Tensor write) -> "
+      "Tensor");
+}
+
+TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {
+  m.impl("gated_delta_rule", gated_delta_rule);
+  m.impl("causal_convolution", causal_convolution);
+}
+
+}  // namespace

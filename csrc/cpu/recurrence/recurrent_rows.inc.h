@@ -1,0 +1,70 @@
+// The kernels of the gated delta rule and of the causal convolution, included once per instruction set
+// (instruction_sets.inc.h).
+
+#include "cpu/attention/attention_tile.inc.h"
+
+// Vectors of a state's row that share a register tile: whole rows of 128 where registers hold two sums of each.
+constexpr int STATE_SPAN = SHADOWKV_LANES == 16 ? 8 : 4;
+
+template <typename V>
+static SHADOWKV_INLINE V load_as(const float* from) {
+  V x;
+  __builtin_memcpy(&x, from, sizeof x);
+  return x;
+}
+
+// M vectors V of columns of the state [key_dim, columns], from `from` to `to`, and of the result.
+//
+// With S' = decay S + k c, where c = beta (v - decay k S), the result is q S' = decay q S + (q k) c: both products with
+// the old state come from one pass over it, and a second one, which finds it in the core's caches, writes the new one.
+template <typename V, int M>
+static SHADOWKV_INLINE void step_columns(
+    const DeltaToken& token, const float* from, float* to, int64_t key_dim, int64_t columns, const float* v,
+    float* out) {
+  constexpr int64_t WIDTH = sizeof(V) / sizeof(float);
+  V known[M] = {}, found[M] = {}, change[M];
+  for (int64_t i = 0; i < key_dim; ++i) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const V state = load_as<V>(from + i * columns + m * WIDTH);
+      known[m] += token.k[i] * state;
+      found[m] += token.q[i] * state;
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+    change[m] = (load_as<V>(v + m * WIDTH) - token.decay * known[m]) * token.beta;
+    const V result = token.decay * found[m] + token.product * change[m];
+    __builtin_memcpy(out + m * WIDTH, &result, sizeof result);
+  }
+  for (int64_t i = 0; i < key_dim; ++i) {
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const V state = token.decay * load_as<V>(from + i * columns + m * WIDTH) + token.k[i] * change[m];
+      __builtin_memcpy(to + i * columns + m * WIDTH, &state, sizeof state);
+    }
+  }
+}
+
+static void step_state(
+    const DeltaToken& token, const float* from, float* to, int64_t key_dim, int64_t columns, float* out) {
+  int64_t x = 0;
+  for (; x + STATE_SPAN * LANES <= columns; x += STATE_SPAN * LANES)
+    step_columns<Floats, STATE_SPAN>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
+  for (; x + LANES <= columns; x += LANES)
+    step_columns<Floats, 1>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
+  for (; x < columns; ++x) step_columns<float, 1>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
+}
+
+// out [W, CHANNELS_PER_TASK] summed over W with weights, through SiLU. `oldest` is the row of the oldest input.
+static void convolve_channels(const float* weight, const float* inputs, int64_t width, int64_t oldest, float* out) {
+  const Floats zero = {};
+  for (int64_t x = 0; x < CHANNELS_PER_TASK; x += LANES) {
+    Floats sum = zero;
+    for (int64_t i = 0; i < width; ++i) {
+      const int64_t row = oldest + i < width ? oldest + i : oldest + i - width;
+      sum += load(weight + i * CHANNELS_PER_TASK + x) * load(inputs + row * CHANNELS_PER_TASK + x);
+    }
+    store(out + x, silu(sum));
+  }
+}

@@ -1,0 +1,54 @@
+"""The gated delta rule with prompts by fla-core (github.com/fla-org/flash-linear-attention), whose kernels Triton
+compiles and tunes here; steps are our Triton kernel's."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from shadowkv.installation import adding
+from shadowkv.ops.case import Case, unless
+from shadowkv.ops.extension import gpu_missing
+from shadowkv.ops.gated_delta_rule.triton import step
+from shadowkv.ops.recurrence import CHUNK, Spans
+
+MIN_CAPABILITY = (8, 0)
+"""Of tensor cores with bfloat16."""
+
+
+def missing() -> list[str]:
+    """The reasons why the library cannot be used here; none if it can."""
+    installed = find_spec("fla") is not None
+    return gpu_missing(MIN_CAPABILITY) + unless(installed, f"fla-core is not installed: {adding('gpu')}")
+
+
+def supports(case: Case) -> list[str]:
+    """Why the library cannot serve a case: its products of float32 have the precision of TF32."""
+    return unless(case.dtype in (torch.bfloat16, torch.float16), f"{case.dtype} is not of 16 bits")
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans
+) -> Tensor:
+    """Same as the reference; the last dimension of ``q``, ``k`` and ``v``, and rows of ``states`` are dense.
+
+    Of prompts the library rounds unit vectors, states between chunks and what chunks add to them to the dtype of ``v``;
+    ``states`` are summed in float32. Keys have 256 dimensions at most. Steps can be captured in a CUDA graph.
+    """
+    if spans.lengths is None:
+        return step(q, k, v, log_decay, beta, states, spans)
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    out, after = chunk_gated_delta_rule(
+        *(x.unsqueeze(0) for x in (q, k, v, log_decay, beta)),
+        initial_state=states[spans.read],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=spans.starts,
+        chunk_indices=spans.chunks,  # without them the library would read lengths on the device
+        chunk_size=CHUNK,
+    )
+    states[spans.write] = after
+    return out.squeeze(0)

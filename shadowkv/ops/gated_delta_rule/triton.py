@@ -1,0 +1,75 @@
+"""Steps of the gated delta rule in one Triton launch: a state is read and written once. Prompts in PyTorch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shadowkv.ops.gated_delta_rule.reference import EPS, in_chunks
+from shadowkv.ops.recurrence import Spans
+
+COLUMNS = 32
+"""Columns of a state that a program has in registers."""
+
+NUMBERS_PER_WARP = 1024
+"""Of a state, at least: with fewer, threads would have copies of each other's numbers, and could read them late, where
+they had been overwritten."""
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans
+) -> Tensor:
+    """Same as the reference; the last dimension of ``q``, ``k`` and ``v``, and rows of ``states`` are dense.
+
+    Steps can be captured in a CUDA graph.
+    """
+    if spans.lengths is not None:
+        return in_chunks(q, k, v, log_decay, beta, states, spans)
+    return step(q, k, v, log_decay, beta, states, spans)
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Results [T, H, dv] of spans of one token; arguments as for ``gated_delta_rule``."""
+    (tokens, heads, size), key_size = v.shape, q.shape[-1]
+    out = v.new_empty(v.shape)
+    if not tokens:
+        return out
+    rows, columns = triton.next_power_of_2(key_size), min(COLUMNS, triton.next_power_of_2(size))
+    _step[(tokens, heads, triton.cdiv(size, columns))](
+        q, k, v, log_decay.contiguous(), beta.contiguous(), states, spans.read, spans.write, out,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], states.stride(0), heads, EPS,
+        GROUP=heads // q.shape[1], KEY_SIZE=key_size, ROWS=rows, SIZE=size, COLUMNS=columns,
+        num_warps=max(1, min(4, rows * columns // NUMBERS_PER_WARP)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["log_decay", "beta", "read", "write"])
+def _step(
+    q, k, v, log_decay, beta, states, read, write, out, q_token, q_head, k_token, k_head, v_token, v_head,
+    state_row, heads, eps,
+    GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    query = _unit(q + token * q_token + head // GROUP * q_head, row, eps, KEY_SIZE) / tl.sqrt(KEY_SIZE * 1.0)
+    key = _unit(k + token * k_token + head // GROUP * k_head, row, eps, KEY_SIZE)
+    value = tl.load(v + token * v_token + head * v_head + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    gate = token * heads + head
+    place = head.to(tl.int64) * (KEY_SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
+    there = (row < KEY_SIZE)[:, None] & (column < SIZE)[None, :]
+    state = tl.load(states + tl.load(read + token) * state_row + place, mask=there, other=0.0)
+    state *= tl.exp(tl.load(log_decay + gate))
+    known = tl.sum(key[:, None] * state, axis=0)
+    state += key[:, None] * ((value - known) * tl.load(beta + gate))[None, :]
+    tl.store(states + tl.load(write + token) * state_row + place, state, mask=there)
+    result = tl.sum(query[:, None] * state, axis=0)
+    tl.store(out + gate * SIZE + column, result.to(out.dtype.element_ty), mask=column < SIZE)
+
+
+@triton.jit
+def _unit(x, i, eps, SIZE: tl.constexpr):
+    """A row of ``SIZE`` numbers as a unit vector."""
+    wide = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    return wide * tl.rsqrt(tl.sum(wide * wide, axis=0) + eps)

@@ -1,0 +1,152 @@
+"""Arguments of ops with recurrent states, in rows among NaN, and the plain formulas, token by token."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shadowkv.ops.extension import cpu_missing
+from shadowkv.ops.recurrence import CHUNK, Spans
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+NAMES = ("triton",) if ON_GPU or INTERPRETED else ("reference", *(() if cpu_missing() else ("cpu",)))
+"""Backends that run here."""
+
+DRAWS = 2
+"""Of rounding."""
+
+LENGTHS = [None, (1, 70, 3, 2), (64, 129, 5)]
+"""Tokens of spans, shorter than a convolution and up to several chunks; None for a step of five sequences."""
+
+
+class Rule(NamedTuple):
+    """Arguments of ``gated_delta_rule``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor
+    states: Tensor
+    spans: Spans
+
+
+class Convolution(NamedTuple):
+    """Arguments of ``causal_convolution``."""
+
+    x: Tensor
+    weight: Tensor
+    states: Tensor
+    spans: Spans
+
+
+def draw_spans(lengths: tuple[int, ...] | None) -> tuple[Spans, int, int]:
+    """Spans on shuffled rows, their tokens, and the rows that there are. Every second span writes the row it reads."""
+    count = 5 if lengths is None else len(lengths)
+    rows = torch.randperm(3 * count).to(DEVICE)
+    read, other = rows[:count], rows[count : 2 * count]
+    write = torch.where(torch.arange(count, device=DEVICE) % 2 == 0, read, other)
+    return Spans(lengths, read, write), count if lengths is None else sum(lengths), 3 * count
+
+
+def draw_states(spans: Spans, rows: int, *shape: int) -> Tensor:
+    """States of which those that are not read are NaN: one layer's among others'."""
+    states = torch.full((2, rows, *shape), torch.nan, device=DEVICE)[1]
+    states[spans.read] = torch.randn(len(spans.read), *shape, device=DEVICE)
+    return states
+
+
+def draw_rule(
+    lengths: tuple[int, ...] | None, key_heads: int, group: int, key_dim: int, dim: int, dtype: torch.dtype
+) -> Rule:
+    """Queries, keys and values lie in one tensor, as the convolution leaves them."""
+    spans, tokens, rows = draw_spans(lengths)
+    heads, sizes = key_heads * group, (key_heads * key_dim, key_heads * key_dim, key_heads * group * dim)
+    q, k, v = torch.randn(tokens, sum(sizes), device=DEVICE).to(dtype).split(sizes, dim=-1)
+    q, k, v = q.unflatten(1, (key_heads, -1)), k.unflatten(1, (key_heads, -1)), v.unflatten(1, (heads, -1))
+    log_decay, beta = -3 * torch.rand(2, tokens, heads, device=DEVICE) ** 8
+    return Rule(q, k, v, log_decay, 1 + beta / 3, draw_states(spans, rows, heads, key_dim, dim), spans)
+
+
+def draw_convolution(lengths: tuple[int, ...] | None, channels: int, width: int, dtype: torch.dtype) -> Convolution:
+    """Inputs lie among others, as a projection leaves them. States are inputs, too."""
+    spans, tokens, rows = draw_spans(lengths)
+    x = torch.randn(tokens, channels + 8, device=DEVICE).to(dtype)[:, :channels]
+    weight = torch.randn(channels, width, device=DEVICE).to(dtype)
+    states = draw_states(spans, rows, channels, width - 1).to(dtype).float()
+    return Convolution(x, weight, states, spans)
+
+
+def poison_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a kernel is given to write to holds NaN."""
+
+    def full(like: Tensor, size: int | Sequence[int], **options: Any) -> Tensor:
+        options = {"dtype": like.dtype, "device": like.device, **options}
+        shape, poison = (size,) if isinstance(size, int) else size, options["dtype"].is_floating_point
+        return torch.full(shape, torch.nan if poison else 0, **options)
+
+    monkeypatch.setattr(Tensor, "new_empty", full)
+
+
+def token_slices(spans: Spans) -> list[slice]:
+    """The tokens of each span."""
+    ends = torch.tensor(spans.lengths or (1,) * len(spans.read)).cumsum(0).tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends)]
+
+
+def draws_of_rule(case: Rule, step: float = torch.finfo(torch.float32).eps) -> list[tuple[Tensor, ...]]:
+    """The formula in float32 of numbers that are rounded once more, at random, as another order of sums rounds. Of log
+    decays, chunks subtract sums of up to CHUNK tokens', which are rounded as the larger numbers that they are.
+
+    Args:
+        step: of what queries, keys, values and states are rounded to.
+    """
+    sums = case.log_decay.abs() if case.spans.lengths is None else CHUNK * case.log_decay.abs().mean(0)
+
+    def rounded(x: Tensor, size: Tensor, step: float = torch.finfo(torch.float32).eps) -> Tensor:
+        return x.float() + step * size * (2 * torch.rand(x.shape, device=x.device) - 1)
+
+    def draw() -> Rule:
+        q, k, v, states = (rounded(x, x.float().abs(), step) for x in (case.q, case.k, case.v, case.states))
+        return Rule(q, k, v, rounded(case.log_decay, sums), rounded(case.beta, case.beta), states, case.spans)
+
+    return [plain_rule(draw(), torch.float32) for _ in range(DRAWS)]
+
+
+def plain_rule(case: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Results [T, H, dv] and the states after the spans, computed in ``dtype``."""
+    group = case.v.shape[1] // case.q.shape[1]
+    q, k = (x.to(dtype).repeat_interleave(group, dim=1) for x in case[:2])
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, v, beta = q / q.shape[-1] ** 0.5, case.v.to(dtype), case.beta.to(dtype).unsqueeze(-1)
+    decay = case.log_decay.to(dtype).exp()[..., None, None]
+    outs, states = [], case.states.to(dtype)
+    states = states.clone()
+    for tokens, read, write in zip(token_slices(case.spans), case.spans.read.tolist(), case.spans.write.tolist()):
+        state = states[read]
+        for t in range(tokens.start, tokens.stop):
+            state = state * decay[t]
+            change = beta[t] * (v[t] - (k[t].unsqueeze(1) @ state).squeeze(1))
+            state = state + k[t].unsqueeze(2) * change.unsqueeze(1)
+            outs.append((q[t].unsqueeze(1) @ state).squeeze(1))
+        states[write] = state
+    return torch.stack(outs), states
+
+
+def plain_convolution(case: Convolution, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Results [T, C] and the states after the spans, computed in ``dtype``."""
+    x, weight, states = (one.to(dtype) for one in case[:3])
+    outs, states = [], states.clone()
+    for tokens, read, write in zip(token_slices(case.spans), case.spans.read.tolist(), case.spans.write.tolist()):
+        inputs = torch.cat((states[read], x[tokens].T), dim=1)
+        outs.append((inputs.unfold(1, weight.shape[1], 1) * weight.unsqueeze(1)).sum(-1).T)
+        states[write] = inputs[:, x[tokens].shape[0] :]
+    return F.silu(torch.cat(outs)), states

@@ -1,0 +1,142 @@
+"""Gated DeltaNet's ops on a GPU: Triton's kernels and fla-core's against the formulas in float64, in graphs too."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from precision import assert_close_like_lowp
+from recurrent_case import (
+    draw_convolution,
+    draw_rule,
+    draw_states,
+    draws_of_rule,
+    plain_convolution,
+    plain_rule,
+)
+
+from shadowkv.ops.recurrence import Spans
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from shadowkv.ops.causal_convolution import triton as convolving
+from shadowkv.ops.gated_delta_rule import fla, triton
+
+ROUNDS = 4
+"""Draws of spans and numbers."""
+
+backends = pytest.mark.parametrize(
+    "name", ["triton", pytest.param("fla", marks=pytest.mark.skipif(bool(fla.missing()), reason="needs fla-core"))]
+)
+
+
+def draw_lengths() -> tuple[int, ...]:
+    return tuple(torch.randint(1, 301, (int(torch.randint(1, 5, ())),)).tolist())
+
+
+@backends
+@pytest.mark.parametrize("shape", [(16, 1, 128, 128), (4, 3, 128, 128), (2, 2, 64, 128)], ids=str)
+def test_prompts_in_bfloat16(seed: int, name: str, shape: tuple[int, ...]) -> None:
+    """Within what rounding unit vectors, states between chunks and what is added to them to bfloat16 may do: queries,
+    keys and values that are changed by as much are what the formula is computed of for the bound."""
+    op: Any = import_module(f"shadowkv.ops.gated_delta_rule.{name}")
+    for _ in range(ROUNDS):
+        case = draw_rule(draw_lengths(), *shape, torch.bfloat16)
+        exact, written = plain_rule(case, torch.float64), case.spans.write
+        draws = draws_of_rule(case, torch.finfo(torch.bfloat16).eps)
+        out = op.gated_delta_rule(*case)
+        assert_close_like_lowp(out, exact[0], *(low.bfloat16() for low, _ in draws))
+        assert_close_like_lowp(case.states[written], exact[1][written], *(low[written].bfloat16() for _, low in draws))
+
+
+@backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(16, 1, 128, 128), (16, 3, 128, 128), (1, 2, 256, 256), (2, 1, 8, 24)], ids=str)
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_steps(seed: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, batch: int) -> None:
+    """Several, each of the states that the one before wrote."""
+    op: Any = import_module(f"shadowkv.ops.gated_delta_rule.{name}")
+    rows = torch.randperm(2 * batch + 3).cuda()
+    spans = Spans(None, rows[:batch], rows[batch : 2 * batch])
+    key_heads, group, key_dim, dim = shape
+    states = draw_states(spans, len(rows), key_heads * group, key_dim, dim)
+    for step in range(ROUNDS):
+        case = draw_rule((1,) * batch, *shape, dtype)._replace(states=states, spans=spans)
+        exact, draws = plain_rule(case, torch.float64), draws_of_rule(case)
+        out = op.gated_delta_rule(*case)
+        written = spans.write
+        assert_close_like_lowp(out, exact[0], *(low.to(dtype) for low, _ in draws))
+        assert_close_like_lowp(states[written], exact[1][written], *(low[written] for _, low in draws))
+        spans = Spans(None, spans.write, spans.write if step == 1 else spans.read)
+
+
+def test_states_behind_two_to_the_31_numbers(seed: int) -> None:
+    rows = 2**31 // (128 * 128 * 16) + 3
+    states = torch.zeros(rows, 16, 128, 128, device="cuda")
+    small = draw_rule(None, 16, 1, 128, 128, torch.bfloat16)
+    large = small._replace(
+        states=states, spans=Spans(None, small.spans.read + rows - 15, small.spans.write + rows - 15)
+    )
+    states[rows - 15 :] = small.states
+    assert torch.equal(triton.gated_delta_rule(*small), triton.gated_delta_rule(*large))
+    torch.testing.assert_close(states[rows - 15 :], small.states, atol=0, rtol=0, equal_nan=True)
+    assert not states[: rows - 15].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("channels", "width"), [(6144, 4), (10240, 4), (37, 2)])
+def test_convolutions(seed: int, channels: int, width: int, dtype: torch.dtype) -> None:
+    for lengths in (None, *(draw_lengths() for _ in range(ROUNDS)), (1, 2, 3, 4)):
+        case = draw_convolution(lengths, channels, width, dtype)
+        exact, low = plain_convolution(case, torch.float64), plain_convolution(case, dtype)
+        assert_close_like_lowp(convolving.causal_convolution(*case), exact[0], low[0])
+        torch.testing.assert_close(case.states.double(), exact[1], atol=0, rtol=0, equal_nan=True)
+
+
+def test_steps_in_a_graph(seed: int) -> None:
+    """The graph reads the rows that are there when it is replayed."""
+    case = draw_rule(None, 16, 2, 128, 128, torch.bfloat16)
+    mixed = draw_convolution(None, 6144, 4, torch.bfloat16)
+    case.states.nan_to_num_()
+    mixed.states.nan_to_num_()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        return triton.gated_delta_rule(*case), convolving.causal_convolution(*mixed)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        for spans in (case.spans, mixed.spans):
+            rows = torch.randperm(15, device="cuda")
+            spans.read.copy_(rows[:5])
+            spans.write.copy_(rows[5:10])
+        before = [x.clone() for x in (case.states, mixed.states)]
+        graph.replay()
+        torch.cuda.synchronize()
+        after = [x.clone() for x in (case.states, mixed.states)]
+        case.states.copy_(before[0])
+        mixed.states.copy_(before[1])
+        assert all(torch.equal(*pair) for pair in zip(captured, step()))
+        assert all(torch.equal(*pair) for pair in zip(after, (case.states, mixed.states)))
+
+
+@backends
+def test_the_host_does_not_wait(seed: int, name: str) -> None:
+    op: Any = import_module(f"shadowkv.ops.gated_delta_rule.{name}")
+    lengths = (70, 129)
+    for mode in ("default", "error"):  # kernels are compiled and tuned in the first round
+        case = draw_rule(lengths, 16, 1, 128, 128, torch.bfloat16)
+        mixed = draw_convolution(lengths, 6144, 4, torch.bfloat16)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            op.gated_delta_rule(*case)
+            convolving.causal_convolution(*mixed)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
