@@ -1,5 +1,6 @@
-// Ids of the formats of keys and values in the ops' arguments. The Python codecs, with the same ids, are in
-// shadowkv/kvcache/codecs/; ids from 1000 on are for tests.
+// Ids of the formats of keys and values in the ops' arguments, of those that kernels support. All ids are in
+// shadowkv/ops/codec.py: rows have 0 to 15 and from 32 on, latents 16 to 31. Ids from 1000 on belong to codecs from
+// outside the package.
 #pragma once
 
 #include <cstdint>

@@ -18,15 +18,15 @@ from shadowkv.command_line import Parser
 COMMANDS = {
     "serve": "an OpenAI-compatible server, or a batch run over a file",
     "eval": "what cache policies cost in quality",
-    "plan": "memory, largest batch and time floor of cache policies",
+    "plan": "estimate memory, largest batch and shortest step time of cache policies",
     "bench": "measure a running server",
     "ray": "several replicas on Ray: one server, or a batch file",
-    "doctor": "which backend each op runs in here, why no faster one, and what to do",
+    "doctor": "list the backend of each op on this machine, and how to get a faster one",
     "cache": "list, verify, prune, export and import cached prompts on disk",
 }
 
 PACKAGES = {"cache": "prefix_cache"}
-"""Packages of commands whose package has another name."""
+"""Command -> package, where the two names differ."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,11 +1,11 @@
 """An index that selects the tokens to which the prompt's last queries attend (SnapKV, arXiv:2404.14469). The ranking is
 the same at every step.
 
-Tokens of the prompt rank by the attention of its last 64 queries, the voters (the published code's default). A token
-counts with the most attended of 7 neighbours (as in the paper's LongBench runs). The query heads of a kv head vote
-together. The paper never drops tokens after the voters, generated or of a later turn. So these rank before all voted
-tokens, the newest first, and use the same budget. In a segment without queries, such as one of generated tokens, all
-tokens rank like this.
+Tokens of the prompt rank by the attention of its last 64 queries, the voters (the published code's default). A token's
+score is the largest attention in a window of 7 tokens around it (as in the paper's LongBench runs). The query heads of
+a kv head vote together. Tokens after the voters, generated or of a later turn, are never dropped in the paper. Here
+they rank above all scored tokens, the newest first, and use the same budget. In a segment without queries, such as one
+of generated tokens, all tokens rank like this.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Votes(RankedIndex):
 
     def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:
         names = ("vote_queries", "vote_lse", "voted", "voters")
-        queries, sums, voted, voters = (store.state[name][layers][:, states] for name in names)
+        queries, sums, before, voters = (store.state[name][layers][:, states] for name in names)
         number = torch.arange(OBSERVED, device=states.device).repeat(self.shape.group)
         token = torch.arange(tokens.rope_keys.shape[2], device=states.device)
         for segment in np.ndindex(*tokens.rope_keys.shape[:2]):
-            later = token > (voted[segment] + number)[:, None]
+            later = token > (before[segment] + number)[:, None]
             for head in range(self.shape.num_kv_heads):
                 scores = self._scores(queries[segment][head], tokens.rope_keys[segment][:, head])
                 lse = scores.masked_fill(later, -math.inf).logsumexp(-1)
@@ -82,12 +82,12 @@ class Votes(RankedIndex):
     def ranks(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> Tensor:
         votes = store.page["votes"][layer][batch.pages].transpose(1, 2).flatten(2)
         position = torch.arange(votes.shape[-1], device=votes.device)
-        voted = position < torch.minimum(store.state["voted"][layer][batch.states], PAGE * batch.num_pages[:, None])
-        votes = votes.masked_fill(~voted.unsqueeze(1), 0.0)
+        scored = position < torch.minimum(store.state["voted"][layer][batch.states], PAGE * batch.num_pages[:, None])
+        votes = votes.masked_fill(~scored.unsqueeze(1), 0.0)
         pooled = torch.nn.functional.max_pool1d(votes, NEIGHBOURS, stride=1, padding=NEIGHBOURS // 2)
         # Votes are at most 1, so their logarithms minus 1 are below all ranks by age, which are between -1 and 0.
         by_vote, by_age = pooled.clamp(min=LEAST).log() - 1, position / len(position) - 1
-        ranks = torch.where(voted.unsqueeze(1), by_vote, by_age)
+        ranks = torch.where(scored.unsqueeze(1), by_vote, by_age)
         return ranks.unflatten(-1, (-1, self.spec.chunk)).amax(-1)
 
     def _scores(self, voters: Tensor, keys: Tensor) -> Tensor:

@@ -110,8 +110,8 @@ class Window:
 
 
 class Stream:
-    """Reads the events of a stream's answer. Each character is a token; ``DIGITS`` characters tell when the first of
-    them was made."""
+    """Reads the events of a stream's answer. Each character is a token. Every group of ``DIGITS`` characters encodes
+    the time at which the group's first character was made."""
 
     def __init__(self, window: Window, first: bool, last: bool) -> None:
         self._window, self._first, self._last = window, first, last
@@ -305,7 +305,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--streams", type=int, default=256, help="number of concurrent streams (default: %(default)s)")
     add("--rate", type=float, help="tokens per second of all streams (default: the two standard runs)")
-    add("--tokens", type=int, help="tokens of an answer, after which the stream starts another (default: one answer)")
+    text = (
+        "length of an answer in tokens; a stream then sends its next request (default: one answer lasts the whole run)"
+    )
+    add("--tokens", type=int, help=text)
     add("--seconds", type=float, default=5.0, help="duration of a run (default: %(default)s)")
     add("--input-len", type=int, default=16, help="length of a prompt in tokens (default: %(default)s)")
     add("--api", choices=PATHS, default="completions", help="endpoint that streams use (default: %(default)s)")

@@ -56,8 +56,8 @@ class Record:
         return [later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)]
 
     def meets(self, limits: Mapping[str, float]) -> bool:
-        """Whether the answer was completed within ``limits`` in ms, by names of ``LIMITED``; a single token has no
-        ``tpot``."""
+        """Whether the answer was completed within ``limits`` in ms, by names of ``LIMITED``. An answer of one
+        token meets every limit of ``tpot``."""
         if not self.done or not self.chunks:
             return False
         return all(1e3 * (self.seconds(name) or 0.0) <= limit for name, limit in limits.items())

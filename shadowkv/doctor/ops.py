@@ -6,11 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shadowkv.engine.execution.fused_layers import FusedLayers
-from shadowkv.engine.execution.sampler import Sampler
-from shadowkv.engine.startup.loading import device_of
+from shadowkv.engine.startup.loading import default_prefill, device_of, ops_for
 from shadowkv.installation import building_cpu, building_cuda
-from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.decoder import Decoder
@@ -59,12 +56,9 @@ def choices_for(model: str, kv: str, device: str, attention_backend: str = "auto
     config, forms = plan_on(where, dtype, *load_plan(model))
     layout = Layout(preset(kv), config.shape, dtype, config.max_position)
     if layout.spec.prefill is None:
-        layout = layout.with_fields(prefill="sparse" if where.type == "cuda" else "dense")
-    fused = FusedLayers.calls if where.type == "cpu" else ()
-    called = Decoder(config, dtype, "meta", planned_row_blocks(Shard(config), forms, dtype)).called_ops.union(
-        Sampler.calls, fused
-    )
-    ops = choose_ops(layout, config.rope, where, called, attention_backend=attention_backend)
+        layout = layout.with_fields(prefill=default_prefill(layout, config.rope, where))
+    decoder = Decoder(config, dtype, "meta", planned_row_blocks(Shard(config), forms, dtype))
+    ops = ops_for(decoder, layout, config.rope, where, attention_backend=attention_backend)
     build = building_cuda if where.type == "cuda" else building_cpu
     chosen = []
     for name in CALLS:

@@ -18,6 +18,19 @@ from shadowkv.engine.held_folder import HeldFolder
 GRACE_SECONDS = 5.0
 """How long to wait for the exit of a process whose connection is closed."""
 
+STOP_SECONDS = 5.0
+"""How long a stop waits for an engine's current step, in seconds (``EngineProcess.stop``)."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals by which a user or a service manager ends a command."""
+
+
+def ignore_stop_signals() -> None:
+    """Makes this process ignore ``STOP_SIGNALS``. A terminal or a service manager sends them to all processes of a
+    command at once. The process that started this one handles them, and then ends this one."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
 
 def start_process(
     module: str,

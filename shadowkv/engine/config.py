@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shadowkv.field_types import wrong_types
-from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PREFILL_ERROR, KVSpec
+from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PREFILL_ERROR, PREFILL_ERROR_HELP, KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
 from shadowkv.load_settings import (
     ATTENTION_BACKENDS,
@@ -270,15 +270,14 @@ class EngineConfig:
         "auto",
         CACHE,
         "attention of long prompts: dense attends to all keys, sparse to sampled blocks of keys, auto is sparse on a "
-        "GPU and dense on a CPU",
+        "GPU with kernels for it and dense elsewhere",
         metavar="STRATEGY",
         check=Check(is_prefill, f"is not one of {', '.join(PREFILL)}, nor a registered strategy"),
     )
     prefill_error: float | None = setting(
         None,
         CACHE,
-        "maximum error of sparse prefill, as the standard deviation of a query's attention weights; a lower value is "
-        f"slower and more exact (default: {PREFILL_ERROR})",
+        f"{PREFILL_ERROR_HELP} (default: {PREFILL_ERROR})",
         metavar="ERROR",
     )
     gpu_memory_utilization: float | None = setting(

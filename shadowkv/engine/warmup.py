@@ -25,6 +25,7 @@ from shadowkv.engine.startup.loading import current
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, MIB
 from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.decode.planning import MIN_EXACT_PAGES, round_up
+from shadowkv.kvcache.memory.free_memory import unreserved_bytes
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.layers.group import RankFailure
 from shadowkv.wording import counted
@@ -139,11 +140,11 @@ class GraphGrid:
             for rows, batch in shapes:
                 if graphs.has(plan, batch, rows):
                     continue
-                free = free_bytes(device)
+                free = unreserved_bytes(device)
                 if len(graphs.graphs) >= MAX_GRAPHS // 2 or self._bytes > GRID_BYTES:
                     return
                 runner.prepare(plan, batch, rows)
-                self._count, self._bytes = self._count + 1, self._bytes + free - free_bytes(device)
+                self._count, self._bytes = self._count + 1, self._bytes + free - unreserved_bytes(device)
                 yield self._count
             self._longest = tokens
 
@@ -184,12 +185,6 @@ def _lengths(engine: Engine) -> list[int]:
     pages = {round_up(count) for count in range(MIN_EXACT_PAGES, engine.max_model_len // PAGE + 1)}
     longest = engine.max_model_len - 1
     return sorted({min(PAGE * count - 1, longest) for count in pages or {MIN_EXACT_PAGES}})
-
-
-def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU in bytes, after PyTorch's cached blocks are freed, which a capture does too."""
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def _stages(engine: Engine) -> list[Generator[None, None, object]]:

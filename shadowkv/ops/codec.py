@@ -1,8 +1,8 @@
 """The codec interface, and the ids by which kernels identify codecs.
 
 A codec in ``shadowkv.kvcache.codecs`` defines a format. Reference backends call the codec. Kernels receive its id and
-reject ids that they do not support. ``csrc/codecs.h`` has the same ids. Ids from 1000 on belong to codecs from outside
-the package.
+reject ids that they do not support. ``csrc/codecs.h`` repeats the ids that C++ and CUDA kernels support. Ids from 1000
+on belong to codecs from outside the package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shadowkv.ops.rotations import random_rotation
 
 
 class CodecId(IntEnum):
-    """Ids of formats: of rows below 16, of latents from 16 on."""
+    """Ids of formats: rows have 0 to 15, latents 16 to 31. Further formats of rows take ids from 32 on."""
 
     DENSE = 0
     ROTATED_4BIT = 1
@@ -47,18 +47,19 @@ UNIFORM = (CodecId.ROTATED_4BIT, CodecId.ROTATED_3BIT, CodecId.ROTATED_2BIT)
 """Ids of ``UniformRows`` codecs."""
 LANES = (*UNIFORM, CodecId.LLOYD_8BIT, CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
 """Ids of codecs whose codes are stored in lanes (``shadowkv.kvcache.codecs.packing``)."""
-LATENTS = (CodecId.LATENT_DENSE, CodecId.LATENT_INT8, CodecId.LATENT_INT4)
+FIXED_WIDTH_LATENTS = (CodecId.LATENT_DENSE, CodecId.LATENT_INT8, CodecId.LATENT_INT4)
+"""Ids of latent codecs that need no widths: the bits of a rank dimension follow from the codec and the ranks."""
 
 STRONG = 32
-"""Rank dimensions of a group of kv heads, the strongest, that ``low-rank-int4`` keeps in 8 bits. The Hopper kernel has
-the same number in ``csrc/kernels/attend_latents_sm90/shape.cuh``."""
+"""``low-rank-int4`` stores this many rank dimensions of each group of kv heads, the strongest, in 8 bits. The Hopper
+kernel has the same number in ``csrc/kernels/attend_latents_sm90/shape.cuh``."""
 
 
 def unknown_codecs(keys: int, values: int = CodecId.DENSE, known: tuple[CodecId, ...] = UNIFORM) -> list[str]:
-    """Why a backend cannot serve these codecs of keys and values, if it supports dense rows, the ``known`` codecs and
-    latents."""
+    """Reasons why a backend cannot serve these codecs of keys and values. The backend supports dense rows, the row
+    codecs in ``known``, and as keys ``FIXED_WIDTH_LATENTS``."""
     rows = (CodecId.DENSE, *known)
-    reasons = [] if keys in (*rows, *LATENTS) else [f"codec {keys} of keys is unknown"]
+    reasons = [] if keys in (*rows, *FIXED_WIDTH_LATENTS) else [f"codec {keys} of keys is unknown"]
     return reasons if values in rows else [*reasons, f"codec {values} of values is unknown"]
 
 
@@ -141,13 +142,14 @@ class RowCodec(ABC):
         """Rows float32 [..., dim] from codes and scales. Without ``rotation`` the rows stay rotated."""
 
     def code_levels(self, dim: int, device: torch.device) -> Tensor | None:
-        """The value of each code of one dimension in rotated rows of ``dim`` dimensions, in units of the scale, float32
-        [2 ** bits]. None if values are not the same for all rows."""
+        """Maps each code to its value in units of the scale, float32 [2 ** bits]. A value is one entry of a rotated row
+        of ``dim`` dimensions. None if the values differ between rows or entries."""
         return None
 
     def whole_levels(self, dim: int) -> tuple[tuple[int, ...], float] | None:
-        """``code_levels`` for kernels that compute with integers: whole multiples [2 ** bits] of a step, and the step.
-        Rounding to these adds less than 0.5 % to the distortion. None if there are none."""
+        """``code_levels`` for kernels that compute with integers: an integer for each of the 2 ** bits codes, and the
+        step that multiplies them. The rounding adds less than 0.5 % to the distortion. None if the codec has no such
+        integers."""
         return None
 
     def check(self, dim: int) -> None:
@@ -178,8 +180,8 @@ class LevelRows(RowCodec):
 
     @abstractmethod
     def upper_places(self, dim: int) -> tuple[int, ...]:
-        """For each code of a lane, the bit of the lane's bytes in the last plane that holds its upper bit. For rows of
-        ``dim`` dimensions whose codes are stored in lanes."""
+        """For each of a lane's dim / 8 codes, the position of its highest bit in the lane's bytes of the last plane.
+        Only for codecs in ``LANES``."""
 
 
 class UniformRows(LevelRows):
@@ -212,7 +214,7 @@ class LatentCodec(ABC):
             multiplied by the steps. None for latents that are not quantised.
         rank_multiple: the rank must be a multiple of this.
         bits: average bits per code if each rank dimension has its own width, which a state learns. The basis is then in
-            8 bits. None if all dimensions have the same width.
+            8 bits. None if no widths are learned: those of all dimensions follow from the codec and the ranks.
     """
 
     id: int
@@ -222,8 +224,8 @@ class LatentCodec(ABC):
     bits: int | None = None
 
     def of_groups(self, ranks: Sequence[int]) -> LatentCodec:
-        """The codec for latents of groups of kv heads with these ranks. The strongest rank dimensions of all groups
-        come first, up to ``STRONG`` of each, then the others."""
+        """The codec for several groups of kv heads, with these ranks. First come the strongest dimensions of every
+        group, at most ``STRONG`` of each. All other dimensions follow."""
         return self
 
     def largest_codes(self, rank: int, device: torch.device) -> Tensor:
@@ -237,7 +239,8 @@ class LatentCodec(ABC):
 
     @abstractmethod
     def encode(self, latents: Tensor, *widths: Tensor) -> Tensor:
-        """Stored elements [..., w] of float latents [..., r]. Whole numbers are clipped at ``largest_codes``.
+        """Stored elements [..., w] of float latents [..., r]. A codec that stores integers rounds the latents and clips
+        them at ``largest_codes``.
 
         Args:
             widths: bits of each rank dimension, uint8 [..., r], if they differ. Leading axes are those of the latents

@@ -98,8 +98,8 @@ class PrefixCache:
         return self._tree.changes + self._cache.changes
 
     def look_up(self, prompt: Prompt) -> Match | None:
-        """``match`` of a waiting prompt, repeated only after changes. The copies to restore it from stay in host
-        memory. Call ``forget`` when the prompt no longer waits."""
+        """Returns the match of a waiting prompt. It calls ``match`` again only if ``changes`` has grown. The copies to
+        restore it from stay in host memory. Call ``forget`` when the prompt no longer waits."""
         if not self._lookups.current(prompt, self.changes):
             match = self.match(prompt)
             if self.lower is not None:

@@ -90,9 +90,9 @@ class NotDone(SaveError):
     """The tiers have no room for the prompt, or have failed."""
 
 
-class ComputedTwice(NotDone):
-    """The disk has the start of the prompt as another server computed it. The prompt can be saved after this server has
-    recomputed all of it."""
+class WrittenByAnotherServer(NotDone):
+    """Another server has stored the start of this prompt. This server's pages cannot extend that server's files. It
+    must compute the whole prompt itself before it can save it."""
 
 
 class DiskTooSlow(SaveError):

@@ -24,7 +24,7 @@ from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.disk_reports import DiskReports
 from shadowkv.prefix_cache.matches import Step
 from shadowkv.prefix_cache.offload import Offload
-from shadowkv.prefix_cache.protocol import Answer, ComputedTwice, NotDone, Saved, SaveError, settle
+from shadowkv.prefix_cache.protocol import Answer, NotDone, Saved, SaveError, WrittenByAnotherServer, settle
 from shadowkv.prefix_cache.tree import Node
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class _Saving:
         pages: number of its pages that were cached at the time of the request.
         nodes: the nodes that have the last of these pages.
         again: nodes that were queued for the disk again.
-        keeping: the result and the future of writing the name, after all files have been written.
+        keeping: set once all files are written: the ``Saved`` to answer with, and the future of writing the name.
     """
 
     name: str | None
@@ -102,7 +102,7 @@ class Saves:
         copies, reports: the copies of nodes, and the disk tier's reports.
         offload, chains: move copies to the disk and back.
         disk: the disk tier.
-        speeds: measured speeds. A request waits for another server at most as long as computing the prompt would take.
+        speeds: measured speeds, from which ``expect`` computes how long to wait for another server.
     """
 
     def __init__(
@@ -137,8 +137,9 @@ class Saves:
         self._requests.append(_Request(answer, partial(self._restore, restoring), NotDone(FAILED)))
 
     def expect(self, names: tuple[str, ...], tokens: int, answer: Future[bool]) -> None:
-        """Starts to wait for a chain of snapshots with ``tokens`` tokens that another server writes, at most as long as
-        computing them would take. The answer is whether the prefix tree has them."""
+        """Starts to wait for a chain of snapshots with ``tokens`` tokens that another server writes. It waits as long
+        as computing them would take, but at least ``FETCH_SECONDS`` and at most ``MAX_FETCH_SECONDS``. The answer is
+        whether the prefix tree has them."""
         seconds = min(max(FETCH_SECONDS, self._speeds.computing_seconds(tokens)), MAX_FETCH_SECONDS)
         expecting = _Expecting(names, time.monotonic() + seconds)
         self._requests.append(_Request(answer, partial(self._expect, expecting), failure=False))
@@ -146,7 +147,7 @@ class Saves:
     def advance(self) -> None:
         """Checks the progress of every request. Call it right after the tiers' own ``advance``."""
         if self._requests:
-            self._reports.take()  # a finished write must be reported before it no longer counts as in progress
+            self._reports.take()  # first: a finished write must be known as a file before it stops counting as running
             self._requests = [request for request in self._requests if not self._ended(request)]
 
     @staticmethod
@@ -182,20 +183,21 @@ class Saves:
                 return None
         if (problem := self._disk.problem) is not None:
             return NotDone(f"the {saving.pages * PAGE} cached tokens cannot be written to the disk: {problem}")
-        if any(self._comes(node, saving.again) for node in saving.nodes):
+        if any(self._reaches_disk(node, saving.again) for node in saving.nodes):
             return None
-        kind = ComputedTwice if any(self._is_anothers(node) for node in saving.nodes) else NotDone
+        kind = WrittenByAnotherServer if any(self._is_anothers(node) for node in saving.nodes) else NotDone
         return kind(
             f"the {saving.pages * PAGE} cached tokens could not be written: there is no room for them "
             "in host memory (--kv-offload-gib) or, beside what names keep, on the disk (--kv-disk-gib), or "
             "the disk fails; the server's log says more"
         )
 
-    def _comes(self, node: Node, again: set[Node]) -> bool:
-        """Whether a node and its ancestors are on the disk or on their way there."""
-        return all(self._comes_alone(link, again) for link in [*reversed([*node.ancestors]), node])
+    def _reaches_disk(self, node: Node, again: set[Node]) -> bool:
+        """Whether a node and its ancestors are on the disk or on their way there. Queues each once more if it is
+        neither."""
+        return all(self._node_reaches_disk(link, again) for link in [*reversed([*node.ancestors]), node])
 
-    def _comes_alone(self, node: Node, again: set[Node]) -> bool:
+    def _node_reaches_disk(self, node: Node, again: set[Node]) -> bool:
         copy = node.copy
         if self._is_there(node):
             return True

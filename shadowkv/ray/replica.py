@@ -10,6 +10,7 @@ from contextlib import suppress
 from ray import serve
 from starlette.types import Message
 
+from shadowkv.engine.child_process import STOP_SECONDS
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.request import EngineDead
 from shadowkv.log_format import set_up_log
@@ -19,9 +20,6 @@ from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.start import start_engine
 
 logger = logging.getLogger(__name__)
-
-ENGINE_SECONDS = 5.0
-"""How long a shutdown waits for the engine's current step, in seconds."""
 
 
 class Replica:
@@ -103,4 +101,4 @@ class Replica:
             self._app.state.bodies.close()
             self._app.state.documents.close()
         if hasattr(self, "_process"):
-            self._process.stop(ENGINE_SECONDS)
+            self._process.stop(STOP_SECONDS)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, one_line
+from shadowkv.engine.child_process import STOP_SECONDS
 from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.http.settings import ServerSettings
@@ -22,7 +23,6 @@ from shadowkv.serve.workers import Workers
 if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess
 
-SHUTDOWN_SECONDS = 10.0
 CONCURRENCY = 2
 """Batch requests in flight per running sequence: the further ones wait in the engine, already tokenized."""
 
@@ -74,7 +74,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
                 settings = with_surroundings(settings, args)
                 listener = stack.enter_context(bound_socket(args))
             process = start(config, args.compare)
-            stack.callback(process.stop, SHUTDOWN_SECONDS)
+            stack.callback(process.stop, STOP_SECONDS)  # does nothing after ``serve`` has stopped it
             if args.input is None and args.api_server_count == 1:  # with more, metrics are shared first
                 import_module("shadowkv.serve.app")  # takes a second, while the engine loads
             engine = process.clients[0]

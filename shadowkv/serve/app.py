@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from shadowkv.engine.child_process import STOP_SECONDS
 from shadowkv.serve.anthropic.routes import messages_routes
 from shadowkv.serve.batch.file_routes import file_routes
 from shadowkv.serve.batch.message_routes import message_batch_routes
@@ -50,9 +51,6 @@ LOCALHOST = "localhost"
 
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 
-ENGINE_SECONDS = 5.0
-"""How long a stop waits for the engine's current step, in seconds."""
-
 
 def build_app(
     engine: EngineClient,
@@ -73,7 +71,10 @@ def build_app(
     bodies = BodyReader(settings.max_body_bytes)
     store = RecordStore(None if settings.storage_dir is None else Path(settings.storage_dir), settings.storage_bytes)
     documents = BodyReader(MAX_DOCUMENT_BYTES, DOCUMENT_SECONDS)
-    engines = {served_name: engine} | ({} if compared is None else {f"{served_name}@{compared.kv}": compared})
+    engines, compared_name = {served_name: engine}, None
+    if compared is not None:
+        compared_name = f"{served_name}@{compared.kv}"
+        engines[compared_name] = compared
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
 
     async def drop() -> None:
@@ -112,7 +113,7 @@ def build_app(
         app.include_router(kept_routes(settings, store))
     if settings.ui:
         app.include_router(page_assets())
-        app.include_router(page_routes(engine, metrics, documents, [*engines, None][1]))
+        app.include_router(page_routes(engine, metrics, documents, compared_name))
     app.include_router(unserved_routes())
     names = dict.fromkeys(settings.served_model_name[1:], engine)
     app.include_router(status_routes(engine, {served_name: engine, **names, **engines}, metrics, settings.metrics))
@@ -161,7 +162,7 @@ def serve(process: EngineProcess, served_name: str, listener: socket.socket, wor
 
     async def stop() -> None:
         await asyncio.to_thread(workers.join)
-        await asyncio.to_thread(process.stop, ENGINE_SECONDS)
+        await asyncio.to_thread(process.stop, STOP_SECONDS)
 
     app = ready_app(process.clients, served_name, workers.settings, workers.counts)
     server = server_on(listener, app, [stop, app.state.drop], workers.drain)

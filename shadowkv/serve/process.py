@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from shadowkv.engine.child_process import STOP_SIGNALS
 from shadowkv.log_format import set_up_log
 from shadowkv.wording import SettingsError
 
@@ -42,7 +43,7 @@ def run_until_stopped(run: Callable[[argparse.Namespace], int], args: argparse.N
 def exit_on_signals() -> None:
     """Makes SIGINT, SIGTERM and SIGHUP raise an exception that ends the process, until a server handles them. An
     ignored signal stays ignored: the command was started in the background or to outlive its terminal (nohup)."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop.handle)
 

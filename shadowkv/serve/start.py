@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of a command line and of its config file; prints a note for each flag that has no effect. Ends the
-    process with a one-line error if a flag is not valid, except those that ``EngineConfig`` and ``ServerSettings``
-    check."""
+    """The flags of a command line and of its config file; prints a note for each flag that has no effect. Invalid flags
+    end the process with a one-line error. Fields of ``EngineConfig`` and ``ServerSettings`` are checked later, by these
+    classes."""
     args = parser.parse_with_file(arguments)
     try:
         for note in vllm_notes(args):
@@ -58,9 +58,10 @@ def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse
 
 
 def with_surroundings(settings: ServerSettings, args: argparse.Namespace) -> ServerSettings:
-    """The settings for the host to listen on. Without ``limit_concurrency``, they allow as many connections as the
-    system does. Raises ValueError if the environment lacks what a flag needs."""
-    settings.check_surroundings()
+    """Completes the settings from this machine: the address to listen on, and the number of connections that the limit
+    of open files allows. Raises ValueError if files or libraries that a flag needs are missing, or if
+    ``limit_concurrency`` exceeds that number."""
+    settings.check_files_and_libraries()
     if args.uds is None:
         settings = settings.listening_on(args.host)
     connections = allow_open_files(settings.max_connections, or_fewer=settings.limit_concurrency is None)

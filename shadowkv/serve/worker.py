@@ -7,7 +7,6 @@ first process stops it or is gone.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
+from shadowkv.engine.child_process import ignore_stop_signals
 from shadowkv.engine.held_folder import remove_folder
 from shadowkv.engine.process.client import EngineClient
 from shadowkv.engine.startup.loading import tokenizer_from_config
@@ -35,8 +35,7 @@ class _WorkerServer(Server):
 
 def main(descriptor: int, listening: int) -> int:
     """Serves until the first process stops it; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # signals to a whole service: the first process handles them
+    ignore_stop_signals()
     set_up_log()
     control, listener = Connection(descriptor), socket.socket(fileno=listening)
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from shadowkv import cli
 from shadowkv.doctor.machine import Gpu, Machine
@@ -15,7 +17,8 @@ from shadowkv.doctor.ops import Choices, choices_for
 from shadowkv.doctor.report import as_text
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.ops import extension
+from shadowkv.kvcache import plugins
+from shadowkv.ops import extension, registry
 from shadowkv.ops.registry import CALLS
 
 
@@ -36,6 +39,22 @@ def test_the_backends_are_those_that_an_engine_has(capsys: pytest.CaptureFixture
     assert told["chosen_for"] == chosen_for
     assert told["machine"]["torch"] == torch.__version__
     assert told["machine"]["total_bytes"] > told["machine"]["free_bytes"] > 0
+
+
+def test_backends_of_plugins_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        raise NotImplementedError("a doctor runs nothing")
+
+    def register() -> None:
+        registry.register("rms_norm", "mine", rms_norm)
+
+    plugin = EntryPoint("mine", "mine:register", plugins.GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda entry: register)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [plugin])
+    monkeypatch.setattr(plugins, "_outcomes", {False: None})  # the package's own plugin is loaded
+    monkeypatch.setattr(registry, "REGISTERED", {})
+    [choice] = [choice for choice in choices_for("llama-3.1-8b", "full", "cpu").ops if choice.op == "rms_norm"]
+    assert (choice.backend, choice.called) == ("mine", True)
 
 
 def test_text_has_every_op_and_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +112,14 @@ def test_what_was_not_built_has_a_reason_and_a_remedy(hopper: Path) -> None:
     assert remedy.endswith("csrc/build_cuda.py")
     assert "could be faster here: " in text.splitlines()[-1]
     assert "GPU           NVIDIA H100, compute capability 9.0, 80.0 GiB" in text
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_prefill_is_sparse_only_with_kernels(hopper: Path, monkeypatch: pytest.MonkeyPatch, has_kernel: bool) -> None:
+    if not has_kernel:
+        monkeypatch.setattr("shadowkv.ops.attend_blocks.triton.missing", lambda: ["none here"], raising=False)
+    called = {choice.op for choice in choices().ops if choice.called}
+    assert ("attend_blocks" in called) == ("select_blocks" in called) == has_kernel
 
 
 @pytest.mark.parametrize("library", ["flashinfer", "flash_attn"])

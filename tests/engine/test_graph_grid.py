@@ -31,7 +31,7 @@ def graphed(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def built(**options: Any) -> Engine:
         engine = with_graphs(make(**options), monkeypatch, Graph)
         monkeypatch.setattr(cuda_graphs, "EAGER_STEPS", 8)
-        monkeypatch.setattr(warmup, "free_bytes", lambda device: ROOM)
+        monkeypatch.setattr(warmup, "unreserved_bytes", lambda device: ROOM)
         return engine
 
     return built
@@ -100,7 +100,9 @@ def test_the_grid_ends_at_its_limits(
         now = time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: now() + 4000 * len(graphs.graphs))
     elif limit == "bytes":
-        monkeypatch.setattr(warmup, "free_bytes", lambda device: ROOM - warmup.GRID_BYTES * len(graphs.graphs) // 2)
+        monkeypatch.setattr(
+            warmup, "unreserved_bytes", lambda device: ROOM - warmup.GRID_BYTES * len(graphs.graphs) // 2
+        )
     elif limit == "graphs":
         monkeypatch.setattr(warmup, "MAX_GRAPHS", 2)
     with caplog.at_level(logging.INFO, "shadowkv.engine"):
@@ -121,7 +123,7 @@ def test_a_grid_without_memory_leaves_steps_that_run_eagerly(
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     engine = with_graphs(make(kv="full"), monkeypatch, Failing)
-    monkeypatch.setattr(warmup, "free_bytes", lambda device: ROOM)
+    monkeypatch.setattr(warmup, "unreserved_bytes", lambda device: ROOM)
     capture_grid(engine)
     assert engine.runner.graphs.without and not engine.runner.graphs.graphs
     assert answer(engine, [5, 90]) == answer(make(kv="full"), [5, 90])

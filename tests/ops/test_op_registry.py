@@ -268,7 +268,12 @@ SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
         ("cuda", {"head_dim": 192}, ["sketch_keys"], "triton: head dim 192 is above 128"),
         ("cuda", {"num_query_heads": 136}, SKETCH, "cuda: 17 query heads a kv head are more than 16"),
         ("cuda", {"num_query_heads": 264}, ["select_top_chunks"], "cuda: 33 query heads a kv head are more than 32"),
-        ("cuda", {"mass": True}, ["select_top_chunks"], "cuda: mass, a share of the softmax, ends the selection"),
+        (
+            "cuda",
+            {"mass": True},
+            ["select_top_chunks"],
+            "cuda: the policy stops at a share of the softmax (mass), which the CUDA kernel does not do",
+        ),
         ("cuda", {"fetched_bytes": 24}, ["fetch_chunks"], "cuda: chunks of 24 bytes are no multiple of 16"),
         (
             "cuda",

@@ -193,6 +193,6 @@ def test_a_folder_of_its_own_goes_with_the_server(engine, client_of):
 def test_a_folder_that_cannot_be_used_is_told_before_a_model_is_loaded(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be used"):
-        ServerSettings(storage_dir=str(tmp_path / "file")).check_surroundings()
+        ServerSettings(storage_dir=str(tmp_path / "file")).check_files_and_libraries()
     with pytest.raises(ValueError, match="storage_dir has no meaning"):
         ServerSettings(storage_dir=str(tmp_path), storage_mib=0)

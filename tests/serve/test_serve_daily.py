@@ -221,7 +221,7 @@ def certificate(tmp_path_factory) -> tuple[Path, Path]:
 def test_https(engine, certificate):
     cert, key = map(str, certificate)
     settings = ServerSettings(ssl_certfile=cert, ssl_keyfile=key, ssl_ca_certs=cert, ssl_cert_reqs=2)
-    settings.check_surroundings()
+    settings.check_files_and_libraries()
     with http_server(build_app(engine, "fake", settings)) as url:
         url = url.replace("http:", "https:")
         ours = ssl.create_default_context(cafile=cert)
@@ -258,9 +258,9 @@ def test_limits_of_connections_hold_behind_tls(engine, certificate):
 def test_files_of_tls_are_looked_at_first(certificate, tmp_path):
     cert, key = map(str, certificate)
     with pytest.raises(ValueError, match=r"--ssl-keyfile .* is not a file"):
-        ServerSettings(ssl_certfile=cert, ssl_keyfile=str(tmp_path)).check_surroundings()
+        ServerSettings(ssl_certfile=cert, ssl_keyfile=str(tmp_path)).check_files_and_libraries()
     with pytest.raises(ValueError, match="unencrypted"):
-        ServerSettings(ssl_certfile=key, ssl_keyfile=cert).check_surroundings()
+        ServerSettings(ssl_certfile=key, ssl_keyfile=cert).check_files_and_libraries()
 
 
 def test_traces_without_the_library(monkeypatch):
@@ -269,7 +269,7 @@ def test_traces_without_the_library(monkeypatch):
         ValueError,
         match=r"needs OpenTelemetry: .* -m pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http",
     ):
-        ServerSettings(otlp_traces_endpoint="http://localhost:4318/v1/traces").check_surroundings()
+        ServerSettings(otlp_traces_endpoint="http://localhost:4318/v1/traces").check_files_and_libraries()
 
 
 def test_spans(engine, monkeypatch):

@@ -73,8 +73,7 @@ class Pass(NamedTuple):
 
     Attributes:
         plan: shapes and numbers of the step.
-        tokens: the step's token ids.
-        sources: for each token, the row of ``Runner.chosen`` that has it instead, or -1.
+        tokens, sources: token ids, and the rows of ``Runner.chosen`` that hold them instead, as in ``Runner.decode``.
         sequences: sequences of the prompts.
         ids: new token ids of each prompt.
     """
@@ -91,8 +90,8 @@ class CudaGraphs:
 
     Args:
         step: ``Runner.step``. Computes logits, in any dtype, from a plan's shapes, its numbers on the device, the
-            inputs int64 [2, B] (newest tokens and their sources), and prompts or None. A dry run computes only a few
-            layers: it loads the kernels that a capture must not load, and the next token waits for it.
+            inputs int64 [2, B] (newest tokens and their sources), and prompts or None. A dry run loads kernels, which
+            a capture must not do. It computes only a few layers, because the next token waits for it.
         max_batch: most sequences of a decode step.
         vocabulary: V, the columns of the logits.
         together: whether other ranks run the same graphs. A rank without memory for a graph then raises RankFailure,
@@ -124,7 +123,8 @@ class CudaGraphs:
         sequences: Sequence[CachedSequence] = (),
         ids: Sequence[list[int]] = (),
     ) -> Tensor | None:
-        """Runs a step, with n prompts that stay exact if ``sequences`` and their new token ids ``ids`` are given.
+        """Runs a decode step. If ``sequences`` and their new token ids ``ids`` are given, it also computes these n
+        prompts, which must stay exact.
 
         Returns float32 logits [B + n, V], which the next call overwrites. None if there are prompts and no graph for
         them: mixed passes are captured only when their shape has occurred ``EAGER_STEPS`` times.

@@ -66,7 +66,8 @@ class Runner:
     def unprepared(
         self, sequences: list[CachedSequence], joining: list[tuple[CachedSequence, int]]
     ) -> DecodePlan | None:
-        """The plan of the next step of ``sequences`` and ``joining``, for ``prepare``; None if it has a graph.
+        """Returns the plan of the next step of ``sequences`` and ``joining``, to pass to ``prepare``. Returns None if
+        the plan has a graph, if all steps are eager, or if the step's shapes are not known yet.
 
         Args:
             joining: sequences whose prompts are being computed, with the prompts' lengths.
@@ -129,8 +130,9 @@ class Runner:
         """Runs a decode step: appends a token to each sequence and returns float32 logits [B, V] of the next.
 
         Args:
-            tokens: the token of each sequence.
-            sources: for each sequence, the row of ``chosen`` that has its token instead, or -1.
+            tokens: the token of each sequence, unless ``sources`` names a row.
+            sources: for each sequence, the row of ``chosen`` that holds its token, or -1 if ``tokens`` has it. None if
+                ``tokens`` has all of them.
             record: a context for the step, which then runs without a CUDA graph. If that runs out of memory, because
                 graphs hold some, the step runs unrecorded.
             prompts: other sequences and their new tokens, at most a block, for the same pass. Logits are then
@@ -204,7 +206,7 @@ class Runner:
         Args:
             plan: the step's plan.
             numbers: the plan's numbers, int64 on the device; None for those in ``plan``.
-            inputs: int64 [2, B]: newest tokens, and the rows of ``chosen`` that have them instead, or -1.
+            inputs: int64 [2, B], ``tokens`` and ``sources`` as in ``decode``.
             prompts: prompts that stay exact, in the same pass. Logits are then [n, V], of ``prompts.rows``.
             dry_run: whether to compute only one layer of each kind (``CudaGraphs``).
         """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from shadowkv.engine.child_process import ignore_stop_signals
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.parallel.calls import Reader
 from shadowkv.engine.parallel.ranks import HERE, rank_device
@@ -54,8 +54,7 @@ def main(number: int) -> None:
 
     ``number`` is the file descriptor of the connection.
     """
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)  # a whole service gets the signal; rank 0 handles it and ends this process
+    ignore_stop_signals()
     pipe, commands = Connection(number), queue.SimpleQueue[list[bytes]]()
     try:
         config, rank, size, meeting = pipe.recv()

@@ -26,7 +26,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.prefix_cache import protocol
 from shadowkv.prefix_cache.cache import PrefixSegment
-from shadowkv.prefix_cache.protocol import ComputedTwice, DiskTooSlow, NotDone, Saved, SaveError
+from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, Saved, SaveError, WrittenByAnotherServer
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -410,7 +410,7 @@ class EngineClient:
             )
         try:
             return await self._save(name, request, observe)
-        except ComputedTwice:
+        except WrittenByAnotherServer:
             anew = await asyncio.to_thread(
                 self.request, request.prompt_token_ids, request.params, request.tenant, request.priority
             )

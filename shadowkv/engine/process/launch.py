@@ -1,5 +1,5 @@
-"""``EngineProcess``: starts an engine's process and watches it. The HTTP server and batch runs on
-Ray use it."""
+"""``EngineProcess``: starts an engine's process and watches it. It is used by the HTTP server, and by batches that run
+on Ray."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ class EngineProcess:
         return facts
 
     def stop(self, seconds: float) -> None:
-        """Ends the process after the current step. Kills it ``GRACE_SECONDS`` after ``seconds``, or at once before the
-        engines serve. Requests in flight get EngineDead."""
+        """Ends the process after the current step, which has ``seconds`` to end. If the process is still running after
+        ``seconds + GRACE_SECONDS``, it is killed. If the engines do not serve yet, it is killed at once. Requests in
+        flight get EngineDead. A second call does nothing."""
         self._stopping = True
         for client in self._clients:
             client.stopping = True

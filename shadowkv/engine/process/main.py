@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import NoReturn, Protocol
 import zmq
 
 from shadowkv.command_line import one_line
+from shadowkv.engine.child_process import ignore_stop_signals
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.held_folder import remove_folder
 from shadowkv.engine.process.core import EngineCore
@@ -97,8 +97,7 @@ def _started(core: EngineCore) -> EngineCore:
 def main(descriptor: int, load: Callable[[Launch], Sequence[Core]] = load_cores) -> int:
     """Runs the engines that ``load`` starts, until the starting process stops them or ends, or until an engine ends.
     Returns the exit code. ``load`` can raise what ``load_cores`` raises."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a whole service gets the signal; the starting process handles it
+    ignore_stop_signals()
     set_up_log()
     control = Connection(descriptor)
     try:

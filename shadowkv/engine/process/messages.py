@@ -1,9 +1,9 @@
 """Messages between an engine's process and the serving processes, as msgpack over ZeroMQ.
 
-Each serving process has a PULL socket. The engine pushes one message per step into it, with the outputs of this
-process's requests. Requests and questions go from a DEALER socket to the engine's ROUTER socket. Refusals come back the
-same way, without waiting for a step. The sockets are in a folder that only this user can enter. ``VERSION`` checks that
-both ends are of the same installation.
+Each serving process has a PULL socket. The engine pushes one message per step into it. The message holds the outputs of
+that serving process's requests. Requests and questions go from a DEALER socket to the engine's ROUTER socket. Refusals
+come back the same way, without waiting for a step. The sockets are in a folder that only this user can enter. The
+engine refuses a ``Greeting`` with another ``VERSION``: both ends must be of the same installation.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Compile(msgspec.Struct, tag=True):
 
 
 class Segments(msgspec.Struct, tag=True):
-    """Asks for the tiers of cached prompts: at most ``most`` segments, and the number of all."""
+    """Asks for at most ``most`` segments of cached prompts with their tiers, and for the total number of segments."""
 
     number: int
     most: int

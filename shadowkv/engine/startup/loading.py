@@ -32,12 +32,14 @@ from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import GENERATION_CONFIG, OVERRIDES, read_sampling
 from shadowkv.models.downloads import Hub
 from shadowkv.models.known import advice
 from shadowkv.models.loader import LoadedModel, load_model, load_tokenizer
 from shadowkv.models.tokenization.chat_template import template_source
 from shadowkv.models.tokenization.tokenizer import Tokenizer
+from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.registry import LIBRARIES, Ops, choose
 from shadowkv.wording import GIB, SettingsError, counted
 
@@ -80,7 +82,8 @@ def load_engine_parts(
     layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer)
     if layout.spec.prefill is None:
         try:
-            layout = layout.with_fields(prefill=group.agree(_prefill(layout, loaded, device, backends or {})))
+            prefill = default_prefill(layout, loaded.config.rope, device, backends)
+            layout = layout.with_fields(prefill=group.agree(prefill))
         except ValueError as error:
             raise config.refused_policy(error) from error
     if layout.spec.compresses and layout.spec.dense_below is None:
@@ -103,16 +106,29 @@ def give_ops(
     backends: Mapping[str, str] | None = None,
     attention_backend: str = "auto",
 ) -> Ops:
-    """Chooses the ops of an engine (``choose_ops``) and gives them to the model's layers. The caller makes the cache of
+    """Chooses the ops of an engine (``ops_for``) and gives them to the model's layers. The caller makes the cache of
     ``layout`` and the sampler with the same ops."""
-    if (error := load_installed()) is not None:
-        logger.warning("%s; what it would register is missing", error)
-    also = loaded.model.called_ops.union(Sampler.calls, FusedLayers.calls if device.type == "cpu" else ())
-    ops = choose_ops(layout, loaded.config.rope, device, also, backends, attention_backend)
+    ops = ops_for(loaded.model, layout, loaded.config.rope, device, backends, attention_backend)
     if "flashinfer" in {ops.backends[name] for name in ops.called}:
         logger.info("FlashInfer compiles its kernels on first use on this machine, which takes one or two minutes each")
     loaded.model.use(ops)
     return ops
+
+
+def ops_for(
+    model: Decoder,
+    layout: Layout,
+    rope: RopeConfig,
+    device: torch.device,
+    backends: Mapping[str, str] | None = None,
+    attention_backend: str = "auto",
+) -> Ops:
+    """Chooses the ops that an engine calls: those of the model's layers, the cache and the sampler. Loads installed
+    plugins first. ``backends`` and ``attention_backend`` are as for ``choose_ops``, and so is what it raises."""
+    if (error := load_installed()) is not None:
+        logger.warning("%s; what it would register is missing", error)
+    also = model.called_ops.union(Sampler.calls, FusedLayers.calls if device.type == "cpu" else ())
+    return choose_ops(layout, rope, device, also, backends, attention_backend)
 
 
 def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
@@ -121,13 +137,17 @@ def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
     return config.max_num_seqs + SPARE_SEQS if graphs else None
 
 
-def _prefill(layout: Layout, loaded: LoadedModel, device: torch.device, backends: Mapping[str, str]) -> str:
-    """The default of ``prefill``: sparse on a GPU with kernels for it, else dense."""
+def default_prefill(
+    layout: Layout, rope: RopeConfig, device: torch.device, backends: Mapping[str, str] | None = None
+) -> str:
+    """The default of ``prefill``: sparse on a GPU with kernels for it, else dense. ``backends`` are as for
+    ``choose_ops``, and so is what it raises."""
     if device.type != "cuda":
         return "dense"
-    layout = layout.with_fields(prefill="sparse")
-    case, ops = case_of(layout, loaded.config.rope, device), prefill_strategy(layout.spec).ops
-    chosen = (choose(name, device, case, backends.get(name)).backend for name in ops)
+    load_installed()  # a plugin can have a kernel; ``ops_for`` reports the plugins that cannot be loaded
+    layout, given = layout.with_fields(prefill="sparse"), backends or {}
+    case, ops = case_of(layout, rope, device), prefill_strategy(layout.spec).ops
+    chosen = (choose(name, device, case, given.get(name)).backend for name in ops)
     return "dense" if "reference" in chosen else "sparse"
 
 

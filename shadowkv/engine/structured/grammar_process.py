@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from shadowkv.engine.child_process import limit_memory
+from shadowkv.engine.child_process import ignore_stop_signals, limit_memory
 from shadowkv.engine.structured.grammar_messages import COMPILED, MASK, OUT_OF_MEMORY, REFUSED, Compile, Match
 from shadowkv.engine.structured.vocabulary import Vocabulary, compile_schema
 from shadowkv.grammar_text import grammar_kind
@@ -44,8 +44,7 @@ PR_SET_PDEATHSIG = 1
 
 def main(descriptor: int) -> int:
     """Forks processes until the connection is closed. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a whole service gets the signal; the engine's process handles it
+    ignore_stop_signals()
     engine, children = Connection(descriptor), set[int]()
     try:
         vocabulary: Vocabulary = engine.recv()

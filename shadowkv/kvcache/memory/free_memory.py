@@ -48,6 +48,13 @@ def free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def unreserved_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that nobody has reserved, after PyTorch has given back the blocks that it caches. Unlike in
+    ``free_bytes``, the memory pool of CUDA graphs counts as taken, also where no graph uses it at the moment."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def free_host_bytes() -> int:
     """Bytes of host memory that this process can still take without swapping or being killed."""
     return min([psutil.virtual_memory().available, *_left_by_groups()])

@@ -1,9 +1,9 @@
 """Prefill strategies: ``dense`` attends to everything, and in ``sparse`` tiles of a long prompt's queries attend to
 sampled blocks of keys.
 
-Sparse prefill needs no calibration, and its error is bounded. A tile attends to as many blocks as represent what a few
-of its queries attend to, with a given standard deviation (``SparsePrefill.Settings``), for any length of the prompt. So
-heads and layers with spread-out attention get more blocks than others.
+Sparse prefill needs no calibration. A tile attends to as many blocks as keep the error of its sampled queries within
+``prefill_error``, for any length of the prompt. So heads and layers with spread-out attention get more blocks than
+others. docs/design/prefill.md lists all conditions of a sparse prefill.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.parts.base import PrefillStrategy
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.kvcache.policy.spec import PREFILL_ERROR, KVSpec
+from shadowkv.kvcache.policy.spec import PREFILL_ERROR, PREFILL_ERROR_HELP, KVSpec
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_blocks.reference import BLOCK
 from shadowkv.settings import Check, setting
@@ -50,7 +50,7 @@ class SparsePrefill(PrefillStrategy):
         prefill_error: float = setting(
             PREFILL_ERROR,
             "prefill",
-            "largest standard deviation of what a sampled query attends to, as a share of its attention",
+            PREFILL_ERROR_HELP,
             check=Check(lambda error: 0 <= error < 1, "must be at least 0 and below 1"),
         )
 
@@ -61,7 +61,7 @@ class SparsePrefill(PrefillStrategy):
 
     @classmethod
     def described(cls, spec: KVSpec, shape: ModelShape) -> str:
-        return f"to within {cls.settings_of(spec).prefill_error:.4g} of the attention"
+        return f"with an error of at most {cls.settings_of(spec).prefill_error:.4g}"
 
     def pays(self, new: int, keys: int) -> bool:
         return new >= MIN_QUERIES and keys > SPARSE_FROM

@@ -38,6 +38,10 @@ selected again."""
 
 PREFILL_ERROR = 0.05
 """Default error of a sparse prefill (``parts.prefill.SparsePrefill``)."""
+PREFILL_ERROR_HELP = (
+    "maximum error of a sparse prefill: the standard deviation of a sampled query's sum of attention weights, as a "
+    "share of that sum; a lower value is slower and more exact"
+)
 
 ROTATED = "rotated"
 """Name of values in 3 bits, or in 4 if 3 do not fit the head dim. Resolving a policy replaces it."""

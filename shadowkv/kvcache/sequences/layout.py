@@ -91,11 +91,6 @@ class Layout:
         return any(group.growth.learns for group in self.groups)
 
     @property
-    def selecting(self) -> list[int]:
-        """The model's layers in which steps select from compressed tokens."""
-        return sorted(layer for group in self.groups if group.spec.selects for layer in group.layers)
-
-    @property
     def host_fields(self) -> tuple[Field, ...]:
         """Fields of pages in the host tier, of all groups."""
         return tuple(field for group in self.groups for field in group.host_fields)

@@ -75,10 +75,6 @@ class SequencePools:
                 return point
             length = point
 
-    def can_fork(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether ``length`` is a fork point of ``sequence``."""
-        return self.fork_point(sequence, length) == length
-
     def can_end(self, sequence: CachedSequence, length: int) -> bool:
         """Whether ``length`` is a fork point of ``sequence`` as far as pages are concerned. A recurrent state can be
         missing."""
@@ -86,8 +82,8 @@ class SequencePools:
         return all(point == length for point in points)
 
     def can_follow(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether the pages after ``length`` tokens can be restored behind a fork at ``length``. Unlike in
-        ``can_fork``, windows can have dropped the tokens before ``length``."""
+        """Whether the pages after ``length`` tokens can be restored behind a fork at ``length``. Unlike at
+        a fork point, windows can have dropped the tokens before ``length``."""
         return (
             length <= sequence.length
             and length % PAGE == 0

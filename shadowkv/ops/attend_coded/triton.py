@@ -19,7 +19,7 @@ from shadowkv.ops.attend_coded.triton_rows import PAGEWISE, TOKENWISE, StoredFor
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
 from shadowkv.ops.attention_results import attend_to_nothing
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.codec import LATENTS, unknown_codecs
+from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, unknown_codecs
 from shadowkv.ops.extension import multiprocessors
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
@@ -33,7 +33,7 @@ MIN_PAGES = 4
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    reasons = unless(case.key_codec not in LATENTS, f"codec {case.key_codec} of keys is one of latents")
+    reasons = unless(case.key_codec not in FIXED_WIDTH_LATENTS, f"codec {case.key_codec} of keys is one of latents")
     return reasons + unknown_codecs(case.key_codec, case.value_codec, TOKENWISE + PAGEWISE)
 
 

@@ -19,12 +19,12 @@ from shadowkv.ops.attend_coded.triton_rows import TOKENWISE, StoredForm, codes_o
 from shadowkv.ops.attend_selected.sources import BufferedRows, CodedRows, KeySource, LatentKeys, ValueSource
 from shadowkv.ops.attention_results import attend_to_nothing
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.codec import LATENTS, CodecId
+from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, CodecId
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.rebuild_rows.triton import decoded_latents, places_of_bits
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
-KEYS = (*LATENTS, CodecId.LATENT_MIXED)
+KEYS = (*FIXED_WIDTH_LATENTS, CodecId.LATENT_MIXED)
 VALUES = (CodecId.DENSE, *TOKENWISE)
 
 

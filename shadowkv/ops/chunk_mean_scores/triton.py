@@ -1,4 +1,5 @@
-"""Scores of chunks by one or two keys that represent each, in one Triton kernel. It reads each of these keys once."""
+"""Scores each chunk by its landmark, or by its smallest and largest key per dimension, in one Triton kernel. It reads
+each of these vectors once."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ PROGRAMS = 4096
 def chunk_mean_scores(
     q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference. T is the number of programs that share a row. Products are summed in float32.
+    """Same as the reference, with products summed in float32. T programs share the chunks of a row and kv head, so the
+    log-sum-exps have an axis of T, one entry per program.
 
     Landmarks in float8_e4m3fn and bfloat16 queries are multiplied in float16, so queries must not exceed 65504.
     """
@@ -33,18 +35,19 @@ def chunk_mean_scores(
 
 
 def score_chunks(
-    q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
+    q: Tensor, vectors: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``chunk_mean_scores`` for bounds [N, H, 1, C, d], ``min_max_scores`` for bounds [N, H, 2, C, d].
+    """Both ``chunk_mean_scores`` and ``min_max_scores``. ``vectors`` [N, H, 1, C, d] are the chunks' mean keys. In
+    [N, H, 2, C, d], plane 0 holds the smallest and plane 1 the largest key per dimension.
 
     All views over pages are contiguous but for their first axis.
     """
     factor = q.shape[-1] ** -0.5
     converts = scale is not None and _converts(q.device)
     if scale is not None:
-        bounds, factor = bounds.view(torch.uint8), factor if converts else factor * BITS_SCALE
+        vectors, factor = vectors.view(torch.uint8), factor if converts else factor * BITS_SCALE
     batch, query_heads, dim = q.shape
-    heads, planes, chunks = bounds.shape[1:4]
+    heads, planes, chunks = vectors.shape[1:4]
     group, total = query_heads // heads, pages.shape[1] * chunks
     tiles = triton.cdiv(total, TILE)
     run = max(1, tiles * batch * heads // PROGRAMS)
@@ -53,8 +56,8 @@ def score_chunks(
     lse = torch.empty(batch, heads, group, runs, dtype=torch.float32, device=q.device)
     _score[(runs, heads, batch)](
         q.contiguous(),
-        bounds,
-        bounds.stride(0),
+        vectors,
+        vectors.stride(0),
         excluded,
         excluded.stride(0),
         pages,
@@ -90,8 +93,8 @@ def _converts(device: torch.device) -> bool:
 @triton.jit(do_not_specialize_on_alignment=["pages"])
 def _score(
     q,
-    bounds,
-    bounds_stride,
+    vectors,
+    vectors_stride,
     excluded,
     excluded_stride,
     pages,
@@ -132,9 +135,9 @@ def _score(
         page_id = tl.load(pages + row * pages_stride + chunk // CHUNKS, mask=valid, other=0)
         bits = tl.load(excluded + page_id * excluded_stride + head * CHUNKS + chunk % CHUNKS, mask=valid, other=1)
         planes: tl.constexpr = 2 if BOUNDS else 1
-        first = page_id * bounds_stride + (head * planes * CHUNKS + chunk % CHUNKS) * DIM
+        first = page_id * vectors_stride + (head * planes * CHUNKS + chunk % CHUNKS) * DIM
         readable = valid[:, None] & (dim < DIM)[None, :]
-        keys = tl.load(bounds + first[:, None] + dim[None, :], mask=readable, other=0)
+        keys = tl.load(vectors + first[:, None] + dim[None, :], mask=readable, other=0)
         if scale is not None:
             if CONVERTS:
                 keys = keys.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(queries.dtype)
@@ -142,7 +145,7 @@ def _score(
                 code = keys.to(tl.int16)
                 keys = (((code & 128) << 8) | ((code & 127) << 7)).to(tl.float16, bitcast=True).to(queries.dtype)
         if BOUNDS:
-            above = tl.load(bounds + first[:, None] + (CHUNKS * DIM + dim)[None, :], mask=readable, other=0)
+            above = tl.load(vectors + first[:, None] + (CHUNKS * DIM + dim)[None, :], mask=readable, other=0)
             scores = tl.dot(falling, keys.trans(), input_precision="ieee")
             scores = tl.dot(rising, above.trans(), scores, input_precision="ieee")
         else:

@@ -29,8 +29,9 @@ FLOOR = 1e-6
 """Added to all eigenvalues, as a share of their sum, so that keys of a lower rank, or all zero, have a basis too."""
 
 SHIFTS = (1e-5,), (1e-5,), (1e-5,), (1e-5,), (1e-5, 1e-5), (1e-5, 1e-5, 1e-7)
-"""The shifts of each pass after each product with the Gram matrix, added to the squared lengths of rows, which are 1.
-They are needed because a product makes all rows similar if a few directions dominate. With these shifts, the lost
+"""One tuple per product with the Gram matrix, and in it one shift per orthonormalisation pass after the product. Rows
+have length 1, and the shift is added to the diagonal of their products. Shifts are needed because a product makes all
+rows similar if a few directions dominate. With these shifts, the lost
 energy is within 2 % of the least possible loss, or within 1e-5 of the total, for squared singular values from 1 /
 sqrt(i) to exp(-i / 15) and rank 160 of 1024."""
 
@@ -38,7 +39,8 @@ missing = gpu_missing
 
 
 def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as the reference, but centred keys are rounded to their dtype, and so is the basis for computing latents."""
+    """Same as the reference, except that centred keys are rounded to the keys' dtype. The basis is rounded likewise
+    before latents are computed."""
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     step = max(1, ROWS_AT_ONCE // len(keys))
     for block in keys.split(step, dim=1):

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.codec import LATENTS, CodecId, LatentCodec, unknown_codecs
+from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, CodecId, LatentCodec, unknown_codecs
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 MAX_RANKS = 256
@@ -42,7 +42,7 @@ def project_latents(
         ValueError: another codec, or too many rank dimensions of mixed widths.
     """
     mixed = codec.id == CodecId.LATENT_MIXED
-    if codec.id not in LATENTS and not mixed:
+    if codec.id not in FIXED_WIDTH_LATENTS and not mixed:
         raise ValueError(f"project_latents in Triton does not know codec {codec.name!r} ({codec.id})")
     layers, count, _, heads, dim = keys.shape
     rank = basis.shape[2]

@@ -39,7 +39,8 @@ class Form(Protocol):
         ...
 
     def cut(self, tensors: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]:
-        """Columns ``start`` to ``stop`` of tensors [N, width], in ``cut_form``, which must not be None."""
+        """Returns columns ``start`` to ``stop`` of tensors [N, width], in the form that ``cut_form`` returns. Call it
+        only if that is not None."""
         ...
 
 
@@ -108,7 +109,7 @@ def empty_rows(form: Form, rows: int, columns: int, device: torch.device) -> tup
 
 
 def _in_large_pages(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor, in large memory pages. Each step reads all weights once, which pages of 4 KiB slow
+    """An uninitialised tensor, in large memory pages. A step reads all weights once, and pages of 4 KiB would slow this
     down."""
     if not prod(size):
         return torch.empty(size, dtype=dtype, device=device)

@@ -41,21 +41,28 @@ ROWS, COLUMNS = 128, 128
 """Stored rows and columns are padded to multiples of these, the kernels' largest tiles."""
 
 COLUMNS_OF_EXPERTS = 64
-"""Columns of experts are padded to multiples of this and of their groups. Experts have fewer columns, gpt-oss 2,880."""
+"""Columns of experts are padded to multiples of this, and of their quantisation group. 128 would waste too much,
+because experts have few columns (2,880 in gpt-oss)."""
 
 MULTIPLE = 8
 """K and N must be multiples of this, 16 bytes of activations."""
 
 BATCHES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
-"""Each kernel runs for up to one of these numbers of tokens and is tuned for it. One more kernel runs for more tokens.
-The library can make about forty, which differ in their tiles of tokens, but each takes seconds to compile."""
+"""Each entry has a kernel of its own. It is tuned for that number of tokens and serves all smaller batches, down to the
+previous entry. One more kernel serves larger batches. The library can make about forty kernels, which differ in their
+tiles of tokens, but each takes seconds to compile."""
 
 MANY = 4096
 """Number of tokens that the last kernel is tuned for."""
 
-FEW_OF_EXPERTS, OF_EACH, MANY_OF_EACH = (8, 64), (2, 8, 16, 32, 64, 128), 256
-"""The numbers of rows for experts' kernels: rows of all experts together in steps of few sequences; rows per expert, if
-all are chosen equally often; and rows per expert that the last kernel is tuned for."""
+FEW_OF_EXPERTS = (8, 64)
+"""Numbers of rows of all experts together that have a kernel of their own: those of steps of few sequences."""
+
+OF_EACH = (2, 8, 16, 32, 64, 128)
+"""Numbers of rows per expert that have a kernel of their own. Experts are assumed to be chosen equally often."""
+
+MANY_OF_EACH = 256
+"""Number of rows per expert that the last kernel of experts is tuned for."""
 
 LOCKS = 4096
 """Counters by which thread blocks that share a tile wait for each other. Kernels need fewer on 148 multiprocessors."""

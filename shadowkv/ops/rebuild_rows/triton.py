@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, LatentKeys
 from shadowkv.ops.case import Case
-from shadowkv.ops.codec import LANES, LATENTS, CodecId, LevelRows, unknown_codecs
+from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, LANES, CodecId, LevelRows, unknown_codecs
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows.triton import whole_numbers
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
@@ -44,7 +44,7 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
         source = source.decoded()
         config, mean = source.rotary.config, source.mean
         half, rest = config.dim // 2, dim - config.dim
-        if source.codec.id not in LATENTS and source.widths is None:
+        if source.codec.id not in FIXED_WIDTH_LATENTS and source.widths is None:
             raise ValueError(f"rebuild_rows in Triton does not know codec {source.codec.name!r} ({source.codec.id})")
         bits, bit = places_of_bits(source)
         _rebuild_keys[grid](

@@ -11,7 +11,7 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import block_memory, cuda_missing
 
 STATIC_BYTES = 20 * 1024
-"""Bytes of shared memory that the kernel uses besides a row's keys."""
+"""Bytes of shared memory that the kernel uses besides the sort keys of a row."""
 
 GROUP = 32
 """Most query heads per kv head."""
@@ -22,7 +22,9 @@ missing = partial(cuda_missing, "select_top_chunks", "select_top_chunks")
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
     group = unless(case.group <= GROUP, f"{case.group} query heads a kv head are more than {GROUP}")
-    return group + unless(not case.mass, "mass, a share of the softmax, ends the selection")
+    return group + unless(
+        not case.mass, "the policy stops at a share of the softmax (mass), which the CUDA kernel does not do"
+    )
 
 
 def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass: float | None = None) -> Tensor:

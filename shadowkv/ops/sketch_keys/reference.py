@@ -24,7 +24,8 @@ def sketch_keys(
         mean: float32 [L, states, H, d].
         maps: bfloat16 [L, states, H, d, d], by which centred keys are multiplied.
         states: int64 [n], the state of each page in ``mean`` and ``maps``, or [1] if all pages share one.
-        signs, rest: uint8 [L, N, H, 64, S], views over all pages. Written.
+        signs, rest: uint8 [L, N, H, 64, S], views over all pages. S bytes hold one bit per dimension of a key
+            (``plane_bytes``). Written.
         scale: uint8 [L, N, H, 64]. Written.
         pages: int64 [n], page ids, at which sketches are written.
     """

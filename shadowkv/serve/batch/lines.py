@@ -49,10 +49,11 @@ def digest(request: Any) -> str:
 
 
 class BatchLines:
-    """The lines of one run, which are read in order.
+    """The lines of one run, which are read in order. The constructor creates the partial file. It raises what
+    ``BatchFiles.begin`` raises.
 
     Args:
-        files: the run's files, whose partial file is created; raises what ``BatchFiles.begin`` does.
+        files: the run's files.
         urls: endpoints that a line can request.
         limit: maximum length of a line in bytes; None sets no limit.
 

@@ -33,7 +33,7 @@ Dropped = Annotated[None, PlainValidator(lambda value: None, json_schema_input_t
 """Fields of earlier answers that clients send back; they have no effect."""
 
 PIECE = 2**20
-"""How many bytes of a body are split at its quotes at a time: millions of strings take memory."""
+"""Bodies are split at their quotes in portions of this many bytes, so that few strings exist at once."""
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 

@@ -18,10 +18,9 @@ from typing import TypeVar
 from shadowkv.engine.child_process import start_process
 from shadowkv.engine.process.fair_turns import FairTurns, in_thread
 from shadowkv.serve.bodies.api_error import ApiError, server_stopping
-from shadowkv.serve.bodies.body import Body, read_body
+from shadowkv.serve.bodies.body import B, read_body
 from shadowkv.serve.bodies.parameters import unknown
 
-B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 SHORT_BYTES = 2**18
@@ -69,8 +68,8 @@ class BodyReader:
         return await self.apart(raw, partial(read_body, model=model), tenant)
 
     async def apart(self, raw: bytes | bytearray, work: Callable[[bytes], T], tenant: str = "") -> T:
-        """The result of ``work``, which must be picklable, on a body, computed in a separate process. The process is
-        killed if this call is cancelled. Raises ApiError."""
+        """Runs ``work`` on a body in a separate process and returns the result. ``work`` must be picklable. The process
+        is killed if this call is cancelled. Raises ApiError."""
         async with self._turns.of(tenant):
             if self._closed:
                 raise server_stopping()

@@ -187,7 +187,9 @@ class ServerSettings:
     )
     max_body_mib: float = setting(32.0, LIMITS, "maximum size of a request body", metavar="MIB", check=POSITIVE)
     request_timeout: float = _seconds(0.0, "maximum time of a request; a longer one is aborted; 0 sets no limit")
-    shutdown_timeout: float = _seconds(10.0, "time that running requests have to finish after SIGTERM or SIGINT")
+    shutdown_timeout: float = _seconds(
+        10.0, "time that running requests have to finish after SIGTERM, SIGINT or SIGHUP"
+    )
     keep_alive_interval: float = _seconds(
         15.0, "time after which a stream without output sends a comment to keep the connection open; 0 sends none"
     )
@@ -304,7 +306,7 @@ class ServerSettings:
             reason = f"the chat template is one of gpt-oss's; leave it out, or pass {HARMONY_THOUGHTS}"
             raise ValueError(f"--reasoning-parser {self.reasoning_parser}: {reason}")
 
-    def check_surroundings(self) -> None:
+    def check_files_and_libraries(self) -> None:
         """Raises ValueError if the TLS files, the tracing library or the storage directory cannot be used."""
         if self.otlp_traces_endpoint is not None:
             try:

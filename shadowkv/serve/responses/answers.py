@@ -61,7 +61,8 @@ class OutputCall(Answer):
 
 
 class InputTokensDetails(Answer):
-    """Details of a prompt's tokens: how many were found in the prefix cache."""
+    """Details of a prompt's tokens: how many were found in the prefix cache. Writes to it are not counted:
+    ``cache_write_tokens`` is 0."""
 
     cached_tokens: int
     cache_write_tokens: int

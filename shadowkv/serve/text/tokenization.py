@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONG = 2**16
-"""Minimum size of a long prompt, in characters or token ids."""
+"""Maximum size of a short prompt, in characters or token ids."""
 
 TURNS = 3 if (os.cpu_count() or 1) > 2 else 2
-"""How many long prompts are tokenized at a time; each tenant has one less, which leaves a core to the others."""
+"""Number of long prompts tokenized at once. One tenant gets at most ``TURNS - 1`` of them, so that another tenant need
+not wait."""
 
 FIRST_PART, NEXT_PART = 8, 4
 """The first part of a text has ``FIRST_PART`` characters per allowed token; each further part is ``NEXT_PART`` times as
