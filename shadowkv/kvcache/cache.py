@@ -123,7 +123,7 @@ class KVCache:
 
     @property
     def changes(self) -> int:
-        """A counter that grows whenever a sequence takes, shares or frees blocks."""
+        """A counter that grows whenever a sequence takes, shares or frees blocks, or a checkpoint comes or goes."""
         return self.pools.changes
 
     def demand(self, start: int, capacity: int) -> Blocks:
@@ -152,14 +152,16 @@ class KVCache:
         return self.pools.fork_point(sequence, length)
 
     def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
-        """A new sequence that shares its first ``length`` tokens with ``sequence``. No bytes are copied.
+        """A new sequence that shares its first ``length`` tokens with ``sequence``. Only windows and a recurrent state
+        are copied.
 
         Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is no fork point.
         """
         return self.pools.fork(sequence, length, start, capacity)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Removes the tokens after ``length``. Raises ValueError if one of them is compressed or shared."""
+        """Removes the tokens after ``length``. Raises ValueError if one of them is compressed or shared, or if there is
+        no recurrent state after ``length`` tokens."""
         self.pools.truncate(sequence, length)
 
     def trim(self, sequence: CachedSequence) -> None:

@@ -24,9 +24,12 @@ from thread_group import on_ranks
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.eval.fidelity.follow import follow
+from shadowkv.eval.fidelity.prompts import Prompt
+from shadowkv.eval.records.policies import local_policies
 from shadowkv.eval.running.caches import open_cache, prefill, prefill_all
 from shadowkv.kvcache.recurrent import states
-from shadowkv.kvcache.snapshots.header import Snapshot, SnapshotHeader
+from shadowkv.kvcache.snapshots.header import Link, Snapshot, SnapshotHeader
 from shadowkv.layers.group import Group
 from shadowkv.layers.quantised_matrix import QuantisedLinear
 from shadowkv.models import load_config, load_model
@@ -142,6 +145,7 @@ def test_configs_without_layer_types_have_every_fourth_layer_full(tmp_path: Path
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16' is not supported, only 'float32'"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid' is not supported, only 'swish'"),
         ({"attn_output_gate": False}, "attn_output_gate=False is not supported"),
+        ({"layer_types": None, "full_attention_interval": 9}, "full_attention_interval=9 is not a whole number from 1"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types is not a list of linear_attention or full_attention"),
         ({"layer_types": ["linear_attention"] * 4}, "no layer has full attention"),
     ],
@@ -178,10 +182,12 @@ def test_snapshots_hold_states(kv: str, tmp_path: Path) -> None:
         assert SnapshotHeader.from_json(snapshot.header.to_json()) == snapshot.header
         snapshots.append((snapshot, stop))
     chained = other.snapshots.load(snapshots, 700)
-    branch = [*text[:second], *prompt(2, 30)]
-    fork = other.fork(chained, second, len(branch), 700)
-    for one in (chained, fork):  # the restored state is a checkpoint, too
-        other.extend(one, len(branch), 700)
+    for branch in ([*text[:second], *prompt(2, 30)], [*text[:second], *prompt(3, 40)]):
+        if branch[second:] == prompt(2, 30):
+            one = chained
+            other.extend(one, len(branch), 700)
+        else:  # the restored state has become a checkpoint
+            one = other.fork(chained, second, len(branch), 700)
         got = prefill(loaded.model, other, [(one, branch[second:])])
         torch.testing.assert_close(got[0], oracle(theirs, branch), atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match="there is no recurrent state after 192 tokens"):
@@ -268,3 +274,102 @@ def test_conversations_answer_as_without_reuse(kv: str, tmp_path: Path) -> None:
                 running = [one for one in llm.engine.scheduler.running]
                 assert not running and 0 < states.used_bytes <= states.total_bytes
     assert found[True] == found[False]
+
+
+@pytest.mark.parametrize("more", [150, 300])
+def test_a_restored_sequence_shares_only_its_parents_own_tokens(more: int, tmp_path: Path) -> None:
+    """The parent, a question about the same document, has states behind its other tokens, too."""
+    theirs, loaded = build("qwen3_5", tmp_path, LONG), load_model(tmp_path)
+    cache = open_cache(loaded, lossless("full", loaded.config.shape.kv_dim), 700, slots=8)
+    document = prompt(0, 192)
+    texts = [[*document, 5], [*document, *prompt(1, 150)], [*document, *prompt(2, more)]]
+    sequences = list[Any]()
+    for text in texts:
+        start = 192 if sequences else 0
+        one = cache.fork(sequences[0], start, len(text), 700) if sequences else cache.allocate(len(text), 700)
+        prefill(loaded.model, cache, [(one, text[start:])])
+        sequences.append(one)
+    stop = cache.fork_point(sequences[2], len(texts[2]) - 1)
+    with cache.snapshots.open_reading(sequences[2], 192, stop) as reading:
+        snapshot = Snapshot(reading.header, torch.empty(reading.header.pieces, dtype=torch.uint8))
+        for layer in range(reading.header.num_layers):
+            reading.read_layer(layer, snapshot.layer(layer))
+    cache.release(sequences[2])
+    restoring = cache.snapshots.restore([Link(snapshot.header, stop)], len(texts[2]), 700, sequences[1])
+    for layer in range(snapshot.header.num_layers):
+        restoring.write_layer(0, layer, snapshot.layer(layer))
+    sequences[2] = restoring.sequence
+    got = prefill(loaded.model, cache, [(sequences[2], texts[2][stop:])])
+    torch.testing.assert_close(got[0], oracle(theirs, texts[2]), atol=1e-4, rtol=0)
+    for one, text in zip(sequences[1:], texts[1:], strict=True):
+        for point in {cache.fork_point(one, length) for length in range(64, len(text), 64)} - {0}:
+            edited = [*text[:point], *prompt(9, 7)]
+            fork = cache.fork(one, point, len(edited), 700)
+            got = prefill(loaded.model, cache, [(fork, edited[point:])])
+            torch.testing.assert_close(got[0], oracle(theirs, edited), atol=1e-4, rtol=0)
+            cache.release(fork)
+
+
+@pytest.mark.parametrize("kv", ["full", "turbo"])
+def test_layers_wait_for_states_that_are_still_arriving(kv: str, tmp_path: Path) -> None:
+    """Layers of a snapshot are written only when somebody waits for them."""
+    theirs, loaded = build("qwen3_5", tmp_path, LONG), load_model(tmp_path)
+    cache = open_cache(loaded, lossless(kv, loaded.config.shape.kv_dim), 700, slots=3)
+    text = prompt(0, 500)
+    sequence = cache.allocate(len(text), 700)
+    prefill(loaded.model, cache, [(sequence, text)])
+    snapshot = cache.snapshots.export(sequence)
+    cache.release(sequence)
+    restoring = cache.snapshots.restore([Link(snapshot.header, len(text))], 530, 700)
+    arrived = list[int]()
+
+    class Arrival:
+        def wait(self, layer: int) -> None:
+            for number in range(len(arrived), layer + 1):
+                restoring.write_layer(0, number, snapshot.layer(number))
+                arrived.append(number)
+
+        def end(self) -> None:
+            pass
+
+    restoring.sequence.pending_layers = Arrival()
+    more = [*text, *prompt(1, 30)]
+    got = prefill(loaded.model, cache, [(restoring.sequence, more[len(text) :])])
+    torch.testing.assert_close(got[0], oracle(theirs, more), atol=1e-4, rtol=0)
+    assert arrived == [0, 1, 2, 3]
+
+
+def test_fidelity_counts_layers_with_attention(tmp_path: Path) -> None:
+    build("qwen3_5", tmp_path, LONG)
+    loaded = load_model(tmp_path)
+    policies = local_policies(["full", "quest:chunk=8,budget=64"], [], loaded.config.shape)
+    _, quest = follow(loaded, policies, [Prompt("a", prompt(0, 400))], 4, 2)
+    assert len(quest.mass_recall) == len(quest.output_error) == 1  # one of four layers
+    assert 0 < quest.mass_recall[0] < 1 and quest.hit_rates is not None
+
+
+def test_gguf_files_with_layers_that_draft_tokens(tmp_path: Path) -> None:
+    """They are left out."""
+    model = build("qwen3_5", tmp_path / "model")
+    whole = load_model(write_model(tmp_path / "whole.gguf", model))
+    last = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("model.layers.3.")}
+    extra = {name.replace("layers.3.", "layers.4."): tensor for name, tensor in last.items()}
+    file = write_model(tmp_path / "drafting.gguf", model, extra, block_count=5, nextn_predict_layers=1)
+    assert load_model(file).config == whole.config
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (
+            {"ssm.inner_size": 65},
+            r"qwen35\.ssm\.inner_size=65 is not a positive multiple of qwen35\.ssm\.time_step_rank=4",
+        ),
+        ({"ssm.conv_kernel": 4000000000}, "linear_conv_kernel_dim=4000000000 is not a whole number from 1 to 4096"),
+        ({"nextn_predict_layers": 9}, r"qwen35\.nextn_predict_layers=9 is not a number from 0 to 3"),
+    ],
+)
+def test_gguf_files_that_cannot_be_run(fields: dict[str, int], words: str, tmp_path: Path) -> None:
+    model = build("qwen3_5", tmp_path / "model")
+    with pytest.raises(ValueError, match=words):
+        load_model(write_model(tmp_path / "model.gguf", model, **fields))

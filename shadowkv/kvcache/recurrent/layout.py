@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from shadowkv.kvcache.policy.shape import ModelShape, StateArray
 
 RING = 2
-"""States that a growing sequence has: those after its newest tokens. The newest token of a sequence can so be removed,
-as a step that was launched ahead needs it."""
+"""States that a growing sequence has: those after its newest tokens. So the newest token can be taken back, as is
+necessary when a step was launched ahead."""
 
 CHECKPOINTS = 1
 """Checkpoints that there is room for, for each sequence that a cache can hold."""
