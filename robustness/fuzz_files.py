@@ -37,7 +37,7 @@ from safetensors.numpy import save_file
 from robustness.tiny_model import CONFIG
 from shadowkv.models import Decoder, load_model
 from shadowkv.models.checkpoints.files import ModelFileError
-from shadowkv.models.families.registry import config_from_hf, family
+from shadowkv.models.registry import config_from_hf, family
 from shadowkv.models.tokenization.chat_template import ChatTemplate
 from shadowkv.serve.bodies.body import parse_json
 

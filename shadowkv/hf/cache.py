@@ -19,7 +19,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import preset
-from shadowkv.models.families.registry import config_from_hf
+from shadowkv.models.registry import config_from_hf
 
 ATTENTION = "shadowkv"
 """The ``attn_implementation`` of a model that attends with a ``ShadowKVCache``."""

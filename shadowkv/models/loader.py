@@ -26,12 +26,12 @@ from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import config_from_directory, read_sampling
 from shadowkv.models.downloads import HUB, Hub
-from shadowkv.models.families.registry import family, has_interleaved_experts, text_weight
 from shadowkv.models.filling import check_shapes, fill, fill_dummy, quantised, stored_row_blocks
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
+from shadowkv.models.registry import family, has_interleaved_experts, text_weight
 from shadowkv.models.sharding import Shard
 from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve, resolve_tokenizer
 from shadowkv.models.tokenization.tokenizer import Tokenizer

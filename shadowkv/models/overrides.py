@@ -10,7 +10,7 @@ from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, join_
 from shadowkv.models.configs.config_json import FIELDS, ROPE_OBJECTS, plain_config
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.configs.rope import unread_fields
-from shadowkv.models.families.registry import config_from_hf, family
+from shadowkv.models.registry import config_from_hf, family
 from shadowkv.wording import SettingsError
 
 _BASE = ("rope_theta", "partial_rotary_factor")

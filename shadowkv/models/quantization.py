@@ -17,7 +17,7 @@ from shadowkv.models.checkpoints.files import (
 )
 from shadowkv.models.checkpoints.quantised.format import Format
 from shadowkv.models.checkpoints.quantised.registry import format_of
-from shadowkv.models.families.registry import FAMILIES
+from shadowkv.models.registry import FAMILIES
 
 _PLACE = "quantization_config"
 _KEYS = {_PLACE: None, "compression_config": "compressed-tensors", "quantization": "mlx"}

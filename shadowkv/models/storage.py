@@ -14,8 +14,8 @@ from shadowkv.models.checkpoints.quantised.registry import SHAPES
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.families.registry import family
 from shadowkv.models.filling import stored_row_blocks
+from shadowkv.models.registry import family
 from shadowkv.models.sharding import Shard
 from shadowkv.ops.dequantise_rows.cpu import in_blocks
 from shadowkv.ops.quantised.groups import GroupForm

@@ -37,7 +37,7 @@ from shadowkv.engine.selections import SelectionRecord
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models import load_config, load_model
-from shadowkv.models.families.registry import family
+from shadowkv.models.registry import family
 from tests.local_engine import LocalEngine
 
 SIZES = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 32}

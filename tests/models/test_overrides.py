@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shadowkv.kvcache.policy.shape import FULL, LayerKind
 from shadowkv.models import load_config, load_model
 from shadowkv.models.configs.config_json import FIELDS
-from shadowkv.models.families.registry import FAMILIES, family
+from shadowkv.models.registry import FAMILIES, family
 from shadowkv.wording import SettingsError
 
 ORIGINAL = YARN["original_max_position_embeddings"]
@@ -156,6 +156,12 @@ VALUES: dict[str, Any] = {
     "query_pre_attn_scalar": 9,
     "rotary_dim": 8,
     "num_mtp_modules": 1,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 3,
+    "full_attention_interval": 1,
 }
 """Another value than the tiny models' of every field that some family reads."""
 
@@ -173,6 +179,9 @@ REFUSED = {
     "use_routing_bias": False,
     "shared_intermediate_size": 32,
     "attn_type_list": [1, 0],
+    "attn_output_gate": False,
+    "mamba_ssm_dtype": "bfloat16",
+    "output_gate_type": "sigmoid",
 }
 """Values that no family, or not this one, runs with."""
 
@@ -184,6 +193,8 @@ REFUSED_BY = {"minimax_m2": {"use_qk_norm": False}}
 def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path) -> None:
     config = {**TINY, "model_type": model_type, "sliding_window": 128, "attention_bias": False, "head_dim": 16}
     config |= {"tie_word_embeddings": False}
+    if "full_attention_interval" in family(model_type).FIELDS:
+        config |= {"full_attention_interval": 2, "partial_rotary_factor": 0.5}
     config |= {"use_sliding_window": True, "max_window_layers": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
     if "experts" in str(family(model_type).FIELDS):
         counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)

@@ -3,8 +3,7 @@ attention.
 
 Full layers gate their output, and rotate a quarter of each head. Norms multiply by 1 + w, in float32, except those of
 linear attention. With text alone, the three positions of its multimodal RoPE are equal. Of files that also hold an
-image encoder or layers that draft tokens, only the text model is loaded. The module also reads the models with experts,
-``qwen3_5_moe``.
+image encoder or layers that draft tokens, only the text model is loaded.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from shadowkv.kvcache.policy.shape import FULL
-from shadowkv.layers.spec import Experts, LinearAttention
+from shadowkv.layers.spec import LinearAttention
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.configs.config_json import build_config
-from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.weight_names import Target, Targets, decoder_targets, head_norms, rows
-from shadowkv.ops.choose_experts.routing import Routing
 
 LINEAR, FULL_ATTENTION = "linear_attention", "full_attention"
 _SIZES = {
@@ -36,7 +33,6 @@ FIELDS = (
     *_SIZES,
     *("attention_bias", "layer_types", "full_attention_interval", "attn_output_gate", "mamba_ssm_dtype"),
     "output_gate_type",
-    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 
 _OTHERS = ("model.visual.", "visual.", "mtp.")
@@ -44,11 +40,8 @@ _PREFIX = "model.language_model."
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``qwen3_5`` or ``qwen3_5_moe`` config; raises ValueError if it cannot be run."""
+    """ModelConfig of a ``qwen3_5`` config; raises ValueError if it cannot be run."""
     hf = {"head_dim": 256, **hf}
-    moe = hf["model_type"].startswith("qwen3_5_moe")
-    if moe:
-        hf.setdefault("intermediate_size", hf.get("moe_intermediate_size"))
     if hf.get("attn_output_gate", True) is not True:
         gate = f"attn_output_gate={hf['attn_output_gate']!r:.60}"
         raise ValueError(f"this config cannot be used: {gate} is not supported, only true")
@@ -65,20 +58,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     )
     linear = _linear(hf)
     kinds = tuple(linear.kind if kind == LINEAR else FULL for kind in _layer_types(hf, config.num_layers))
-    config = replace(config, layer_kinds=kinds, linear=linear)
-    if not moe:
-        return config
-    fields = expert_fields(
-        hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
-    )
-    shared = fields["shared_expert_intermediate_size"]
-    experts = Experts(
-        Routing(fields["num_experts"], fields["num_experts_per_tok"], normalised=True),
-        fields["moe_intermediate_size"],
-        shared_size=shared,
-        shared_gate=shared > 0,
-    )
-    return replace(config, experts=experts)
+    return replace(config, layer_kinds=kinds, linear=linear)
 
 
 def _linear(hf: dict[str, Any]) -> LinearAttention:

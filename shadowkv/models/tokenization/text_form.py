@@ -49,8 +49,11 @@ def _cased_words() -> Iterator[str]:
             yield rf"[^\r\n\p{{L}}\p{{N}}]?{upper}{first}{lower}{last}{contraction}"
 
 
-WORDS = frozenset((r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?\p{L}+", *_cased_words()))
-SIGNS = frozenset((r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"))
+WORDS = frozenset((r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?\p{L}+", *_cased_words()))
+SIGNS = frozenset(
+    (r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*")
+    + (r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",)
+)
 OTHERS = frozenset(
     ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?i:[sdmt]|ll|ve|re)", "'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
     + (r" ?\p{N}+", r"\p{N}+", r"\p{N}", r"\p{N}{1,3}", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+")

@@ -25,14 +25,14 @@ FAMILIES = {
     "glm4_moe": "glm4_moe",
     "qwen3_5": "qwen3_5",
     "qwen3_5_text": "qwen3_5",
-    "qwen3_5_moe": "qwen3_5",
-    "qwen3_5_moe_text": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt_oss",
     "minimax_m2": "minimax_m2",
 }
-"""model_type -> module of this folder. A new family is one module and one line here."""
+"""model_type -> module of ``families``. A new family is one module and one line here."""
 
 
 class Family(Protocol):
