@@ -1,4 +1,4 @@
-"""Results of attention that several GPU backends allocate."""
+"""Allocates the results of attention for several GPU backends."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 
 
 def attend_to_nothing(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of queries [B, H_q, d] to no tokens: zeros like ``q``, and the log-sum-exp -inf, float32 [B, H_q]."""
+    """Returns the attention of queries [B, H_q, d] to no tokens: zeros like ``q``, and the log-sum-exp -inf, float32
+    [B, H_q]."""
     return torch.zeros_like(q), q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
 
 
 def result_and_parts(q: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised results of attention of queries [B, H_q, d], for kernels that divide a row into ``parts``.
+    """Allocates the results of attention of queries [B, H_q, d], for kernels that divide a row into ``parts``.
 
     Returns:
-        out like ``q`` and its log-sum-exp [B, H_q]; and the same of each part, [B, H_q, parts, d] and
-        [B, H_q, parts]. All but the first are float32.
+        out like ``q``, and its log-sum-exp [B, H_q]; then out [B, H_q, parts, d] and the log-sum-exp [B, H_q, parts] of
+        each part. All but the first are float32. None is initialised.
     """
     batch, heads, dim = q.shape
     lse = q.new_empty(batch, heads, dtype=torch.float32)

@@ -9,12 +9,12 @@ import torch
 
 
 def unless(good: bool, reason: str) -> list[str]:
-    """``[reason]`` unless ``good``."""
+    """Returns ``[]`` if ``good``, otherwise ``[reason]``."""
     return [] if good else [reason]
 
 
 def unless_one_of(value: object, known: Collection[object], what: str = "") -> list[str]:
-    """The reason that ``value`` is not one of ``known``, unless it is: ``head dim 96 is not 64 or 128``.
+    """Returns ``[]`` if ``value`` is one of ``known``, otherwise a reason such as ``head dim 96 is not 64 or 128``.
 
     Args:
         what: words before the value.
@@ -33,8 +33,8 @@ class Case:
     """Properties of the model, the policy and the longest context. A backend's ``supports`` reads them.
 
     Attributes:
-        ops: ops, and forms of ops, that the model and the policy call (``registry.CALLS``). Only their backends are
-            asked what they support.
+        ops: ops, and forms of ops, that the model and the policy call (``registry.CALLS``). ``supports`` is called only
+            for backends of these.
         dtype: of queries, and of exact keys and values.
         head_dim, num_query_heads, num_kv_heads: sizes of the model's attention.
         rope_dim: leading dimensions of a head that RoPE rotates.
@@ -45,7 +45,7 @@ class Case:
         latent_width: stored elements of a token's latent.
         key_codec, value_codec: ids of the formats of compressed keys and values, 0 for dense rows.
         centred: whether coded keys are stored without their mean (``sources.CentredKeys``).
-        mass: whether selection ends at a share of the softmax.
+        mass: whether selection stops once the selected chunks have a given share of the softmax.
         max_pages: compressed pages of the longest context.
         max_selected: chunks per kv head that a step may select from the longest context.
         fetched_bytes: bytes of one chunk of one kv head in the fetch buffer, 0 without a buffer.

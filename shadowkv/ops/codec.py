@@ -64,7 +64,7 @@ def unknown_codecs(keys: int, values: int = CodecId.DENSE, known: tuple[CodecId,
 
 
 class RowCodec(ABC):
-    """Codes rows of one head, values or keys after RoPE, as bytes and scales.
+    """Encodes rows of one head, values or keys after RoPE, as codes (bytes) and scales.
 
     Attributes:
         id: unique among codecs.
@@ -72,12 +72,12 @@ class RowCodec(ABC):
         scale_dtype: dtype of the scales.
         row_multiple: the dimensions of a row must be a multiple of this.
         rotated: whether rows are multiplied by ``rotation_matrix`` (Hadamard or random, not RoPE) before they are
-            coded. Instead of rotating rows back, a kernel may multiply queries by it (keys), or the output by its
-            transpose (values).
-        axes: what it stores: keys, values or both.
-        tile: consecutive tokens that are coded together, on axis -2 of rows, codes and scales: 1, or 64 for a page that
-            can only be decoded as a whole.
-        shared: names of the state's parts that all kv heads share. Their axis of heads has length 1.
+            coded. A kernel need not rotate rows back: for keys, it may multiply queries by the matrix, and for values,
+            the output by the transpose.
+        axes: what the codec can store: ``keys``, ``values`` or both.
+        tile: number of consecutive tokens that are coded together, on axis -2 of rows, codes and scales. It is 1, or 64
+            for a page that can only be decoded as a whole.
+        shared: names of those parts of the state that all kv heads share. Their axis of heads has length 1.
     """
 
     id: int
@@ -90,12 +90,13 @@ class RowCodec(ABC):
     shared: ClassVar[tuple[str, ...]] = ()
 
     def for_axis(self, axis: str) -> RowCodec:
-        """The codec for rows of ``axis``, ``keys`` or ``values``. Encoding may differ between the axes, decoding does
-        not."""
+        """Returns the codec for rows of ``axis``, ``keys`` or ``values``. The two may encode differently, but they
+        decode in the same way."""
         return self
 
     def wanted(self, dim: int) -> str | None:
-        """The requirement that ``dim`` does not meet, in words for messages; None if rows of ``dim`` can be coded."""
+        """Returns what the dimensions must be, such as ``a multiple of 8``, if rows of ``dim`` cannot be coded;
+        otherwise None."""
         return f"a multiple of {self.row_multiple}" if dim % self.row_multiple else None
 
     def fitting_bytes(self, entries: int) -> int:
@@ -119,17 +120,19 @@ class RowCodec(ABC):
         return {}
 
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Learns the state from rows [S, H, d]: tensors [H, ...], or [1, ...] for ``shared`` parts, in the order of
-        ``state_shapes``."""
+        """Learns the state from rows [S, H, d] of S tokens. Returns its tensors in the order of ``state_shapes``:
+        [H, ...], or [1, ...] for ``shared`` parts."""
         return ()
 
     @abstractmethod
     def encode(self, rows: Tensor, rotation: Tensor | None, state: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
-        """Codes uint8 [..., row_bytes] and scales [..., scales] of rows [..., d].
+        """Encodes rows [..., d] as codes uint8 [..., row_bytes] and scales [..., scales].
 
         Args:
-            rotation: ``rotation_matrix``, float32 [d, d]: rows are multiplied by it first. None without one.
-            state: each [..., *shape]. Leading axes are those of the rows or 1.
+            rotation: ``rotation_matrix``, float32 [d, d], by which rows are multiplied first. None if the codec is not
+                ``rotated``.
+            state: tensors [..., *shape], with shapes from ``state_shapes``. Their leading axes are those of the rows,
+                or 1.
 
         Raises:
             ValueError: rows of d dimensions cannot be coded.
@@ -139,17 +142,17 @@ class RowCodec(ABC):
     def decode(
         self, codes: Tensor, scale: Tensor, rotation: Tensor | None, dim: int, state: tuple[Tensor, ...] = ()
     ) -> Tensor:
-        """Rows float32 [..., dim] from codes and scales. Without ``rotation`` the rows stay rotated."""
+        """Decodes codes and scales to rows float32 [..., dim]. If ``rotation`` is None, the rows stay rotated."""
 
     def code_levels(self, dim: int, device: torch.device) -> Tensor | None:
-        """Maps each code to its value in units of the scale, float32 [2 ** bits]. A value is one entry of a rotated row
-        of ``dim`` dimensions. None if the values differ between rows or entries."""
+        """Returns the value of each code in units of the scale, float32 [2 ** bits]. A value is one entry of a rotated
+        row of ``dim`` dimensions. Returns None if the values differ between rows or entries."""
         return None
 
     def whole_levels(self, dim: int) -> tuple[tuple[int, ...], float] | None:
-        """``code_levels`` for kernels that compute with integers: an integer for each of the 2 ** bits codes, and the
-        step that multiplies them. The rounding adds less than 0.5 % to the distortion. None if the codec has no such
-        integers."""
+        """Returns ``code_levels`` for kernels that compute with integers: an integer for each of the 2 ** bits codes,
+        and the step that multiplies them. The rounding adds less than 0.5 % to the distortion. Returns None if the
+        codec has no such integers."""
         return None
 
     def check(self, dim: int) -> None:
@@ -159,7 +162,8 @@ class RowCodec(ABC):
 
 
 class LevelRows(RowCodec):
-    """Codes each entry of rotated rows as one of 2^bits levels, times a scale. Kernels take their constants from here.
+    """Encodes each entry of a rotated row as one of 2^bits levels. A decoded row is its levels times a scale. Kernels
+    take their constants from here.
 
     Attributes:
         bits: bits per code.
@@ -205,16 +209,16 @@ class UniformRows(LevelRows):
 
 
 class LatentCodec(ABC):
-    """Codes latents of keys (``sources.LatentKeys``), all rank dimensions of a token together.
+    """Encodes latents of keys (``sources.LatentKeys``), all rank dimensions of a token together.
 
     Attributes:
         id: unique among codecs.
         name: unique among codecs, and the codec's name on a policy's axis ``keys``.
-        largest: the largest code. Codes are symmetric about 0, in units of a step per rank dimension. The basis is
-            multiplied by the steps. None for latents that are not quantised.
+        largest: the largest code. Codes are symmetric about 0. Each rank dimension has a step as its unit, and the
+            basis is multiplied by the steps. None for latents that are not quantised.
         rank_multiple: the rank must be a multiple of this.
-        bits: average bits per code if each rank dimension has its own width, which a state learns. The basis is then in
-            8 bits. None if no widths are learned: those of all dimensions follow from the codec and the ranks.
+        bits: average bits per code, if the codec learns a width for each rank dimension. The basis is then in 8 bits.
+            None if no widths are learned: they follow from the codec and the ranks.
     """
 
     id: int
@@ -224,29 +228,30 @@ class LatentCodec(ABC):
     bits: int | None = None
 
     def of_groups(self, ranks: Sequence[int]) -> LatentCodec:
-        """The codec for several groups of kv heads, with these ranks. First come the strongest dimensions of every
-        group, at most ``STRONG`` of each. All other dimensions follow."""
+        """Returns the codec for several groups of kv heads, one rank per group. First come the strongest dimensions of
+        every group, at most ``STRONG`` of each. All other dimensions follow."""
         return self
 
     def largest_codes(self, rank: int, device: torch.device) -> Tensor:
-        """The largest code of each rank dimension, float32 [rank]. Only for quantised latents."""
+        """Returns the largest code of each rank dimension, float32 [rank]. Only for quantised latents."""
         assert self.largest is not None, f"{self.name} latents are not quantised"
         return torch.full((rank,), float(self.largest), device=device)
 
     @abstractmethod
     def field(self, rank: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """Stored elements per token and their dtype, for a cache in ``dtype``."""
+        """Returns the number of stored elements per token, and their dtype, for a cache in ``dtype``."""
 
     @abstractmethod
     def encode(self, latents: Tensor, *widths: Tensor) -> Tensor:
-        """Stored elements [..., w] of float latents [..., r]. A codec that stores integers rounds the latents and clips
-        them at ``largest_codes``.
+        """Encodes float latents [..., r] as stored elements [..., w], where r is the rank and w is from ``field``. A
+        codec that stores integers rounds the latents and clips them at ``largest_codes``.
 
         Args:
-            widths: bits of each rank dimension, uint8 [..., r], if they differ. Leading axes are those of the latents
-                or 1.
+            widths: bits of each rank dimension, uint8 [..., r], if the codec learns them. The leading axes are those of
+                the latents, or 1.
         """
 
     @abstractmethod
     def decode(self, stored: Tensor, rank: int, *widths: Tensor) -> Tensor:
-        """Latents [..., rank] that a 16-bit float can represent. ``widths`` as in ``encode``."""
+        """Decodes stored elements [..., w] to latents [..., rank]. A 16-bit float can represent their values.
+        ``widths`` are those of ``encode``."""

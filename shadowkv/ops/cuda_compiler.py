@@ -23,7 +23,7 @@ OLDEST_CAPABILITY = (8, 0)
 """Lowest compute capability of GPUs that the CUDA ops run on."""
 
 PACKAGES = ("cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]>=13,<14", "ninja")
-"""Packages of the extra ``nvcc``, 271 MB, which pip installs if there is no toolkit. PyPI has no nvcc of CUDA 12."""
+"""Packages of the extra ``nvcc`` (271 MB), for machines without a CUDA toolkit. PyPI has no nvcc of CUDA 12."""
 
 PYPI_MAJOR = 13
 
@@ -64,14 +64,15 @@ class CudaCompiler:
 
 
 def find_compiler(major: int | None) -> CudaCompiler:
-    """The first suitable CUDA compiler in $CUDA_HOME, on the path, in ``INSTALLED``, or from PyPI in this interpreter.
+    """Returns the first suitable CUDA compiler. Looks in $CUDA_HOME, on the path, in ``INSTALLED``, and in this
+    interpreter's packages from PyPI.
 
     Args:
-        major: major version of CUDA that torch was built with, because a library of another version may need a newer
+        major: major version of CUDA that torch was built with. A library built with another version may need a newer
             driver than torch does. None, for a CPU build of torch, accepts any version.
 
     Raises:
-        CompilerNotFound: there is none; with the remedy.
+        CompilerNotFound: there is no suitable compiler, or no C++ compiler for it to use. The message gives the remedy.
     """
     passed_over = []
     for compiler in _compilers():
@@ -86,7 +87,8 @@ def find_compiler(major: int | None) -> CudaCompiler:
 
 
 def find_ninja() -> str:
-    """Path of ninja, which runs the compilations. Raises CompilerNotFound with the remedy."""
+    """Returns the path of ninja, which runs the compilations. Raises CompilerNotFound, with the remedy, if it is not
+    installed."""
     beside_python = str(Path(sys.executable).parent)  # where pip puts it, whether or not the environment is activated
     ninja = shutil.which("ninja", path=f"{beside_python}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
     if ninja is None:
@@ -95,7 +97,8 @@ def find_ninja() -> str:
 
 
 def pip_install(*requirements: str) -> str:
-    """The command that installs requirements for this interpreter, as a user would type it in the current folder."""
+    """Returns the command that installs requirements for this interpreter, as a user would type it in the current
+    folder."""
     python = sys.executable.removeprefix(os.path.join(os.getcwd(), ""))
     return f"{shlex.quote(python)} -m pip install {shlex.join(requirements)}"
 
@@ -117,7 +120,7 @@ def _compilers() -> list[CudaCompiler]:
     found = [CudaCompiler(nvcc, version, origin) for nvcc, origin in places if (version := _version(nvcc))]
     for folder in _packages():
         root = folder / f"cu{PYPI_MAJOR}"
-        if version := _version(root / "bin/nvcc"):  # its own configuration looks for libraries in lib64
+        if version := _version(root / "bin/nvcc"):  # without the flag, nvcc looks in lib64
             found.append(CudaCompiler(root / "bin/nvcc", version, PYPI, (f"-L{root}/lib",)))
     return found
 

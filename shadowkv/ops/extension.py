@@ -1,5 +1,5 @@
-"""Loads the libraries of the compiled backends, and says why one cannot be used. ``registry`` calls it through the
-backends' ``missing``. ``doctor`` and the start-up lines show the reasons."""
+"""Loads the libraries of the compiled backends. If a library cannot be used, it returns the reason. ``registry`` calls
+it through the backends' ``missing``. ``doctor`` and the start-up lines show the reasons."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from shadowkv.ops.sketch_queries.reference import PLANES, plane_bytes
 PACKAGE = Path(__file__).resolve().parent.parent
 
 CUDA_FOLDER = PACKAGE / "_cuda"
-"""Folder of the libraries of CUDA backends, which ``csrc/build_cuda.py`` builds."""
+"""Where ``csrc/build_cuda.py`` puts the libraries of the CUDA backends."""
 
 HOPPER = (9, 0)
 """Compute capability of Hopper, for which kernels with wgmma are built."""
 
 
 class Unbuilt(str):
-    """A reason why a library cannot be used that another build would remedy."""
+    """The reason why a library cannot be used, if another build of it could be used."""
 
 
 def torch_version() -> tuple[int, int]:
@@ -40,15 +40,16 @@ def torch_version() -> tuple[int, int]:
 
 
 def cpu_library() -> Path:
-    """Path of the C++ backends' library for this Python and this minor version of torch, whose C++ interface changes
-    with each minor version. It need not exist."""
+    """Returns the path of the C++ backends' library, whether or not the file exists. It is for this Python and this
+    minor version of torch, because torch's C++ interface changes with each minor version."""
     major, minor = torch_version()
     return PACKAGE / f"_cpu_torch{major}_{minor}{EXTENSION_SUFFIXES[0]}"
 
 
 @cache
 def cpu_missing() -> list[str]:
-    """Loads the library of the C++ backends as ``torch.ops.shadowkv``. Returns the reason if it cannot be used."""
+    """Loads the library of the C++ backends as ``torch.ops.shadowkv``. Returns the reason if it cannot be used,
+    otherwise ``[]``."""
     path = cpu_library()
     if not path.exists():
         return [Unbuilt(_built_for_another() or "not built")]
@@ -68,7 +69,8 @@ def cpu_missing() -> list[str]:
 
 
 def _load(path: Path, namespace: str, fakes: dict[str, Callable[..., Any]]) -> list[str]:
-    """Loads a library and registers the fake implementations of its ops. Returns the reason if it cannot be used."""
+    """Loads a library and registers the fake implementations of its ops. Returns the reason if the library cannot be
+    used, otherwise ``[]``."""
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -81,7 +83,8 @@ def _load(path: Path, namespace: str, fakes: dict[str, Callable[..., Any]]) -> l
 
 
 def _built_for_another() -> str | None:
-    """Which Python and torch the existing C++ libraries need, and the remedy; None if there is no library."""
+    """Says which torch the existing C++ libraries need, and how to install it, or that they are built for another
+    Python. Returns None if there is no library."""
     pattern = re.compile(r"_cpu_torch(\d+)_(\d+)\.(.+)")
     libraries = [found.groups() for path in PACKAGE.glob("_cpu_torch*.so") if (found := pattern.fullmatch(path.name))]
     if fitting := sorted(
@@ -153,7 +156,7 @@ def _dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
 
 
 def built_with() -> str | None:
-    """The version of nvcc that built the CUDA libraries, such as ``13.0.88``; None if it is not recorded."""
+    """Returns the version of nvcc that built the CUDA libraries, such as ``13.0.88``; None if it is not recorded."""
     about = CUDA_FOLDER / "built.json"
     return str(json.loads(about.read_text())["nvcc"]) if about.is_file() else None
 
@@ -166,7 +169,7 @@ def cuda_of_driver() -> tuple[int, int] | None:
 
 
 def gpu_missing(least: tuple[int, int] = (0, 0)) -> list[str]:
-    """The reason if there is no CUDA device of compute capability ``least`` or later."""
+    """Returns ``[]`` if there is a CUDA device of compute capability ``least`` or later, otherwise the reason."""
     if not torch.cuda.is_available():
         return ["there is no CUDA device"]
     present = torch.cuda.get_device_capability()
@@ -175,12 +178,13 @@ def gpu_missing(least: tuple[int, int] = (0, 0)) -> list[str]:
 
 @cache
 def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = None) -> list[str]:
-    """Loads the library of a CUDA backend. Returns the reason if it cannot be used here.
+    """Loads the library of a CUDA backend. Returns the reason if it cannot be used here, otherwise ``[]``.
 
     Args:
         name: name of the library.
-        fakes: its ops in ``torch.ops.shadowkv_cuda`` that only write to arguments. They get fake implementations.
-        capability: the only compute capability that it runs on; None for all from ``OLDEST_CAPABILITY`` on.
+        fakes: names of the library's ops in ``torch.ops.shadowkv_cuda`` that return nothing and write to their
+            arguments. They get fake implementations.
+        capability: the only compute capability that the library runs on; None for all from ``OLDEST_CAPABILITY`` on.
     """
     if reasons := gpu_missing(OLDEST_CAPABILITY):
         return reasons
@@ -198,5 +202,5 @@ def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = No
 
 
 def dotted(version: tuple[int, ...]) -> str:
-    """A version in words: ``9.0`` for (9, 0)."""
+    """Formats a version: ``9.0`` for (9, 0)."""
     return ".".join(map(str, version))

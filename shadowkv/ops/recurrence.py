@@ -1,4 +1,5 @@
-"""``Spans``: the tokens of an op that carries a state from token to token. The cache's recurrent parts make them."""
+"""``Spans``: tells an op with a recurrent state which tokens belong to which sequence. The cache's recurrent parts make
+it."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens of a prompt that are computed together."""
+"""Tokens of a span that are computed together."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Neighbouring tokens of S sequences, packed one span after the other, and where their states are.
+    """S spans, packed one after the other, and where their states are. A span is a run of consecutive tokens of one
+    sequence.
 
     Attributes:
         lengths: tokens of each span, at least one; None if every span is one token.
-        read: int64 [S], rows of the states before the spans.
-        write: int64 [S], rows for the states after the spans. A span can write the row that it reads, but none that
-            another span reads.
+        read: int64 [S], the row that holds the state before each span.
+        write: int64 [S], the row that gets the state after each span. A span can write the row that it reads, but not a
+            row that another span reads.
     """
 
     lengths: tuple[int, ...] | None
@@ -30,17 +32,19 @@ class Spans:
 
     @property
     def chunks(self) -> Tensor:
-        """The chunks of all spans that have lengths, for kernels: int64 [n, 2], span and number within it."""
+        """All n chunks of ``CHUNK`` tokens, for kernels: int64 [n, 2], the span of a chunk, and its number in the span.
+        Only if there are ``lengths``."""
         return self._on_device[0]
 
     @property
     def starts(self) -> Tensor:
-        """Where spans that have lengths begin, for kernels: int64 [S + 1], the first token of each, then their end."""
+        """The first token of each span, then the number of all tokens, for kernels: int64 [S + 1]. Only if there are
+        ``lengths``."""
         return self._on_device[1]
 
     @cached_property
     def _on_device(self) -> tuple[Tensor, Tensor]:
-        """``chunks`` and ``starts``, copied in one piece from pinned memory: the host does not wait."""
+        """``chunks`` and ``starts``. One copy from pinned memory brings both, and the host does not wait for it."""
         assert self.lengths is not None
         chunks = [(span, chunk) for span, length in enumerate(self.lengths) for chunk in range(-(-length // CHUNK))]
         numbers = torch.tensor([*(number for pair in chunks for number in pair), *accumulate(self.lengths, initial=0)])

@@ -1,5 +1,5 @@
-"""The reference of every op. ``registry.Ops`` replaces them with faster backends. Type checkers take the ops'
-signatures from here."""
+"""Collects the references of all ops. ``registry.Ops`` replaces references with faster backends. Type checkers take the
+ops' signatures from here."""
 
 from __future__ import annotations
 

@@ -22,12 +22,11 @@ NAMES = tuple(_REFERENCES)
 """All ops."""
 
 FORMS = {name: tuple(field.name for field in fields(op)) for name, op in _REFERENCES.items() if is_dataclass(op)}
-"""Forms of each op whose reference is a dataclass of functions, such as ``DenseAttention``. Each form has its own
-backend, whose function has the form's name."""
+"""Forms of ops, for each op whose reference is a dataclass of functions, such as ``DenseAttention``. Each form has its
+own backend, whose function has the form's name."""
 
 CALLS = tuple(f"{name}.{form}" if form else name for name in NAMES for form in FORMS.get(name, ("",)))
-"""Everything that has a backend: each op, and instead of an op with forms each form, such as
-``dense_attention.packed``."""
+"""Everything that a backend is chosen for: each op without forms, and each form, such as ``dense_attention.packed``."""
 
 PREFERENCE = {
     "cuda": (
@@ -36,12 +35,12 @@ PREFERENCE = {
     ),
     "cpu": ("cpu", "reference"),
 }
-"""Backends by device type, fastest first. An op need not have all of them, but always has ``reference.py``."""
+"""Backends by device type, fastest first. An op need not have all of these, but it always has ``reference.py``."""
 
 LIBRARIES = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
-"""Backends that call another package's attention, by their name in ``--attention-backend``. With ``auto``, such a
-backend is asked first for the forms and head dims in its module's ``FASTER_AT``, at which it was measured to be
-faster."""
+"""Backends that call another package's attention, by their name in ``--attention-backend``. ``FASTER_AT`` in such a
+backend's module lists forms and head dims at which it was measured to be faster. With ``auto``, it is asked first for
+these, and not at all for others."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Outside:
     """A backend from outside the package.
 
     Attributes:
-        module: what ``choose`` reads, as from a backend's file; or the function alone.
+        module: a module with what ``choose`` reads from a backend's file, or the backend's function alone.
         device_types: types of devices that it runs on.
         preferred: whether it is asked before all others. If not, it serves only where an override names it.
     """
@@ -71,20 +70,21 @@ def register(
     device_types: tuple[str, ...] = tuple(PREFERENCE),
     preferred: bool = True,
 ) -> None:
-    """Registers a backend from outside the package, before an engine is loaded. Registering it again changes nothing.
+    """Registers a backend from outside the package. Call it before an engine is loaded. Registering the same backend
+    again changes nothing.
 
     Args:
         call: one of ``CALLS``, such as ``rms_norm`` or ``dense_attention.packed``.
         name: the backend's name.
-        backend: a function with the signature of the op's reference, or a module that has it under the name of the op,
-            or of the form. A module can also have ``supports``, ``missing``, ``SYNCHRONISES`` and ``NEEDS_LENGTHS``, as
-            files of backends have.
+        backend: a function with the signature of the reference, or a module with such a function. In a module, the
+            function has the name of the form, or of an op without forms. The module can also have ``supports``,
+            ``missing``, ``SYNCHRONISES`` and ``NEEDS_LENGTHS``, as files of backends have.
         device_types: ``cpu``, ``cuda`` or both.
         preferred: whether it is asked before all other backends. If not, it serves only where an override names it.
 
     Raises:
-        ValueError: there is no such call or device type, or the call has a backend of this name.
-        TypeError: ``backend`` is no function, and no module that has it.
+        ValueError: there is no such call or device type, or the call has another backend of this name.
+        TypeError: ``backend`` is neither a function nor a module with the function.
     """
     op, _, form = call.partition(".")
     if call not in CALLS:
@@ -104,14 +104,14 @@ class Choice:
     """The chosen backend of one of ``CALLS``.
 
     Attributes:
-        backend: name of the backend, that of its file in the op's folder or of its registration.
-        outside: whether it was registered from outside the package.
+        backend: the backend's name: that of its file in the op's folder, or the name that it was registered with.
+        outside: whether the backend was registered from outside the package.
         function: the backend's function.
-        synchronises: whether it makes the host wait for the device.
+        synchronises: whether the function makes the host wait for the device.
         needs_lengths: whether the host must know the lengths of packed sequences.
         reasons: faster backends that are not used, and why: ``name: reason``.
-        unbuilt: why a faster backend's library cannot be used, if another build would remedy it. The first such reason,
-            or None.
+        unbuilt: the first reason why a faster backend's library cannot be used, if another build of the library could
+            be used. None if there is no such reason.
     """
 
     backend: str
@@ -130,8 +130,9 @@ def choose(
     override: str | None = None,
     attention_backend: str = "auto",
 ) -> Choice:
-    """The fastest backend of ``name``, one of ``CALLS``, that runs on ``device`` and supports ``case``; or the backend
-    that ``override`` names. ``case``, ``attention_backend`` and the errors are those of ``Ops``."""
+    """Chooses a backend for ``name``, one of ``CALLS``: the fastest that runs on ``device`` and supports ``case``. An
+    ``override`` names the backend instead. Raises ValueError if no backend can serve. ``case`` and
+    ``attention_backend`` are those of ``Ops``."""
     kind = torch.device(device).type
     if kind not in PREFERENCE:
         raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
@@ -163,13 +164,13 @@ def choose(
 
 
 def _file(op: str, backend: str) -> ModuleType | None:
-    """The file of a backend in the op's folder; None if it has none of this name."""
+    """Imports a backend's file from the op's folder. Returns None if the folder has no file of this name."""
     path = f"shadowkv.ops.{op}.{backend}"
     return None if find_spec(path) is None else import_module(path)
 
 
 def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
-    """Backends for a type of device, in the order in which they are asked."""
+    """Returns the backends for a type of device, in the order in which they are asked."""
     if attention_backend == "auto" and kind == "cuda":
         return (*LIBRARIES.values(), *PREFERENCE[kind])
     library = LIBRARIES.get(attention_backend)
@@ -177,33 +178,35 @@ def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
 
 
 class Ops(References):
-    """The ops of an engine, each as an attribute. Its model's layers, its cache and its sampler share them.
+    """The ops of an engine, each as an attribute. The model's layers, the cache and the sampler share them.
 
-    Each op has the fastest backend that runs on the device and supports the case. A backend may define ``missing()``,
-    the reasons why it cannot run here, and ``supports(case)``, the reasons why it cannot serve a case. A backend
-    without reasons is chosen. It must then handle the arguments of each call or raise.
+    Each op has the fastest backend that runs on the device and supports the case. A backend may define two functions:
+    ``missing()`` returns the reasons why it cannot run here, and ``supports(case)`` the reasons why it cannot serve a
+    case. The first backend without reasons is chosen. It must then handle the arguments of each call or raise.
 
     Args:
         device: where the ops will run.
-        case: the properties of their arguments. None skips ``supports``.
+        case: the properties of the ops' arguments. None skips ``supports``.
         overrides: backend by op, or by form of an op, for tests and comparisons.
         attention_backend: one of ``load_settings.ATTENTION_BACKENDS``. ``shadowkv`` uses ``PREFERENCE``. ``auto`` uses
-            ``LIBRARIES`` where they are faster, then ``PREFERENCE``. The name of a library uses its backends wherever
-            they serve, then ``PREFERENCE``.
+            ``LIBRARIES`` where they are faster, then ``PREFERENCE``. The name of a library uses this library wherever
+            it can serve, then ``PREFERENCE``.
 
     Attributes:
-        called: those of ``CALLS`` that the case calls; all without a case.
-        backends: backend of each of ``CALLS``.
-        outside: those of ``called`` whose backend was registered from outside the package.
-        reasons: faster backends of each that are not used, and why: ``name: reason``.
-        unbuilt: those of ``called`` that another build would give a faster backend, and why it cannot be used.
-        synchronising: those of ``called`` that make the host wait for the device. They cannot be captured in a graph.
-        needing_lengths: those of ``called`` for which the host must know the lengths of packed sequences. A graph would
-            keep the lengths of its capture.
+        called: the entries of ``CALLS`` that the case calls. Without a case, all entries.
+        backends: the backend's name for each entry of ``CALLS``.
+        outside: entries of ``called`` whose backend was registered from outside the package.
+        reasons: for each entry of ``CALLS``, the faster backends that are not used, and why: ``name: reason``.
+        unbuilt: entries of ``called`` for which another build would bring a faster backend, each with the reason why
+            this backend cannot be used now.
+        synchronising: entries of ``called`` that make the host wait for the device. They cannot be captured in a graph.
+        needing_lengths: entries of ``called`` for which the host must know the lengths of packed sequences. A graph
+            would keep the lengths of its capture.
 
     Raises:
-        ValueError: an override names an unknown op, or a backend that the op does not have or that cannot serve.
-        SettingsError: the library that ``attention_backend`` names serves no called op; with the reasons.
+        ValueError: an override names an unknown op. Or it names a backend that the op does not have, or that cannot
+            serve.
+        SettingsError: the library that ``attention_backend`` names can serve no called op. The message says why.
     """
 
     def __init__(

@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 def random_rotation(dim: int, name: str) -> Tensor:
-    """A random orthogonal matrix float32 [dim, dim], which depends only on ``dim`` and ``name``."""
+    """Returns a random orthogonal matrix float32 [dim, dim]. It depends only on ``dim`` and ``name``."""
     gaussian = torch.randn(dim, dim, generator=_generator(dim, name), dtype=torch.float64)
     q, r = torch.linalg.qr(gaussian)
-    return (q * r.diagonal().sign()).float().contiguous()  # the sign makes it uniform over all rotations
+    return (q * r.diagonal().sign()).float().contiguous()  # the signs make the distribution uniform over all rotations
 
 
 def random_hadamard(dim: int, name: str, rounds: int = 3) -> Tensor:
-    """As ``random_rotation``, but a product of ``rounds`` pairs of random signs and the Hadamard matrix. ``dim`` is a
-    power of two.
+    """As ``random_rotation``, but composed of ``rounds`` rounds. A round multiplies by random signs, then by the
+    Hadamard matrix. ``dim`` is a power of two.
 
-    Multiplying a row takes ``rounds`` log2(dim) additions per entry. After one round, rows with few nonzero entries are
-    still far from Gaussian. TurboQuant's ``aither-kvcache`` uses three rounds.
+    Multiplying a row takes ``rounds * log2(dim)`` additions per entry. After one round, rows with few nonzero entries
+    are still far from Gaussian. TurboQuant's ``aither-kvcache`` uses three rounds.
     """
     signs = 2.0 * torch.randint(2, (rounds, dim), generator=_generator(dim, name), dtype=torch.float64) - 1
     rows = torch.eye(dim, dtype=torch.float64)
@@ -29,9 +29,10 @@ def random_hadamard(dim: int, name: str, rounds: int = 3) -> Tensor:
 
 
 def walsh_hadamard(rows: Tensor) -> Tensor:
-    """Rows [..., d], d a power of two, times the Hadamard matrix in Sylvester's order, whose entries are 1 and -1.
+    """Multiplies rows [..., d] by the Hadamard matrix of entries 1 and -1, in Sylvester's order. d is a power of two.
 
-    It adds in steps of 1, 2, 4, ... entries and rounds each sum, so that results are bitwise equal on all devices.
+    Entries 1, 2, 4, ... apart are added in this order, and each sum is rounded. Results are therefore bitwise equal on
+    all devices.
     """
     step = 1
     while step < rows.shape[-1]:

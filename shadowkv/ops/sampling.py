@@ -1,9 +1,11 @@
-"""Top-k selection plus systematic sampling of the rest by weight (Madow, 1949). ``select_by_sketch`` uses it.
+"""Selects the top-k, and samples the rest by weight (systematic sampling: Madow, 1949). ``select_by_sketch`` uses it.
 
-The top-k have probability 1, the others a probability in proportion to their weight. A sum over the selected, each term
-divided by its probability, is an unbiased estimate of the sum over all. The estimate is better the closer weights are
-to the terms. Probabilities are multiples of a small unit, so that the selection does not depend on the order of
-additions. The sum of weights that scales them is exact, or has an order that depends on the backend and not on the
+The top-k are selected with probability 1, the others with a probability in proportion to their weight. If each selected
+term is divided by its probability, the sum of these is an unbiased estimate of the sum of all terms. The closer the
+weights are to the terms, the better is the estimate.
+
+Probabilities are multiples of a small unit, so that the selection does not depend on the order of additions. The sum of
+the weights scales the probabilities. It is exact, or its order of additions depends only on the backend, not on the
 batch.
 """
 
@@ -17,13 +19,13 @@ from torch import Tensor
 
 WORD = 0xFFFFFFFF
 MAX_BITS = 20
-"""A probability is a multiple of 2**-20, or of a larger unit if the sum of all would take more than 31 bits."""
+"""Probabilities are multiples of 2**-20, or of a larger unit if their sum would take more than 31 bits."""
 CAUTION = 0.97
 """Expected number of samples, as a share of the number wanted. It is below 1 because a kernel knows the sum of all
 weights only roughly beforehand."""
 WEIGHT_BITS = 40
-"""Weights, at most 1, are summed in units of 2**-40. Whole numbers have the same sum in any order, and so for any width
-of rows in a batch. Sums of up to 2**23 - 1 weights fit in 63 bits."""
+"""Weights are at most 1 and are summed in units of 2**-40. A sum of integers is the same in any order, and so does not
+depend on how wide a batch's rows are. Sums of up to 2**23 - 1 weights fit in 63 bits."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Sampling:
     seeds: Tensor
 
     def uniform(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
-        """32-bit random numbers for sampling runs and for sampling chunks in a layer, int64 [B, H] each."""
+        """Returns 32-bit random numbers for one layer, int64 [B, H] each: first those that sample runs
+        (``sign_scores.reference.RUN`` tokens each), then those that sample chunks."""
         head = torch.arange(heads, device=self.seeds.device)
         state = mix(self.seeds[:, None] * 0x9E3779B1 + (layer * heads + head))
         return mix(state), mix(state + 0x85EBCA77)
@@ -49,13 +52,13 @@ class Sampling:
 def systematic_sample(
     values: Tensor, top_k: Tensor, wanted: Tensor, factor: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Selects the largest values, and samples others by weights 2**(factor value). -inf is never selected.
+    """Selects the largest values, and samples others by weights 2 ** (factor * value). -inf is never selected.
 
     Args:
         values: float16 [..., n].
-        top_k: int64 [...], upper bound on the number of largest values that are selected. Of values whose first 11 bits
-            are equal, either all or none are among them.
-        wanted: int64 [...], upper bound on the number that are selected in total.
+        top_k: int64 [...], how many of the largest values are selected at most. Values whose first 11 bits are equal
+            are all selected in this way, or none of them is.
+        wanted: int64 [...], how many values are selected at most, including the sampled ones.
         factor: float32 [...], not negative.
         uniform: int64 [...], 32-bit random numbers.
 
@@ -79,8 +82,8 @@ def systematic_sample(
 
 
 def _above_bins(values: Tensor, most: Tensor) -> Tensor:
-    """Marks the largest values of float16 [..., n], at most ``most``. Values whose first 11 bits are equal form a bin,
-    which is marked as a whole or not at all."""
+    """Marks at most ``most`` of the largest values of float16 [..., n]. Values whose first 11 bits are equal form a
+    bin. A bin is marked as a whole or not at all."""
     bits = (values + 0).view(torch.int16).int() & 0xFFFF
     bins = (bits ^ ((bits >> 15) * 0x7FFF | 0x8000)) >> 5  # ordered like the values
     last = values.shape[-1] - 1
@@ -89,10 +92,11 @@ def _above_bins(values: Tensor, most: Tensor) -> Tensor:
 
 
 def row_seeds(seeds: np.ndarray, positions: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """32-bit seeds of R rows that sample, int64 [R]. Seeds differ between requests, steps and segments.
+    """Returns 32-bit seeds for the sampling of R rows, int64 [R]. Seeds differ between requests, steps and segments.
 
     Args:
-        seeds: uint64 [R], seeds of the requests. With different ones, answers to the same prompt miss different tokens.
+        seeds: uint64 [R], seeds of the requests. With different seeds, answers to the same prompt miss different
+            tokens.
         positions: int64 [R] below 2**32, positions of the new tokens.
         first: int64 [R] below 2**32, positions of the segments' first tokens.
     """
@@ -101,14 +105,14 @@ def row_seeds(seeds: np.ndarray, positions: np.ndarray, first: np.ndarray) -> np
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
-    """Bijective hashes of numbers, uint64 [...] -> uint64 [...] (the finaliser of SplitMix64)."""
+    """Hashes numbers one to one, uint64 [...] -> uint64 [...] (the finaliser of SplitMix64)."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
 
 
 def mix(x: Tensor) -> Tensor:
-    """Hashes of the low 32 bits of numbers, int64 [...] -> int64 [...] in [0, 2**32) (Chris Wellons' lowbias32)."""
+    """Hashes the low 32 bits of numbers, int64 [...] -> int64 [...] in [0, 2**32) (Chris Wellons' lowbias32)."""
     x = x & WORD
     x = (x ^ x >> 16) * 0x7FEB352D & WORD
     x = (x ^ x >> 15) * 0x846CA68B & WORD

@@ -1,4 +1,4 @@
-"""Sizes that Triton kernels share."""
+"""Block sizes that Triton kernels share."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import triton.language as tl
 from shadowkv.ops.page import PAGE
 
 TOKENS = tl.constexpr(PAGE)
-"""``PAGE``, for kernels."""
+"""``PAGE`` as a constant that kernels can use."""
 
 LEAST = 16
 """Least size of a dimension in ``tl.dot``."""
 
 
 def dot_size(size: int) -> int:
-    """Size of a block in ``tl.dot`` for ``size`` rows or columns: the next power of two, at least ``LEAST``."""
+    """Returns the block size in ``tl.dot`` for ``size`` rows or columns: the next power of two, at least ``LEAST``."""
     return max(LEAST, triton.next_power_of_2(size))

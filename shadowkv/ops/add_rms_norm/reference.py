@@ -8,6 +8,6 @@ from shadowkv.ops.rms_norm.reference import rms_norm
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + delta and its RMSNorm, both [..., n] in the dtype of ``x``; ``weight`` [n] as in ``rms_norm``."""
+    """Returns x + delta and its RMSNorm, both [..., n] in the dtype of ``x``. ``weight`` is [n], as in ``rms_norm``."""
     x = x + delta
     return x, rms_norm(x, weight, eps)

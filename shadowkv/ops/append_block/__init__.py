@@ -1,1 +1,1 @@
-"""Copies a prompt block's keys and values, and its keys after RoPE, to where prefill keeps them."""
+"""Copies a prompt block's keys, keys after RoPE, and values to the tensors in which prefill keeps them."""

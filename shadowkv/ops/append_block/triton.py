@@ -1,4 +1,4 @@
-"""Copies keys and values of a prompt block in one Triton kernel, which reads each of them once."""
+"""Copies keys and values of a prompt block in one Triton kernel. It reads each key and value once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TOKENS, TOGETHER = 16, 4
 def append_block(
     k: Tensor, v: Tensor, positions: Tensor, rotary: RotaryTables, keys: Tensor, rope_keys: Tensor, values: Tensor
 ) -> None:
-    """Same as the reference. The last dimension of every tensor must be contiguous, and the last two of every
-    output."""
+    """Same as the reference. The last dimension of every input, and the last two of every output, must be
+    contiguous."""
     (tokens, heads, dim), config = k.shape, rotary.config
     if not tokens:
         return

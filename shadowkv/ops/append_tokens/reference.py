@@ -18,10 +18,10 @@ def append_tokens(
     write_page: Tensor,
     write_offset: Tensor,
 ) -> None:
-    """Writes RoPE-rotated keys, and the values, to row ``write_offset`` of page ``write_page``.
+    """Writes one token's RoPE-rotated key and value per sequence to row ``write_offset`` of page ``write_page``.
 
     Args:
-        k, v: [B, H, d], keys before RoPE.
+        k, v: [B, H, d], keys before RoPE, and values.
         positions, write_page, write_offset: int64 [B].
         k_pages, v_pages: [N, H, 64, d], views over all pages.
     """

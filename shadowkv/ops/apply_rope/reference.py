@@ -9,16 +9,16 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 
 def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
-    """RoPE of ``x`` [..., heads, d] at ``positions`` int64 [...]; ``inverse`` undoes it.
+    """Rotates ``x`` [..., heads, d] by RoPE at ``positions`` int64 [...]. ``inverse`` undoes the rotation.
 
-    If the tables carry a magnitude m (YaRN, LongRoPE), the result is multiplied by m, and divided for the inverse.
-    Computed in float32, returned in the dtype of ``x``.
+    If the tables have a magnitude m (YaRN, LongRoPE), the rotated dimensions are also multiplied by m. The inverse
+    divides them by m. Computes in float32 and returns the dtype of ``x``.
     """
     return rope_by(x, rotary.cos[positions].unsqueeze(-2), rotary.sin[positions].unsqueeze(-2), rotary, inverse)
 
 
 def rope_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
-    """``apply_rope`` with cos and sin [..., dim / 2] already looked up and broadcast with ``x`` [..., d]."""
+    """As ``apply_rope``, with cos and sin [..., dim / 2] already looked up. They broadcast with ``x`` [..., d]."""
     config = rotary.config
     if inverse:
         cos, sin = cos / config.magnitude**2, -sin / config.magnitude**2
@@ -31,5 +31,6 @@ def rope_by(x: Tensor, cos: Tensor, sin: Tensor, rotary: RotaryTables, inverse: 
 
 
 def halves(x: Tensor, config: RopeConfig) -> tuple[Tensor, ...]:
-    """First and second of the pairs of dimensions [..., dim] that RoPE rotates together, [..., dim / 2] each."""
+    """Splits ``x`` [..., dim] into the first and the second dimension of each pair that RoPE rotates together,
+    [..., dim / 2] each."""
     return (x[..., 0::2], x[..., 1::2]) if config.interleaved else x.chunk(2, dim=-1)

@@ -1,6 +1,7 @@
-"""Rotary position embedding: a model's frequencies, with every scaling that supported models use, and its tables.
+"""Rotary position embedding: a model's frequencies, with every scaling that supported models use, and the tables of
+cosines and sines.
 
-The cache owns RoPE, because keys are compressed before it (ShadowKV, arXiv:2410.21465, section 3.1). RoFormer:
+The cache applies RoPE, because it compresses keys before RoPE (ShadowKV, arXiv:2410.21465, section 3.1). RoFormer:
 arXiv:2104.09864; YaRN: arXiv:2309.00071; LongRoPE: arXiv:2402.13753; Llama 3.1: its release notes.
 """
 
@@ -21,14 +22,14 @@ class RopeConfig:
         head_dim: dimensions of one head.
         theta: base of the frequencies.
         rotary_dim: leading dimensions that rotate (GLM rotates half of them); None means all.
-        interleaved: pairs are (0,1),(2,3)… (GLM) instead of (i, i + rotary_dim/2).
+        interleaved: whether RoPE rotates the pairs (0, 1), (2, 3)… (GLM) instead of (i, i + rotary_dim / 2).
         scaling: ``none``, ``linear``, ``llama3``, ``yarn`` or ``longrope``.
         factor: context extension factor of the scaling.
         original_max_position: context of the model before the extension.
         low_freq_factor, high_freq_factor: llama3's two wavelength bounds.
-        beta_fast, beta_slow: YaRN's ramp, in rotations over the original context.
+        beta_fast, beta_slow: bounds of YaRN's ramp, in rotations over the original context.
         attention_factor: multiplier of cos and sin (YaRN, LongRoPE); None derives it from ``factor``.
-        factors: LongRoPE's divisor per frequency, the short or the long set, fixed at load.
+        factors: LongRoPE's divisor of each frequency, from its short or its long set. Loading a model chooses the set.
         truncate: whether YaRN's ramp starts and ends at whole dimensions.
     """
 
@@ -72,7 +73,7 @@ class RopeConfig:
 
     @property
     def magnitude(self) -> float:
-        """Factor on cos and sin (1 unless the scaling changes the attention's temperature)."""
+        """Factor of cos and sin. It is 1 unless the scaling changes the attention's temperature."""
         if self.scaling not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -85,7 +86,7 @@ class RopeConfig:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the scaling's parameters yield finite frequencies, none negative, and a usable magnitude."""
+        """Whether the scaling yields frequencies that are finite and not negative, and a finite positive magnitude."""
         try:
             inverse = self.inverse_frequencies()
             return bool(inverse.isfinite().all() and (inverse >= 0).all()) and 0 < self.magnitude < math.inf
@@ -122,7 +123,8 @@ class RopeConfig:
 class RotaryTables:
     """Tables of cos and sin, float32 [max_positions, dim / 2], computed in float64.
 
-    float32 angles are off by up to 0.06 rad at position 1e6; float64 ones are exact to float32 rounding.
+    Angles computed in float32 are off by up to 0.06 rad at position 1e6. In float64, only the rounding of the tables
+    to float32 remains.
     """
 
     def __init__(self, config: RopeConfig, max_positions: int, device: torch.device | str = "cpu") -> None:

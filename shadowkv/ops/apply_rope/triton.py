@@ -10,7 +10,7 @@ from torch import Tensor
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
 MANY = 2048
-"""Minimum number of tokens for which a program rotates several heads, to read cosines and sines once for them. Fewer
+"""From this many tokens on, a program rotates several heads, and reads cosines and sines once for all of them. Fewer
 tokens are spread over more programs."""
 
 
@@ -19,7 +19,7 @@ def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool
     rows, heads, dim = x.shape[:-2].numel(), x.shape[-2], x.shape[-1]
     flat, config = x.reshape(rows, heads, dim), rotary.config
     out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
-    # Even when flattened, the positions of one token for several layers can still be a single number in memory.
+    # Flattened positions can still have stride 0: those of one token that are expanded to several layers.
     positions = positions.reshape(-1).contiguous()
     scale = 1 / config.magnitude**2 if inverse else 1.0
     tokens, together = (16, 4) if rows >= MANY else (2, 1)
@@ -63,8 +63,8 @@ def rope_pair(
     source, cos, sin, position,
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, cos_scale, sin_scale,
 ):  # fmt: skip
-    """Offsets of both members of every pair, their RoPE-rotated values in float32, and a mask of the pairs that
-    exist."""
+    """Rotates pairs of dimensions. Returns the offsets of the first and of the second dimension of each pair, their
+    rotated values in float32, and a mask of the pairs that exist."""
     pair = tl.arange(0, HALF_BLOCK)
     lives = pair < HALF
     if INTERLEAVED:

@@ -31,8 +31,8 @@ def attend_blocks(
 
     The dtype is bfloat16 or float16, the head dim 64 or 128. Strides between heads and tokens of q, k and v are
     multiples of 16 bytes. ``indices``, ``counts`` and ``weights`` are read on the device and not checked. If a tile's
-    list lacks a block of the tile's own positions, the mask is wrong. A tile without any block is not written. Blocks
-    outside k and v read as zeros.
+    indices lack a block of the tile's own positions, the causal mask is wrong. The results of a tile without any block
+    are not written. Blocks outside k and v read as zeros.
     """
     out, taken = q.new_empty(q.shape), _taken(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -48,13 +48,14 @@ def attend_sequences(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention [n, H_q, d] of q [n, H_q, d] over all of k, v [m, H, d], and its log-sum-exp, float32 [n, H_q].
+    """Computes attention of q [n, H_q, d] over all of k, v [m, H, d], for ``dense_attention``. Returns the result
+    [n, H_q, d] and its log-sum-exp, float32 [n, H_q].
 
-    Dtypes, head dims and strides as for ``attend_blocks``. ``dense_attention`` uses it.
+    Dtypes, head dims and strides are those of ``attend_blocks``.
 
     Args:
-        causal: True: q are the last n of the m positions, and each sees the positions up to its own. False: each query
-            sees all positions.
+        causal: with True, the queries are the last n of the m positions, and each sees the positions up to its own.
+            With False, each query sees all positions.
         cu_seqlens: int32 [S + 1], the start of the queries of each of S packed sequences, from 0 to n. It is read on
             the device. Attention is causal within each sequence. None for a single sequence.
         cu_seqlens_k: int32 [S + 1], the start of each sequence's keys, from 0 to at most m. It is read on the device
@@ -67,7 +68,7 @@ def attend_sequences(
 
 
 def _taken(q: Tensor) -> Tensor:
-    """The kernel's counter of tiles that thread blocks have taken, int32 [1], at 0."""
+    """Allocates the kernel's counter of tiles that thread blocks have taken, int32 [1]. It starts at 0."""
     return torch.zeros(1, dtype=torch.int32, device=q.device)
 
 

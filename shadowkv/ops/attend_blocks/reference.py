@@ -16,11 +16,12 @@ def attend_blocks(
     Args:
         q: [n, H_q, d], n at least 1.
         k, v: [m, H, d].
-        indices: int32 [H_q, tiles, blocks], ascending: the blocks of 128 keys that each tile of 128 queries of each
-            head attends to. They include the blocks that hold keys of the tile's own positions.
-        counts: int32 [H_q, tiles], how many of the indices are valid.
-        weights: float32 [H_q, tiles, blocks], how many blocks each of them stands for, in the softmax's numerator and
-            denominator. It is 1 for blocks that hold keys of the tile's own positions.
+        indices: int32 [H_q, tiles, blocks], the blocks of 128 keys that each tile of 128 queries of a head attends to,
+            in ascending order. They include the blocks that hold keys of the tile's own positions.
+        counts: int32 [H_q, tiles], how many of a tile's indices are valid.
+        weights: float32 [H_q, tiles, blocks], the number of blocks that each selected block stands for. It multiplies
+            the block's terms in the numerator and the denominator of the softmax. It is 1 for blocks that hold keys of
+            the tile's own positions.
 
     Returns:
         out [n, H_q, d] and its log-sum-exp, float32 [n, H_q].

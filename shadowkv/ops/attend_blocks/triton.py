@@ -1,4 +1,4 @@
-"""Attention over selected blocks in one Triton kernel. A program computes one tile of queries of one head."""
+"""Attention over selected blocks in one Triton kernel. A program computes one tile of 128 queries of one head."""
 
 from __future__ import annotations
 

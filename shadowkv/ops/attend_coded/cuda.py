@@ -32,11 +32,11 @@ WARPS, RESIDENT_BLOCKS = {False: 4, True: 8}, {False: 5, True: 2}
 whether keys are centred, because the compiled kernels use different numbers of registers."""
 
 MAX_WAVES = 5
-"""Maximum number of waves of thread blocks. More blocks even out ragged lengths, but each costs a launch and a partial
-result."""
+"""Maximum number of waves of thread blocks. More blocks even out ragged lengths, but each block costs a launch and a
+partial result."""
 
 PAGES_OF_A_WARP = 16
-"""Minimum number of pages per warp for which another wave of blocks pays."""
+"""A further wave of blocks is worth its cost if each warp still has at least this many pages."""
 
 missing = partial(cuda_missing, "attend_coded", "attend_coded")
 
@@ -90,10 +90,11 @@ def attend_coded(
 
 
 def splits(units: int, entries: int, processors: int, centred: bool) -> int:
-    """Number of thread blocks that share the pages of a unit, a query block of one kv head of one sequence.
+    """Returns the number of thread blocks that share the pages of a unit. A unit is up to ``QUERIES`` query heads of
+    one kv head and sequence.
 
-    Blocks come in whole waves, enough of them that at most a tenth of the places for blocks stay empty. Each warp has
-    at least two pages.
+    Blocks run in waves. There are enough waves that at most a tenth of the places for blocks stay empty, up to
+    ``MAX_WAVES``. Each warp has at least two pages.
     """
     warps, places = WARPS[centred], processors * RESIDENT_BLOCKS[centred]
     waves = min(MAX_WAVES, max(1, units * entries // (places * warps * PAGES_OF_A_WARP)))
@@ -103,10 +104,10 @@ def splits(units: int, entries: int, processors: int, centred: bool) -> int:
 
 
 def level_bytes(codec: RowCodec) -> tuple[int, float]:
-    """The levels of a codec's first eight codes, packed into the bytes of an integer, and their step.
+    """Packs the levels of a codec's first eight codes into the bytes of an integer. Returns the integer and the step.
 
-    A byte b stands for b steps if all levels fit, otherwise for 2 b + 1 steps. The kernel derives the levels of further
-    codes. Codecs without levels yield 0 and 1.
+    A byte b stands for the level of b steps if all levels fit into a byte, otherwise for 2 b + 1 steps. The kernel
+    derives the levels of further codes. Codecs without levels yield 0 and 1.
     """
     levels = codec.whole_levels(DIM)
     if levels is None:
@@ -118,7 +119,7 @@ def level_bytes(codec: RowCodec) -> tuple[int, float]:
 
 
 def _unknown_pair(keys: int, values: int) -> list[str]:
-    """Why there is no kernel for a pair of key and value codecs."""
+    """Returns the reason if there is no kernel for a pair of key and value codecs, otherwise ``[]``."""
     wanted = {int(codec): others for codec, others in VALUES_OF.items()}.get(keys)
     if wanted is None:
         return [f"codec {keys} of keys is not one of lloyd-4bit, -3bit and -2bit, polar-int4, tq3_0 and kvarn-4bit"]
@@ -126,13 +127,15 @@ def _unknown_pair(keys: int, values: int) -> list[str]:
 
 
 def _form(rows: CodedRows) -> tuple[Any, ...]:
-    """The kernel's arguments for keys or values: codec, codes, scales, pages of both, and ``level_bytes``."""
+    """Returns the kernel's arguments for keys or values: the codec's id, codes, scales, pages of codes and of scales,
+    and ``level_bytes``."""
     pages = rows.pages, rows.pages_of_scales
     return rows.codec.id, rows.codes.flatten(2, 3), rows.scale, *pages, *level_bytes(rows.codec)
 
 
 def _mean(rope_q: Tensor, keys: CodedRows) -> tuple[Any, ...]:
-    """The kernel's arguments for centred keys: queries without the codec's rotation, mean keys and RoPE."""
+    """Returns the kernel's arguments for centred keys: queries without the codec's rotation, mean keys, and RoPE. They
+    are None, 1 and False for other keys."""
     if not isinstance(keys, CentredKeys):
         return *[None] * 6, 1.0, False
     rotary = keys.rotary

@@ -1,5 +1,6 @@
 """Attention over rows of 8-bit floats in CUDA. The kernel of ``paged_attention`` reads the pages in place
-(``csrc/kernels/paged_attention/``). A head's key scale multiplies its scores, its value scale multiplies its output."""
+(``csrc/kernels/paged_attention/``). Each head has two scales: the key scale multiplies its scores, the value scale its
+output."""
 
 from __future__ import annotations
 

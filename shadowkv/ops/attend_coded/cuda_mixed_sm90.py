@@ -1,4 +1,4 @@
-"""Attention over all tokens in Shard's formats, keys as mixed latents and values as vector codes, on Hopper
+"""Attention over all tokens on Hopper, in Shard's formats: keys are latents of mixed widths, values are vector codes
 (``csrc/kernels/attend_mixed_sm90/``)."""
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ MAX_GROUP = 8
 """Most query heads per kv head that the kernel supports."""
 
 CONSUMERS = {True: 3, False: 2}
-"""Consumer warpgroups of a thread block, by whether a kv head has at most four query heads. Each consumer attends to
-one page at a time."""
+"""Consumer warpgroups of a thread block, by whether a kv head has at most four query heads. Each consumer warpgroup
+attends to one page at a time."""
 
 FILLING = 4
-"""Time in which a thread block loads its basis and codebook, in pages that each consumer could attend to meanwhile."""
+"""Time that a thread block takes to load its basis and codebook. The unit is the time that a consumer warpgroup takes
+to attend to one page."""
 
 missing = partial(cuda_missing, "attend_mixed_sm90", "attend_mixed_sm90")
 
@@ -55,9 +56,9 @@ def attend_coded(
     """Same as the reference, but factors of products are float16. Can be captured in a CUDA graph after a first call
     with the same ``keys.rotary``.
 
-    These are float16: keys, queries RoPE-rotated to each page, softmax weights, and entries of the codebook. Basis
-    entries under 6e-5 lose bits, keys over 65504 overflow. Values are rotated back by the codec's own Hadamard matrix,
-    whatever ``values.rotation`` is.
+    These are float16: keys, queries after RoPE relative to each page, softmax weights, and entries of the codebook.
+    Basis entries under 6e-5 lose bits, keys over 65504 overflow. Values are rotated back by the codec's own Hadamard
+    matrix. ``values.rotation`` is not read.
 
     Pages, states and positions are read on the device and are not checked. A page's latents are contiguous on the
     device, as are a page's codes of all heads. Every 16 consecutive latents share one width.
@@ -90,10 +91,10 @@ def attend_coded(
 
 @lru_cache(maxsize=1024)
 def splits(units: int, entries: int, consumers: int, processors: int) -> int:
-    """Number of thread blocks that share the pages of a unit, a pair of kv heads of one sequence.
+    """Returns the number of thread blocks that share the pages of a unit. A unit is a pair of kv heads of one sequence.
 
-    It takes the least estimated time: a multiprocessor runs one block at a time, and each block first fills its shared
-    memory.
+    This is the number with the least estimated time. A multiprocessor runs one block at a time, and each block first
+    fills its shared memory, which takes ``FILLING``.
     """
     most = max(1, entries // (2 * consumers))
 

@@ -1,8 +1,8 @@
 """Attention over all tokens in PyTorch.
 
-Coded rows without a state stay multiplied by their codec's rotation: queries are multiplied by it too, and the output
-is rotated back once (TurboQuant, arXiv:2504.19874). The term for mean keys is our own. Low-rank keys are rebuilt from
-latents.
+Coded rows without a state are not rotated back. Instead, queries are multiplied by the codec's rotation, and the output
+is rotated back once (TurboQuant, arXiv:2504.19874). The scores of mean keys, which are added for centred keys, are our
+own. Low-rank keys are rebuilt from latents.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def attend_coded(
         q: [B, H_q, d].
         keys: source of the keys, H heads; query head i reads kv head i // (H_q / H).
         values: source of the values.
-        begin, end: int64 [B], multiples of a chunk's tokens. ``end`` is at most 64 P, the tokens of the page tables. A
-            row attends to no tokens if its end is not after its begin.
+        begin, end: int64 [B], multiples of the chunk size. ``end`` is at most 64 P, the tokens of P pages. A row whose
+            ``end`` is not after its ``begin`` attends to no tokens.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf for a row that attends
@@ -73,27 +73,28 @@ def attend_coded(
 
 
 def mean_scores(q: Tensor, keys: CentredKeys, place: Tensor) -> Tensor:
-    """Products of queries and mean keys, q x RoPE(mean), [B, H, G, n]. They are added to those of centred keys.
+    """Computes the products of queries and mean keys, q x RoPE(mean), [B, H, G, n], for G query heads per kv head. They
+    are added to the scores of centred keys.
 
-    Each is a sum over frequencies: two factors that do not depend on the token, times the cosine and the sine of the
-    token's angle, which do not depend on the head.
+    A product is a sum over RoPE's frequencies. Each frequency has two factors that do not depend on the token. One is
+    multiplied by the cosine of the token's angle, the other by the sine. Cosine and sine do not depend on the head.
 
     Args:
         q: [B, H, G, d], after RoPE.
         place: int64 [n], tokens of the rows.
     """
     along, across, rest = rope_products(q, keys.mean[keys.states].unsqueeze(2).to(q.dtype), keys.rotary)
-    # Tokens past a row's end may have positions that the tables do not have.
+    # Tokens past a row's end may have positions that the tables do not have. These tokens are masked.
     positions = (keys.first[:, None] + place).clamp(max=len(keys.rotary.cos) - 1)
     cos, sin = (table[positions][:, None].to(q.dtype) for table in (keys.rotary.cos, keys.rotary.sin))
     return along @ cos.transpose(-1, -2) + across @ sin.transpose(-1, -2) + rest
 
 
 def rope_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
-    """Terms of the product of ``q`` [..., d] and ``rows`` [..., d] RoPE-rotated by an angle t per frequency.
+    """Splits the product of ``q`` [..., d] and RoPE-rotated ``rows`` [..., d] into terms. RoPE rotates by an angle t
+    per frequency.
 
-    The first is multiplied by cos t, the second by sin t, [..., dim / 2] each. The third, [..., 1], does not depend on
-    t.
+    Returns the factors of cos t and those of sin t, [..., dim / 2] each, and a term [..., 1] that does not depend on t.
     """
     config = rotary.config
     (a, b), (c, e) = (halves(x[..., : config.dim], config) for x in (q, rows))
@@ -102,8 +103,8 @@ def rope_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor
 
 
 def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
-    """Numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, followed by -1s. Backends that call
-    ``attend_selected`` for all tokens use it."""
+    """Returns the numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, followed by -1s. Backends that
+    attend to all tokens by ``attend_selected`` call this."""
     heads, chunk = heads_and_chunk(keys)
     count = keys.pages.shape[1] * PAGE // chunk
     chunks = torch.arange(count, device=begin.device).expand(len(begin), -1) + (begin // chunk)[:, None]
@@ -112,15 +113,15 @@ def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def rotation_of(source: KeySource) -> Tensor | None:
-    """The codec's rotation that decoded rows keep, float32 [d, d]; None if decoding undoes the rotation.
+    """Returns the codec's rotation, float32 [d, d], if rows are decoded without rotating them back; otherwise None.
 
-    Rows with a state are rotated back, because a state may apply to rows before the rotation.
+    Rows of a codec with a state are rotated back, because the state may apply to rows before the rotation.
     """
     return source.rotation if isinstance(source, CodedRows) and not source.state else None
 
 
 def _rows(source: KeySource, pages: slice) -> Tensor:
-    """Rows float32 [B, H, n, d] of some pages. Coded rows keep ``rotation_of``."""
+    """Decodes some pages to rows float32 [B, H, n, d]. Coded rows stay multiplied by ``rotation_of``."""
     page_ids = source.pages[:, pages]
     if isinstance(source, LatentKeys):
         heads, chunk = heads_and_chunk(source)

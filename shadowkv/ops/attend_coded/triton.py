@@ -1,8 +1,9 @@
-"""Attention over coded rows in Triton. A program takes one part of a sequence's pages, one page of one kv head at a
-time, with all query heads of the kv head.
+"""Attention over coded rows in Triton. A program takes one part of a sequence's pages for one kv head, with all query
+heads of this kv head. It attends to one page at a time.
 
-The terms of mean keys need no cosines and sines per token. Those of a page's first token rotate the queries' factors.
-Those of the 64 offsets within a page are the same for all pages.
+Scores of mean keys need no cosine and sine per token. A token's angle is the angle of the page's first token plus that
+of the token's offset in the page. The first angle rotates the factors of ``rope_products`` once per page. Cosines and
+sines of the 64 offsets are the same for all pages.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 WAVES = 4
-"""Thread blocks per multiprocessor. Several even out ragged lengths."""
+"""Thread blocks per multiprocessor. It is more than one to even out ragged lengths."""
 
 MIN_PAGES = 4
 """Minimum number of pages per thread block."""
@@ -79,14 +80,14 @@ def attend_coded(
 
 
 def thread_blocks(units: int, pages: int, device: torch.device) -> int:
-    """Number of thread blocks that share the pages of each of ``units`` pairs of sequence and kv head."""
+    """Returns the number of thread blocks that share the pages of a unit. A unit is one kv head of one sequence."""
     processors = multiprocessors(device) if device.type == "cuda" else 16
     return max(1, min(pages // MIN_PAGES, WAVES * processors // units))
 
 
 def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], int]:
-    """The kernel's arguments for centred keys: ``rope_products``, RoPE's tables and the rows' first positions; and the
-    number of frequencies, 0 for keys that are not centred."""
+    """Returns the kernel's arguments for centred keys: ``rope_products``, RoPE's tables, and the rows' first positions.
+    Then returns the number of frequencies, or 0 if keys are not centred."""
     if not isinstance(keys, CentredKeys):
         return (q, q, q, q, q, q, q, keys.pages), 0
     rotary = keys.rotary
@@ -172,8 +173,8 @@ def _attend_coded(
 
 @triton.jit
 def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.constexpr):
-    """Adds 64 tokens to an online softmax: the largest scores, sums of weights and sums of weighted values. Scores are
-    base-2 exponents, -inf for tokens that do not exist."""
+    """Adds 64 tokens to an online softmax. Returns the largest scores, the sums of weights and the sums of weighted
+    values. Scores are base-2 exponents, -inf for tokens that are not attended to."""
     most = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(most == float("-inf"), 0.0, most)
     weights = tl.exp2(scores - base[:, None])
@@ -182,7 +183,7 @@ def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.con
     values = tl.where(lives[:, None], values, 0.0)
     if SCALED:
         scale = tl.where(lives, scale, 0.0)
-        # In units of the largest, so that small weights of small rows do not vanish in float16.
+        # In units of the largest scale, so that small weights do not vanish in float16 if the scales are small too.
         largest = tl.max(scale, 0)
         largest = tl.where(largest > 0, largest, 1.0)
         weights *= (scale / largest)[None, :]
@@ -196,7 +197,7 @@ def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.con
 def store_part(
     out, lse, target, peak, total, acc, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Stores the result of one part from row ``target`` on."""
+    """Stores the result of one part for all query heads, from row ``target`` of ``out`` and ``lse`` on."""
     member, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, COLUMNS)
     alive = member < GROUP
     found = total != 0  # NaN must propagate

@@ -1,8 +1,7 @@
-"""Stored rows for the Triton attention kernels: what a format requires of queries and output, and how a page is
-decoded.
+"""Stored rows for the Triton attention kernels: decodes pages, and converts queries and outputs to match.
 
-Kernels do not undo the codec's rotation, and keep dimensions in the order of the stored bytes. Queries are rotated and
-ordered once to match, and the output is brought back once.
+Kernels do not undo the codec's rotation, and they keep dimensions in the order of the stored bytes. So queries are
+rotated and reordered before the kernel, and the output is rotated and ordered back after it.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from shadowkv.ops.codec import LANES, CodecId
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 PAGEWISE = (CodecId.KVARN_4BIT, CodecId.KVARN_2BIT)
-"""Codecs that can only decode whole pages."""
+"""Codecs whose tokens can be decoded only in whole pages."""
 
 TOKENWISE = (*LANES, CodecId.POLAR_INT4, CodecId.TQ3_0, CodecId.FP8, CodecId.VQ_4X256)
-"""Codecs that can decode tokens of several pages together."""
+"""Codecs whose tokens can be decoded one by one, so that tokens of several pages can be decoded together."""
 
 FORMATS = {
     CodecId.FP8: "codes",
@@ -33,28 +32,34 @@ FORMATS = {
     CodecId.KVARN_4BIT: "steps of channels",
     CodecId.KVARN_2BIT: "steps of tokens",
 }
-"""``FORMAT`` of codecs for ``decoded_rows``. All other codecs use ``codes``."""
+"""``FORMAT`` for ``decoded_rows``, by codec. Codecs that are not listed use ``codes``."""
 
 
 def codes_of(source: DenseRows | CodedRows) -> Tensor:
-    """The stored tokens: rows [N, H, C, c, d] of dense rows, codes uint8 [N, H, C, c, w] of coded ones."""
+    """Returns the stored tokens: the rows [N, H, C, c, d] of ``DenseRows``, or the codes uint8 [N, H, C, c, w] of
+    ``CodedRows``."""
     return source.rows if isinstance(source, DenseRows) else source.codes
 
 
 class StoredForm:
-    """The arguments by which a kernel reads stored rows. Tensors that a format does not use are arbitrary.
+    """The arguments with which a kernel reads stored rows. Tensors that a format does not use are arbitrary.
+
+    Args:
+        source: the stored rows.
+        dim: the head dim.
+        exact: dtype of the factors in the kernel's products.
 
     Attributes:
         format: ``FORMAT`` for ``decoded_rows``.
         bits: bits per code.
         columns: columns of a decoded row, a power of two.
-        table: the values of codes, in units of the scale or the step, in the dtype of products.
+        table: the value of each code, in units of the scale or the step, in ``exact``.
         row_entries: entries of the table per row of the batch, 0 if all rows share one table.
-        scales: scales per token, which are contiguous.
-        scaled: whether the first scale multiplies the decoded row.
-        scale, scale_pages: the scales, and the page ids by which they are found.
-        stepped: whether each head has a step.
-        step: float32 [B, H, 1].
+        scales: number of scales per token. A token's scales are contiguous.
+        scaled: whether the kernel multiplies a decoded row by the token's first scale.
+        scale, scale_pages: the scales, and the ids of their pages.
+        stepped: whether each head has a step, which multiplies all its rows.
+        step: float32 [B, H, 1], the steps.
 
     Raises:
         ValueError: a codec that the kernels do not support.
@@ -99,21 +104,21 @@ class StoredForm:
             self.bits = codec.row_bytes(dim) * 8 // dim
 
     def ordered(self, q: Tensor) -> Tensor:
-        """Queries [..., d] rotated and ordered like stored rows, [..., columns]."""
+        """Rotates and reorders queries [..., d] to match stored rows, [..., columns]."""
         asked = q if self.rotation is None else q @ self.rotation
         padded = torch.nn.functional.pad(asked, (0, self.columns))
         return padded[..., self.order].to(self.exact)
 
     def merged(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Attention [B, H G, d] and its log-sum-exps [B, H G], merged from parts [B, H, parts, G, columns] and
-        [B, H, parts, G]."""
+        """Merges the attention of parts, ``out`` [B, H, parts, G, columns] and ``lse`` [B, H, parts, G], for G query
+        heads per kv head. Returns the attention [B, H * G, d] and its log-sum-exps [B, H * G]."""
         total = lse.logsumexp(2)
         weights = (lse - total.masked_fill(total == -torch.inf, 0).unsqueeze(2)).exp()
         joined = self._restored((out * weights.unsqueeze(-1)).sum(2))
         return joined.flatten(1, 2).to(dtype), total.flatten(1, 2)
 
     def _restored(self, out: Tensor) -> Tensor:
-        """Sums of stored rows [B, H, G, columns] with the order, scale and rotation undone, [B, H, G, d]."""
+        """Converts sums of stored rows [B, H, G, columns] to [B, H, G, d]: orders, scales and rotates them back."""
         back = out.new_zeros(*out.shape[:-1], max(self.dim, self.columns) + 1)
         back[..., self.order] = out
         rows = back[..., : self.dim]
@@ -126,8 +131,8 @@ class StoredForm:
 
 @cache
 def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
-    """Dimensions int64 [columns] in the order of codes in lanes, ``dim`` for padding columns. They are cached, because
-    captured steps would otherwise compute them in every layer."""
+    """Returns the dimension of each column, int64 [columns], if codes are stored in lanes. It is ``dim`` for padding
+    columns. The result is cached, because captured steps would otherwise compute it in every layer."""
     places = 8 // (1 if bits == 3 else bits)
     run = dim // 8 // places  # bytes of a lane
     byte = torch.arange(triton.next_power_of_2(8 * run), device=device)[:, None]
@@ -137,7 +142,7 @@ def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
 
 @cache
 def _halves_order(dim: int, device: torch.device) -> Tensor:
-    """``_lane_order`` for bytes that hold one dimension of the first half and one of the second."""
+    """Returns what ``_lane_order`` does, if each byte holds one dimension of the first half and one of the second."""
     byte = torch.arange(dot_size(dim) // 2, device=device)[:, None]
     return (byte + torch.tensor([0, dim // 2], device=device)).masked_fill(byte >= dim // 2, dim).flatten()
 
@@ -146,15 +151,16 @@ def _halves_order(dim: int, device: torch.device) -> Tensor:
 def decoded_rows(
     page, scales, table, head, token, FORMAT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Rows [64, COLUMNS] of one head before they are multiplied by the tokens' scales: dense rows, or the values of
-    codes in the order of the stored bytes.
+    """Decodes 64 tokens of one head to rows [64, COLUMNS]: dense rows, or values of codes in the order of the stored
+    bytes. The rows are not yet multiplied by the tokens' scales.
 
     Args:
-        page: pointer to a page of all heads, one per token ([64, 1]) or one for all tokens.
-        scales: pointer to the scales of the page's tokens in this head, float16 [64, s]. Only formats that store steps
-            there read them.
+        page: pointer to the start of a page, with all its heads. It is a single pointer, or [64, 1] if each token
+            has its own page.
+        scales: pointer to the scales of the page's tokens in this head, float16 [64, s]. Only the ``steps`` formats
+            read them here.
         table: pointer to the table of this row of the batch.
-        token: int32 [64], places in the page.
+        token: int32 [64], each token's place in its page.
     """
     if FORMAT == "dense":
         column = tl.arange(0, COLUMNS)[None, :]
@@ -169,7 +175,7 @@ def decoded_rows(
     elif FORMAT == "planes" or FORMAT == "selectors":
         row = page + head * (TOKENS * DIM * 3 // 8) + token[:, None] * (DIM * 3 // 8)
         byte, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
-        run: tl.constexpr = DIM // 64  # bytes of a lane in the plane of upper bits, half as many as in the other
+        run: tl.constexpr = DIM // 64  # bytes of a lane in the plane of upper bits, half of those in the lower
         at = byte // run * (2 * run) + 2 * (byte % run)
         first = _loaded(row, at, DIM // 4, COLUMNS // 4).to(tl.int32)
         second = _loaded(row, at + 1, DIM // 4, COLUMNS // 4).to(tl.int32)
@@ -198,7 +204,7 @@ def decoded_rows(
 
 @triton.jit
 def _loaded(row, at, USED: tl.constexpr, ALL: tl.constexpr):
-    """Elements ``at`` of rows, 0 from ``USED`` on. The load has no mask if all are used."""
+    """Loads elements ``at`` of rows. Elements from ``USED`` on are 0. If there are none, the load has no mask."""
     if USED == ALL:
         return tl.load(row + at)
     else:
@@ -207,7 +213,8 @@ def _loaded(row, at, USED: tl.constexpr, ALL: tl.constexpr):
 
 @triton.jit
 def _decoded_blocks(page, table, head, token, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of ``tq3_0``. A block of 32 dimensions has 7 words of 16 bits: 4 of lower bits, 2 of upper bits, 1 float."""
+    """Decodes rows of ``tq3_0``. A block of 32 dimensions is 7 words of 16 bits: 4 of lower bits, 2 of upper bits, and
+    a float16 scale."""
     WORDS: tl.constexpr = DIM // 32 * 7
     word, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
     row = page.to(tl.pointer_type(tl.uint16)) + head * (TOKENS * WORDS) + token[:, None] * WORDS
@@ -221,11 +228,11 @@ def _decoded_blocks(page, table, head, token, DIM: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def _stepped(codes, scales, token, FORMAT: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of variance-normalised pages (``baselines.kvarn``).
+    """Computes rows of variance-normalised pages (``baselines.kvarn``) from their codes.
 
-    "steps of channels": channels have steps and minima, and the caller applies the tokens' scales. "steps of tokens":
-    tokens have steps and minima, and channels have scales. Each token stores its own numbers, then an equal share of
-    the channels' numbers.
+    With "steps of channels", each channel has a step and a minimum, and the caller applies the tokens' scales. With
+    "steps of tokens", each token has a step and a minimum, and each channel has a scale. A token's scales are its own
+    numbers, then an equal share of the numbers of all channels.
     """
     OF_TOKEN: tl.constexpr = 1 if FORMAT == "steps of channels" else 2
     SHARE: tl.constexpr = (3 - OF_TOKEN) * DIM // TOKENS

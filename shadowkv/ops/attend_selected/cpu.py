@@ -51,8 +51,8 @@ def attend_selected(
 
 
 def _keys(keys: KeySource) -> tuple[Any, ...]:
-    """The C++ op's arguments for keys: ``_rows``, then basis, mean, states and RoPE of latents and of centred keys.
-    Latents get an axis of heads, which all share them."""
+    """Returns the C++ op's arguments for keys: those of ``_rows``, then basis, mean, states, first positions and RoPE.
+    These are None if the keys lack them. Latents are shared by all heads and are expanded to an axis of heads."""
     if not isinstance(keys, LatentKeys | CentredKeys):
         return *_rows(keys), *[None] * 6, False
     rope = keys.rotary.cos, keys.rotary.sin, keys.rotary.config.interleaved
@@ -64,7 +64,7 @@ def _keys(keys: KeySource) -> tuple[Any, ...]:
 
 
 def _values(values: ValueSource) -> tuple[Any, ...]:
-    """The C++ op's arguments for values: ``_rows``, then the slots of a buffer."""
+    """Returns the C++ op's arguments for values: those of ``_rows``, then the slots if values are in a buffer."""
     if not isinstance(values, BufferedRows):
         return *_rows(values), None
     codec, _, _, *coded = _rows(values.source)
@@ -72,7 +72,8 @@ def _values(values: ValueSource) -> tuple[Any, ...]:
 
 
 def _rows(source: DenseRows | CodedRows) -> tuple[Any, ...]:
-    """Codec, rows or codes, their pages; scales, their pages, the codec's rotation and levels."""
+    """Returns the codec's id, the rows or codes and their pages; then the scales and their pages, the codec's rotation
+    and its levels, None for dense rows."""
     if isinstance(source, DenseRows):
         return CodecId.DENSE, source.rows, source.pages, *[None] * 4
     scale = source.scale.unflatten(2, source.codes.shape[2:4])

@@ -33,8 +33,8 @@ QUERIES = 8
 ROPE_DIMS = 16
 """The number of dimensions that RoPE rotates must be a multiple of this."""
 KERNELS: dict[tuple[int, int], str] = {}
-"""Ops in ``torch.ops.shadowkv_cuda`` by pair of key and value codec. All other pairs use ``attend_selected``. Kernels
-for codecs from outside the package are added here."""
+"""Names of ops in ``torch.ops.shadowkv_cuda``, by key codec and value codec. Pairs that are not listed use the op
+``attend_selected``. Kernels for codecs from outside the package are added here."""
 WARPS = 4
 """Warps per thread block; each processes its own tiles."""
 TILE = 32
@@ -130,7 +130,7 @@ def other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
 
 
 def _check(keys: KeySource, values: ValueSource) -> None:
-    """Checks RoPE and the pages of scales, which the kernel's own checks do not see. Raises ValueError."""
+    """Checks RoPE and the pages of scales, because the kernel cannot check them. Raises ValueError."""
     stored = values.source if isinstance(values, BufferedRows) else values
     if isinstance(keys, LatentKeys):
         rope = keys.rotary.config
@@ -141,7 +141,8 @@ def _check(keys: KeySource, values: ValueSource) -> None:
 
 
 def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
-    """The kernel's arguments for keys: codec and rows; for latents basis, mean, states, first positions and angles."""
+    """Returns the kernel's arguments for keys: the codec's id and the rows; then basis, mean, states, first positions
+    and ``_angles`` of latents, None for other keys."""
     match keys:
         case DenseRows():
             return CodecId.DENSE, keys.rows, *[None] * 6
@@ -153,8 +154,8 @@ def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
 
 
 def _stored_values(values: ValueSource) -> tuple[Any, ...]:
-    """The kernel's arguments for values: codec, rows or codes, scales, the codec's rotation, pages or entries,
-    slots."""
+    """Returns the kernel's arguments for values: the codec's id, rows or codes, scales, and the codec's rotation; then
+    pages and None, or for a buffer its entries and slots."""
     match values:
         case DenseRows():
             return CodecId.DENSE, values.rows, None, None, values.pages, None
@@ -167,11 +168,12 @@ def _stored_values(values: ValueSource) -> tuple[Any, ...]:
 
 
 def splits(units: int, tokens: int, processors: int) -> int:
-    """Number of thread blocks that share the tokens of a unit, up to ``QUERIES`` query heads of one kv head and
-    sequence. The blocks fill the device, and each warp has at least one tile.
+    """Returns the number of thread blocks that share the tokens of a unit. A unit is up to ``QUERIES`` query heads of
+    one kv head and sequence.
 
-    Units are not split just to avoid a second wave of blocks, because each block reads the 40 KiB basis. 384 units of
-    1024 tokens take 90 us on an H200, and 100 us if they are split.
+    Blocks are as many as the device can hold at a time, but each warp gets at least one tile. If there are more units
+    than that, they are not split: each block reads the basis of 40 KiB, which costs more than an uneven last wave. 384
+    units of 1024 tokens take 90 us on an H200, and 100 us if they are split.
     """
     return max(1, min(-(-tokens // (WARPS * TILE)), BLOCKS_PER_PROCESSOR * processors // units))
 
@@ -181,10 +183,11 @@ _angles_of: WeakKeyDictionary[RotaryTables, tuple[Tensor, Tensor]] = WeakKeyDict
 
 
 def _angles(rotary: RotaryTables) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every eighth position, and of the first eight positions. The kernel computes the others.
+    """Returns the cosines and sines of every eighth position, and those of the first eight positions. The kernel
+    computes those of other positions from these.
 
-    Both are float16 [n, d / 4, 2, 2]: the cosines of two dimensions, then their sines. They do not have RoPE's
-    magnitude. Dimensions that do not rotate have 1 and 0.
+    Both tensors are float16 [n, d / 4, 2, 2] for n positions: the cosines of two dimensions, then their sines. They are
+    not multiplied by RoPE's magnitude. Dimensions that do not rotate have cosine 1 and sine 0.
     """
     if rotary not in _angles_of:
         both = torch.stack([rotary.cos, rotary.sin], dim=1) / rotary.config.magnitude

@@ -23,9 +23,10 @@ DIMS = (64, 128)
 TILE = 64
 """Tokens that a warpgroup processes at a time."""
 KERNELS: dict[int, str] = dict.fromkeys(UNIFORM, "attend_latents_sm90")
-"""Ops in ``torch.ops.shadowkv_cuda`` by value codec."""
+"""Names of ops in ``torch.ops.shadowkv_cuda``, by value codec."""
 CONSUMERS = 3
-"""Most consumer warpgroups per thread block. Each writes a partial result of its share of a unit."""
+"""Most consumer warpgroups per thread block. Each writes a partial result for its tiles of a unit. A unit is one kv
+head of one sequence."""
 RANKS = (32, 64, 96, 128, 160)
 """Ranks that the kernel supports. The basis of a larger rank does not fit in shared memory."""
 
@@ -60,14 +61,15 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference. Can be captured in a CUDA graph after a first call with the same ``keys.rotary``.
 
-    Queries are bfloat16, the head dim is 64 or 128, with at most 16 query heads per kv head. Chunks have 1, 2, 4, 8 or
-    16 tokens. Keys are latents of a rank in ``RANKS``, the 32 strongest dimensions in 8 bits and the others in 4. RoPE
-    rotates a multiple of 16 dimensions, in halves. Values have a codec in ``KERNELS`` and are not in a buffer. Pages
-    are on the queries' device, multiples of 32 bytes apart. Scales of values are in the pages of their codes.
+    Queries are bfloat16. The head dim is 64 or 128, with at most 16 query heads per kv head. Chunks have 1, 2, 4, 8 or
+    16 tokens. Keys are latents of a rank in ``RANKS``, with the 32 strongest dimensions in 8 bits and the others in 4.
+    RoPE rotates a multiple of 16 dimensions, in halves. Values have a codec in ``KERNELS`` and are not in a buffer.
+    Pages are on the queries' device, multiples of 32 bytes apart. Scales of values are in the pages of their codes.
 
     Keys are rebuilt, rotated and scored in float16: entries of the basis under 6e-5 lose bits, keys over 65504
     overflow. ``pages``, ``states``, ``first``, ``selected`` and ``most`` are read on the device and are not checked.
-    ``most`` is read while the previous launch is still running, which may write the other arguments.
+    The kernel reads ``most`` before the previous kernel on the stream has ended. The previous kernel must not write
+    ``most``, but it may write the other arguments.
 
     Raises:
         ValueError: keys or values in other formats, another RoPE, or scales in other pages than the codes.
@@ -112,7 +114,7 @@ def attend_selected(
 
 
 def _latents(keys: KeySource) -> LatentKeys:
-    """``keys`` if they are latents with a RoPE that the kernel supports; raises ValueError otherwise."""
+    """Returns ``keys`` if they are latents with a RoPE that the kernel supports; raises ValueError otherwise."""
     if not isinstance(keys, LatentKeys):
         raise ValueError(f"attend_selected on Hopper takes latents, not {type(keys).__name__}")
     rope = keys.rotary.config
@@ -122,7 +124,7 @@ def _latents(keys: KeySource) -> LatentKeys:
 
 
 def _coded(values: ValueSource) -> CodedRows:
-    """``values`` if the kernel supports their codec and pages; raises ValueError otherwise."""
+    """Returns ``values`` if the kernel supports their codec and pages; raises ValueError otherwise."""
     if not isinstance(values, CodedRows) or values.codec.id not in KERNELS:
         kind = values.codec.name if isinstance(values, CodedRows) else type(values).__name__
         raise ValueError(f"attend_selected on Hopper takes values of equal steps in no buffer, not {kind}")
@@ -132,7 +134,7 @@ def _coded(values: ValueSource) -> CodedRows:
 
 
 def blocks_for(tiles: int, processors: int) -> int:
-    """Number of thread blocks that share at most ``tiles`` tiles of all units."""
+    """Returns the number of thread blocks that share at most ``tiles`` tiles, over all units."""
     return min(max(1, tiles // CONSUMERS), processors)
 
 
@@ -141,9 +143,10 @@ _frequencies_of: WeakKeyDictionary[RotaryTables, Tensor] = WeakKeyDictionary()
 
 
 def frequencies(rotary: RotaryTables) -> Tensor:
-    """Revolutions per position in units of 2^-32, in the kernel's order, int32 [d / 32, 4, 2, 2].
+    """Returns RoPE's frequencies in revolutions per position, in units of 2^-32 and in the kernel's order, int32
+    [d / 32, 4, 2, 2].
 
-    Dimension 16 i + 8 j + 2 t + e is at [i, t, j, e]. Dimensions that do not rotate have 0.
+    The frequency of pair 16 i + 8 j + 2 t + e is at [i, t, j, e]. Pairs of dimensions that do not rotate have 0.
     """
     if rotary not in _frequencies_of:
         revolutions = rotary.config.inverse_frequencies() / (2 * math.pi) * 2**32

@@ -1,4 +1,5 @@
-"""Attention over selected chunks in PyTorch: gather, rebuild, attend (ShadowKV, arXiv:2410.21465, algorithm 2)."""
+"""Attention over selected chunks in PyTorch. It gathers the chunks, rebuilds their keys, and attends (ShadowKV,
+arXiv:2410.21465, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ def attend_selected(
         q: [B, H_q, d].
         keys: source of the keys, H heads; query head i reads kv head i // (H_q / H).
         values: source of the values.
-        selected: int64 [B, H, k] chunk numbers, -1 for none, all -1s last.
-        log_weight: float32 [B, H, k], the natural logarithm of how many chunks each selected chunk stands for. It is
-            arbitrary where none is selected. None means that each chunk stands for itself.
-        most: int64 [B], an upper bound on the number of selected chunks of each row, by which kernels divide the work.
+        selected: int64 [B, H, k], chunk numbers, then -1s if fewer than k chunks are selected.
+        log_weight: float32 [B, H, k], the natural logarithm of the number of chunks that each selected chunk stands
+            for. It is arbitrary where ``selected`` is -1. None means that each chunk stands for itself.
+        most: int64 [B], an upper bound on the number of selected chunks of each row. Kernels divide the work by it.
             None means ``k``.
 
     Returns:
@@ -56,7 +57,8 @@ def attend_selected(
 
 
 def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor:
-    """The selected chunks as plain rows: keys after RoPE, coded rows in float32 with their codec's rotation undone.
+    """Gathers the tokens of selected chunks as plain rows: values, or keys after RoPE. Coded rows are decoded to
+    float32, with their codec's rotation undone.
 
     Args:
         source: source of the rows.
@@ -82,7 +84,7 @@ def gather_selected(source: KeySource | ValueSource, selected: Tensor) -> Tensor
 
 
 def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
-    """Rows [B, H, k * c, d] decoded from the codes [B, H, k, c, w] of the selected chunks."""
+    """Decodes codes [B, H, k, c, w] of the selected chunks to rows [B, H, k * c, d]."""
     scale = codes[..., :0]
     if source.scale.shape[-1]:
         scale = _rows(source.scale.unflatten(2, source.codes.shape[2:4]), source.pages_of_scales, selected)
@@ -107,10 +109,10 @@ def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
 
 
 def _with_rope(rows: Tensor, keys: LatentKeys | CentredKeys, selected: Tensor, chunk: int) -> Tensor:
-    """Rows [B, H, k * c or 1, d] RoPE-rotated to the positions of the selected chunks' tokens."""
+    """Rotates rows [B, H, k * c or 1, d] by RoPE to the positions of the selected chunks' tokens."""
     within = torch.arange(chunk, device=selected.device)
     positions = keys.first[:, None, None] + (selected.unsqueeze(-1) * chunk + within).flatten(2)
-    # Tokens past a row's end, which are masked, may have positions that the tables do not have.
+    # Tokens past a row's end may have positions that the tables do not have. These tokens are masked.
     positions = positions.clamp(max=len(keys.rotary.cos) - 1)
     return rope_by(rows, keys.rotary.cos[positions], keys.rotary.sin[positions], keys.rotary)
 
@@ -123,6 +125,6 @@ def _rows(pages_of: Tensor, pages: Tensor, selected: Tensor) -> Tensor:
 
 
 def _locate(pages: Tensor, selected: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """Page ids and chunk numbers within those pages, int64 [B, H, k] each."""
+    """Returns the page id of each selected chunk and its number within this page, int64 [B, H, k] each."""
     page_ids = pages.gather(1, (selected // chunks).flatten(1)).view_as(selected)
     return page_ids, selected % chunks

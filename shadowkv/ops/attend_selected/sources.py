@@ -1,8 +1,9 @@
 """Keys and values of compressed tokens in their stored forms: the arguments of the ops that attend to them.
 
 There are B rows, one per sequence, each with P compressed pages; H kv heads; and C chunks of c tokens in a page of 64.
-The first axis of every page array counts granules and is indexed by page ids (``shadowkv.kvcache.memory.arenas``).
-Token p of a row is in page ``pages[row, p // 64]``, at p % 64 = chunk * c + offset.
+The first axis N of every page array is indexed by page ids. It counts granules, so that a page id is the page's first
+granule (``shadowkv.kvcache.memory.arenas``). Token p of a row is in page ``pages[row, p // 64]``, at p % 64 = chunk * c
++ offset. d is the head dim, r the rank of latents, w the stored elements of a token, and s the scales of a token.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class DenseRows:
     """Exact rows: keys after RoPE, or values.
 
     Attributes:
-        rows: [N, H, C, c, d], any float dtype. If they are in pinned host memory, this is a tensor of the device that
+        rows: [N, H, C, c, d], any float dtype. Rows in pinned host memory are given as a tensor of the device that
             reads them.
         pages: int64 [B, P].
     """
@@ -37,15 +38,16 @@ class LatentKeys:
     Attributes:
         latents: [N, C, c, w], stored by ``codec``. The quantisation step of each rank dimension is part of the basis.
         codec: codec of the latents.
-        basis: [states, r, H, d], contiguous but for the first axis; int8 if there is a ``basis_step``.
+        basis: [states, r, H, d], contiguous but for the first axis. It is int8 if there is a ``basis_step``.
         mean: [states, H, d], contiguous but for the first axis, or None for zero.
         states: int64 [B], the state of each row, an index into ``basis`` and ``mean``.
         pages: int64 [B, P].
-        first: int64 [B], position of the row's first token, a multiple of 64: offset o of chunk n is at position first
-            + n * c + o.
+        first: int64 [B], position of the row's first token, a multiple of 64. Offset o of chunk n is at position
+            ``first + n * c + o``.
         rotary: RoPE; its tables are on the queries' device.
-        widths: uint8 [states, r], bits of each rank dimension, for codecs that learn them.
-        basis_step: float32 [states, r], the step of the integers in each row of an int8 basis; None otherwise.
+        widths: uint8 [states, r], bits of each rank dimension. None if the codec does not learn them.
+        basis_step: float32 [states, r], the step by which the integers in a row of an int8 basis are multiplied. None
+            if the basis is floating-point.
     """
 
     latents: Tensor
@@ -60,7 +62,8 @@ class LatentKeys:
     basis_step: Tensor | None = None
 
     def decoded(self) -> LatentKeys:
-        """The same keys with a floating-point basis [B, r, H, d] in the mean's dtype, one per row of the batch."""
+        """Returns the same keys with a floating-point basis. If the basis is int8, each row of the batch gets its own
+        state: a basis [B, r, H, d] in the mean's dtype, with mean and widths. Otherwise nothing changes."""
         if self.basis_step is None:
             return self
         basis = self.basis[self.states] * self.basis_step[self.states][..., None, None]
@@ -84,11 +87,12 @@ class CodedRows:
         scale: [N', H, 64, s] in the codec's dtype. It is not read if s is 0.
         codec: codec of the rows.
         dim: d, the head dim.
-        rotation: float32 [d, d], orthogonal: rows were multiplied by it before they were coded. None without one.
+        rotation: float32 [d, d], the orthogonal matrix by which rows were multiplied before they were coded. None if
+            the codec is not ``rotated``.
         pages: int64 [B, P], page ids of ``codes``.
-        scale_pages: int64 [B, P], page ids of ``scale``. None if they are the same.
-        state: the codec's fitted state, float32 [states, H, ...] each.
-        states: int64 [B], the state of each row. Given with ``state``.
+        scale_pages: int64 [B, P], page ids of ``scale``. None if they are the same as ``pages``.
+        state: the parts of the codec's fitted state, float32 [states, H, ...] each. Empty if the codec has no state.
+        states: int64 [B], the state of each row, an index into the parts of ``state``. None if there is no state.
     """
 
     codes: Tensor
@@ -109,8 +113,8 @@ class CodedRows:
 
 @dataclass(frozen=True)
 class CentredKeys(CodedRows):
-    """Coded keys minus their mean: key = RoPE(mean) + decoded row. ``states`` is never None, because it also indexes
-    ``mean``.
+    """Coded keys that are stored without their mean: key = RoPE(mean) + decoded row. ``states`` is never None, because
+    it also indexes ``mean``.
 
     Attributes:
         mean: float32 [states, H, d], before RoPE.
@@ -128,10 +132,10 @@ class BufferedRows:
     """Values whose selected chunks ``fetch_chunks`` has copied into a buffer.
 
     Attributes:
-        source: the values. Only their scales are read from there.
-        rows: [slots, H, M, c, w], copies of chunks of the values' rows or codes.
+        source: the values from which chunks were copied. Only their scales are read from there.
+        rows: [slots, H, M, c, w], copies of chunks of the values' rows or codes. A slot has M entries per head.
         slots: int64 [B], the slot of each sequence.
-        entries: int64 [B, H, k], the entry of each selected chunk in its slot, -1 for none.
+        entries: int64 [B, H, k], the entry that holds each selected chunk, -1 where no chunk is selected.
     """
 
     source: DenseRows | CodedRows
@@ -145,7 +149,8 @@ ValueSource = DenseRows | CodedRows | BufferedRows
 
 
 def heads_and_chunk(source: KeySource) -> tuple[int, int]:
-    """Kv heads H and tokens per chunk c of a source stored as [N, H, C, c, d] or, for all heads, [N, C, c, w]."""
+    """Returns the number H of kv heads, and the tokens c per chunk. Rows and codes are stored as [N, H, C, c, w],
+    latents as [N, C, c, w]."""
     match source:
         case DenseRows():
             return source.rows.shape[1], source.rows.shape[3]

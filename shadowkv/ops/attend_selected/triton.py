@@ -1,8 +1,9 @@
 """Attention over selected tokens, with keys as latents, in Triton. It serves what the CUDA kernels do not support:
-latents of mixed widths, other formats of values, and RoPE of neighbouring or of only some dimensions.
+latents of mixed widths, more formats of values, and RoPE that rotates pairs of neighbouring dimensions or a number of
+dimensions that is not a multiple of 16.
 
-A program takes 64 tokens of one kv head at a time, with all query heads of the kv head. It rebuilds keys from latents
-in two products, one for the first and one for the second dimensions of RoPE's pairs.
+A program takes 64 tokens of one kv head at a time, with all query heads of this kv head. It rebuilds keys from latents
+in two products: one for the first dimensions of RoPE's pairs, one for the second.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""A short causal convolution of each channel, with the last inputs of a sequence as its state."""
+"""A short causal convolution of each channel. The last inputs of a sequence are its state."""

@@ -13,5 +13,5 @@ __all__ = ["causal_convolution", "missing", "supports"]
 
 
 def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
-    """Same as the reference, for float32 or bfloat16. Sums and SiLU are float32 for bfloat16 too."""
+    """Same as the reference, for float32 or bfloat16. Sums and SiLU are always float32."""
     return torch.ops.shadowkv.causal_convolution(x, weight, states, spans.lengths, spans.read, spans.write)

@@ -10,13 +10,14 @@ from shadowkv.ops.recurrence import Spans
 
 
 def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
-    """SiLU of the convolution of each channel over its newest W inputs, and the states after the tokens' spans.
+    """Convolves each channel over its newest W inputs and applies SiLU. Writes the states after each span.
 
     Args:
-        x: packed tokens [T, C].
-        weight: [C, W], oldest input first, in the dtype of ``x``.
-        states: float32 [N, C, W - 1], the inputs before a token, oldest first. The rows ``spans.write`` are written.
-        spans: the tokens' spans.
+        x: [T, C], the C channels of T packed tokens.
+        weight: [C, W], the weight of the oldest input first, in the dtype of ``x``.
+        states: float32 [N, C, W - 1], the last W - 1 inputs of each of N states, oldest first. The rows ``spans.read``
+            are read, the rows ``spans.write`` are written.
+        spans: where each sequence's tokens and state are.
 
     Returns:
         [T, C], in the dtype of ``x``.

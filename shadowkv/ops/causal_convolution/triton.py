@@ -9,20 +9,21 @@ from torch import Tensor
 from shadowkv.ops.recurrence import CHUNK, Spans
 
 CHANNELS = {False: 64, True: 256}
-"""Channels per program: of chunks of prompts, and of steps."""
+"""Channels per program, by whether every span is one token (a decode step)."""
 
 
 def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
-    """Same as the reference; channels of ``x`` and rows of ``states`` are dense. Sums and SiLU are float32.
+    """Same as the reference. The channels of a token in ``x`` and each row of ``states`` are contiguous. Sums and SiLU
+    are float32.
 
-    Steps can be captured in a CUDA graph.
+    Calls without ``spans.lengths`` can be captured in a CUDA graph.
     """
     (tokens, channels), (_, width) = x.shape, weight.shape
     out = x.new_empty(x.shape)
     if not tokens:
         return out
     step = spans.lengths is None
-    chunks, starts = (spans.read, spans.read) if step else (spans.chunks, spans.starts)  # steps read neither
+    chunks, starts = (spans.read, spans.read) if step else (spans.chunks, spans.starts)  # a step reads neither
     _convolve[(tokens if step else len(chunks), triton.cdiv(channels, CHANNELS[step]))](
         x, weight.contiguous(), states, chunks, starts, spans.read, spans.write, out, channels, x.stride(0),
         states.stride(0), STEP=step, WIDTH=width, HELD=triton.next_power_of_2(width - 1),
@@ -36,7 +37,8 @@ def _convolve(
     x, weight, states, chunks, starts, read, write, out, channels, x_token, state_row,
     STEP: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of a span. The span's first one also writes its state, since it alone reads that."""
+    """Convolves one chunk of a span. The program of a span's first chunk also writes the new state, because it is the
+    only one that reads the old state."""
     part = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     if STEP:
@@ -58,13 +60,13 @@ def _convolve(
         held = tl.arange(0, HELD)[:, None]
         kept = (held < WIDTH - 1) & (channel < channels)
         newest = _inputs(x, before, start, length + held - (WIDTH - 1), channel, kept, x_token, WIDTH)
-        tl.debug_barrier()  # no thread writes what another one has still to read
+        tl.debug_barrier()  # no thread may write what another thread has yet to read
         tl.store(states + tl.load(write + span) * state_row + channel * (WIDTH - 1) + held, newest, mask=kept)
 
 
 @triton.jit
 def _inputs(x, before, start, position, channel, there, x_token, WIDTH: tl.constexpr):
-    """Inputs at positions of a span; those before it come from its state."""
+    """Loads the inputs at positions of a span. Positions below 0 come from the state."""
     new = tl.load(x + (start + position) * x_token + channel, mask=there & (position >= 0), other=0.0)
     old = tl.load(before + position + WIDTH - 1, mask=there & (position < 0), other=0.0)
     return new.to(tl.float32) + old

@@ -8,15 +8,15 @@ from torch import Tensor
 from shadowkv.ops.choose_experts.routing import Routing
 
 BEST_OF_GROUP = 2
-"""A group's score is the sum of this many best scores of its experts."""
+"""A group's score is the sum of the scores of this many of its experts, the best ones."""
 
 
 def choose_experts(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """The experts of every token, and their weights.
+    """Chooses k of E experts for each of T tokens, and computes their weights.
 
     Args:
         logits: [T, E].
-        correction: float32 [E], added to scores when experts are chosen (``Routing.corrected``), or None.
+        correction: float32 [E], added to scores when experts are chosen. None unless ``Routing.corrected``.
         routing: the model's rule.
 
     Returns:
@@ -31,6 +31,6 @@ def choose_experts(logits: Tensor, correction: Tensor | None, routing: Routing) 
         ranked = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
     experts = ranked.topk(routing.per_token, -1).indices
     weights = scores.gather(-1, experts)
-    if routing.normalised:  # all scores of a token may be 0 as sigmoids
+    if routing.normalised:  # if scores are sigmoids, all of a token's may be 0
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return weights * routing.scale, experts

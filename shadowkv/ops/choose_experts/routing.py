@@ -12,13 +12,14 @@ class Routing:
     Attributes:
         experts: E, the experts of a layer.
         per_token: k, the experts that a token goes to.
-        scores: ``softmax`` over all experts, or ``sigmoid`` of each expert.
+        scores: how scores follow from logits: by ``softmax`` over all experts, or by ``sigmoid`` for each expert.
         normalised: whether the weights of a token's experts are divided by their sum.
         scale: factor of the weights.
         groups: number of groups of equal size into which the experts are divided.
-        groups_per_token: groups from which a token's experts come, those with the largest sum of their two best scores
-            (DeepSeek-V3, arXiv:2412.19437).
-        corrected: whether experts are chosen by scores plus a learned correction per expert. Weights do not include it.
+        groups_per_token: number of groups from which a token's experts come. These are the groups with the largest sum
+            of their two best scores (DeepSeek-V3, arXiv:2412.19437).
+        corrected: whether experts are chosen by scores plus a learned correction per expert. Weights do not include the
+            correction.
     """
 
     experts: int
@@ -31,5 +32,6 @@ class Routing:
     corrected: bool = False
 
     def share_touched(self, tokens: int) -> float:
-        """Expected share of the experts that at least one of ``tokens`` tokens goes to, if all are equally likely."""
+        """Returns the expected share of the experts that at least one of ``tokens`` tokens goes to, if all experts are
+        equally likely."""
         return 1 - (1 - self.per_token / self.experts) ** tokens

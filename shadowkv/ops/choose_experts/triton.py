@@ -44,7 +44,7 @@ def _choose(
     ranked = scores
     if CORRECTED:
         ranked += tl.load(correction + expert, mask=there, other=0.0)
-    # Finite, so above the -inf of experts that are already chosen or do not exist: there are always K distinct experts.
+    # Ranks are finite. Experts that are already chosen or do not exist get -inf, so K distinct experts are chosen.
     ranked = tl.where(ranked == ranked, tl.maximum(ranked, -3e38), -3e38)
     if GROUPS > 1:
         group = expert // (EXPERTS // GROUPS)
@@ -66,7 +66,7 @@ def _choose(
         best = tl.argmax(ranked, 0)
         place = tl.where(expert == best, j, place)
         ranked = tl.where(expert == best, float("-inf"), ranked)
-    if NORMALISED:  # all scores of a token may be 0 as sigmoids
+    if NORMALISED:  # if scores are sigmoids, all of a token's may be 0
         scores = scores / tl.maximum(tl.sum(tl.where(place < K, scores, 0.0), 0), 1.1754943508222875e-38)
     tl.store(weights + token * K + place, scores * scale, mask=place < K)
     tl.store(chosen + token * K + place, expert, mask=place < K)

@@ -1,1 +1,1 @@
-"""Scores of chunks by their mean keys."""
+"""Scores chunks by their mean keys."""

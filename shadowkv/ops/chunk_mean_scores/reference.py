@@ -9,15 +9,18 @@ from torch import Tensor
 def chunk_mean_scores(
     q: Tensor, landmarks: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q . landmark / sqrt(d) for every chunk and query head. Scores are float32, because bfloat16 scores would tie.
+    """Computes the score q . landmark / sqrt(d) for every chunk and query head. A landmark is a chunk's mean key.
+    Scores are float32, because bfloat16 scores would tie.
+
+    There are B rows with P pages each, C chunks in a page, and G query heads per kv head.
 
     Args:
         q: [B, H_q, d], after RoPE.
-        landmarks: [N, H, C, d], views over all pages; of ``q``'s dtype, or float8_e4m3fn with a ``scale``.
+        landmarks: [N, H, C, d], views over all pages, in the dtype of ``q``, or in float8_e4m3fn with a ``scale``.
         excluded: bool [N, H, C], views over all pages, true for chunks that may not be selected.
         pages: int64 [B, P].
         num_chunks: int64 [B], chunks of each row.
-        scale: float32 [N, H], factor of the landmarks of a page and head.
+        scale: float32 [N, H], factor of the landmarks of a page and head. None if the landmarks have none.
 
     Returns:
         Scores float32 [B, H, G, P * C], -inf where a chunk may not be selected, and their log-sum-exps over T disjoint
@@ -33,8 +36,8 @@ def chunk_mean_scores(
 
 
 def mask_logits(logits: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor) -> tuple[Tensor, Tensor]:
-    """``logits`` float32 [B, H, G, P * C] with -inf where a chunk may not be selected, and their log-sum-exps [B, H, G,
-    1]. The other arguments are those of ``chunk_mean_scores``."""
+    """Sets ``logits`` float32 [B, H, G, P * C] to -inf where a chunk may not be selected. Returns them and their
+    log-sum-exps [B, H, G, 1]. The other arguments are those of ``chunk_mean_scores``."""
     bits = excluded[pages].transpose(1, 2).flatten(2)
     bits = bits | (torch.arange(bits.shape[-1], device=bits.device) >= num_chunks[:, None, None])
     logits = logits.masked_fill(bits.unsqueeze(2), float("-inf"))

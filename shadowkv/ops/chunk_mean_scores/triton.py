@@ -17,7 +17,8 @@ TILE = 128
 
 BITS_SCALE = 2.0**8
 """Ratio of a float8_e4m3fn number to the float16 number with the same upper bits: their exponent biases are 7 and 15.
-GPUs below compute capability 8.9 have no conversion instruction, so codes are shifted there, which takes longer."""
+GPUs below compute capability 8.9 have no instruction that converts float8. There, the kernel shifts the bits to those
+of a float16 number, which takes longer."""
 
 PROGRAMS = 4096
 """A program takes several tiles only if there would otherwise be more programs than this."""
@@ -37,8 +38,8 @@ def chunk_mean_scores(
 def score_chunks(
     q: Tensor, vectors: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Both ``chunk_mean_scores`` and ``min_max_scores``. ``vectors`` [N, H, 1, C, d] are the chunks' mean keys. In
-    [N, H, 2, C, d], plane 0 holds the smallest and plane 1 the largest key per dimension.
+    """Computes ``chunk_mean_scores`` or ``min_max_scores``. ``vectors`` [N, H, 1, C, d] are the chunks' mean keys. In
+    ``vectors`` [N, H, 2, C, d], plane 0 holds the smallest and plane 1 the largest key per dimension.
 
     All views over pages are contiguous but for their first axis.
     """

@@ -1,1 +1,1 @@
-"""Runs the decoder layers of a decode step in one call, with attention to exact pages."""
+"""Runs several decoder layers of a decode step in one call. They attend to exact pages."""

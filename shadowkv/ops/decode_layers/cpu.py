@@ -20,7 +20,7 @@ def supports(case: Case) -> list[str]:
 def decode_layers(
     x: Tensor, attended: Tensor | None, layers: Layers, tokens: NewTokens, to_attention: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as the reference, in float32. If no attention is computed, the returned queries and log-sum-exps are
+    """Same as the reference, in float32. If the call computes no attention, the returned queries and log-sum-exps are
     arbitrary."""
     rotary = layers.rotary
     result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.shadowkv.decode_layers(

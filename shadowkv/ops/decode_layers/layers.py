@@ -14,10 +14,10 @@ from shadowkv.ops.quantised.rows import QuantisedRows
 
 @dataclass(frozen=True)
 class Projection:
-    """y = x Wᵀ + b.
+    """A linear layer, y = x Wᵀ + b.
 
     Attributes:
-        row_blocks: W [N, K] as consecutive blocks of rows [rows, K], each plain or quantised.
+        row_blocks: W [N, K], split into consecutive blocks of rows [rows, K]. Each block is plain or quantised.
         bias: [N], or None.
     """
 
@@ -30,9 +30,10 @@ class Layer:
     """Weights of a decoder layer (``layers.decoder_layer``), and its exact pages.
 
     Attributes:
-        attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: weights [D] of norms; None without the norm.
-        qkv, out, gate_up, down: projections. Gate and up have I rows each.
-        query_norm, key_norm: weights [d]; None without the norm.
+        attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: weights [D] of norms, where D is the hidden size.
+            None if the layer lacks the norm.
+        qkv, out, gate_up, down: projections. Gate and up have as many rows each as the MLP has hidden units.
+        query_norm, key_norm: weights [d] of norms over the head dim d. None if the layer lacks the norm.
         k_pages, v_pages: [N, H, 64, d], views over all pages.
     """
 
@@ -59,10 +60,10 @@ class Layers:
         rotary: RoPE of all layers.
 
     Attributes:
-        vectors: norms and biases, 8 per layer, None for those that a layer does not have.
-        matrices: row blocks of all projections, plain or in a GGUF file's blocks.
+        vectors: norms and biases, 8 per layer. None stands for a norm or bias that a layer lacks.
+        matrices: row blocks of all projections, plain or in the block format of a GGUF file.
         forms: the block format of each matrix, "" for a plain one.
-        row_blocks: the number of row blocks of each projection, 4 projections per layer.
+        row_blocks: the number of row blocks of each projection. There are 4 projections per layer.
         k_pages, v_pages: exact pages of each layer.
     """
 
@@ -90,8 +91,9 @@ class NewTokens:
     Attributes:
         positions: int64 [B].
         pages: int64 [B, E], ids of exact pages.
-        counts: int64 [B, E], valid tokens at the start of each page, with the new token; 0 skips the page.
-        write_page, write_offset: int64 [B], where the new token is written: page id, and row of the page.
+        counts: int64 [B, E], number of valid tokens at the start of each page, including the new token. 0 skips the
+            page.
+        write_page, write_offset: int64 [B], where the new token is written: the page id, and the row in this page.
     """
 
     positions: Tensor

@@ -1,4 +1,4 @@
-"""Decoder layers of a decode step in PyTorch, composed of other ops' references."""
+"""Decoder layers of a decode step in PyTorch. They call the references of other ops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shadowkv.ops.quantised_matmul.reference import quantised_matmul
 from shadowkv.ops.rms_norm.reference import rms_norm
 
 SYNCHRONISES = True
-"""Because the reference of ``paged_attention`` does."""
+"""The reference of ``paged_attention`` makes the host wait for the device."""
 
 
 def decode_layers(
@@ -27,13 +27,15 @@ def decode_layers(
 
     Args:
         x: [B, D], the residual stream of at least one sequence. It is not changed.
-        attended: [B, H_q, d], the result of the first layer's attention, after which the computation starts. None
-            starts before the first layer.
+        attended: [B, H_q, d], the result of the first layer's attention. The computation then starts after this
+            attention. None starts before the first layer.
+        layers: the layers, and their tensors.
+        tokens: the new tokens, and the exact pages that they attend to.
         to_attention: whether to stop after the last layer's attention, instead of after the last layer.
 
     Returns:
-        The residual stream [B, D]; then of the last computed attention the queries after RoPE [B, H_q, d], the result
-        [B, H_q, d] and the log-sum-exp, float32 [B, H_q].
+        The residual stream [B, D]. Then three tensors of the last attention that was computed: the queries after RoPE
+        [B, H_q, d], the result [B, H_q, d] and the log-sum-exp, float32 [B, H_q].
     """
     q = x.new_empty(0)
     lse = q.float()

@@ -1,1 +1,1 @@
-"""Dense attention of prompts: of one sequence or packed sequences, with or without windows and sinks."""
+"""Dense attention of prompts: one sequence or packed sequences, with or without windows and sinks."""

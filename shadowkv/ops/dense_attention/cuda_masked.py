@@ -12,7 +12,7 @@ missing = gpu_missing
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Same as the reference. If n is not m, PyTorch makes a mask of n x m."""
+    """Same as the reference. If the numbers of queries and keys differ, PyTorch makes a mask of queries x keys."""
     bias = causal_lower_right(len(q), len(k))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)[0].transpose(0, 1)

@@ -13,8 +13,8 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 __all__ = ["causal", "missing", "packed", "partial", "supports"]
 
 MIN_TILES = 64
-"""Minimum number of tiles, over all query heads, for which our kernel is faster. They occupy about half of a Hopper
-GPU's multiprocessors."""
+"""From this many tiles on, over all query heads, our kernel is faster than PyTorch's. This many tiles occupy about half
+of a Hopper GPU's multiprocessors."""
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

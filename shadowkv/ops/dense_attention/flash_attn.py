@@ -57,8 +57,8 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None,
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
-    """Attention of q [n, H_q, d] over k, v [m, H, d], with or without a window: out [n, H_q, d] and its log-sum-exp,
-    float32 [n, H_q]."""
+    """Computes attention of q [n, H_q, d] over k, v [m, H, d], with or without a window. Returns out [n, H_q, d] and
+    its log-sum-exp, float32 [n, H_q]."""
     from flash_attn import flash_attn_func
 
     # How many positions a query sees before its own and after it; -1 means no bound.

@@ -24,23 +24,24 @@ from shadowkv.ops.extension import gpu_missing
 NEEDS_LENGTHS = ("packed", "windowed")
 
 FASTER_AT = {"causal": (256,), "packed": (256,)}
-"""Head dims at which FlashInfer is faster, by form. On an H200 with 256 dimensions it takes less than half of PyTorch's
-time for one sequence, and less than 0.7 of Triton's time for packed sequences. Our kernel takes 0.93 to 1.06 times
-FlashInfer's time for one sequence with 64 or 128 dimensions. For packed sequences it takes 1.06 to 1.26 times as long
-with 128, and 0.86 to 1.0 times with 64: too little gain to wait until kernels are compiled."""
+"""Head dims at which FlashInfer is faster, by form. On an H200 with 256 dimensions, FlashInfer takes less than half of
+PyTorch's time for one sequence, and less than 0.7 of Triton's time for packed sequences. With 64 or 128 dimensions, our
+kernel takes 0.93 to 1.06 times FlashInfer's time for one sequence. For packed sequences, our kernel takes 1.06 to 1.26
+times FlashInfer's time with 128 dimensions, and 0.86 to 1.0 times with 64. This gain is too small to wait for
+FlashInfer to compile its kernels."""
 
 WORKSPACE = 128 * 2**20
 """Bytes for partial results, as the library recommends."""
 
 PLANS = 8
-"""Plans that are kept, each with 8 MiB on the device and on the host. In every layer, the packs of a batch are computed
-one after another, each with its plan."""
+"""Plans that are kept. Each takes 8 MiB on the device and 8 MiB on the host. A batch can have several packs. Every
+layer computes them one after another, each with its own plan."""
 
 MIN_CAPABILITY = (8, 0)
 """Lowest compute capability whose tensor cores have bfloat16."""
 
 DIMS = (64, 128, 256)
-"""Head dims that its attention is compiled for."""
+"""Head dims for which FlashInfer's attention can be compiled."""
 
 
 def missing() -> list[str]:
@@ -66,8 +67,8 @@ def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
-    """Same as the reference. Cannot be captured in a CUDA graph: in the first call of a pack, the library plans the
-    work on the host, and this waits for the copy of the previous plan."""
+    """Same as the reference. Cannot be captured in a CUDA graph: in the first call with a pack, the library plans the
+    work on the host. Planning waits until the previous plan has been copied to the device."""
     if not len(q):
         return torch.empty_like(q)
     lengths = tuple(pack.cu_seqlens.diff().tolist() if pack.lengths is None else pack.lengths)
@@ -82,8 +83,8 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None,
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
-    """Attention of q [n, H_q, d] over k, v [m, H, d], with or without a window: out [n, H_q, d] and its log-sum-exp,
-    float32 [n, H_q]. Needs no plan on the host."""
+    """Computes attention of q [n, H_q, d] over k, v [m, H, d], with or without a window. Returns out [n, H_q, d] and
+    its log-sum-exp, float32 [n, H_q]. It needs no plan on the host."""
     from flashinfer import single_prefill_with_kv_cache
 
     before = -1 if window is None else window - 1  # positions that a query sees before its own; -1 means all
@@ -93,7 +94,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = N
 
 @cache
 def _compiler_missing() -> list[str]:
-    """Why the library cannot compile its kernels. None is needed if the package with compiled kernels is installed."""
+    """Returns the reason why the library cannot compile its kernels. Returns ``[]`` if it can, or if the package with
+    compiled kernels is installed."""
     if find_spec("flashinfer_jit_cache") is not None:
         return []
     try:
@@ -113,11 +115,12 @@ def _planned(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
-    """The library's wrapper, planned for packed sequences with ``lengths`` queries [H_q, d] and ``keys`` keys."""
+    """Returns the library's wrapper with a plan for packed sequences. Sequence i has ``lengths[i]`` queries and
+    ``keys[i]`` keys. ``query`` is the shape (H_q, d) of a token's queries."""
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
     workspace, copied = _workspace(device)
-    copied.synchronize()  # the new plan may get the pinned memory of a dropped one, which may still be copied from
+    copied.synchronize()  # the new plan may reuse a dropped plan's pinned memory, whose copy may still run
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
     # On the host, where the library reads them.
     starts, key_starts = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (lengths, keys))
@@ -128,5 +131,6 @@ def _planned(
 
 @cache
 def _workspace(device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
-    """The workspace that all plans of a device share, and the event after which the latest plan is on the device."""
+    """Returns the workspace that all plans of a device share, and the event that marks when the latest plan has been
+    copied to the device."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device), torch.cuda.Event()

@@ -17,8 +17,8 @@ class Packed(NamedTuple):
 
     Attributes:
         cu_seqlens: int32 [S + 1], the start of each sequence's queries, from 0 to n.
-        lengths: queries of each sequence, so that the host need not wait for ``cu_seqlens``. None if only the device
-            knows them, as in a CUDA graph.
+        lengths: number of queries of each sequence, so that the host need not wait for ``cu_seqlens``. None if only the
+            device knows the numbers, as in a CUDA graph.
         cu_seqlens_k: int32 [S + 1], the start of each sequence's keys, from 0 to at most m. A sequence's queries are
             its last positions. None if sequences have as many keys as queries.
     """
@@ -74,13 +74,14 @@ class DenseAttention:
         causal: bool = True,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Causal attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d].
+        """Computes causal attention [n, H_q, d] of q [n, H_q, d] over k, v [m, H, d]. The queries are the last n of m
+        positions.
 
-        n and m are at least 1, or 0 for packed sequences. The last dimension of every tensor is contiguous.
+        n and m are at least 1; for packed sequences, they can be 0. The last dimension of every tensor is contiguous.
 
         Args:
             pack: the starts of packed sequences; None for one sequence.
-            window: how many of the newest positions, with its own, each position sees; None for all.
+            window: number of positions that each position sees: its own and those just before it. None for all.
             sinks: float32 [H_q], the score of one more position in every softmax, whose value is 0.
             causal: False lets every query see all m positions.
             return_lse: whether to return the log-sum-exp too, float32 [n, H_q].
@@ -101,8 +102,8 @@ class DenseAttention:
 def of_each(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, pack: Packed
 ) -> Tensor:
-    """Calls ``attend`` for each packed sequence: [n, H_q, d] of q [n, H_q, d] and k, v [m, H, d]. The host waits for
-    ``cu_seqlens_k``, and for ``cu_seqlens`` if it does not know the lengths."""
+    """Calls ``attend`` for each packed sequence of q [n, H_q, d] and k, v [m, H, d]. Returns the results [n, H_q, d].
+    The host waits for ``cu_seqlens_k``, and for ``cu_seqlens`` if ``pack.lengths`` is None."""
     lengths = pack.cu_seqlens.diff().tolist() if pack.lengths is None else list(pack.lengths)
     keys = lengths if pack.cu_seqlens_k is None else pack.cu_seqlens_k.diff().tolist()
     k, v = k[: sum(keys)], v[: sum(keys)]
@@ -120,8 +121,8 @@ def windowed_by(
     sinks: Tensor | None,
     pack: Packed | None,
 ) -> Tensor:
-    """The form ``windowed``, by a library's attention of one sequence: [n, H_q, d] of q [n, H_q, d] and k, v [m, H, d].
-    ``attend`` returns the log-sum-exp too, with which sinks are added to its result."""
+    """Computes the form ``windowed`` by a library's attention of one sequence: [n, H_q, d] of q [n, H_q, d] and k, v
+    [m, H, d]. ``attend`` also returns the log-sum-exp, because sinks are added to the result by it."""
 
     def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, lse = attend(q, k, v, True, window)

@@ -1,4 +1,4 @@
-"""Dense attention in PyTorch, by its fused kernels except for the form with a log-sum-exp."""
+"""Dense attention in PyTorch. The form with a log-sum-exp is written out; the others call PyTorch's fused kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ SCORES_AT_ONCE = 2**24
 """Most scores, over all query heads, that ``partial`` holds in memory at once: 64 MB in float32."""
 
 QUERIES_AT_ONCE = 256
-"""Queries that ``windowed`` computes at a time, so that it computes few scores outside of windows. On one core, 2,048
-queries took half as long as with 1,024 at a time for a window of 512, and as long for a window of 4,096."""
+"""Queries that ``windowed`` computes at a time. With few, it computes few scores outside of windows. On one core, 2,048
+queries with a window of 512 took half as long as with 1,024 queries at a time. With a window of 4,096 they took equally
+long."""
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d]."""
+    """Computes causal attention [n, H_q, d] of q [n, H_q, d], the last n of m positions, over k, v [m, H, d]."""
     n, m, mask = len(q), len(k), None
     if n != m:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
@@ -31,7 +32,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """As ``causal``, or over all m positions for each query; and the log-sum-exp, float32 [n, H_q]."""
+    """As ``causal``, but returns the log-sum-exp too, float32 [n, H_q]. With ``causal=False``, each query sees all m
+    positions."""
     n, m = len(q), len(k)
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
     rows = max(1, SCORES_AT_ONCE // (q.shape[1] * m))
@@ -50,8 +52,8 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """As ``causal``, but each position sees only the newest ``window`` positions, with its own. Sinks are float32
-    [H_q]."""
+    """As ``causal``, but each position sees only ``window`` positions: its own and those just before it. Sinks are
+    float32 [H_q]."""
 
     def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _attend_windowed(q, k, v, window, sinks)
@@ -86,7 +88,7 @@ def _attend_windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor
         mask = torch.ones(stop - start, last - first, dtype=torch.bool, device=q.device)
         mask = mask.tril(m - n + start - first).triu(m - n + start - first - window + 1)
         queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q[start:stop], k[first:last], v[first:last]))
-        if sinks is not None:  # one more key of zeros has score 0, to which the mask adds the sink
+        if sinks is not None:  # an additional key of zeros has score 0, and the mask adds the sink to it
             seen = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
             column = sinks.to(q.dtype)[:, None, None].expand(-1, len(seen), 1)
             mask = torch.cat((seen.expand(len(sinks), -1, -1), column), -1)

@@ -1,5 +1,5 @@
-"""Dense attention of packed sequences, and with windows and sinks, in one Triton kernel (FlashAttention-2,
-arXiv:2307.08691), in any dtype."""
+"""Dense attention in one Triton kernel, for packed sequences, windows and sinks, in any dtype (FlashAttention-2,
+arXiv:2307.08691)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """Same as the reference, for head dims up to 256. Blocks of keys before a tile's windows are not read. Can be
+    """Same as the reference, for head dims up to 256. Keys before the windows of a tile of queries are not read. Can be
     captured in a CUDA graph."""
     return _launch(q, k, v, window, sinks, pack)
 
@@ -62,11 +62,11 @@ def _attend(
     window, scale, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
     PACKED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of the queries of one sequence and head. ``before`` is the number of a sequence's first
-    positions that have no queries here. It is computed if sequences are packed."""
+    """Computes one tile of the queries of one sequence and head. ``before`` is the number of keys before a sequence's
+    first query. If sequences are packed, the kernel computes ``before`` itself."""
     tile, head = tl.program_id(0), tl.program_id(1)
     if PACKED:
-        # The tiles of sequence i start at cu_seqlens[i] // ROWS + i. They are as many as it needs, or one more.
+        # The tiles of sequence i start at cu_seqlens[i] // ROWS + i. The sequence has as many as it needs, or one more.
         sequence = 0
         last = count - 1
         while sequence < last:

@@ -1,4 +1,4 @@
-"""Dequantises rows. Rows in a GGUF file's blocks are dequantised in C++ (``csrc/cpu/quantised_matmul/``)."""
+"""Dequantises rows: GGUF formats of ``FORMATS`` in C++ (``csrc/cpu/quantised_matmul/``), all others in PyTorch."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from shadowkv.ops.quantised.rows import QuantisedRows
 
 
 def dequantise_rows(rows: QuantisedRows) -> Tensor:
-    """Dequantised rows, float32 [N, K].
+    """Dequantises rows [N, K] to float32 [N, K].
 
     Args:
-        rows: [N, K] in any form.
+        rows: N rows of K columns, in any form.
 
     Raises:
         ValueError: the tensors do not fit the form.

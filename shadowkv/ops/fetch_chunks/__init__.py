@@ -1,1 +1,2 @@
-"""Fetches selected chunks from host memory into a buffer on the device, which keeps the most recently used ones."""
+"""Fetches selected chunks from host memory into a buffer on the device. The buffer keeps the most recently used
+chunks."""

@@ -22,8 +22,9 @@ BLOCKS_OF_SHORT_ROWS = 32
 
 BLOCKS_OVERLAPPED = 8
 """Thread blocks that copy short rows while other work runs. The other work's address translations queue behind those of
-all copies in flight. On an H200, a step whose micro-batches fetch 65 x 8 x 34 chunks of 384 B per layer takes 38.2 ms
-with 8 blocks and 42.4 ms with 16. With 4 blocks it waits for the copies and takes 49.5 ms."""
+all copies in flight, so more blocks slow it down. On an H200, a step whose micro-batches fetch 65 x 8 x 34 chunks of
+384 B per layer takes 38.2 ms with 8 blocks and 42.4 ms with 16. With 4 blocks, the step waits for the copies and takes
+49.5 ms."""
 
 missing = partial(cuda_missing, "fetch_chunks", "find_missing_chunks", "copy_missing_chunks")
 
@@ -84,14 +85,15 @@ def fetch_chunks(
 
 
 def scratch_bytes(chunks: int, row_bytes: int) -> int:
-    """Device bytes that a call needs for ``chunks`` selected chunks of all rows and heads until they are copied.
+    """Returns the bytes on the device that a call needs until its copies are done. ``chunks`` is the number of selected
+    chunks over all rows and heads, ``row_bytes`` the bytes of a chunk.
 
-    These are the entries, and the addresses of missing chunks, twice for short rows. ``counts``, at most 4 KiB, is not
-    included.
+    The bytes hold the entries and the addresses of missing chunks. Short rows have the addresses twice: unordered and
+    ordered. ``counts``, at most 4 KiB, is not included.
     """
     return chunks * 8 * (1 + 2 * (1 + (row_bytes < SHORT_ROW)))
 
 
 def _bucket_bits(host: Tensor) -> int:
-    """Number of address bits within a bucket, if ``BUCKETS`` buckets cover ``host``."""
+    """Returns the number of address bits within a bucket, if ``BUCKETS`` buckets cover ``host``."""
     return (host.shape[0] * host.stride(0) * host.element_size() // BUCKETS).bit_length()

@@ -1,7 +1,7 @@
-"""The fetch buffer in PyTorch: selected chunks that are not in the buffer are copied from host memory.
+"""The fetch buffer in PyTorch. Selected chunks that are not in the buffer are copied from host memory.
 
-About two of three selected chunks were also selected in the previous step. ShadowKV keeps the chunks of one step
-(arXiv:2410.21465). Here an entry stays until it is the least recently used one and its place is needed.
+About two of three selected chunks were also selected in the previous step. ShadowKV (arXiv:2410.21465) keeps the chunks
+of one step. Here, a chunk stays until its entry is needed and is the least recently used one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ SYNCHRONISES = True
 """Missing chunks are determined on the host."""
 
 SHORT_ROW = 1024
-"""Chunks of fewer bytes are limited by a GPU's address translation rather than by the bus. Chunks of 384 B are, chunks
-of 2 KiB are not."""
+"""Chunks of fewer bytes are short rows. The GPU's address translation limits how fast they are copied, not the bus.
+Chunks of 384 B are limited in this way, chunks of 2 KiB are not."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class ChunkBuffer:
 
     Attributes:
         rows: [slots, H, M, c, w], the chunks; M up to 32767.
-        owner: int32 [slots, H, M], number of the chunk in an entry, -1 for none.
-        entry: int16 [slots, H, n], entry of a chunk by its number, -1 for none.
-        used: int32 [slots, H, M], step in which an entry was last selected, counted from 1.
+        owner: int32 [slots, H, M], number of the chunk in each entry, -1 for none.
+        entry: int16 [slots, H, n], the entry that holds each of a sequence's n chunks, -1 for none.
+        used: int32 [slots, H, M], step in which an entry was last selected. Steps count from 1.
         step: int32 [slots, H], number of calls so far that selected chunks.
         counters: int64 [2], selected chunks and fetched chunks, over all calls, slots and heads.
     """
@@ -44,10 +44,10 @@ class ChunkBuffer:
 
     @classmethod
     def empty(cls, slots: int, entries: int, chunks: int, like: Tensor) -> ChunkBuffer:
-        """An empty buffer with ``entries`` per slot and head, for sequences of at most ``chunks`` chunks.
+        """Makes an empty buffer with ``entries`` per slot and head, for sequences of at most ``chunks`` chunks.
 
         Args:
-            like: [N, H, C, c, w], with the rows' dtype, device and sizes: the ``host`` of ``fetch_chunks``.
+            like: [N, H, C, c, w], the ``host`` of ``fetch_chunks``. The rows get its dtype, device and sizes.
         """
         heads, device = like.shape[1], like.device
         return cls(
@@ -60,8 +60,8 @@ class ChunkBuffer:
         )
 
     def reset(self, slot: int | slice) -> None:
-        """Empties a slot for its next sequence. Fields may have more dimensions, such as layers, before that of
-        slots."""
+        """Empties a slot for its next sequence. Fields may have further dimensions before the dimension of slots, such
+        as layers."""
         self.owner[..., slot, :, :].fill_(-1)
         self.entry[..., slot, :, :].fill_(-1)
         self.used[..., slot, :, :].zero_()
@@ -79,19 +79,21 @@ def fetch_chunks(
 ) -> Tensor:
     """Copies selected chunks that are missing in ``buffer`` from ``host`` into it.
 
-    B sequences, H kv heads, C chunks of c tokens in a page, w elements per token and head. Fetched chunks replace
-    entries that are not selected now, the least recently used first. Ties are broken arbitrarily, and steps more than
-    65,000 ago may count as equal. Chunks must not change while the buffer may hold them.
+    There are B sequences, H kv heads, C chunks of c tokens in a page, and w elements per token and head. Fetched chunks
+    replace chunks that are not selected now, the least recently used first. Ties are broken arbitrarily. Chunks that
+    were last used more than 65,000 steps ago may count as tied. Chunks in host memory must not change while the buffer
+    may hold them.
 
     Args:
         host: [N, H, C, c, w], indexed by page ids; readable by the device.
         pages: int64 [B, P].
         slots: int64 [B], the slot of each sequence. Only rows without selected chunks may repeat a slot.
-        selected: int64 [B, H, k], distinct chunk numbers of a sequence, then -1s. k <= M.
+        selected: int64 [B, H, k], distinct chunk numbers of a sequence, then -1s. k is at most M, the number of entries
+            per slot and head.
         buffer: updated in place.
-        stream: on a GPU, the stream that copies, after all prior work of the current stream. Readers must wait for it.
-            It must be the same for every call with this buffer. None is the current stream.
-        overlapped: on a GPU, whether other work runs meanwhile that takes as long. Copies of short chunks then use
+        stream: on a GPU, the stream that copies, after all prior work of the current stream. Readers must wait for this
+            stream. It must be the same for every call with this buffer. None is the current stream.
+        overlapped: on a GPU, whether other work of similar length runs at the same time. Copies of short rows then use
             fewer thread blocks.
 
     Returns:

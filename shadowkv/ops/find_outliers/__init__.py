@@ -1,1 +1,1 @@
-"""Finds outliers, the chunks whose mean represents their keys worst."""
+"""Finds outliers: the chunks that are represented worst by their mean key."""

@@ -7,12 +7,14 @@ from torch import Tensor
 
 
 def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
-    """The chunks whose mean has the lowest cosine similarity with one of their keys.
+    """Finds the chunks that are represented worst by their mean key. A chunk is as bad as the lowest cosine similarity
+    of its mean with one of its keys.
 
     Args:
-        rope_keys: [S, H, d], after RoPE, S a multiple of ``chunk``.
-        count: how many, at most S / chunk - ``sink``.
-        sink: chunks at the start that are not candidates.
+        rope_keys: [S, H, d], keys of S tokens after RoPE. S is a multiple of ``chunk``.
+        chunk: tokens of a chunk.
+        count: number of chunks to find per kv head, at most S / chunk - ``sink``.
+        sink: number of chunks at the start that are not candidates.
 
     Returns:
         int64 [H, count], chunk numbers.

@@ -37,7 +37,7 @@ def _worst_cosine(
     dim = tl.arange(0, DIM_BLOCK)
     lives = (token < chunks * CHUNK)[:, None] & (dim < DIM)[None, :]
     rows = tl.load(rope_keys + token[:, None] * token_stride + head * head_stride + dim[None, :], mask=lives, other=0.0)
-    # The mean's product with a key is the mean of the keys' products with that key, which tensor cores compute.
+    # A key's product with the mean is the mean of its products with all keys, and tensor cores compute these products.
     products = tl.dot(rows, tl.trans(rows), input_precision="ieee")
     same = (within // CHUNK)[:, None] == (within // CHUNK)[None, :]
     with_sum = tl.sum(tl.where(same, products, 0.0), 1)
