@@ -142,7 +142,8 @@ class RowCodec(ABC):
     def decode(
         self, codes: Tensor, scale: Tensor, rotation: Tensor | None, dim: int, state: tuple[Tensor, ...] = ()
     ) -> Tensor:
-        """Decodes codes and scales to rows float32 [..., dim]. If ``rotation`` is None, the rows stay rotated."""
+        """Decodes codes and scales to rows float32 [..., dim]. Without ``rotation``, rows of a ``rotated`` codec
+        stay rotated."""
 
     def code_levels(self, dim: int, device: torch.device) -> Tensor | None:
         """Returns the value of each code in units of the scale, float32 [2 ** bits]. A value is one entry of a rotated
@@ -218,7 +219,7 @@ class LatentCodec(ABC):
             basis is multiplied by the steps. None for latents that are not quantised.
         rank_multiple: the rank must be a multiple of this.
         bits: average bits per code, if the codec learns a width for each rank dimension. The basis is then in 8 bits.
-            None if no widths are learned: they follow from the codec and the ranks.
+            None if no widths are learned. The widths then follow from the codec and the ranks.
     """
 
     id: int

@@ -1,12 +1,12 @@
 """Selects the top-k, and samples the rest by weight (systematic sampling: Madow, 1949). ``select_by_sketch`` uses it.
 
-The top-k are selected with probability 1, the others with a probability in proportion to their weight. If each selected
-term is divided by its probability, the sum of these is an unbiased estimate of the sum of all terms. The closer the
+The top-k are selected with probability 1, the others with a probability in proportion to their weight. The sum
+of the selected terms, each divided by its probability, is an unbiased estimate of the sum of all terms. The closer the
 weights are to the terms, the better is the estimate.
 
 Probabilities are multiples of a small unit, so that the selection does not depend on the order of additions. The sum of
-the weights scales the probabilities. It is exact, or its order of additions depends only on the backend, not on the
-batch.
+the weights scales the probabilities. This sum is exact, or its order of additions depends only on the backend, not on
+the batch.
 """
 
 from __future__ import annotations
