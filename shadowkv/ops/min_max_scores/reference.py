@@ -14,9 +14,10 @@ def min_max_scores(
 
     Args:
         q: [B, H_q, d], after RoPE.
-        bounds: [N, H, 2, C, d], smallest and largest key per dimension, views over all pages.
+        bounds: [N, H, 2, C, d], the smallest and the largest entry of each chunk's keys per dimension, views over all
+            pages.
         excluded: bool [N, H, C], views over all pages, true for chunks that may not be selected.
-        pages: int64 [B, P].
+        pages: int64 [B, P], page ids of each row.
         num_chunks: int64 [B], chunks of each row.
 
     Returns:

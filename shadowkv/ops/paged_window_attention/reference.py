@@ -15,8 +15,8 @@ def paged_window_attention(
         q: [B, H_q, d], after RoPE.
         k, v: [N, H, 64, d], views over all pages.
         pages: int64 [B, E], page ids.
-        starts, counts: int64 [B, E], the first valid token of each page, and the end of the valid ones. A page is
-            skipped if its count is not above its start.
+        starts, counts: int64 [B, E]. Tokens ``starts`` to ``counts`` of each page are valid. A page is skipped if its
+            count is not above its start.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf for a row without
