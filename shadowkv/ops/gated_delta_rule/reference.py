@@ -95,7 +95,7 @@ def _span_in_chunks(
         for x in (q, k, v, beta.unsqueeze(-1), log_decay.unsqueeze(-1))
     )
     decay = log_decay.squeeze(-1).cumsum(-1)  # log of the factor by which the state before the chunk has decayed
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).tril()  # log of the decay from the column's token to the row's
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).tril()  # log decay from the column's token to the row's
     between = between.exp().tril()
     system = ((beta * k) @ k.mT * between).tril(-1)
     known = beta * k * decay.exp().unsqueeze(-1)
