@@ -4,8 +4,9 @@ waits.
 Simultaneous iteration with Cholesky-QR (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4) orders the rows
 like a Gram-Schmidt process, strongest first. Cholesky-QR squares the condition number of its input, which is too much
 for float32. So rows are first scaled to length 1: they are then nearly orthonormal once they are near eigenvectors. And
-a shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). The second pass runs
-only at the end, because rows that are only nearly orthonormal span the same subspace.
+a shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). Further passes run
+only after the last two products. Before these, it is enough that rows span the right subspace, and nearly orthonormal
+rows do.
 
 A pass calls ``whiten_rows`` in CUDA for up to 256 rows if that kernel is built, and PyTorch's Cholesky factor
 otherwise. The number of rows is the rank of one group of kv heads.
