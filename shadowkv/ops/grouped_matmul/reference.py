@@ -16,8 +16,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Returns x[s] W_eᵀ for every row s, where e is the row's expert.
 
     Args:
-        x: [S, K], sorted by expert.
-        weight: [E, N, K].
+        x: [S, K], S rows sorted by expert.
+        weight: [E, N, K], a matrix for each of E experts.
         offsets: int32 [E + 1]. The rows of expert e are ``offsets[e]`` to ``offsets[e + 1]``. The first number is 0,
             the last is at most S.
 

@@ -19,9 +19,9 @@ def grouped_quantised_matmul(x: Tensor, weight: Sequence[Tensor | QuantisedRows]
     """Returns x[s] W_eᵀ for every row s, where e is the row's expert.
 
     Args:
-        x: [S, K], sorted by expert, any float dtype.
-        weight: the matrices W_e [N, K] of all experts, one after another. They are given as consecutive blocks of rows,
-            whose forms may differ.
+        x: [S, K], S rows sorted by expert, any float dtype.
+        weight: the matrices W_e [N, K] of all E experts, one after another. They are given as consecutive blocks of
+            rows, whose forms may differ.
         offsets: int32 [E + 1], as for ``grouped_matmul``.
 
     Returns:

@@ -17,9 +17,9 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
     """Softmax attention over pages that hold any number of valid tokens.
 
     Args:
-        q: [B, H_q, d], after RoPE.
-        k, v: [N, H, 64, d], views over all pages.
-        pages: int64 [B, E], page ids.
+        q: [B, H_q, d], query heads of B sequences, after RoPE.
+        k, v: [N, H, 64, d], kv heads of 64 tokens per page, views over all N pages.
+        pages: int64 [B, E], E page ids per sequence.
         counts: int64 [B, E], number of valid tokens at the start of each page. A page with 0 is skipped.
 
     Returns:

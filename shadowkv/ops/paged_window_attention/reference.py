@@ -12,9 +12,9 @@ def paged_window_attention(
     """Softmax attention over pages, each with a contiguous range of valid tokens.
 
     Args:
-        q: [B, H_q, d], after RoPE.
-        k, v: [N, H, 64, d], views over all pages.
-        pages: int64 [B, E], page ids.
+        q: [B, H_q, d], query heads of B sequences, after RoPE.
+        k, v: [N, H, 64, d], kv heads of 64 tokens per page, views over all N pages.
+        pages: int64 [B, E], E page ids per sequence.
         starts, counts: int64 [B, E]. Tokens ``starts`` to ``counts`` of each page are valid. A page is skipped if its
             count is not above its start.
 

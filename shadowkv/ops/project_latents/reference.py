@@ -23,7 +23,7 @@ def project_latents(
     Args:
         keys: [L, n, 64, H, d], n pages of keys of L layers, before RoPE.
         codec: codec of the latents.
-        basis: [L, states, r, H, d]. With ``step``, each row is multiplied by its step.
+        basis: [L, states, r, H, d], r rank dimensions. With ``step``, each row is multiplied by its step.
         mean: float32 [L, states, r], the products of the mean key with ``basis``. They are subtracted from the keys'
             products. None if ``step`` is None.
         step: float32 [L, states, r], quantisation steps of the latents; None if latents are not quantised.

@@ -329,8 +329,8 @@ def _kernel(layer: str, tokens: int, device: int) -> tuple[int, int]:
 
 @cache
 def _let_the_compiler_find_its_parts() -> None:
-    """Adds the folder of PyPI's NVRTC to LD_LIBRARY_PATH. In the library's processes, NVRTC loads a second library from
-    there by its name alone."""
+    """Adds the folder of PyPI's NVRTC to LD_LIBRARY_PATH. Processes that the library starts run NVRTC, which finds a
+    second library in this folder by its name alone."""
     from humming.utils.nvrtc import get_nvrtc_library_path
 
     folder, before = str(Path(get_nvrtc_library_path()).resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")

@@ -18,7 +18,7 @@ def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
     """Returns x Wᵀ with quantised weights W.
 
     Args:
-        x: [T, K], any float dtype.
+        x: [T, K], activations of T tokens, any float dtype.
         weight: W [N, K] in any form. It is converted to the dtype of ``x`` for the product.
 
     Returns:

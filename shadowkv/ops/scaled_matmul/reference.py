@@ -13,7 +13,7 @@ def scaled_matmul(
     """Returns (codes · scale) (weight · weight_scale)ᵀ + bias.
 
     Args:
-        codes: float8_e4m3fn [T, K].
+        codes: float8_e4m3fn [T, K], activations of T tokens.
         scale: float32 [T, 1].
         weight: float8_e4m3fn [N, K].
         weight_scale: float32 [N, 1].

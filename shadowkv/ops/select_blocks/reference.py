@@ -45,8 +45,8 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
     2^-``FACTORS``. So a tile needs more blocks if attention is spread out, but hardly more in longer prompts.
 
     Args:
-        q: RoPE-rotated queries [n, H_q, d], n at least 1.
-        k: RoPE-rotated keys [m, H, d].
+        q: queries [n, H_q, d] of one sequence, after RoPE, n at least 1.
+        k: keys [m, H, d] of all its positions, after RoPE.
         error: largest standard deviation, from 0 to below 1. With 0 all blocks are selected.
         whole: all blocks are selected for tiles with one of the last ``whole`` queries, and for a last tile that is not
             full.

@@ -95,11 +95,12 @@ def select_by_sketch(
     the best ``coarse`` scores.
 
     Args:
-        queries: B rows of H_q heads.
+        queries: of B sequences and H_q query heads.
         coarse: float16 [B, H, 8 P], from ``sign_scores``.
-        signs, rest: uint8 [N, H, 64, S], the sketch's planes from ``pack_sketch``, views over all pages.
+        signs, rest: uint8 [N, H, 64, S], the sketch's planes from ``pack_sketch``, views over all N pages and their H
+            kv heads.
         scale: uint8 [N, H, 64], codes of scales; 0 marks tokens that may not be selected.
-        pages: int64 [B, P]. Ids from ``num_pages`` on may be those of any page.
+        pages: int64 [B, P], page ids. Those from ``num_pages`` on may be of any page.
         num_pages: int64 [B], valid pages of each row, 0 to P.
         budget: int64 [B], number of best chunks to select. For rows that sample, it is an upper bound
             (``systematic_sample``). The best and the sampled chunks are at most ``k`` together. A row with budget 0 has

@@ -11,7 +11,8 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass:
     query head of the kv head.
 
     Args:
-        logits: float32 [B, H, G, chunks], -inf where a chunk may not be selected. NaN counts as -inf.
+        logits: float32 [B, H, G, chunks], of B sequences, H kv heads and G query heads per kv head; -inf where a chunk
+            may not be selected. NaN counts as -inf.
         lse: float32 [B, H, G, T], log-sum-exps of ``logits`` over T disjoint sets of chunks, which together are all
             chunks.
         budget: int64 [B], chunks to select, at most ``k``.

@@ -103,10 +103,10 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     shares.
 
     Args:
-        queries: B rows of H_q heads.
-        signs: uint8 [N, H, 64, S], from ``pack_sketch``, views over all pages.
+        queries: of B sequences and H_q query heads.
+        signs: uint8 [N, H, 64, S], the upper plane from ``pack_sketch``, views over all N pages and their H kv heads.
         scale: uint8 [N, H, 64], from ``encode_scale``. Excluded tokens have score 0.
-        pages: int64 [B, P]. Ids from ``num_pages`` on may be those of any page.
+        pages: int64 [B, P], page ids. Those from ``num_pages`` on may be of any page.
         num_pages: int64 [B], valid pages of each row, 0 to P.
 
     Returns:

@@ -25,7 +25,7 @@ class SketchQueries:
     They are ordered like a key's planes: bit j of byte b of a plane belongs to the same dimension as ``whole[j, b]``.
 
     Attributes:
-        whole: int8 [B, H_q, 8, S], from -127 to 127; 0 for padding bytes of a plane.
+        whole: int8 [B, H_q, 8, S] with S = ``plane_bytes(d)``, from -127 to 127; 0 for padding bytes of a plane.
         unit: float32 [B, H_q], the unit of the whole numbers. ``whole * unit`` is the query scaled to length 1 and then
             multiplied by the map. A query that is 0 has unit 0.
         sum: int32 [B, H_q], sum of the whole numbers.
@@ -63,8 +63,8 @@ def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
     """Quantises queries for ``sign_scores`` and ``select_by_sketch``.
 
     Args:
-        q: [B, H_q, d] with d a multiple of 8, after RoPE.
-        maps: bfloat16 [states, H, d, d], by which queries are multiplied.
+        q: [B, H_q, d], query heads of B sequences, with d a multiple of 8, after RoPE.
+        maps: bfloat16 [states, H, d, d], by which queries are multiplied; one per kv head.
         states: int64 [B], the state of each row in ``maps``.
     """
     dim, heads = q.shape[-1], maps.shape[1]
