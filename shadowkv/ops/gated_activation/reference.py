@@ -9,14 +9,14 @@ ALPHA = 1.702
 """Factor within the sigmoid of ``clamped_silu``. With it the activation is close to GELU (arXiv:1606.08415)."""
 
 LIMIT = 7.0
-"""``clamped_silu`` limits gates to at most this, and up to between -LIMIT and LIMIT."""
+"""``clamped_silu`` clamps ``gate`` to at most this, and ``up`` to the range from -LIMIT to LIMIT."""
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, [..., n].
+    """Returns activation(gate) * up, [..., n].
 
     Args:
-        gate_up: [..., 2n], gate, then up.
+        gate_up: [..., 2n], n numbers of ``gate``, then n of ``up``.
         activation: ``silu``; ``gelu_pytorch_tanh``, GELU's approximation with tanh (arXiv:1606.08415); or
             ``clamped_silu`` of gpt-oss, clamp(gate) * sigmoid(1.702 * clamp(gate)) * (clamp(up) + 1)
             (arXiv:2508.10925).

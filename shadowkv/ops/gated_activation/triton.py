@@ -12,7 +12,8 @@ from shadowkv.ops.gated_activation.reference import ALPHA, LIMIT
 BLOCK = 1024
 
 VARIANTS = {"silu": (False, 1.0, None), "gelu_pytorch_tanh": (True, 1.0, None), "clamped_silu": (False, ALPHA, LIMIT)}
-"""By name of the activation: whether it is GELU, the factor within the sigmoid if not, and the limit."""
+"""Activation → whether it is GELU, the factor within the sigmoid (unused by GELU), and the limit (None: no
+clamping)."""
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:

@@ -18,7 +18,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """Same as the reference, for float32 or bfloat16.
 
-    Prompts, too, are computed token by token: a state stays in the core's caches, and chunks would need more products.
+    Prompts are computed token by token, too. The state stays in the core's caches, and chunks would need more products.
     Results are bitwise equal for any number of threads.
     """
     return torch.ops.shadowkv.gated_delta_rule(

@@ -1,5 +1,5 @@
-"""The gated delta rule with prompts by fla-core (github.com/fla-org/flash-linear-attention), whose kernels Triton
-compiles and tunes here; steps are our Triton kernel's."""
+"""The gated delta rule, with the kernels of fla-core (github.com/fla-org/flash-linear-attention) for prompts. Triton
+compiles and tunes them on this machine. Decode steps use our own Triton kernel."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from shadowkv.ops.gated_delta_rule.triton import step
 from shadowkv.ops.recurrence import CHUNK, Spans
 
 MIN_CAPABILITY = (8, 0)
-"""Of tensor cores with bfloat16."""
+"""Lowest compute capability whose tensor cores have bfloat16."""
 
 
 def missing() -> list[str]:
-    """The reasons why the library cannot be used here; none if it can."""
+    """Returns the reasons why the library cannot be used here. The list is empty if it can."""
     installed = find_spec("fla") is not None
     return gpu_missing(MIN_CAPABILITY) + unless(installed, f"fla-core is not installed: {adding('gpu')}")
 
 
 def supports(case: Case) -> list[str]:
-    """Why the library cannot serve a case: its products of float32 have the precision of TF32."""
+    """Returns why the library cannot serve a case. It takes only 16-bit dtypes, because it multiplies float32 in
+    TF32."""
     return unless(case.dtype in (torch.bfloat16, torch.float16), f"{case.dtype} is not of 16 bits")
 
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans
 ) -> Tensor:
-    """Same as the reference; the last dimension of ``q``, ``k`` and ``v``, and rows of ``states`` are dense.
+    """Same as the reference. The last dimension of ``q``, ``k`` and ``v`` is contiguous, and so is each row of
+    ``states``.
 
-    Of prompts the library rounds unit vectors, states between chunks and what chunks add to them to the dtype of ``v``;
-    ``states`` are summed in float32. Keys have 256 dimensions at most. Steps can be captured in a CUDA graph.
+    For prompts, the library rounds three things to the dtype of ``v``: unit vectors, the states between chunks, and
+    what each chunk adds to the state. The sum itself is in float32. Keys have at most 256 dimensions. Decode steps can
+    be captured in a CUDA graph.
     """
     if spans.lengths is None:
         return step(q, k, v, log_decay, beta, states, spans)

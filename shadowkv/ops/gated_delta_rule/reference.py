@@ -15,18 +15,19 @@ EPS = 1e-6
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans
 ) -> Tensor:
-    """Linear attention of packed tokens, and the states after their spans.
+    """Computes linear attention of packed tokens, and writes the states after their spans.
 
-    For each head and token, with unit vectors q and k, the state S decays to exp(log_decay) S. Then the value that it
-    has for k is corrected: S += k (beta (v - Sᵀ k))ᵀ. The result is Sᵀ q / sqrt(dk).
+    For each head and token, with unit vectors q and k, the state S decays to exp(log_decay) S. Then the state's value
+    for k is corrected: S += k (beta (v - Sᵀ k))ᵀ. The result is Sᵀ q / sqrt(dk).
 
     Args:
-        q, k: [T, H_k, dk], not normalised. Each head serves H / H_k neighbouring heads of values.
+        q, k: [T, H_k, dk] for T tokens, not normalised. Each of the H_k heads serves H / H_k neighbouring heads of
+            ``v``.
         v: [T, H, dv].
         log_decay: float32 [T, H], at most 0.
         beta: float32 [T, H], between 0 and 1.
-        states: float32 [N, H, dk, dv]. The rows ``spans.write`` are written.
-        spans: the tokens' spans.
+        states: float32 [N, H, dk, dv]. Spans start from the rows ``spans.read``. The rows ``spans.write`` are written.
+        spans: the sequences that the tokens belong to, and the rows of their states.
 
     Returns:
         [T, H, dv], in the dtype of ``v``.
@@ -39,7 +40,8 @@ def gated_delta_rule(
 
 
 def in_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans) -> Tensor:
-    """Results [T, H, dv] of spans that have lengths, one after the other; arguments as for ``gated_delta_rule``."""
+    """Computes prompts, one span after another, and returns [T, H, dv]. Arguments as for ``gated_delta_rule``;
+    ``spans.lengths`` is not None."""
     assert spans.lengths is not None
     q, k = _for_heads(q, k, v)
     values = v.float()
@@ -57,7 +59,7 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, 
 
 
 def _for_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys as each head of values has them: unit vectors, queries over sqrt(dk)."""
+    """Scales queries and keys to length 1, divides queries by sqrt(dk), and repeats both for each head of values."""
     heads = v.shape[1] // q.shape[1]
     q, k = (_unit(x.float()) for x in (q, k))
     q, k = (x.repeat_interleave(heads, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
@@ -69,7 +71,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each of B sequences: results [B, H, dv] and the states [B, H, dk, dv] after it."""
+    """Computes one token of each of B sequences. Returns the results [B, H, dv] and the new states [B, H, dk, dv]."""
     state = state * log_decay.exp()[..., None, None]
     known = (k.unsqueeze(-2) @ state).squeeze(-2)
     state = torch.baddbmm(
@@ -81,7 +83,8 @@ def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, stat
 def _span_in_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The tokens [n, H, ...] of one sequence in chunks: results [n, H, dv] and the state [H, dk, dv] after them.
+    """Computes the tokens [n, H, ...] of one sequence in chunks. Returns the results [n, H, dv] and the state [H, dk,
+    dv] after the last token.
 
     Within a chunk, the corrections of all tokens solve a triangular system (the UT transform, arXiv:2406.06484).
     """
@@ -91,8 +94,8 @@ def _span_in_chunks(
         F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)).unflatten(0, (-1, CHUNK)).transpose(1, 2)  # [n / C, H, C, ...]
         for x in (q, k, v, beta.unsqueeze(-1), log_decay.unsqueeze(-1))
     )
-    decay = log_decay.squeeze(-1).cumsum(-1)  # of the state before the chunk
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).tril()  # from the column's token to the row's
+    decay = log_decay.squeeze(-1).cumsum(-1)  # log of the factor by which the state before the chunk has decayed
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).tril()  # log decay from the column's token to the row's
     between = between.exp().tril()
     system = ((beta * k) @ k.mT * between).tril(-1)
     known = beta * k * decay.exp().unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Steps of the gated delta rule in one Triton launch: a state is read and written once. Prompts in PyTorch."""
+"""The gated delta rule in Triton for decode steps. One launch reads and writes each state once. Prompts use PyTorch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from shadowkv.ops.gated_delta_rule.reference import EPS, in_chunks
 from shadowkv.ops.recurrence import Spans
 
 COLUMNS = 32
-"""Columns of a state that a program has in registers."""
+"""Maximum number of a state's columns that a program holds in registers."""
 
 NUMBERS_PER_WARP = 1024
-"""Of a state, at least: with fewer, threads would have copies of each other's numbers, and could read them late, where
-they had been overwritten."""
+"""Least numbers of a state per warp. With fewer, several threads would load the same number, and one of them could load
+it after another had overwritten it."""
 
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans
 ) -> Tensor:
-    """Same as the reference; the last dimension of ``q``, ``k`` and ``v``, and rows of ``states`` are dense.
+    """Same as the reference. The last dimension of ``q``, ``k`` and ``v`` is contiguous, and so is each row of
+    ``states``.
 
-    Steps can be captured in a CUDA graph.
+    Decode steps can be captured in a CUDA graph.
     """
     if spans.lengths is not None:
         return in_chunks(q, k, v, log_decay, beta, states, spans)
@@ -30,7 +31,8 @@ def gated_delta_rule(
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans) -> Tensor:
-    """Results [T, H, dv] of spans of one token; arguments as for ``gated_delta_rule``."""
+    """Computes a decode step, in which every span is one token, and returns [T, H, dv]. Arguments as for
+    ``gated_delta_rule``."""
     (tokens, heads, size), key_size = v.shape, q.shape[-1]
     out = v.new_empty(v.shape)
     if not tokens:
@@ -70,6 +72,6 @@ def _step(
 
 @triton.jit
 def _unit(x, i, eps, SIZE: tl.constexpr):
-    """A row of ``SIZE`` numbers as a unit vector."""
+    """Loads a row of ``SIZE`` numbers and scales it to length 1."""
     wide = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
     return wide * tl.rsqrt(tl.sum(wide * wide, axis=0) + eps)

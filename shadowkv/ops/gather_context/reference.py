@@ -11,14 +11,14 @@ from shadowkv.ops.page import PAGE
 def gather_context(
     rope_keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor, sources: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [K, H, d] of sequences that attend to their cached and their new tokens.
+    """Returns the K rows of keys and of values, [K, H, d] each, that packed sequences attend to: cached and new tokens.
 
     Args:
-        rope_keys, values: [T, H, d], of new tokens, keys after RoPE.
+        rope_keys, values: [T, H, d], keys (after RoPE) and values of the T new tokens.
         k_pages, v_pages: [N, H, 64, d], views over all exact pages.
         sources: int64 [K], where each row comes from: ``64 * page + offset`` for a cached token, ``-1 - t`` for new
             token t.
-        count: int32 [1], number of rows that are needed. Later rows of the result are arbitrary.
+        count: int32 [1], number of rows that are needed, at most K. Later rows of the result are arbitrary.
     """
     new = sources < 0
     page, offset = sources.clamp(min=0) // PAGE, sources.clamp(min=0) % PAGE

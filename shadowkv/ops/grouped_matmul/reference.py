@@ -9,16 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SYNCHRONISES = True
-"""The loop needs to know where each expert's rows end."""
+"""The host waits for the device, because the loop needs to know where each expert's rows end."""
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """x[s] W_eᵀ for every row s of expert e.
+    """Returns x[s] W_eᵀ for every row s, where e is the row's expert.
 
     Args:
-        x: [S, K], sorted by expert.
-        weight: [E, N, K].
-        offsets: int32 [E + 1], the start of each expert's rows, and the end of the last one's; from 0 to at most S.
+        x: [S, K], S rows sorted by expert.
+        weight: [E, N, K], a matrix for each of E experts.
+        offsets: int32 [E + 1]. The rows of expert e are ``offsets[e]`` to ``offsets[e + 1]``. The first number is 0,
+            the last is at most S.
 
     Returns:
         [S, N] in the dtype of ``x``. Rows from ``offsets[-1]`` on are arbitrary.
@@ -30,8 +31,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def experts_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, and their rows, by ``offsets`` int32 [E + 1] of ``grouped_matmul``. The host waits for
-    the device."""
+    """Yields each expert that has rows, and the range of its rows. ``offsets``, int32 [E + 1], is that of
+    ``grouped_matmul``. The host waits for the device."""
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if end > start:
             yield expert, slice(start, end)

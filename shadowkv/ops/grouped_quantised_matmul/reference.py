@@ -12,15 +12,16 @@ from shadowkv.ops.quantised.rows import QuantisedRows, cut_out
 from shadowkv.ops.quantised_matmul.reference import quantised_matmul
 
 SYNCHRONISES = True
-"""The loop needs to know where each expert's rows end."""
+"""The host waits for the device, because the loop needs to know where each expert's rows end."""
 
 
 def grouped_quantised_matmul(x: Tensor, weight: Sequence[Tensor | QuantisedRows], offsets: Tensor) -> Tensor:
-    """x[s] W_eᵀ for every row s of expert e.
+    """Returns x[s] W_eᵀ for every row s, where e is the row's expert.
 
     Args:
-        x: [S, K], sorted by expert, any float dtype.
-        weight: W [E N, K], one expert after another, as consecutive blocks of rows that may differ in form.
+        x: [S, K], S rows sorted by expert, any float dtype.
+        weight: the matrices W_e [N, K] of all E experts, one after another. They are given as consecutive blocks of
+            rows, whose forms may differ.
         offsets: int32 [E + 1], as for ``grouped_matmul``.
 
     Returns:
@@ -35,7 +36,7 @@ def loop(
     offsets: Tensor,
     multiply: Callable[[Tensor, QuantisedRows], Tensor],
 ) -> Tensor:
-    """As ``grouped_quantised_matmul``, with the ``quantised_matmul`` of some backend."""
+    """As ``grouped_quantised_matmul``. ``multiply`` is the ``quantised_matmul`` of a backend."""
     each = sum(map(len, weight)) // (len(offsets) - 1)
     out = x.new_empty(len(x), each)
     for expert, rows in experts_rows(offsets):

@@ -4,8 +4,9 @@ waits.
 Simultaneous iteration with Cholesky-QR (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4) orders the rows
 like a Gram-Schmidt process, strongest first. Cholesky-QR squares the condition number of its input, which is too much
 for float32. So rows are first scaled to length 1: they are then nearly orthonormal once they are near eigenvectors. And
-a shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). The second pass runs
-only at the end, because rows that are only nearly orthonormal span the same subspace.
+a shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). Further passes run
+only after the last two products. Before these, it is enough that rows span the right subspace, and nearly orthonormal
+rows do.
 
 A pass calls ``whiten_rows`` in CUDA for up to 256 rows if that kernel is built, and PyTorch's Cholesky factor
 otherwise. The number of rows is the rank of one group of kv heads.
@@ -26,14 +27,15 @@ ROWS_AT_ONCE = 16384
 """Keys that are centred at a time. Their copy, 32 MB for 1024 dimensions in bfloat16, stays in the L2 cache."""
 
 FLOOR = 1e-6
-"""Added to all eigenvalues, as a share of their sum, so that keys of a lower rank, or all zero, have a basis too."""
+"""This share of the sum of eigenvalues is added to each of them. So keys have a basis even if their rank is lower than
+``rank``, or if all are zero."""
 
 SHIFTS = (1e-5,), (1e-5,), (1e-5,), (1e-5,), (1e-5, 1e-5), (1e-5, 1e-5, 1e-7)
 """One tuple per product with the Gram matrix, and in it one shift per orthonormalisation pass after the product. Rows
 have length 1, and the shift is added to the diagonal of their products. Shifts are needed because a product makes all
-rows similar if a few directions dominate. With these shifts, the lost
-energy is within 2 % of the least possible loss, or within 1e-5 of the total, for squared singular values from 1 /
-sqrt(i) to exp(-i / 15) and rank 160 of 1024."""
+rows similar if a few directions dominate. With these shifts, the lost energy is within 2 % of the least possible loss,
+or within 1e-5 of the total. This holds for rank 160 of 1024, and for squared singular values that fall as slowly as 1 /
+sqrt(i) or as fast as exp(-i / 15)."""
 
 missing = gpu_missing
 
@@ -58,13 +60,13 @@ def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """float32 products of matrices that may be in 16 bits."""
+    """Returns the float32 product of matrices, which may have 16 bits."""
     return a @ b if a.dtype == torch.float32 else torch.bmm(a, b, out_dtype=torch.float32)
 
 
 def _leading(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Leading eigenvectors float32 [M, rank, n] of symmetric matrices [M, n, n], and their shares of the trace [M,
-    rank]. It overwrites the matrices."""
+    """Returns the leading eigenvectors, float32 [M, rank, n], of symmetric matrices ``gram`` [M, n, n], and each one's
+    share of the trace, [M, rank]. Overwrites ``gram``."""
     gram /= gram.diagonal(dim1=1, dim2=2).sum(1).clamp(min=1e-30)[:, None, None]
     gram.diagonal(dim1=1, dim2=2).add_(FLOOR)
     basis = _start(gram.shape[1], rank, gram.device).expand(len(gram), -1, -1)

@@ -1,4 +1,5 @@
-"""Truncated SVDs through Gram matrices in PyTorch. The cost does not depend on the rank, and hardly on S."""
+"""Truncated SVDs through Gram matrices in PyTorch. The eigendecomposition costs the same for any rank and any number of
+keys."""
 
 from __future__ import annotations
 
@@ -9,17 +10,18 @@ ROWS_AT_ONCE = 65536
 
 
 def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Top right singular vectors of M matrices ``keys``, minus ``mean`` if given.
+    """Returns the leading right singular vectors of M matrices of keys. If ``mean`` is given, it is subtracted from the
+    keys first.
 
     Args:
-        keys: [M, S, n], before RoPE, kv heads concatenated.
+        keys: [M, S, n], keys of S tokens before RoPE, with their kv heads concatenated.
         rank: number of vectors.
-        mean: [M, n].
+        mean: [M, n], or None.
 
     Returns:
-        basis float32 [M, rank, n] with orthonormal rows, strongest first; the mean square and the largest absolute
-        value of each row's latents (keys x transposed basis), float32 [M, rank] each; and the mean squared norm of
-        keys, float32 [M].
+        The basis, float32 [M, rank, n], with orthonormal rows, strongest first. For each row of the basis, the mean
+        square and the largest absolute value of its latents, which are its products with the keys: float32 [M, rank]
+        each. The mean squared norm of the keys, float32 [M].
     """
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     for block in keys.split(ROWS_AT_ONCE, dim=1):

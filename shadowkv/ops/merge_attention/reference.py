@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention [..., d] over all tokens, from parts over disjoint tokens, each out [..., d] and its log-sum-exp,
-    float32 [...]. At least one log-sum-exp is finite."""
+    """Merges attention over disjoint sets of tokens into attention [..., d] over all of them. Each part is a result
+    [..., d] and its log-sum-exp, float32 [...]. In every row, the log-sum-exp of at least one part is finite."""
     lse = torch.stack([part[1] for part in parts])
     weights = torch.softmax(lse, dim=0).unsqueeze(-1)
     out = sum(weight * part[0].float() for weight, part in zip(weights, parts, strict=True))

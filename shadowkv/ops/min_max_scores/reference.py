@@ -13,10 +13,11 @@ def min_max_scores(
     """Upper bounds on q . k / sqrt(d) for the keys of each chunk, per query head, in float32.
 
     Args:
-        q: [B, H_q, d], after RoPE.
-        bounds: [N, H, 2, C, d], smallest and largest key per dimension, views over all pages.
+        q: [B, H_q, d], query heads of B sequences, after RoPE.
+        bounds: [N, H, 2, C, d], the smallest and the largest entry per dimension of the keys of each of C chunks, views
+            over all N pages and their H kv heads.
         excluded: bool [N, H, C], views over all pages, true for chunks that may not be selected.
-        pages: int64 [B, P].
+        pages: int64 [B, P], page ids of each row.
         num_chunks: int64 [B], chunks of each row.
 
     Returns:

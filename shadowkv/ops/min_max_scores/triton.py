@@ -10,5 +10,6 @@ from shadowkv.ops.chunk_mean_scores.triton import score_chunks
 def min_max_scores(
     q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference. T is the number of programs that share a row. Products are summed in float32."""
+    """Same as the reference, with products summed in float32. T programs share the chunks of a row and kv head, so the
+    log-sum-exps have an axis of T, one entry per program."""
     return score_chunks(q, bounds, excluded, pages, num_chunks)

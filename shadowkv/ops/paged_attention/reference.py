@@ -1,5 +1,5 @@
-"""Paged decode attention in PyTorch. Each page has a partial softmax, and these are merged per sequence (split-KV,
-FlashDecoding), so that work depends on the number of pages and not on the longest sequence."""
+"""Paged decode attention in PyTorch. It computes a partial softmax per page and merges those of each sequence
+(split-KV, FlashDecoding). So the work depends on the number of pages and not on the longest sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 SYNCHRONISES = True
-"""The host counts the pages in use."""
+"""The host waits for the device, because it counts the pages in use."""
 
 GATHERED_AT_ONCE = 4096
 """Pages gathered at a time, to bound the copies."""
@@ -17,10 +17,10 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tens
     """Softmax attention over pages that hold any number of valid tokens.
 
     Args:
-        q: [B, H_q, d], after RoPE.
-        k, v: [N, H, 64, d], views over all pages.
-        pages: int64 [B, E], page ids.
-        counts: int64 [B, E], valid tokens at the start of each page; 0 skips it.
+        q: [B, H_q, d], query heads of B sequences, after RoPE.
+        k, v: [N, H, 64, d], kv heads of 64 tokens per page, views over all N pages.
+        pages: int64 [B, E], E page ids per sequence.
+        counts: int64 [B, E], number of valid tokens at the start of each page. A page with 0 is skipped.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf for a row without

@@ -21,16 +21,17 @@ def project_latents(
     """Writes the latents of full pages of keys.
 
     Args:
-        keys: [L, n, 64, H, d], before RoPE.
+        keys: [L, n, 64, H, d], n pages of keys of L layers, before RoPE.
         codec: codec of the latents.
-        basis: [L, states, r, H, d]. With ``step``, each row is multiplied by its step.
+        basis: [L, states, r, H, d], r rank dimensions. With ``step``, each row is multiplied by its step.
         mean: float32 [L, states, r], the products of the mean key with ``basis``. They are subtracted from the keys'
-            products. Given with ``step``.
-        step: float32 [L, states, r], or None for latents that are not quantised.
+            products. None if ``step`` is None.
+        step: float32 [L, states, r], quantisation steps of the latents; None if latents are not quantised.
         states: int64 [n], the state of each page in ``basis``, ``mean`` and ``step``, or [1] if all pages share one.
-        latents: [L, N, C, c, w] in the codec's format, views over all pages, C c = 64. Written.
+        latents: [L, N, C, c, w] in the codec's format, views over all pages, each of C chunks of c tokens, C c = 64.
+            Written.
         pages: int64 [n], page ids, at which the latents are written.
-        widths: uint8 [L, states, r], bits of each rank dimension, for codecs that learn them.
+        widths: uint8 [L, states, r], bits of each rank dimension, for codecs that learn them; None for other codecs.
     """
     rows = basis[:, states].flatten(3).transpose(2, 3)  # [L, n or 1, H d, r]
     if mean is None or step is None:

@@ -50,8 +50,8 @@ def project_latents(
         raise ValueError(f"project_latents in Triton takes ranks of up to {MAX_RANKS} in mixed widths, not {rank}")
     if not layers * count:
         return
-    # Placeholders of unused arguments have the same alignment in all calls. With ``states`` as placeholder, the kernel
-    # would be compiled once per alignment.
+    # ``basis`` stands in for arguments that are not used, because it has the same alignment in all calls. With
+    # ``states`` instead, the kernel would be compiled once per alignment.
     if mean is None or step is None:
         mean = step = basis
     if widths is None:
@@ -77,7 +77,7 @@ def _project_latents(
     STRONG: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr,
     STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """Projects one page of one layer. Packed latents from STRONG on, if there are any, have 4 bits."""
+    """Projects one page of one layer. If latents are packed, rank dimensions from ``STRONG`` on have 4 bits."""
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token, within = tl.arange(0, TOKENS), tl.arange(0, STRETCH)
     rank = tl.program_id(2) * RANK_BLOCK + tl.arange(0, RANK_BLOCK)

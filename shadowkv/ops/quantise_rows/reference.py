@@ -23,11 +23,11 @@ def quantise_rows(
     """Writes the codes and scales of full pages.
 
     Args:
-        rows: [L, n, 64, H, d].
+        rows: [L, n, 64, H, d], n pages of rows of L layers.
         codec: codec of the rows.
         rotation: float32 [d, d], the codec's rotation, or None if it has none.
-        state: the codec's state of each page, [L, n or 1, H, ...] each.
-        codes: uint8 [L, N, H, C, c, w], views over all pages, C c = 64. Written.
+        state: tensors of the codec's state, [L, n, H, ...] each, or [L, 1, H, ...] if all pages share one.
+        codes: uint8 [L, N, H, C, c, w], views over all pages, each of C chunks of c tokens, C c = 64. Written.
         code_pages: int64 [n], page ids, at which codes are written.
         scale: [L, N', H, 64, s] in the codec's dtype, written unless s is 0.
         scale_pages: int64 [n], page ids, at which scales are written.

@@ -1,9 +1,9 @@
 """Encodes rows in Triton kernels. They read rows once and write codes directly into their pages.
 
 Tensor cores compute the product with the codec's rotation precisely enough that codes agree with float32 arithmetic. An
-entry of the rotation is the sum of two bfloat16 numbers, which hold 17 bits, and products of bfloat16 rows with both
-are exact. Rows of other dtypes are multiplied in three parts of TensorFloat-32. 61440 tokens of 8 heads take 0.17 ms on
-an H200, in 4 bits with equal steps.
+entry of the rotation is split into two bfloat16 numbers, which together hold 17 bits. Their products with bfloat16 rows
+are exact. Rows of other dtypes are multiplied in three products of TensorFloat-32 (Triton's ``tf32x3``). 61440 tokens
+of 8 heads take 0.17 ms on an H200, in 4 bits with equal steps.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from shadowkv.ops.quantise_rows import MAX_DIMS, ROTATED_IN_KERNELS
 from shadowkv.ops.triton_sizes import TOKENS
 
 HEADS_AT_ONCE, WARPS = 4, 4
-"""Heads of a page per thread block, which share the rotation that the block holds, and warps per block. This choice is
-the fastest on an H200, where twice the warps take twice the time."""
+"""Heads of a page that a thread block encodes, and warps per block. The heads share the rotation that the block holds.
+This choice is the fastest on an H200. Twice the warps take twice the time there."""
 
 _arranged: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _levels: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 
 
 def arranged(rotation: Tensor, sources: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Columns ``sources`` of a rotation [d, d], zeros for -1, padded with rows of zeros to a power of two. Cached for
-    the rotation's lifetime.
+    """Returns the columns ``sources`` of a rotation [d, d]. A source of -1 gives a column of zeros. Rows of zeros are
+    added up to K rows, a power of two. Cached for the rotation's lifetime.
 
     Returns:
-        bfloat16 [2, K, columns], two parts whose sum is the columns; and the columns, float32 [K, columns].
+        bfloat16 [2, K, columns], two parts whose sum is close to the columns; and the exact columns, float32 [K,
+        columns].
     """
     known = _arranged.setdefault(rotation, {})
     if sources not in known:
@@ -54,8 +55,9 @@ def whole_numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def levels_of(codec: LevelRows, dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Ascending levels float32 [n] of a codec in lanes, in units of the scale, the boundaries between them [n - 1], and
-    their codes int32 [n]. Cached, because captured graphs read the tensors by their addresses."""
+    """Returns the levels of a codec that stores rows in lanes: the ascending levels, float32 [n], in units of the
+    scale; the boundaries between them, float32 [n - 1]; and their codes, int32 [n]. Cached, because captured graphs
+    read the tensors by their addresses."""
     key = codec.id, dim, device
     if key not in _levels:
         by_code = codec.code_levels(dim, device)
@@ -83,8 +85,8 @@ def quantise_rows(
     scale: Tensor,
     scale_pages: Tensor,
 ) -> None:
-    """Same as the reference, for 8-bit floats, and for codes in lanes and vector codes with up to 128 dimensions. The
-    last dimension of ``rows`` is contiguous.
+    """Same as the reference. It supports 8-bit floats of any number of dimensions, and codes in lanes and vector codes
+    of up to 128 dimensions. The last dimension of ``rows`` is contiguous.
 
     Raises:
         ValueError: another codec, or more dimensions.
@@ -143,8 +145,8 @@ def quantise_rows(
 
 @triton.jit
 def rotate_rows(row, row_token, exact, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """64 rows ``x @ exact`` in float32, for rows that are not bfloat16. It takes a few dimensions at a time, because
-    the whole rotation does not fit in shared memory."""
+    """Computes ``x @ exact`` in float32 for 64 rows x that are not bfloat16. It takes a few dimensions at a time,
+    because the whole rotation does not fit in shared memory."""
     AT_ONCE: tl.constexpr = 32 if DIM_BLOCK > 32 else DIM_BLOCK
     token, column = tl.arange(0, TOKENS)[:, None], tl.arange(0, COLUMNS)[None, :]
     y = tl.zeros((TOKENS, COLUMNS), tl.float32)
@@ -158,8 +160,8 @@ def rotate_rows(row, row_token, exact, DIM: tl.constexpr, DIM_BLOCK: tl.constexp
 
 @triton.jit
 def nearest_levels(x, levels, boundaries, codes, BITS: tl.constexpr):
-    """The nearest level of each entry, and its code. A level's index is the number of boundaries at or below the entry.
-    NaN gets the lowest level."""
+    """Returns the nearest level of each entry, and the level's code. A level's index is the number of boundaries at or
+    below the entry. NaN gets the lowest level."""
     if BITS > 4:  # binary search over the boundaries
         index = tl.zeros(x.shape, tl.int32)
         for bit in tl.static_range(BITS):
@@ -182,7 +184,8 @@ def _quantise_vectors(
     row_layer, row_page, row_token, row_head, largest_layer, largest_page, largest_head, book_layer, book_page,
     code_layer, code_page, SHARED: tl.constexpr, DIM: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Writes vector codes of one head of one page of one layer: the first nearest entry of the codebook, 0 for NaN."""
+    """Writes vector codes of one head of one page of one layer. A code is the number of the nearest entry of the
+    codebook, or of the first of several nearest ones. NaN gets 0."""
     page, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     state = 0 if SHARED else page
     VECTORS: tl.constexpr = DIM // 4
@@ -307,11 +310,12 @@ def _quantise_fp8(
 
 @triton.jit
 def e4m3_of(x):
-    """The nearest 8-bit floats (e4m3) of float32 numbers, as int32. Ties go to even codes, and larger numbers than the
-    largest become the largest. It uses arithmetic, because not all GPUs have an instruction."""
+    """Rounds float32 numbers to 8-bit floats (e4m3) and returns their codes as int32. Ties go to even codes. Magnitudes
+    above the largest become the largest. It uses arithmetic, because not all GPUs have an instruction for it."""
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
-    # From 2^-6 on a code is the upper bits with another bias. Below, it counts steps of 2^-9: float32 has such at 2^14.
+    # From 2^-6 on, a code is the upper bits with another exponent bias. Below, it counts steps of 2^-9. Adding 2^14,
+    # where float32 has steps of this size, leaves the count in the lowest bits.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, small, normal)

@@ -11,19 +11,19 @@ STEP = 1 / 448
 """1 / the format's largest number."""
 
 MIN_SCALE = 2.0**-126
-"""Least scale, the smallest normal float32, so that rows of zeros can be divided by it."""
+"""Least scale: the smallest normal float32. Even rows of zeros can be divided by it."""
 
 
 def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of rows. The largest magnitude of a row becomes 448, the format's largest number.
+    """Returns the codes and scales of rows. The largest magnitude of a row becomes 448, the format's largest number.
 
     Args:
         x: [T, D], any dtype, D at least 1. A row with NaN gets NaN codes. A row with infinity gets an infinite scale,
             so that its products are NaN.
 
     Returns:
-        Codes, float8_e4m3fn [T, D], rounded to nearest, ties to even; scales, float32 [T, 1]. The error of code times
-        scale is at most 1/16 of the number, or half of 2^-9 of the scale if that is more.
+        Codes, float8_e4m3fn [T, D], rounded to nearest, ties to even; scales, float32 [T, 1]. Code times scale differs
+        from the number by at most 1/16 of it, or by 2^-10 times the scale if that is more.
     """
     wide = x.float()
     scale = (wide.abs().amax(1, keepdim=True) * STEP).clamp(min=MIN_SCALE)

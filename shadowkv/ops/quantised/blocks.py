@@ -12,8 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockForm:
-    """A block format: rows are uint8 [N, B], B a multiple of the bytes of a block. All bytes are valid. If a scale is
-    infinite or NaN, so are its numbers.
+    """A block format. N rows are stored as uint8 [N, B], where B is a multiple of a block's bytes. Any bytes are valid.
+    If a scale is infinite or NaN, so are the numbers that it scales.
 
     Attributes:
         name: name of ggml's type.
@@ -61,14 +61,15 @@ class BlockForm:
 
 
 def affine_parts(form: BlockForm, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and minima of rows in blocks.
+    """Returns the codes, scales and minima of N rows in blocks.
 
     Args:
         blocks: uint8 [N, B].
 
     Returns:
-        Codes, uint8 [N, K]; scales, float32 [N, G]; and minima, float32 [N, G], or None. A number is code · scale +
-        minimum. Without minima, it is (code - middle of the codes) · scale.
+        Codes of K numbers per row, uint8 [N, K]; scales of G groups per row, float32 [N, G]; and minima, float32 [N,
+        G]. A number is code · scale + minimum. Minima are None if the format has none. A number is then (code - middle
+        of the codes) · scale.
     """
     codes, scales, minima = _PARTS[form.name](blocks.reshape(-1, form.bytes))
     rows, each = len(blocks), blocks.shape[1] // form.bytes
@@ -129,7 +130,8 @@ _PARTS: dict[str, Callable[[Tensor], _Parts]] = {
 def _of_groups(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minima of 8 groups of 32 numbers, float32 [n, 8] each."""
     units, packed = _halves(blocks, 0, 2), blocks[:, 4:16]
-    # Scales and minima have 6 bits. Those of the last 4 groups have 4 bits here, and 2 in bytes of the first 4 groups.
+    # Scales and minima have 6 bits. For the last 4 groups, the lower 4 bits are in the last 4 bytes, and the upper 2
+    # bits are in the bytes of the first 4 groups.
     low, last = packed[:, :8].view(-1, 2, 4), torch.stack((packed[:, 8:] & 15, packed[:, 8:] >> 4), 1)
     steps = torch.cat((low & 63, last | (low >> 6) << 4), -1).float() * units[:, :, None]
     return steps[:, 0], -steps[:, 1]

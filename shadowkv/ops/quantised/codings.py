@@ -1,5 +1,5 @@
-"""Quantised rows in the form in which humming's kernels take them: one code per number, and scales of groups of 16 to
-128 columns. ``quantised_matmul/humming.py`` packs them."""
+"""Quantised rows in the form that humming's kernels take: one code per number, and scales of groups of 16 to 128
+columns. ``quantised_matmul/humming.py`` packs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 MIN_GROUP, MAX_GROUP = 16, 128
-"""Range of columns that share a scale. Larger groups are divided into smaller ones with equal scales."""
+"""Least and most columns that share a scale. Larger groups are divided into smaller ones with equal scales."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Coding:
     """A format of rows with one code per number. A number is (code - zero point) · scale · factor.
 
     Attributes:
-        element: ``uint4``, ``uint5``, ``uint6`` or ``uint8``, whose zero point is the middle of the codes unless groups
-            have zero points; ``e2m1`` or ``e4m3``.
+        element: type of the codes: ``uint4``, ``uint5``, ``uint6``, ``uint8``, ``e2m1`` or ``e4m3``. Integers have the
+            middle of the codes as zero point, unless groups have zero points.
         group: columns that share a scale, a power of two; None if all columns of a row share one.
         scale: dtype to store the scales in; None for the dtype of activations.
         zeros: whether groups have zero points. These need not be whole numbers.

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 ELEMENTS = {"int4": 4, "int8": 8, "e2m1": 4, "e4m3": 8}
-"""Types of codes, and their bits. Integers start at 0, and their zero point is their middle unless groups have zero
-points. Floats are e2m1 of OCP's Microscaling Formats 1.0 and e4m3 of arXiv:2209.05433."""
+"""Types of codes, and their bits. Codes of integers start at 0. The middle of the codes is the zero point, unless
+groups have zero points. Floats are e2m1 of OCP's Microscaling Formats 1.0 and e4m3 of arXiv:2209.05433."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class GroupForm:
 
     @property
     def name(self) -> str:
-        """For messages: ``int4-g128`` has groups of 128. Without a number, a row has one scale, or the groups are those
-        that the element's format defines."""
+        """The form's name for messages. ``int4-g128`` has groups of 128. A name without a number means that a row has
+        one scale, or that groups have the size that the element's format defines (``mxfp4``, ``nvfp4``)."""
         own = {"e4m3": ("fp8", None), "e2m1": ("nvfp4", 16) if self.factor else ("mxfp4", 32)}
         element, group = own.get(self.element, (self.element, None))
         return element if self.group == group else f"{element}-g{self.group}"
@@ -116,16 +116,17 @@ class GroupForm:
         return (codes, within(scales), *zeros, *rest[len(zeros) :])
 
     def _fitting(self, columns: int, start: int, stop: int) -> int:
-        """The size of the largest groups of which one starts at ``start`` and, unless the row ends there, one ends at
-        ``stop``."""
+        """Returns the largest size of groups that have a border at ``start`` and, unless the row ends there, at
+        ``stop``, and do not cross borders of this form's groups."""
         assert self.group is not None
         return gcd(self.group, start, 0 if stop == columns else stop)
 
     def _numbers(self, codes: Tensor) -> Tensor:
-        """The values of codes [N, B] before groups' zero points and scales, a new float32 [N, K].
+        """Converts codes [N, B] to a new float32 [N, K], to which zero points and scales of groups are not yet applied.
 
-        On a CPU, arithmetic on bits is several times as fast as tables or as PyTorch's conversion of e4m3. A small
-        float is shifted to the bits of a float16, whose exponent is larger by a constant.
+        On a CPU, arithmetic on bits is several times as fast as tables or as PyTorch's conversion of e4m3. A float of 4
+        or 8 bits is shifted to its place in a float16. The exponents differ by a constant, so a multiplication gives
+        the value.
         """
         if self.element == "e4m3":
             bits, magnitude = codes.view(torch.int8).short(), codes.view(torch.uint8) & 0x7F

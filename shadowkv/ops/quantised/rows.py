@@ -27,7 +27,8 @@ class Form(Protocol):
         ...
 
     def columns(self, tensors: tuple[Tensor, ...]) -> int:
-        """K of rows in tensors [N, width]. Raises ValueError if the widths do not fit."""
+        """Returns K, the numbers per row, of rows stored in tensors [N, width]. Raises ValueError if the widths do not
+        fit."""
         ...
 
     def unpack(self, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -65,7 +66,7 @@ class QuantisedRows:
 
     @property
     def columns(self) -> int:
-        """K. Raises ValueError if the tensors do not fit the form."""
+        """K, the numbers per row. Raises ValueError if the tensors do not fit the form."""
         return self.form.columns(self.tensors)
 
     @property
@@ -87,7 +88,8 @@ class QuantisedRows:
         return QuantisedRows(tuple(tensor.to(device) for tensor in self.tensors), self.form)
 
     def tiles(self, numbers: int) -> Iterator[tuple[slice, QuantisedRows]]:
-        """Consecutive portions [n, K] of about ``numbers`` numbers, at least one row, each with its range of rows."""
+        """Yields consecutive portions [n, K], each with its range of rows. A portion has about ``numbers`` numbers, but
+        at least one row."""
         step = max(1, numbers // max(1, self.columns))
         for start in range(0, len(self), step):
             rows = slice(start, start + step)
@@ -95,7 +97,7 @@ class QuantisedRows:
 
 
 def cut_out(row_blocks: Iterable[Tensor | QuantisedRows], start: int, stop: int) -> Iterator[Tensor | QuantisedRows]:
-    """Views of rows ``start`` to ``stop`` of consecutive row blocks [n, K]."""
+    """Yields rows ``start`` to ``stop`` of consecutive row blocks [n, K], as one view per block."""
     for block in row_blocks:
         if start < min(stop, len(block)):
             yield block[start:stop] if start > 0 or stop < len(block) else block
@@ -103,7 +105,7 @@ def cut_out(row_blocks: Iterable[Tensor | QuantisedRows], start: int, stop: int)
 
 
 def empty_rows(form: Form, rows: int, columns: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Uninitialised tensors [rows, width] of a form. On a CPU they are in large memory pages if the kernel has them."""
+    """Uninitialised tensors [rows, width] of a form. On a CPU they are in large memory pages if Linux has them."""
     empty = _in_large_pages if device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE") else torch.empty
     return tuple(empty((rows, width), dtype=dtype, device=device) for width, dtype in form.layout(columns))
 
@@ -114,7 +116,7 @@ def _in_large_pages(size: tuple[int, int], dtype: torch.dtype, device: torch.dev
     if not prod(size):
         return torch.empty(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without large pages rejects the advice
+    with suppress(OSError):  # Linux without large pages rejects the advice
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(size)
 

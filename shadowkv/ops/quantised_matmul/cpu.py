@@ -1,7 +1,7 @@
 """Matrix products with quantised weights on a CPU: in C++ for blocks of GGUF files (``csrc/cpu/quantised_matmul/``),
 like the reference for other forms.
 
-C++ multiplies without dequantised copies for few tokens, and with AVX-512 for any number of tokens.
+C++ multiplies without dequantised copies. It is used for few tokens, or with AVX-512 for any number of tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from shadowkv.ops.quantised_matmul.reference import multiply_tiles
 __all__ = ["missing", "quantised_matmul"]
 
 MAX_FUSED = {torch.bfloat16: 24}
-"""Without AVX-512: most tokens for which C++ is faster than PyTorch's product with dequantised tiles. In float32 C++ is
-always used: the two are equally fast from 128 to 512 tokens (2,048 x 2,048 weights, one Zen 4 core)."""
+"""Without AVX-512: most tokens, by dtype, for which C++ is used. For more, PyTorch's product with dequantised tiles is
+used. In float32, the two are equally fast from 128 to 512 tokens (2,048 x 2,048 weights, one Zen 4 core)."""
 
 MAX_FUSED_OTHERS = 96
+"""The same for dtypes that ``MAX_FUSED`` does not list, such as float32."""
 
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:

@@ -45,7 +45,7 @@ COLUMNS_OF_EXPERTS = 64
 because experts have few columns (2,880 in gpt-oss)."""
 
 MULTIPLE = 8
-"""K and N must be multiples of this, 16 bytes of activations."""
+"""K and N must be multiples of this: 8 bfloat16 activations take 16 bytes."""
 
 BATCHES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
 """Each entry has a kernel of its own. It is tuned for that number of tokens and serves all smaller batches, down to the
@@ -56,16 +56,17 @@ MANY = 4096
 """Number of tokens that the last kernel is tuned for."""
 
 FEW_OF_EXPERTS = (8, 64)
-"""Numbers of rows of all experts together that have a kernel of their own: those of steps of few sequences."""
+"""A kernel is tuned for each of these total numbers of rows of all experts. Steps of few sequences have them."""
 
 OF_EACH = (2, 8, 16, 32, 64, 128)
-"""Numbers of rows per expert that have a kernel of their own. Experts are assumed to be chosen equally often."""
+"""A kernel is tuned for each of these numbers of rows per expert. Experts are assumed to be chosen equally often."""
 
 MANY_OF_EACH = 256
 """Number of rows per expert that the last kernel of experts is tuned for."""
 
 LOCKS = 4096
-"""Counters by which thread blocks that share a tile wait for each other. Kernels need fewer on 148 multiprocessors."""
+"""Number of counters with which thread blocks that share a tile wait for each other. Kernels on a GPU with 148
+multiprocessors need fewer."""
 
 NUMBERS_AT_ONCE = 2**24
 """Numbers that are converted at a time. Each takes about 20 bytes meanwhile."""
@@ -91,7 +92,7 @@ class Packed:
     """Weights in the library's layout, from which no rows can be cut out.
 
     Attributes:
-        layer: the library's description of the weights, as its JSON.
+        layer: the library's description of the weights, as JSON.
         tensors: weight, scales, zero points, factor and locks, by the library's names.
         columns: K.
         rows: N.
@@ -131,7 +132,8 @@ def quantised_matmul(x: Tensor, weight: PackedRows) -> Tensor:
 
 
 def launch(x: Tensor, weight: Packed, offsets: Tensor | None = None) -> Tensor:
-    """x Wᵀ, bfloat16 [T, K] -> [T, N]. Experts need ``offsets`` int32 [E + 1], as in ``grouped_quantised_matmul``."""
+    """Returns x Wᵀ, bfloat16 [T, N], of ``x`` bfloat16 [T, K]. Experts need ``offsets`` int32 [E + 1], as in
+    ``grouped_quantised_matmul``."""
     if x.dtype != torch.bfloat16 or x.shape[1] != weight.columns:
         raise ValueError(f"x has shape {tuple(x.shape)} and {x.dtype}: needs K = {weight.columns} in bfloat16")
     if not len(x):
@@ -149,8 +151,8 @@ _importing = Lock()
 
 @cache
 def _import_library() -> None:
-    """Imports the library without torch._dynamo, which takes seven seconds. A decorator in the library would load it,
-    for torch.compile, which is not used here."""
+    """Imports the library without torch._dynamo, which takes seven seconds to load. A decorator in the library, for
+    torch.compile, would load it. torch.compile is not used here."""
     with _importing:
         decorator = torch.compiler.assume_constant_result
         torch.compiler.assume_constant_result = lambda function: function
@@ -172,8 +174,8 @@ def pack_rows(rows: QuantisedRows) -> PackedRows:
 
 @torch.no_grad()
 def pack_experts(rows: QuantisedRows, experts: int) -> PackedExperts:
-    """As ``pack_rows``, for rows [E N, K], one expert after another. Besides rows and result, it needs memory for one
-    expert, or for the experts that together have ``NUMBERS_AT_ONCE`` numbers."""
+    """As ``pack_rows``, for rows [E N, K], one expert after another. Besides rows and result, it needs memory for as
+    many experts as have ``NUMBERS_AT_ONCE`` numbers together, but for at least one."""
     layout, packed = _Layout.of(rows, experts, COLUMNS_OF_EXPERTS), dict[str, Tensor]()
     at_once = max(1, NUMBERS_AT_ONCE // (layout.rows * layout.columns))
     for first in range(0, experts, at_once):
@@ -277,7 +279,8 @@ class _Layout:
 
 
 def _padded(of_groups: Tensor, rows: int, groups: int, dtype: torch.dtype | None) -> Tensor:
-    """Pads [n, N, G] with zeros to [n, rows, groups] in ``dtype``, None for bfloat16. The padding's codes are 0."""
+    """Pads [n, N, G] to [n, rows, groups] with zero bits. ``dtype`` is the 8-bit dtype of input and result. If it is
+    None, the result is bfloat16."""
     if dtype is None:
         of_groups = of_groups.bfloat16()
     raw = of_groups.view(torch.uint8) if dtype is not None else of_groups
@@ -287,9 +290,9 @@ def _padded(of_groups: Tensor, rows: int, groups: int, dtype: torch.dtype | None
 
 @cache
 def _kernels(layer: str, device: int) -> Tensor:
-    """The kernels of a layer for ``launch_kernel``, int64 [4 x kernels] on the host. Each has a lower bound, which is
-    exclusive, and an upper bound on the number of tokens, the kernel's id, and a number of multiprocessors, 0 for
-    all."""
+    """Returns a layer's kernels for ``launch_kernel``, int64 [4 x kernels] on the host. Each kernel has four numbers:
+    an exclusive lower bound and an inclusive upper bound on the number of tokens, its id, and its number of
+    multiprocessors (0 for all)."""
     sizes = _sizes(layer)
     bounds = (0, *sizes[:-1], 1 << 30)
     kernels = [_kernel(layer, tokens, device) for tokens in sizes]
@@ -298,7 +301,8 @@ def _kernels(layer: str, device: int) -> Tensor:
 
 
 def _sizes(layer: str) -> tuple[int, ...]:
-    """The numbers of tokens, or of rows of all experts, that a layer's kernels are tuned for, ascending."""
+    """Returns the numbers of tokens that a layer's kernels are tuned for, ascending. For experts, these are total
+    numbers of rows."""
     experts = json.loads(layer)["num_experts"]
     if not experts:
         return (*BATCHES, MANY)
@@ -307,7 +311,7 @@ def _sizes(layer: str) -> tuple[int, ...]:
 
 @cache
 def _kernel(layer: str, tokens: int, device: int) -> tuple[int, int]:
-    """The id of the kernel for ``tokens``, which is compiled if necessary, and its number of multiprocessors."""
+    """Compiles the kernel for ``tokens`` if necessary. Returns its id and its number of multiprocessors (0 for all)."""
     from humming.kernel.humming import HummingKernel
     from humming.tune import get_heuristics_config
 
@@ -318,15 +322,15 @@ def _kernel(layer: str, tokens: int, device: int) -> tuple[int, int]:
         tuned = dict(get_heuristics_config(described, shape_m=tokens, gemm_type=gemm, device=device))
         processors = tuned.pop("num_sms", 0)
         if described["num_experts"]:
-            # With it, the kernel would read where experts' rows end before the previous kernel has written that.
+            # With programmatic dependent launch, the kernel could read ``offsets`` before they are written.
             tuned["use_pdl"] = False
         return HummingKernel(**described, **tuned, gemm_type=gemm).kernel_id, processors
 
 
 @cache
 def _let_the_compiler_find_its_parts() -> None:
-    """Adds the folder of PyPI's NVRTC to LD_LIBRARY_PATH. In the library's processes, NVRTC loads a second library from
-    there by its name alone."""
+    """Adds the folder of PyPI's NVRTC to LD_LIBRARY_PATH. Processes that the library starts run NVRTC, which finds a
+    second library in this folder by its name alone."""
     from humming.utils.nvrtc import get_nvrtc_library_path
 
     folder, before = str(Path(get_nvrtc_library_path()).resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")

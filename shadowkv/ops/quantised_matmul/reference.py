@@ -15,10 +15,10 @@ TILE = 2**20
 
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
-    """x Wᵀ with quantised weights W.
+    """Returns x Wᵀ with quantised weights W.
 
     Args:
-        x: [T, K], any float dtype.
+        x: [T, K], activations of T tokens, any float dtype.
         weight: W [N, K] in any form. It is converted to the dtype of ``x`` for the product.
 
     Returns:
@@ -31,7 +31,7 @@ def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
 
 
 def multiply_tiles(x: Tensor, weight: QuantisedRows, dequantise: Callable[[QuantisedRows], Tensor]) -> Tensor:
-    """As ``quantised_matmul``, with the ``dequantise_rows`` of some backend."""
+    """As ``quantised_matmul``. ``dequantise`` is the ``dequantise_rows`` of a backend."""
     if weight.columns != x.shape[1]:
         raise ValueError(f"x has shape {tuple(x.shape)}, rows of {weight.form.name} have {weight.columns} numbers")
     out = x.new_empty(len(x), len(weight))

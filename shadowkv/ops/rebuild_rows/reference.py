@@ -16,7 +16,7 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
     Args:
         source: source of the pages, with B = 1.
         first: index of the first page in the sequence's table.
-        out: [H, m, d], any float dtype, m a multiple of 64. Written.
+        out: [H, m, d], rows of m tokens by kv head, any float dtype, m a multiple of 64. Written.
         across_bus: whether the source is in host memory, behind a bus that a few thread blocks saturate.
     """
     chunk = heads_and_chunk(source)[1]

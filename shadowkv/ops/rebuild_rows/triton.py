@@ -59,7 +59,7 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
 
 
 def places_of_bits(source: LatentKeys) -> tuple[Tensor, Tensor]:
-    """Bits of each row's latents, and their bit offsets, int32 [B, r] each.
+    """Returns the bits of each rank dimension, and the bit offset of its code within a token, int32 [B, r] each.
 
     Latents without widths get placeholders that are not read. These have the same alignment in all calls, because a
     kernel is compiled for each alignment.
@@ -74,7 +74,7 @@ def _rebuild_coded_rows(
     source: CodedRows, pages: Tensor, first: int, out: Tensor, grid: tuple[int], tiles: int
 ) -> None:
     codec, (heads, _, dim) = source.codec, out.shape
-    # float16 has three more bits than bfloat16 for entries of a codec's rotation.
+    # float16, because it has three more bits of mantissa than bfloat16 for entries of the rotation.
     exact = out.dtype if out.dtype == torch.float32 else torch.float16
     levels = places = rotation = step = source.codes
     scale_pages, bits = pages, 8
@@ -89,7 +89,8 @@ def _rebuild_coded_rows(
     else:
         raise ValueError(f"rebuild_rows in Triton does not know codec {codec.name!r} ({codec.id})")
     states = pages if source.states is None else source.states
-    # Placeholders of unused arguments may have any alignment if the kernel is not specialised on it.
+    # Arguments that are not used get placeholders. ``pages`` may have any alignment: it stands in only for arguments
+    # on whose alignment the kernel is not specialised.
     start, mean, cos, sin = pages, source.codes, source.codes, source.codes
     half, interleaved, centred = 0, False, isinstance(source, CentredKeys)
     if isinstance(source, CentredKeys):
@@ -166,7 +167,7 @@ def _decode_rows(
 
 @triton.jit
 def _codes(row, dim, places, there, BITS: tl.constexpr, DIM: tl.constexpr):
-    """Codes of dimensions ``dim`` in rows stored in lanes. A lane holds dimensions 8 apart."""
+    """Loads the codes of dimensions ``dim`` from rows stored in lanes. A lane holds dimensions 8 apart."""
     lane, i = dim % 8, dim // 8
     LOW: tl.constexpr = 2 if BITS == 3 else BITS  # bits of the first plane
     at = lane * (DIM * LOW // 64) + i * LOW // 8
@@ -180,7 +181,8 @@ def _codes(row, dim, places, there, BITS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _float_of_e4m3(x):
-    """Values of 8-bit floats (e4m3) in int32. It uses arithmetic, because not all GPUs have an instruction."""
+    """Converts codes of 8-bit floats (e4m3), as int32, to float32. It uses arithmetic, because not all GPUs have an
+    instruction for it."""
     size = x & 0x7F
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
@@ -193,8 +195,8 @@ def decoded_latents(
     rows, rank, wanted, bits, bit,
     RANK: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Latents of dimensions ``rank`` [n] of the tokens that start at pointers [m, 1], where ``wanted``. ``bits`` and
-    ``bit`` are ``places_of_bits`` of this row."""
+    """Loads latents of dimensions ``rank`` [n] of m tokens, which start at the pointers ``rows`` [m, 1]. Latents that
+    are not ``wanted`` are arbitrary. ``bits`` and ``bit`` are this row of the results of ``places_of_bits``."""
     if MIXED:  # codes offset by half their range, lowest bits first, across at most two bytes
         width = tl.load(bits + rank, mask=rank < RANK, other=0)
         begin = tl.load(bit + rank, mask=rank < RANK, other=0)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, [..., n] in the dtype of ``x`` [..., n].
+    """Returns x / rms(x) * weight over the last dimension, [..., n] in the dtype of ``x`` [..., n].
 
-    The dtype of ``weight`` [n] is that of ``x`` or float32. Numbers are rounded to it before they are multiplied. Most
-    models' reference implementations have the former, Gemma's the latter.
+    ``weight`` [n] has the dtype of ``x``, as in most models' reference implementations, or float32, as in Gemma's. x /
+    rms(x) is rounded to the dtype of ``weight`` before they are multiplied.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Same as the reference. The last dimension must be contiguous. Queries or keys [T, H, d] may be views of a product
-    that holds queries, keys and values."""
+    """Same as the reference. The last dimension must be contiguous. ``x`` [T, H, d] may be a view of the queries or
+    keys in a product that holds queries, keys and values."""
     size, block = x.shape[-1], triton.next_power_of_2(x.shape[-1])
     rows = x if x.ndim == 3 else x.reshape(1, -1, size)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -14,7 +14,7 @@ BUCKETS = 2048
 """Number of buckets into which a range of logits is divided."""
 
 SORTED = 512
-"""Number of tokens that are few enough to sort."""
+"""Up to this many tokens are sorted. More are divided into buckets."""
 
 
 def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ def _sample(logits: Tensor, temperature: float, top_k: float, top_p: float, min_
 
 
 def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Tensor:
-    """The shortest prefix of the tokens in ``there``, by descending logits, whose measures sum up to at least
+    """Orders the tokens in ``there`` by descending logits. Marks the shortest prefix whose measures sum up to at least
     ``target``, bool [V].
 
-    ``measure`` is int64 [V], 0 for the other tokens. ``target`` is at least 1.
+    ``measure`` is int64 [V], 0 for tokens outside ``there``. ``target`` is at least 1.
     """
-    # Other tokens would fall into the last bucket. Their -inf would make the next range infinite, and its shares NaN.
+    # Tokens outside ``there`` are left out: a logit of -inf would make the range infinite, and positions in it NaN.
     values, measure = logits[there], measure[there]
     while len(values) > SORTED:
         high, low = values.amax(), values.amin()

@@ -141,7 +141,7 @@ def _order(value):
 
 @triton.jit
 def _value(order):
-    """The float32 value of an ``_order``, int64."""
+    """The inverse of ``_order``: the float32 value of an int64 order."""
     size = tl.abs(order).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.where(order < 0, -size, size)
 
@@ -217,13 +217,14 @@ def _enclose(
     BLOCK: tl.constexpr,
     LONG_BLOCK: tl.constexpr,
 ):
-    """Finds the value at which tokens, from the largest down, reach the number ``target``, or with ``by_mass`` the
-    weight ``target``.
+    """Adds up tokens from the largest logit down. Finds the value at which their number, or with ``by_mass`` their
+    weight, reaches ``target``.
 
     The value is above ``low`` and at most ``high``, both orders. ``count`` tokens are above ``low``.
 
     Returns:
-        The value, how many tokens have it, how many of those are needed, and the total weight with these.
+        The value; how many tokens have it; how many of these are needed to reach ``target``; and the total weight of
+        all tokens up to the last needed one.
     """
     above, mass, turn = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), 0  # tokens above high, and their weight
     while (count - above > CANDIDATES) & (high - low > 1):
@@ -280,7 +281,7 @@ def _gather(logits, size, low, high, candidates, BLOCK: tl.constexpr):
 
 @triton.jit
 def _end_of_ties(logits, size, value, kept, BLOCK: tl.constexpr):
-    """One more than the id of the last of the first ``kept`` tokens that have ``value``."""
+    """Returns the token id after the ``kept``-th token whose logit is ``value``."""
     before, start, end = tl.full([], 0, tl.int64), 0, size
     while before < kept:
         token, logit = _load(logits, start, size, BLOCK)

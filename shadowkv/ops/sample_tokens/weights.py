@@ -29,7 +29,7 @@ ROUND = 1.5 * 2**23
 """The sum of this and a nonnegative float32 below 2**22 has the rounded number in its lowest bits."""
 
 MAX_OCTAVES = 63.0
-"""Most halvings of a weight. From 41 halvings on a weight is below 1, and a shift can be by at most 63 bits."""
+"""Most halvings of a weight. After 41 halvings a weight is below 1, and so 0. A shift can be by at most 63 bits."""
 
 LOG2E = 1.44269502162933349609375
 """log2(e) as a float32."""
@@ -42,14 +42,15 @@ MANTISSA = (
 9e-8, of those that are exact at 0. With rounding, the relative error of a weight is at most 5e-7."""
 
 CANDIDATES = 8192
-"""Logits of a row for which a backend has scratch memory: the last candidates for the end of a filter."""
+"""Number of logits per row for which a backend has scratch memory. It holds the last candidates for the logit at which
+a filter ends."""
 
 SCRATCH_BYTES = 4 * CANDIDATES + 8 * len(PARAMETERS)
 """Device bytes that sampling needs per row, besides logits and tokens."""
 
 
 def token_weights(logits: Tensor, largest: Tensor, temperature: float) -> Tensor:
-    """Weights int64 [...], 0 to ``UNIT``, of float32 logits [...].
+    """Returns the weights of float32 logits [...]: int64 [...], from 0 to ``UNIT``.
 
     Args:
         logits: at most ``largest``, without NaN. -inf has weight 0.

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 def scaled_matmul(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """(codes · scale) (weight · weight_scale)ᵀ + bias.
+    """Returns (codes · scale) (weight · weight_scale)ᵀ + bias.
 
     Args:
-        codes: float8_e4m3fn [T, K].
+        codes: float8_e4m3fn [T, K], activations of T tokens.
         scale: float32 [T, 1].
         weight: float8_e4m3fn [N, K].
         weight_scale: float32 [N, 1].

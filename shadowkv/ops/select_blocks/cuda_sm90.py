@@ -46,10 +46,10 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """Same as ``triton.score_blocks``. Scores of padding rows, and of first blocks, which a tile always attends to, are
-    not written.
+    """Same as ``triton.score_blocks``. Scores of padding rows are not written. Nor are those of the first blocks, which
+    every tile attends to.
 
-    ``sampled``, rows of q, are read on the device and not checked.
+    ``sampled`` is read on the device and not checked.
     """
     scale = q.shape[2] ** -0.5 * math.log2(math.e)
     torch.ops.shadowkv_cuda.score_blocks_sm90(q, k, sampled, scale, SINK_BLOCKS, LOCAL_BLOCKS, scores)

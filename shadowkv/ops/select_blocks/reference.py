@@ -12,10 +12,11 @@ Blocks = tuple[Tensor, Tensor, Tensor]
 float32 [H_q, tiles, blocks]."""
 
 BLOCK = 128
-"""Keys of a block and queries of a tile."""
+"""Number of keys in a block, and of queries in a tile."""
 
 SAMPLED, SPREAD = 8, 4
-"""Queries of a tile by whose attention its blocks are sampled, and how many of them are evenly spaced."""
+"""Number of queries of a tile whose attention decides how its blocks are sampled, and how many of these are evenly
+spaced."""
 
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """Numbers of blocks that a tile always attends to: the first ones, and those just before its own."""
@@ -25,26 +26,27 @@ MIN_BLOCKS = 16
 sample none or a single block."""
 
 FACTORS, HALVINGS = 40, 10
-"""log2 of the range in which the factor of all probabilities is searched, and how often that range is halved."""
+"""The factor that turns shares into probabilities is searched from 1 to 2^``FACTORS``. The range of its log2 is halved
+``HALVINGS`` times."""
 
 
 def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
-    """Selects the blocks of keys that each tile of the last n of m positions attends to.
+    """Selects the blocks of keys that each tile of queries attends to. The queries have the last n of m positions.
 
-    A tile always attends to the first blocks, the newest ones and its own (``SINK_BLOCKS``, ``LOCAL_BLOCKS``). The
-    other blocks hold only earlier keys, and are sampled. For each of the tile's sampled queries (``sample_queries``), a
-    block has a share of the softmax over all keys that the query sees. The block's probability is a factor times its
-    largest share, at most 1. If it is selected, it stands for 1 / probability blocks, so that expected sums are exact
-    (Horvitz and Thompson 1952). Sampling is systematic (Madow 1949).
+    A tile always attends to the first blocks (``SINK_BLOCKS``), those just before its own (``LOCAL_BLOCKS``) and its
+    own. The other blocks hold only earlier keys, and are sampled. For each of the tile's sampled queries
+    (``sample_queries``), a block has a share of the softmax over all keys that the query sees. The block's probability
+    is a factor times its largest share, at most 1. If it is selected, it stands for 1 / probability blocks, so that
+    expected sums are exact (Horvitz and Thompson 1952). Sampling is systematic (Madow 1949).
 
     The factor is the smallest that meets two conditions. For every sampled query, the sampled sum of softmax weights
-    has a standard deviation of at most ``error`` of the whole sum, as if blocks were sampled independently. And
-    ``MIN_BLOCKS`` blocks are expected, of those whose share is at least 2^-``FACTORS``. So a tile needs more blocks if
-    attention is spread out, but hardly more in longer prompts.
+    has a standard deviation of at most ``error`` of the whole sum, computed as if blocks were sampled independently.
+    And the expected number of sampled blocks is at least ``MIN_BLOCKS``, if so many have a share of at least
+    2^-``FACTORS``. So a tile needs more blocks if attention is spread out, but hardly more in longer prompts.
 
     Args:
-        q: RoPE-rotated queries [n, H_q, d], n at least 1.
-        k: RoPE-rotated keys [m, H, d].
+        q: queries [n, H_q, d] of one sequence, after RoPE, n at least 1.
+        k: keys [m, H, d] of all its positions, after RoPE.
         error: largest standard deviation, from 0 to below 1. With 0 all blocks are selected.
         whole: all blocks are selected for tiles with one of the last ``whole`` queries, and for a last tile that is not
             full.
@@ -85,7 +87,7 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
 
 
 def probabilities(shares: Tensor, error: float) -> Tensor:
-    """Probabilities of blocks, float32 [H_q, blocks], from their shares [H_q, sampled, blocks]."""
+    """Returns the probabilities of blocks, float32 [H_q, blocks], from their shares [H_q, sampled, blocks]."""
     largest, count = shares.amax(1), shares.shape[2]
     least = torch.zeros(len(shares), 1, device=shares.device)
     most = torch.full_like(least, FACTORS)
@@ -100,10 +102,11 @@ def probabilities(shares: Tensor, error: float) -> Tensor:
 
 
 def systematic(probability: Tensor, offset: Tensor) -> Tensor:
-    """Systematic sample of blocks, bool [H_q, blocks].
+    """Returns a systematic sample of blocks, bool [H_q, blocks].
 
     A running sum starts with ``offset``, int64 [H_q, 1] in units of 2^-32, and adds each block's probability. A block
-    is selected if the sum passes a whole number at it. Blocks of probability 1 are selected and not added.
+    is selected if its probability makes the sum pass a whole number. Blocks of probability 1 are always selected, and
+    not added.
     """
     part = torch.where(probability < 1, probability * 2**32, 0).long()
     total = part.cumsum(-1) + offset
@@ -111,7 +114,8 @@ def systematic(probability: Tensor, offset: Tensor) -> Tensor:
 
 
 def offsets(seed: int, query_heads: int, position: int, device: torch.device) -> Tensor:
-    """32-bit random numbers, int64 [H_q, 1], for the tile that starts at ``position`` (MurmurHash3's finaliser)."""
+    """Returns 32-bit random numbers, int64 [H_q, 1], for the tile that starts at ``position`` (MurmurHash3's
+    finaliser)."""
     head = torch.arange(query_heads, device=device)
     x = (seed * 0x9E3779B1 + head * 0x85EBCA77 + position * 0xC2B2AE3D) & 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
@@ -120,10 +124,11 @@ def offsets(seed: int, query_heads: int, position: int, device: torch.device) ->
 
 
 def sample_queries(q: Tensor) -> Tensor:
-    """Rows of ``q`` [n, H_q, d] that represent the tiles, int32 [H_q, tiles, ``SAMPLED``].
+    """Chooses the rows of ``q`` [n, H_q, d] that represent each tile, int32 [H_q, tiles, ``SAMPLED``].
 
-    The first ``SPREAD`` of a tile are evenly spaced, the last one at its end, and are typical of its queries. Each
-    further one is the query farthest from those already sampled (Gonzalez 1985), to include queries unlike the others.
+    The first ``SPREAD`` rows are evenly spaced and end with the tile's last query. They are typical of its queries.
+    Each further row is the query farthest from those already chosen (Gonzalez 1985). These include queries unlike the
+    others.
     """
     n, query_heads, _ = q.shape
     tiles = -(-n // BLOCK)

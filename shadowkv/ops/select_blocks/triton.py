@@ -50,14 +50,16 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
 
 
 def tiles_together(group: int) -> int:
-    """Number of tiles whose sampled queries, of ``group`` query heads of a kv head, are scored together."""
+    """Number of tiles that are scored together. Each has ``SAMPLED`` queries of each of a kv head's ``group`` query
+    heads."""
     return max(1, 128 // (group * SAMPLED))
 
 
 def score_buffer(q: Tensor, k: Tensor) -> Tensor:
-    """An uninitialised tensor for the scores of ``score_blocks``, float32 [blocks, H, parts, rows].
+    """Returns an uninitialised tensor for the scores of ``score_blocks``, float32 [blocks, H, parts, rows].
 
-    A part's rows are the sampled queries of a kv head's query heads in ``tiles_together`` tiles, and perhaps padding.
+    A part consists of ``tiles_together`` tiles. Its rows are the sampled queries of these tiles and of one kv head's
+    query heads, and perhaps padding.
     """
     heads, group = k.shape[1], q.shape[1] // k.shape[1]
     together = tiles_together(group)
@@ -68,8 +70,8 @@ def score_buffer(q: Tensor, k: Tensor) -> Tensor:
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """Writes log2 of the sum of exponentials of every sampled query over each block that its tile may leave out, and
-    over some other blocks.
+    """Scores the blocks that a tile may leave out, and some others. A score is log2 of the sum of exponentials of one
+    sampled query's logits over the keys of one block.
 
     Args:
         q, k: [n, H_q, d] and [m, H, d], as for ``select_blocks``. The last dimension is contiguous.
@@ -88,8 +90,9 @@ def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
 
 
 def score_attended(q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
-    """log2 of the sum of exponentials of every sampled query over the keys that its tile always attends to, up to the
-    query's own position, float32 [H_q, tiles, ``SAMPLED``]. Arguments as for ``score_blocks``."""
+    """Scores the keys that a tile always attends to, float32 [H_q, tiles, ``SAMPLED``]. A score is log2 of the sum of
+    exponentials of one sampled query's logits over those keys, up to the query's own position. Arguments as for
+    ``score_blocks``."""
     n, query_heads, dim = q.shape
     heads, tiles = k.shape[1], triton.cdiv(n, BLOCK)
     group = query_heads // heads
@@ -244,7 +247,8 @@ def _add_block(varies, drawn, squared, expected):
 
 @triton.jit
 def _too_small(varies, drawn, variance, needed):
-    """1 if a factor is too small: some query's variance is above its limit, or too few blocks are expected. Else 0."""
+    """Returns 1 if a factor is too small, else 0. It is too small if a query's variance is above the limit, or if too
+    few blocks are expected."""
     return 1 - ((tl.max(tl.sum(varies, 0), 0) <= variance) & (tl.sum(drawn, 0) >= needed)).to(tl.int32)
 
 

@@ -26,7 +26,7 @@ def supports(case: Case) -> list[str]:
     """Why the kernels cannot serve a case: one thread block must be able to select from all runs of the longest
     context.
 
-    On an H200 it cannot for contexts of 3.5 million tokens, or if half a million chunks are selected.
+    An H200 cannot do this for contexts of 3.5 million tokens, or for half a million selected chunks.
     """
     groups = (case.block_memory - COUNTS_BYTES) // 4  # groups of 8 values take 4 bytes each
     needed = max(case.max_pages, region_bytes(case.max_pages, case.chunk, case.max_selected) // 16)
@@ -35,7 +35,8 @@ def supports(case: Case) -> list[str]:
 
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
-    """Bytes that a row needs between the kernels: kept runs and their weights, scores of their chunks, and 16 more."""
+    """Bytes of workspace per row and kv head. Through it, the kernels pass on the kept runs, their weights, the scores
+    of their chunks, and 16 bytes more."""
     keep = reference.most_kept(PAGE // RUN * columns, k, chunk)
     return sum(-(-size // 16) * 16 for size in (2 * keep * (RUN // chunk), 8 * keep, 4 * keep)) + 16
 

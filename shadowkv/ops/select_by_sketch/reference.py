@@ -1,8 +1,8 @@
 """Selection in two levels in PyTorch: first the runs with the best sign scores, then their best chunks by all bits.
 
-The rest can be sampled (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). Then some of the examined runs are
-sampled by their sign scores, and some of the chunks by their scores. Each sample is divided by its probability and so
-stands for others that were not selected.
+The rest can be sampled (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). With sampling, some of the examined
+runs are drawn at random by their sign scores, and some of the selected chunks by their scores. The weight of each
+sample is divided by its probability. So the sample stands for others that were not selected.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ KEPT_LEAST = 384
 """Least number of kept runs. How well samples represent the rest depends on their number more than on their share."""
 
 SAMPLED_SHARE = 4
-"""One in this many kept runs is sampled, if there is sampling."""
+"""With sampling, one in this many kept runs is drawn at random. The others are the best runs."""
 
 RUN_SHARPNESS = 0.5
 CHUNK_SHARPNESS = 0.7
-"""Runs and chunks are sampled by exponentials of their scores times these factors. They are below 1 because scores are
-estimates, and tokens with low scores may matter. On attention of RULER prompts, 0.3 to 0.7 and 0.6 to 0.85 work equally
-well."""
+"""A run or a chunk is sampled in proportion to the exponential of its score times the factor for runs or for chunks.
+Both factors are below 1, because scores are estimates, and tokens with low scores may matter. On attention of RULER
+prompts, 0.3 to 0.7 and 0.6 to 0.85 work equally well."""
 
 
 def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
@@ -57,18 +57,20 @@ def _kept_of(runs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def sampled_runs(num_pages: Tensor, kept: Tensor, sampling: Sampling | None) -> Tensor:
-    """How many of the ``kept`` runs, int64 [B], are sampled, int64 [B]: a quarter if there is sampling, and none if all
-    runs of ``num_pages``, int64 [B], are kept.
+    """Returns how many of the ``kept`` runs of each row are sampled. Arguments and result are int64 [B]. It is a
+    quarter for rows that sample. It is 0 for other rows, and for rows that keep all runs of their ``num_pages`` pages.
 
-    On attention of RULER prompts with 64 dimensions, sampling a half instead reduces the output's error by 4 %. But it
-    misses 9.3 % of the tokens with 5 % of a head's attention, a quarter misses 6.1 %, and no sampling 4.8 %.
+    On attention of RULER prompts with 64 dimensions, sampling a half instead reduces the output's error by 4 %. But a
+    half misses 9.3 % of the tokens that have 5 % of a head's attention. A quarter misses 6.1 % of them, and no sampling
+    4.8 %.
     """
     some = torch.zeros_like(kept) if sampling is None else sampling.counts
     return torch.where((some > 0) & (kept < PAGE // RUN * num_pages), kept // SAMPLED_SHARE, 0)
 
 
 def log_sharpness(queries: SketchQueries, heads: int) -> Tensor:
-    """Approximate factor of scores in a base-2 softmax, float32 [B, H]: the mean over the query heads of a kv head."""
+    """Returns the factor that makes scores logits of a base-2 softmax, float32 [B, H]. It is approximate: the mean over
+    the query heads of a kv head."""
     return queries.length.unflatten(1, (heads, -1)).mean(-1) / math.log(2)
 
 
@@ -86,32 +88,34 @@ def select_by_sketch(
     sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Selects the best chunks, and samples others. A chunk's score is the best of any of its tokens with any query of
-    its kv head, with queries scaled to length 1.
+    """Selects the best chunks, and samples others. A chunk's score is the largest product of any of its tokens'
+    sketches with any query of its kv head. Queries are scaled to length 1.
 
-    Only ``kept_runs`` runs of 8 tokens are examined: those with the best ``coarse`` scores, and ``sampled_runs``
-    others.
+    Only ``kept_runs`` runs of 8 tokens are examined. Of these, ``sampled_runs`` are drawn at random. The others have
+    the best ``coarse`` scores.
 
     Args:
-        queries: B rows of H_q heads.
+        queries: of B sequences and H_q query heads.
         coarse: float16 [B, H, 8 P], from ``sign_scores``.
-        signs, rest: uint8 [N, H, 64, S], the sketch's planes from ``pack_sketch``, views over all pages.
+        signs, rest: uint8 [N, H, 64, S], the sketch's planes from ``pack_sketch``, views over all N pages and their H
+            kv heads.
         scale: uint8 [N, H, 64], codes of scales; 0 marks tokens that may not be selected.
-        pages: int64 [B, P]. Ids from ``num_pages`` on may be those of any page.
+        pages: int64 [B, P], page ids. Those from ``num_pages`` on may be of any page.
         num_pages: int64 [B], valid pages of each row, 0 to P.
-        budget: int64 [B], number of top-k chunks. For rows that sample it is an upper bound (``systematic_sample``).
-            With the sampled chunks it is at most ``k``. A row with budget 0 has no samples.
-        chunk: tokens of a chunk, 1, 2, 4 or 8. Either all or none of them may be selected.
+        budget: int64 [B], number of best chunks to select. For rows that sample, it is an upper bound
+            (``systematic_sample``). The best and the sampled chunks are at most ``k`` together. A row with budget 0 has
+            no samples.
+        chunk: tokens per chunk: 1, 2, 4 or 8. ``scale`` allows either all or none of a chunk's tokens.
         k: columns of the result.
-        sampling: the chunks to sample, or None.
+        sampling: how many chunks to sample, and the seeds; None for no sampling.
         layer: number of the layer. Each layer uses different random numbers.
 
     Returns:
-        Chunk numbers, int64 [B, H, k], ascending, then -1s. Backends break ties differently, also those of ``coarse``
-        scores. Scores within a factor of 1 + 2**-10 may count as equal. Which chunks are sampled depends on the last
-        bits of sums, in which backends differ. The selection does not depend on other rows of the batch. And the
-        logarithm of how many chunks each one stands for, float32 [B, H, k], 0 or more, arbitrary for -1; None without
-        ``sampling``.
+        Chunk numbers, int64 [B, H, k], ascending, then -1s. And the logarithm of how many chunks each one stands for,
+        float32 [B, H, k], 0 or more, arbitrary for -1; None without ``sampling``. The selection does not depend on
+        other rows of the batch. It may differ between backends: they break ties differently, also those of ``coarse``
+        scores, and may treat scores within a factor of 1 + 2**-10 as equal. Which chunks are sampled depends on the
+        last bits of sums.
     """
     heads, device = signs.shape[1], coarse.device
     if not coarse.shape[-1]:
@@ -173,7 +177,8 @@ def select_by_sketch(
 
 
 def _largest(values: Tensor, counts: Tensor) -> Tensor:
-    """Marks the ``counts`` int64 [...] largest values of [..., n] except -inf, bool [..., n]."""
+    """Marks the largest of ``values`` [..., n], bool [..., n]. ``counts`` int64 [...] says how many. -inf is never
+    marked."""
     order = values.argsort(dim=-1, descending=True, stable=True)
     within = torch.arange(values.shape[-1], device=values.device) < counts[..., None]
     return torch.zeros_like(within).scatter(-1, order, within) & ~values.isneginf()

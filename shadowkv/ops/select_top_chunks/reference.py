@@ -7,11 +7,14 @@ from torch import Tensor
 
 
 def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass: float | None = None) -> Tensor:
-    """Selects chunks by their largest share of the softmax of any query head of a kv head.
+    """Selects the chunks with the best scores for each kv head. A chunk's score is its largest softmax share in any
+    query head of the kv head.
 
     Args:
-        logits: float32 [B, H, G, chunks], -inf where a chunk may not be selected. NaN counts as -inf.
-        lse: float32 [B, H, G, T], log-sum-exps of ``logits`` over T disjoint sets that make up all chunks.
+        logits: float32 [B, H, G, chunks], of B sequences, H kv heads and G query heads per kv head; -inf where a chunk
+            may not be selected. NaN counts as -inf.
+        lse: float32 [B, H, G, T], log-sum-exps of ``logits`` over T disjoint sets of chunks, which together are all
+            chunks.
         budget: int64 [B], chunks to select, at most ``k``.
         k: columns of the result.
         mass: if given, selection stops as soon as the selected chunks, in descending order of shares, have this share
@@ -36,7 +39,7 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass:
 
 
 def in_order(chosen: Tensor, keep: Tensor) -> Tensor:
-    """The chunks int64 [..., k] that are marked in ``keep`` bool [..., k], ascending, then -1s."""
+    """Returns those of the chunks int64 [..., k] that ``keep`` bool [..., k] marks, ascending, then -1s."""
     last = torch.iinfo(torch.int64).max
     found = chosen.masked_fill(~keep, last).sort(dim=-1).values
     return found.masked_fill(found == last, -1)

@@ -37,7 +37,7 @@ UNPACKED_AT_ONCE = 512
 
 
 def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and scales of keys, from their coordinates.
+    """Makes the sketches of keys, which are codes and scales.
 
     Args:
         x: float32 [..., d] with d a multiple of 8, centred keys multiplied by their sequence's map.
@@ -68,15 +68,15 @@ def encode_scale(scale: Tensor) -> Tensor:
 
     Returns:
         uint8 [...] from 1 to 247, rounded to nearest after rounding to float16. From 2**-14 to 61440, the largest, the
-        relative error is at most 1/16. Below, the error is at most 2**-18, except for the least scale, 2**-17, which
-        zero, negative numbers and NaN get too.
+        relative error is at most 1/16. Below 2**-14, the error is at most 2**-18. The least scale is 2**-17. Smaller
+        numbers, negative ones and NaN get it, too.
     """
     half = scale.nan_to_num(0.0).clamp(0.0, LARGEST_SCALE).half().view(torch.int16)
     return (((half >> SCALE_SHIFT - 1) + 1) >> 1).clamp(min=1).to(torch.uint8)
 
 
 def decode_scale(codes: Tensor) -> Tensor:
-    """Scales float32 [...] of codes uint8 [...] from ``encode_scale``, 0 for ``EXCLUDED_SCALE``."""
+    """Returns the scales float32 [...] of codes uint8 [...] from ``encode_scale``, 0 for ``EXCLUDED_SCALE``."""
     return (codes.to(torch.int16) << SCALE_SHIFT).view(torch.float16).float()
 
 
@@ -95,17 +95,18 @@ def plane_bits(plane: Tensor, dim: int) -> Tensor:
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """Scores of runs of 8 tokens: the largest product of any token's signs with any query of its kv head in 4 bits.
+    """Scores runs of 8 tokens. A run's score is the largest product of any of its tokens' signs with any query of its
+    kv head, in 4 bits.
 
     Queries are scaled to length 1, so that the query heads of a kv head are comparable without a softmax. On attention
     of real prompts, an eighth of all runs chosen this way has as much of the softmax as an eighth chosen by softmax
     shares.
 
     Args:
-        queries: B rows of H_q heads.
-        signs: uint8 [N, H, 64, S], from ``pack_sketch``, views over all pages.
+        queries: of B sequences and H_q query heads.
+        signs: uint8 [N, H, 64, S], the upper plane from ``pack_sketch``, views over all N pages and their H kv heads.
         scale: uint8 [N, H, 64], from ``encode_scale``. Excluded tokens have score 0.
-        pages: int64 [B, P]. Ids from ``num_pages`` on may be those of any page.
+        pages: int64 [B, P], page ids. Those from ``num_pages`` on may be of any page.
         num_pages: int64 [B], valid pages of each row, 0 to P.
 
     Returns:

@@ -20,7 +20,7 @@ def sketch_keys(
     """Writes the sketches of full pages of keys. The sequence's mean key is subtracted first.
 
     Args:
-        keys: [L, n, 64, H, d], after RoPE.
+        keys: [L, n, 64, H, d], n pages of keys of L layers, after RoPE.
         mean: float32 [L, states, H, d].
         maps: bfloat16 [L, states, H, d, d], by which centred keys are multiplied.
         states: int64 [n], the state of each page in ``mean`` and ``maps``, or [1] if all pages share one.

@@ -77,7 +77,7 @@ def _sketch_keys(
         centred = x.to(tl.float32) - tl.load(centre_row + head * DIM, mask=dim < DIM, other=0.0)[None, :]
         matrix = tl.load(map_of_state + head * DIM * DIM, mask=(dim < DIM)[:, None] & used, other=0.0)
         if x.dtype == tl.bfloat16:
-            # A centred key has more bits than one bfloat16.
+            # A centred key is split into two bfloat16 numbers, because it has more bits than one of them.
             held = centred.to(tl.bfloat16)
             y = tl.dot((centred - held.to(tl.float32)).to(tl.bfloat16), matrix, tl.dot(held, matrix))
         else:
@@ -87,7 +87,7 @@ def _sketch_keys(
         code = tl.minimum(tl.maximum(tl.floor(y / step[:, None]) + 2, 0.0), 3.0)
         overlap = tl.sum(tl.where(used, y * (code - 1.5), 0.0), 1)
         length = square / tl.where(overlap > 0, overlap, 1.0)
-        # NaN, which keys have that are not finite, is not above 0.
+        # Keys that are not finite give NaN, which is not above 0.
         length = tl.where((overlap > 0) & (length > 0), tl.minimum(length, LARGEST), 0.0)
         half = length.to(tl.float16).to(tl.int16, bitcast=True)
         tl.store(scale_row + head * TOKENS, tl.maximum(((half >> SHIFT - 1) + 1) >> 1, 1).to(tl.uint8))

@@ -12,7 +12,8 @@ from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.sketch_queries.reference import PLANES, SketchQueries, plane_bytes
 
 PLANE_BYTES, GROUP = (8, 16, 32), 16
-"""Supported bytes of a plane, which head dims up to 128 and from 200 to 256 have, and most query heads per kv head."""
+"""Supported plane sizes in bytes, and most query heads per kv head. Head dims up to 128 and from 200 to 256 have these
+sizes."""
 
 missing = partial(cuda_missing, "sketch_queries", "sketch_queries")
 
@@ -27,7 +28,8 @@ def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
     """Same as the reference, except that coordinates near the middle of two whole numbers may be rounded differently.
 
     The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head. Queries are
-    float32, bfloat16 or float16. ``states`` and ``maps`` are read while the previous launch is still running.
+    float32, bfloat16 or float16. ``states`` and ``maps`` may be read while the previous kernel is still running, so
+    that kernel must not write them.
     """
     batch, heads, dim = q.shape
     size = plane_bytes(dim)

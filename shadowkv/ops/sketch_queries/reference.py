@@ -1,5 +1,5 @@
-"""Queries for a key sketch in PyTorch: multiplied by their sequence's map and quantised, in the order of the sketch's
-bits."""
+"""Queries for a key sketch in PyTorch. They are multiplied by their sequence's map and quantised, and have the order of
+the sketch's bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 PLANES = 4
-"""Bits of the queries that are multiplied with signs. The error of taking only keys' signs is 40 times as large."""
+"""Bits per number of the queries that are multiplied with signs. Taking only the signs of keys causes 40 times the
+error of these 4 bits."""
 
 
 def plane_bytes(dim: int) -> int:
@@ -24,8 +25,9 @@ class SketchQueries:
     They are ordered like a key's planes: bit j of byte b of a plane belongs to the same dimension as ``whole[j, b]``.
 
     Attributes:
-        whole: int8 [B, H_q, 8, S], from -127 to 127; 0 for padding bytes of a plane.
-        unit: float32 [B, H_q], the unit of the whole numbers, 0 for a query that is 0.
+        whole: int8 [B, H_q, 8, S] with S = ``plane_bytes(d)``, from -127 to 127; 0 for padding bytes of a plane.
+        unit: float32 [B, H_q], the unit of the whole numbers. ``whole * unit`` is the query scaled to length 1 and then
+            multiplied by the map. A query that is 0 has unit 0.
         sum: int32 [B, H_q], sum of the whole numbers.
         planes: uint8 [B, H_q, 4, S], bit planes of the whole numbers divided by 16 and rounded, from -8 to 7. Bit j of
             byte b of row p is bit p of the number from ``whole[..., j, b]``.
@@ -41,8 +43,8 @@ class SketchQueries:
     length: Tensor
 
     def of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
-        """``whole`` by kv head as float32 [B, H, G, 8 S], in the order of ``plane_bits(plane, 8 * S)``, and its units
-        [B, H, G]."""
+        """Returns ``whole`` as float32 [B, H, G, 8 S], for G query heads per kv head, and its units [B, H, G]. The last
+        dimension has the order of ``plane_bits(plane, 8 * S)``."""
         whole, unit = (x.unflatten(1, (heads, -1)) for x in (self.whole, self.unit))
         return whole.flatten(-2).float(), unit
 
@@ -61,8 +63,8 @@ def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
     """Quantises queries for ``sign_scores`` and ``select_by_sketch``.
 
     Args:
-        q: [B, H_q, d] with d a multiple of 8, after RoPE.
-        maps: bfloat16 [states, H, d, d], by which queries are multiplied.
+        q: [B, H_q, d], query heads of B sequences, with d a multiple of 8, after RoPE.
+        maps: bfloat16 [states, H, d, d], by which queries are multiplied; one per kv head.
         states: int64 [B], the state of each row in ``maps``.
     """
     dim, heads = q.shape[-1], maps.shape[1]

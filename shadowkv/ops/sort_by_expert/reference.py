@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def sort_by_expert(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Makes one row for each of a token's k choices, sorted by expert, then by token.
+    """Sorts the k choices of each of T tokens by expert, then by token. Each choice becomes one row.
 
     Args:
         experts: whole numbers [T, k], the chosen experts.
-        first, count: the range of experts on this rank. Rows of other experts come last.
+        first, count: first expert and number of experts on this rank. Rows of other experts come last.
 
     Returns:
-        token [T k], the token of each row; number [T k], the expert of each row minus ``first``, or ``count`` for
-        experts of other ranks; row [T, k], the row of each choice, all whole numbers; and offsets, int32 [count + 1],
-        the start of each expert's rows, and the end of the last one's.
+        Four tensors of whole numbers. token [T k] is the token of each row. number [T k] is the expert of each row
+        minus ``first``, or ``count`` for experts of other ranks. row [T, k] is the row of each choice. offsets, int32
+        [count + 1]: the expert with number e has the rows ``offsets[e]`` to ``offsets[e + 1]``.
     """
     number = experts.flatten() - first
     number = number.masked_fill((number < 0) | (number >= count), count)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 SPAN = 4096
-"""Choices that are compared with each other. The work grows with it."""
+"""Number of choices that are compared with each other. The work per choice grows with it."""
 
 ROWS, OTHERS = 64, 128
 """Choices or experts per program, and choices that they are compared with at a time."""
@@ -88,7 +88,8 @@ def _sort(
 
 @triton.jit
 def _number(experts, place, choices, first, count):
-    """Experts of choices minus ``first``: ``count`` for experts of other ranks, and more past the last choice."""
+    """Returns the experts of choices minus ``first``, ``count`` for experts of other ranks, and ``count + 1`` past the
+    last choice."""
     value = tl.load(experts + place, mask=place < choices, other=0).to(tl.int32) - first
     value = tl.where((value < 0) | (value >= count), count, value)
     return tl.where(place < choices, value, count + 1)

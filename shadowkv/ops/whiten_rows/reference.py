@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
-    """L⁻¹ D x for M matrices. D scales the diagonal of P to 1, and L Lᵀ = D P D with ``shift`` added to the diagonal.
+    """Returns L⁻¹ D x for each of M matrices x. D is diagonal and scales the diagonal of P to 1. L is the Cholesky
+    factor of D P D with ``shift`` added to its diagonal.
 
-    If P holds the products of the rows, the result is orthonormal, and each row is in the span of the rows up to it
-    (Cholesky-QR). If x is the identity, the result is the inverse of the Cholesky factor of P.
+    If P holds the products of the rows of x, the result has orthonormal rows, and its row i is in the span of rows 0 to
+    i of x (Cholesky-QR). If x is the identity, the result is the inverse of the Cholesky factor of P.
 
     Args:
         rows: x, float32 [M, r, n].
