@@ -223,7 +223,8 @@ class KVCache:
         return PrefillBatch(groups, self._recurrent_tokens(sequences))
 
     def _recurrent_tokens(self, sequences: list[tuple[CachedSequence, int]]) -> list[NewTokens] | None:
-        """The new tokens for layers with a recurrent state, and the checkpoints that are written on the way."""
+        """Returns each sequence's new tokens for layers with a recurrent state, with the checkpoints to write among
+        them. None if no layer has a recurrent state."""
         if self.recurrent is None:
             return None
         tokens, start = list[NewTokens](), 0
@@ -237,8 +238,8 @@ class KVCache:
         return tokens
 
     def _fork_point_after(self, sequence: CachedSequence, length: int) -> int:
-        """The largest number of tokens after which a sequence can be forked behind a prompt up to ``length``, as far as
-        pages are concerned."""
+        """Returns the largest fork point that a sequence will have after a prompt up to ``length`` tokens. Only pages
+        are considered, not recurrent states."""
         point = (length - 1) // PAGE * PAGE
         for group in self.groups:
             own = sequence.of_group(group.number)
@@ -254,8 +255,8 @@ class KVCache:
             group.prefill.finish_layer(at, batch.groups[group.number])
 
     def leave_prefill(self) -> None:
-        """Must be called when a prefill ends or is abandoned. Later work waits for the stores that are still
-        running."""
+        """Makes later work wait for the stores that are still running. Must be called when a prefill ends or is
+        abandoned."""
         for group in self.groups:
             group.prefill.join()
 
@@ -271,15 +272,15 @@ class KVCache:
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether a CUDA graph can capture the attention of prompts that stay exact. None can capture what prompts do
-        to recurrent states: where their spans end is different each time."""
+        """Whether a CUDA graph can capture the attention of prompts that stay exact. It cannot if layers have recurrent
+        states, because the prompts' spans end at other tokens each time."""
         return self.recurrent is None and all(group.exact.captured for group in self.groups)
 
     def stays_exact(self, sequence: CachedSequence, tokens: int) -> bool:
         """Whether ``tokens`` new tokens of a prompt can be part of ``exact_prompts``.
 
-        They can if the sequence is exact in every group and stays so, no part learns from its queries, and a CUDA graph
-        can capture its attention.
+        They can if three things hold: the sequence is exact in every group and stays so, no part learns from its
+        queries, and a CUDA graph can capture its attention.
         """
         if sequence.pending_layers is not None or not self.captures_prompts:
             return False
@@ -292,13 +293,14 @@ class KVCache:
         return True
 
     def exact_numbers(self, sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
-        """The packed numbers int64 [n] for ``exact_prompts``, of sequences with ``lengths`` new tokens each. Without
-        sequences they serve for a capture."""
+        """Returns the packed numbers int64 [n] that ``exact_prompts`` needs. ``lengths`` are the numbers of new tokens
+        of the sequences. A capture passes no sequences."""
         of_groups = [pages_of(group.sequences(sequences), group.pool.tables) for group in self.groups]
         return np.stack((lengths_of(sequences, lengths, rows), *of_groups)).ravel()
 
     def exact_prompts(self, numbers: Tensor, rows: int) -> Batch:
-        """The batch of prompts that stay exact, from ``exact_numbers`` on the device, padded to ``rows`` tokens."""
+        """Makes the batch of prompts that stay exact, from ``exact_numbers`` on the device, padded to ``rows``
+        tokens."""
         lengths, *of_groups = numbers.view(1 + len(self.groups), 2, -1)
         parts = (
             (exact_prompts(lengths, pages, rows, group.pool.tables, group.layout.window),)
@@ -375,7 +377,7 @@ class KVCache:
         return DecodePlan(groups, recurrent)
 
     def _padding_rows(self, count: int) -> np.ndarray | None:
-        """``DecodePlan.recurrent`` of padding rows."""
+        """Returns ``DecodePlan.recurrent`` for ``count`` padding rows; None if no layer has a recurrent state."""
         return None if self.recurrent is None else np.full((2, count), self.recurrent.padding)
 
     def padded_compression(self, number: int, numbers: np.ndarray) -> np.ndarray:
@@ -446,7 +448,8 @@ class KVCache:
         return self.strategy.take_density()
 
     def place(self, layer: int) -> tuple[LayerGroup, int]:
-        """The group of a layer of the model with attention, and the layer's number within the group."""
+        """Returns the group of a layer with attention, and the layer's number within the group. ``layer`` is its number
+        in the model."""
         group, at = self._places[layer]
         assert group is not None, f"layer {layer} has no attention"
         return group, at
@@ -462,11 +465,11 @@ class KVCache:
         """Starts attention of queries [T, H_q, d] before RoPE, with softmax scale 1 / sqrt(d).
 
         It does all work that need not wait for values from the host. The returned function finishes the attention and
-        returns [T, H_q, d], with undefined rows for tokens that do not need attention.
+        returns [T, H_q, d]. Rows of tokens that do not need attention are undefined.
 
         Prefill attends to all earlier tokens, or to selected blocks if it is sparse. Decode attends to [sink | outliers
         | selected | tail], or to all tokens if the sequence is dense or the policy does not select. ``sinks``, float32
-        [H_q], are scores of one more position in every softmax, whose value is 0 (``ops/add_sinks``).
+        [H_q], are scores of one more position in every softmax. The value of that position is 0 (``ops/add_sinks``).
         """
         group, at = self.place(layer)
         return group.start(at, q, batch.groups[group.number], sinks)
@@ -474,8 +477,8 @@ class KVCache:
     # -- calls of the model's recurrent layers ---------------------------------------------------------------------
 
     def states(self, layer: int, batch: Batch) -> tuple[dict[str, Tensor], tuple[RecurrentPart, ...]]:
-        """The recurrent states of a layer, by name [rows, *shape], and the parts of the batch that read and write
-        them."""
+        """Returns the recurrent states of a layer, by name [rows, *shape], and the parts of the batch that read and
+        write these states."""
         assert self.recurrent is not None, f"layer {layer} has attention"
         _, at = self._places[layer]
         parts = cast("tuple[RecurrentPart, ...]", batch.groups[len(self.groups)])

@@ -23,8 +23,8 @@ class Compression:
         self.spec = store.layout.spec
 
     def write(self, tokens: CompressedTokens, excluded: Tensor | None = None) -> None:
-        """Writes full pages. ``excluded`` bool [L, n, H, C] marks chunks that stay exact (sink, outliers); None is
-        none."""
+        """Writes full pages. ``excluded`` bool [L, n, H, C] marks chunks that stay exact (sink, outliers); None if no
+        chunk does."""
         layers = tokens.keys.shape[0]
         for part in (self.parts.keys, self.parts.index, self.parts.values):
             for portion in tokens.split(max(1, COMPRESSED_AT_ONCE // layers)):
