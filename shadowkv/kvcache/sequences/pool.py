@@ -284,8 +284,8 @@ class SequencePool:
         return [[page_id for page_id in part if device.block_of(page_id) in kept] for part in reserves]
 
     def _share(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
-        """Makes ``child`` share the first ``length`` tokens of ``parent``. Layers that are still being restored arrive
-        for both."""
+        """Makes ``child`` share the first ``length`` tokens of ``parent``. If the parent's layers are still being
+        restored, the child waits for them too."""
         child.pending_layers = parent.pending_layers
         segments = [segment for segment in parent.path if segment.first < length]
         slots = self.pools["segment_slots"].allocate(len(segments))
@@ -352,8 +352,8 @@ class SequencePool:
         )
 
     def _prompted(self, at: SegmentState, length: int, start: int) -> int:
-        """The end of the prompts in a sequence of ``length`` tokens that is extended to ``start``. If no prompt
-        follows, a dense sequence stays dense up to the limit for answers."""
+        """Returns the position after the last prompt token, in a sequence of ``length`` tokens that is extended to
+        ``start``. If no prompt follows, this lets a dense sequence stay dense up to the limit for answers."""
         return start if at.segments or start > length else min(start, self.layout.spec.dense_limit)
 
     def _widen_ring(self, sequence: CachedSequence, more: list[int]) -> None:

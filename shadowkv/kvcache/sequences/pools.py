@@ -110,7 +110,8 @@ class SequencePools:
     def restore(
         self, outlines: Sequence[Outline], start: int, capacity: int, parent: CachedSequence | None = None
     ) -> CachedSequence:
-        """A new sequence that begins with ``outlines``, one for each group. Otherwise as ``SequencePool.restore``."""
+        """Makes a new sequence that begins with ``outlines``, one for each group. Arguments and errors are those of
+        ``SequencePool.restore``."""
         if len(self.pools) > 1:
             self._require(self.demand(outlines, start, capacity))
         in_groups: list[CachedSequence] = []
@@ -121,7 +122,7 @@ class SequencePools:
             first, *other_groups = in_groups
             first.other_groups = tuple(other_groups)
             if parent is not None and (self.recurrent is not None or any(outline.copied for outline in outlines)):
-                self.await_layers(parent)  # of which something is copied
+                self.await_layers(parent)  # its windows or its recurrent state are copied
             if self.recurrent is not None:
                 shared, states = outlines[0].shared, None if parent is None else parent.recurrent
                 first.recurrent = self.recurrent.begin(states, shared, first.length)

@@ -54,7 +54,8 @@ class Snapshots:
 
     def describe(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
         """Returns the header of a snapshot of ``sequence`` after its first ``start`` tokens, which are 0 or a fork
-        point. Only the host works. Raises ValueError if the sequence cannot be forked at ``start`` or ``stop``.
+        point. It uses only data on the host. Raises ValueError if the sequence cannot be forked at ``start`` or
+        ``stop``.
 
         Args:
             stop: number of tokens after which the snapshot ends, a fork point. Later tokens of ``sequence`` then do not
