@@ -16,7 +16,7 @@ class Part(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of new tokens."""
         ...
 
 
@@ -51,7 +51,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of new tokens."""
         return sum(part.num_tokens for part in self.groups[0])
 
     def with_parts_of(self, other: Batch) -> Batch:

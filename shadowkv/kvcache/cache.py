@@ -140,7 +140,8 @@ class KVCache:
         return self.pools.held(sequences)
 
     def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """A new, empty sequence that holds the blocks of ``demand``. Raises OutOfBlocks and then takes nothing."""
+        """Makes a new, empty sequence that holds the blocks of ``demand``. Raises OutOfBlocks and then takes
+        nothing."""
         return self.pools.allocate(start, capacity)
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
@@ -152,8 +153,8 @@ class KVCache:
         return self.pools.fork_point(sequence, length)
 
     def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
-        """A new sequence that shares its first ``length`` tokens with ``sequence``. Only windows and a recurrent state
-        are copied.
+        """Makes a new sequence that shares its first ``length`` tokens with ``sequence``. Only windows and a recurrent
+        state are copied.
 
         Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is no fork point.
         """
@@ -349,7 +350,7 @@ class KVCache:
         return DecodePlan(tuple(plans), self._padding_rows(rows))
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> Batch:
-        """The batch of a planned step.
+        """Makes the batch of a planned step.
 
         Args:
             numbers: the plan's packed numbers on the device, for a captured graph. Only the plan's shapes are then
@@ -367,8 +368,8 @@ class KVCache:
         return Batch(tuple(parts))
 
     def rounded(self, plan: DecodePlan, max_batch: int, batch: int | None = None) -> DecodePlan:
-        """``plan`` with its shapes rounded up, so that few captured graphs serve many steps. ``batch`` sets the number
-        of rows; None rounds it up too."""
+        """Returns ``plan`` with its shapes rounded up, so that few captured graphs serve many steps. ``batch`` sets the
+        number of rows; None rounds it up too."""
         of_all = zip(self.groups, plan.groups, strict=True)
         groups = tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
         recurrent = self._padding_rows(len(groups[0].sequences.slot))
@@ -381,11 +382,11 @@ class KVCache:
         return None if self.recurrent is None else np.full((2, count), self.recurrent.padding)
 
     def padded_compression(self, number: int, numbers: np.ndarray) -> np.ndarray:
-        """A group's ``GroupPlan.compression``, padded to a rounded number of pages."""
+        """Pads a group's ``GroupPlan.compression`` to a rounded number of pages."""
         return padded(numbers, self.groups[number].compression.padding)
 
     def join_capture(self) -> None:
-        """Joins the other streams of a capture that has failed. The capture cannot end before."""
+        """Joins the other streams of a capture that has failed. Only then can the capture end."""
         for group in self.groups:
             group.decode.side_stream.join_capture()
 
@@ -443,8 +444,8 @@ class KVCache:
         self.strategy.hook = hook
 
     def take_attention_density(self) -> float | None:
-        """Share of blocks of keys that sparse prefills attended to since the last call; None if there were none. Waits
-        for the device."""
+        """Returns the share of blocks of keys that sparse prefills attended to since the last call. None if there was
+        no sparse prefill. Waits for the device."""
         return self.strategy.take_density()
 
     def place(self, layer: int) -> tuple[LayerGroup, int]:
@@ -500,7 +501,8 @@ class FanOut:
         self._batches: list[PrefillBatch] = []
 
     def prefill_batch(self, sequences: list[tuple[tuple[CachedSequence, ...], int]]) -> PrefillBatch:
-        """Packs new tokens. Each item is a prompt's sequences, one per cache, and the number of new tokens."""
+        """Packs new tokens of prompts. Each item has a prompt's sequences, one per cache, and its number of new
+        tokens."""
         of_caches = list(zip(*(of_prompt for of_prompt, _ in sequences), strict=True))
         works = [[(own, count) for own, (_, count) in zip(of_cache, sequences, strict=True)] for of_cache in of_caches]
         bounds = {

@@ -50,8 +50,8 @@ def choose_ops(
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterable[str] = ()) -> Case:
-    """The case by which backends are chosen: the sizes of ``layout``, and the names of all called ops, with
-    ``also``."""
+    """Returns the case by which backends are chosen: the sizes of ``layout``, and the names of all called ops,
+    including ``also``."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS, *prefill_strategy(spec).ops}, 0
     if spec.compresses:

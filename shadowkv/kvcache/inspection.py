@@ -26,19 +26,19 @@ def decode_part(cache: KVCache, sequences: Sequence[CachedSequence], group: int 
 
 
 def rotated_queries(cache: KVCache, q: Tensor, batch: DecodeBatch) -> Tensor:
-    """Queries [B, H_q, d] of a decode step after RoPE."""
+    """Applies RoPE to queries [B, H_q, d] of a decode step."""
     return cache.groups[0].decode.apply_rope(q, batch)
 
 
 def exact_keys(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
-    """RoPE-rotated keys [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E], a row of
+    """Returns the RoPE-rotated keys [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E], which are a row of
     ``DecodeBatch.pages``."""
     group, at = cache.place(layer)
     return group.store.k[at][pages].transpose(0, 1).flatten(1, 2)
 
 
 def exact_values(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
-    """Values [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E]."""
+    """Returns the values [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E]."""
     group, at = cache.place(layer)
     return group.store.v[at][pages].transpose(0, 1).flatten(1, 2)
 

@@ -77,12 +77,12 @@ class QuantisedMatrix(Computing):
 
     @property
     def num_values(self) -> int:
-        """N x K."""
+        """N x K, the number of weights."""
         return self.columns * self.num_rows
 
     @property
     def num_rows(self) -> int:
-        """N."""
+        """N, the number of rows."""
         return sum(block.rows for block in self.row_blocks)
 
     @property

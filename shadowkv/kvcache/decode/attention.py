@@ -62,7 +62,7 @@ class Decode:
         self.query_hook: QueryHook | None = None
 
     def batch(self, plan: GroupPlan, numbers: Tensor | None = None) -> DecodeBatch:
-        """The batch of a planned step.
+        """Makes the batch of a planned step.
 
         Args:
             numbers: the plan's packed numbers on the device, for a captured graph. Only the plan's shapes are then
@@ -83,7 +83,7 @@ class Decode:
             self.side_stream.start(lambda: self._append(layer, k, v, batch))
 
     def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
-        """Queries [B, H_q, d] after RoPE."""
+        """Applies RoPE to queries [B, H_q, d]."""
         return self.ops.apply_rope(q, batch.positions, self.store.rotary)
 
     def start(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:

@@ -105,7 +105,7 @@ class GroupPlan:
         return 5 * len(self.sequences.slot) + 8 * len(self.segments.slot) + of_sequence
 
     def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
-        """Splits ``numbers`` int64 [n], which a plan of this shape has packed, on any device."""
+        """Splits ``numbers`` int64 [n], which a plan of this shape has packed. They can be on any device."""
         count, rows, columns = self.shape[:3]
         sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
         of_sequence = None if self.of_sequence is None else rest[: count * columns].view(count, columns)
@@ -136,7 +136,7 @@ class DecodePlan:
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """B, the number of sequences."""
         return len(self.groups[0].sequences.slot)
 
     def packed(self) -> np.ndarray:
@@ -181,7 +181,7 @@ class DecodeBatch:
 
     @property
     def num_tokens(self) -> int:
-        """B."""
+        """B, the number of sequences."""
         return len(self.positions)
 
     def of_compressed(self, x: Tensor) -> Tensor:

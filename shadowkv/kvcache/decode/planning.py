@@ -166,7 +166,7 @@ def padding_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
 
 
 def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch: int | None = None) -> GroupPlan:
-    """``plan`` with shapes rounded up.
+    """Returns ``plan`` with shapes rounded up.
 
     Args:
         max_batch: limit on the rounded number of rows; a plan with more rows keeps its number.

@@ -397,8 +397,8 @@ class ValuePart(StoredPart):
 
 
 BlockHook = Callable[[int, Tensor, Tensor, Blocks], Blocks]
-"""Called with layer, RoPE-rotated queries [n, H_q, d] and keys [m, H, d], and the selected blocks. Returns the blocks
-to attend to."""
+"""Called with the layer's number in the model, RoPE-rotated queries [n, H_q, d] and keys [m, H, d], and the selected
+blocks. Returns the blocks to attend to."""
 
 
 class PrefillStrategy(Part, ABC):

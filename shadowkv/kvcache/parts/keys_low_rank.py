@@ -212,12 +212,13 @@ class LowRankKeys(KeyPart):
 
 
 def kept_energy(variance: Tensor, total: Tensor) -> Tensor:
-    """The share of the keys' squared norm that a basis keeps, float32 [M], from results of ``low_rank_basis``."""
+    """Returns the share of the keys' squared norm that a basis keeps, float32 [M], from results of
+    ``low_rank_basis``."""
     return (variance.sum(1) / total.clamp(min=1e-30)).clamp(max=1)
 
 
 def ranks(settings: LowRankKeys.Settings, shape: ModelShape) -> list[tuple[int, tuple[int, int]]]:
-    """The rank of each group's low-rank keys, and the group's kv heads: first and last + 1."""
+    """Returns the rank of each group's low-rank keys, and the group's kv heads: first and last + 1."""
     assert settings.rank is not None, "the policy must be resolved"
     groups = settings.key_groups
     heads = [share(shape.num_kv_heads, group, groups) for group in range(groups)]

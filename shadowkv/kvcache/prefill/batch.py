@@ -134,7 +134,7 @@ class GroupPrefill:
         return other
 
     def plan_of(self, new: NewTokens) -> StoragePlan:
-        """How the new tokens of a sequence are stored. The first call plans all sequences."""
+        """Returns how the new tokens of a sequence are stored. The first call plans all sequences."""
         if not self._plans:
             plans = self._planner.plan([(each.sequence, each.stop - each.start) for each in self.new])
             self._plans = {each.start: plan for each, plan in zip(self.new, plans, strict=True)}
@@ -205,7 +205,7 @@ class GroupPrefill:
         return np.arange(*np.searchsorted(self._last, (new.start, new.stop)))
 
     def keep_queries(self, layer: int, block: PrefillBlock, q: Tensor) -> None:
-        """Keeps the RoPE-rotated queries [n, H_q, d] of a block that are among the last of their sequences."""
+        """Keeps those of a block's RoPE-rotated queries [n, H_q, d] that are among the last of their sequences."""
         if len(block.last):
             self.queries[self.scratch_index(layer), block.kept] = q[block.last]
 
@@ -268,11 +268,11 @@ class PrefillBlock:
 
     @property
     def num_tokens(self) -> int:
-        """n."""
+        """n, the number of tokens of the block."""
         return self.stop - self.start
 
     def of_ends(self) -> PrefillBlock:
-        """The same block, with attention only for the tokens of ``ends``."""
+        """Returns the same block with attention only for the tokens of ``ends``."""
         return replace(self, row_ranges=tuple(RowRange(stop - 1, stop, new) for new, stop in self.ends))
 
     @property
@@ -307,9 +307,9 @@ class PrefillBatch:
         return Batch((*((group.block(start, stop),) for group in self.groups), *self._of_recurrent(start, stop)))
 
     def ends(self, start: int, stop: int) -> Batch:
-        """Returns the batch of tokens ``start`` to ``stop``, with attention only for the last tokens of sequences. The
-        block's last token is one of them if its sequence continues after the block and parts learn from its queries in
-        the block."""
+        """Returns the batch of tokens ``start`` to ``stop``, with attention only for the last tokens of sequences. If
+        parts learn from queries of a sequence that continues after the block, the block's last token needs attention
+        too."""
         blocks = [group.block(start, stop) for group in self.groups]
         needed = upload(torch.tensor([end - 1 - start for _, end in blocks[0].ends]).long(), self.starts.device)
         return Batch((*((block.of_ends(),) for block in blocks), *self._of_recurrent(start, stop)), needed)

@@ -51,7 +51,7 @@ class ExactPrompts:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of rows."""
         return len(self.positions)
 
 

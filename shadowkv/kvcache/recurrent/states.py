@@ -230,7 +230,7 @@ class RecurrentStates:
     def _resume(self, sequence: RecurrentSequence, source: Checkpoint) -> None:
         row = source.row
         assert row is not None
-        self._kept.move_to_end(source)  # it is dropped last, and even then nothing is written to its row before
+        self._kept.move_to_end(source)  # dropped last; even then its row is not written to before the copy
         sequence.ring, sequence.since = self._take(), source.position
         self._copy(row, sequence.row(source.position))
 

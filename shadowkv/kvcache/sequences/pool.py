@@ -73,11 +73,11 @@ class SequencePool:
         return self.layout.blocks(self._pages_of(outline, start, capacity)) + Blocks(sequences=1, segment_slots=shared)
 
     def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """A new, empty sequence. Raises OutOfBlocks and then takes nothing."""
+        """Makes a new, empty sequence. Raises OutOfBlocks and then takes nothing."""
         return self.restore(Outline(), start, capacity)
 
     def fork(self, parent: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
-        """A new sequence that shares its first ``length`` tokens with ``parent``.
+        """Makes a new sequence that shares its first ``length`` tokens with ``parent``.
 
         Only page ids are copied. Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is no fork
         point (``fork_point``).
@@ -110,8 +110,8 @@ class SequencePool:
     def restore(
         self, outline: Outline, start: int, capacity: int, parent: CachedSequence | None = None
     ) -> CachedSequence:
-        """A new sequence that begins with ``outline`` and has room for ``start`` prompt tokens and ``capacity`` tokens.
-        The caller writes the contents of its pages, except for those that it shares with ``parent``.
+        """Makes a new sequence that begins with ``outline`` and has room for ``start`` prompt tokens and ``capacity``
+        tokens. The caller writes the contents of its pages, except for those that it shares with ``parent``.
 
         Raises OutOfBlocks and then takes nothing; raises ValueError if the sequence would be too long.
         """

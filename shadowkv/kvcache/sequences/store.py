@@ -106,12 +106,12 @@ class GroupStore(CompressedStore):
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
 
     def read_exact(self, layers: slice, rows: ExactRows) -> tuple[Tensor, Tensor]:
-        """RoPE-rotated keys and values [L, n, H, d] of n tokens in exact pages."""
+        """Reads the RoPE-rotated keys and values [L, n, H, d] of n tokens in exact pages."""
         keys, values = (x[layers][:, rows.pages, :, rows.offsets].transpose(0, 1) for x in (self.k, self.v))
         return keys, values
 
     def excluded(self, layer: int, pages: Tensor, first: Tensor) -> Tensor:
-        """Which chunks of compressed pages [R, P] are exact (sink, outliers), bool [R, H, P * C].
+        """Returns which chunks of compressed pages [R, P] are exact (sink, outliers), bool [R, H, P * C].
 
         Args:
             first: int64 [R], positions of the segments' first tokens.
