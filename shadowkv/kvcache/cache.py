@@ -411,8 +411,9 @@ class KVCache:
     @property
     def selection_hook(self) -> SelectionHook | None:
         """Called in a decode step with the layer, RoPE-rotated queries [R, H_q, d], the batch and the index's
-        selection. The step attends to the selection that it returns. It is not called if the policy does not select
-        (``KVSpec.selects``). Set it before the first step: captured graphs keep the hook of their capture."""
+        selection. The step attends to the selection that the hook returns. The hook is not called if the policy does
+        not select (``KVSpec.selects``). Set it before the first step: captured graphs keep the hook of their
+        capture."""
         return self.groups[0].decode.hook
 
     @selection_hook.setter
@@ -434,7 +435,7 @@ class KVCache:
     @property
     def block_hook(self) -> BlockHook | None:
         """Called in a sparse prefill with the layer, RoPE-rotated queries [n, H_q, d] and the blocks selected for each
-        tile (``select_blocks``). The tiles attend to the blocks that it returns. A dense prefill has no hook."""
+        tile (``select_blocks``). The tiles attend to the blocks that the hook returns. A dense prefill has no hook."""
         return self.strategy.hook
 
     @block_hook.setter

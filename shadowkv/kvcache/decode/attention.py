@@ -87,8 +87,9 @@ class Decode:
         return self.ops.apply_rope(q, batch.positions, self.store.rotary)
 
     def start(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts attention of queries [B, H_q, d] before RoPE. The returned function finishes it and returns [B, H_q,
-        d]. ``sinks``, float32 [H_q], are added to the attention to exact tokens, so that the merge counts them once."""
+        """Starts attention of queries [B, H_q, d] before RoPE. The returned function finishes the attention and returns
+        [B, H_q, d]. ``sinks``, float32 [H_q], are added to the attention to exact tokens, so that the merge counts them
+        once."""
         q = self.apply_rope(q, batch)
         if self.query_hook is not None:
             self.query_hook(self.store.layout.layers[layer], q, batch)

@@ -427,8 +427,8 @@ class PrefillStrategy(Part, ABC):
     def attend(
         self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attends causally with the queries of the last n of m positions. The softmax scale is 1 / sqrt(d). Returns [n,
-        H_q, d].
+        """Attends causally with the queries of the last n of m positions. Returns [n, H_q, d]. The softmax scale is 1 /
+        sqrt(d).
 
         Args:
             ops: the engine's ops.

@@ -35,7 +35,7 @@ class ExactPrompts:
         cu_seqlens: int32 [MAX_PROMPTS + 2], the first row of each sequence. The last sequences can be empty.
         cu_seqlens_k: int32 [MAX_PROMPTS + 2], the first row of each sequence in ``sources``: its cached tokens (only
             the newest if there is a window), then its new tokens.
-        sources: int64 [K], where the keys and values are that each sequence attends to (``ops/gather_context``). K is T
+        sources: int64 [K], places of the keys and values that each sequence attends to (``ops/gather_context``). K is T
             plus the maximum number of cached tokens.
         keys, values: [K, H, d], keys after RoPE and values of the current layer.
     """
