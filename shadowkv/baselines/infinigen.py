@@ -3,9 +3,9 @@
 Queries and keys are multiplied by the right singular vectors of the queries. This changes no score, and concentrates
 the scores in few columns. Tokens are scored by the columns in which the absolute values of queries and keys have the
 largest sum. The paper finds the vectors offline and the columns from the whole prompt. Here both come from each
-sequence's own prompt, per layer and kv head, after RoPE: from the last 64 queries of all query heads of a kv head, and
-from the mean absolute values of queries and keys. A segment without queries, such as one of generated tokens, uses
-columns of the unskewed keys.
+sequence's own prompt, per layer and kv head, after RoPE. The vectors come from the last 64 queries of all query heads
+of a kv head. The columns come from the mean absolute values of the skewed queries and keys. A segment without queries,
+such as one of generated tokens, uses columns of the unskewed keys.
 
 The paper scores one layer ahead, from the input of the previous layer, so that keys and values can cross the bus in
 time. This index scores with a layer's own queries, which avoids the error of that speculation.

@@ -2,8 +2,8 @@
 
 A token or channel with large entries makes the steps of all entries in its group coarse. So a page is first divided by
 a scale per token and a scale per channel, in alternation (Sinkhorn's iteration, on standard deviations). Then entries
-are quantised in equal steps between the smallest and the largest: in keys per channel over the page's tokens, in values
-per token over its channels. This is the method's variant with 64 tokens, which are a page here.
+are quantised in equal steps between the smallest and the largest entry. In keys, the 64 entries of a channel share the
+steps; in values, the entries of a token do. This is the method's variant with 64 tokens, which are a page here.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ ITERATIONS = 16
 """Rounds of scaling tokens and channels. The round with the most even deviations gives the scales."""
 
 LIMITS = 2.0**-6, 2.0**10
-"""Range of scales, in deviations of the page. Without it, rows that hardly vary about a mean would be scaled up without
-bound."""
+"""Range of scales, in units of the page's standard deviation. Without limits, rows that are nearly constant would be
+scaled up without bound."""
 
 LEAST = 1e-10
-"""Deviations below this count as 0."""
+"""Entries with a smaller standard deviation count as constant."""
 
 
 class VarianceNormalisedRows(RowCodec):
-    """Codes of whole pages, whose rows are axis -2. A row stores its own scales and then its share of the channels'
-    scales.
+    """Codes whole pages of 64 rows (axis -2). A row stores its own scales, then 1/64 of the channels' scales.
 
     An entry is (code x step + least) x scale. In keys each channel has a step and a least entry, and each token a
-    scale; in values each token has a step and a least entry, and each channel a scale. All three are float16, and a
-    code is the nearest one for these rounded numbers. The product of all ``scale``s of a page is 1.
+    scale; in values each token has a step and a least entry, and each channel a scale. All three are rounded to
+    float16, and codes are chosen for the rounded numbers. A page's scales are normalised: before rounding, their
+    product is 1.
 
     Attributes:
         bits: bits of a code.
@@ -98,7 +98,7 @@ class VarianceNormalisedRows(RowCodec):
         return y if rotation is None else y @ rotation.T
 
     def _counts(self) -> tuple[int, int]:
-        """Number of scales per token, and per channel."""
+        """Returns the number of stored scales per token, and per channel."""
         return (1, 2) if self.steps_of == -2 else (2, 1)
 
 
@@ -111,10 +111,12 @@ class KVarNValues(VarianceNormalisedRows):
 
 
 def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of tokens [..., 64, 1] and of channels [..., 1, d], by which tiles float32 [..., 64, d] are to be divided.
+    """Returns scales of tokens [..., 64, 1] and of channels [..., 1, d]. Tiles float32 [..., 64, d] are to be divided
+    by both.
 
     They are the scales of the round with the least imbalance, or 1 if no round improves it. The imbalance is the ratio
-    of the largest to the smallest deviation of tokens, plus that of channels. Deviations of 0 count as 1.
+    of the largest to the smallest deviation of tokens, plus that of channels. Deviations of constant entries count as
+    1.
     """
     unit = _deviation(tiles.flatten(-2), -1).unsqueeze(-1)
     tiles = tiles / unit

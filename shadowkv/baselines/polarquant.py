@@ -35,7 +35,7 @@ class Halves(Packing):
 
 
 def renormalised(rows: Tensor, levels: Tensor) -> Tensor:
-    """The scale with which the decoded row has the norm of the row."""
+    """Returns the scale with which the decoded row has the norm of the original row."""
     return levels.norm(dim=-1, keepdim=True).reciprocal()
 
 

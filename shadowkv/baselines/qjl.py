@@ -2,12 +2,12 @@
 levels and QJL's signs of the residual.
 
 QJL codes the residual of a row as its norm and the signs of its products with a rotation. The estimate is unbiased in
-every direction, unlike the levels of a quantiser, which are too short. Its squared error is pi / 2 - 1 = 0.571 of the
-residual's squared norm with a rotation; with the paper's Gaussian matrix it is more than the whole residual.
+every direction. A quantiser's levels are not: they are too short. With a rotation, the estimate's squared error is pi /
+2 - 1 = 0.571 of the residual's squared norm. With the paper's Gaussian matrix the error is larger than the residual.
 
 The formats are here for comparison: ``lloyd-*`` rows of the same size are closer, and their products are also unbiased
-(``codecs/lloyd.py``). The bytes mean the same as in the package, except for the weight of signs. There it is too small
-by a factor of sqrt(group); here it makes products unbiased.
+(``codecs/lloyd.py``). The bytes mean the same as in the package, except for the factor of the signs (``kappa``). The
+package's factor is too small by sqrt(dimensions of the group). This one makes products unbiased.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ DIMS = (64, 128, 256)
 
 
 class HybridRows(RowCodec):
-    """The bytes of a group are its codes, highest bits first, its signs in the same order, its norm in float16, and the
-    norm of the unit row's residual in float16. The first dimensions of a row are the first group.
+    """Rows in two groups of dimensions, the first dimensions in the first group. The bytes of a group are its codes,
+    the signs of its residual (both in the order of ``BigEndian``), its norm in float16, and its residual's norm in
+    float16. The residual is that of the group divided by its norm.
 
     Attributes:
         share: share of the dimensions in the first group.
@@ -126,11 +127,11 @@ class HybridRows(RowCodec):
 
 @cache
 def _rotation(size: int, name: str, device: torch.device) -> Tensor:
-    """A rotation [size, size] of random signs and a Hadamard matrix.
+    """Returns a rotation [size, size]: random signs, then a Hadamard matrix.
 
-    A size that is not a power of two has a block for each power of two in its sum, the largest first. As in the
-    package, all blocks are divided by sqrt(size). This shortens rows of 96, so products with TQ25's rows are 11 % too
-    small.
+    If the size is not a power of two, the matrix has a diagonal block for each power of two in the size, the largest
+    first (96 = 64 + 32). As in the package, all blocks are divided by sqrt(size). So the matrix shortens rows of 96,
+    and products with TQ25's rows are 11 % too small.
     """
     blocks = [2**i for i in reversed(range(size.bit_length())) if size >> i & 1]
     matrices = [random_hadamard(block, name, rounds=1) * (block / size) ** 0.5 for block in blocks]
@@ -138,19 +139,19 @@ def _rotation(size: int, name: str, device: torch.device) -> Tensor:
 
 
 def kappa(dim: int) -> float:
-    """The factor of the signs, after they are rotated back, for a residual of norm 1. With Gaussian rows, which are
-    sqrt(dim) times as long as those of a rotation, it would be sqrt(pi / 2) / dim."""
+    """Returns the factor that turns signs, rotated back, into the estimate of a residual of norm 1. For a Gaussian
+    matrix the factor would be sqrt(pi / 2) / dim, because its rows are sqrt(dim) times as long as a rotation's."""
     return math.sqrt(math.pi / 2 / dim)
 
 
 def signs_of(rest: Tensor, rotation: Tensor) -> Tensor:
-    """Signs uint8 [..., d] of the products of rows float32 [..., d] and the columns of a rotation [d, d]: 1 for
-    products of at least 0."""
+    """Returns the signs uint8 [..., d] of the products of rows float32 [..., d] with the columns of a rotation [d, d]:
+    1 if a product is at least 0, else 0."""
     return (rest @ rotation >= 0).to(torch.uint8)
 
 
 def estimate(signs: Tensor, norm: Tensor, rotation: Tensor) -> Tensor:
-    """Estimated rows float32 [..., d] from ``signs_of`` uint8 [..., d] and norms [..., 1]."""
+    """Estimates rows float32 [..., d] from their ``signs_of`` uint8 [..., d] and their norms [..., 1]."""
     return kappa(signs.shape[-1]) * norm * ((2.0 * signs - 1) @ rotation.T)
 
 

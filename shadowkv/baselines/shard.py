@@ -1,8 +1,8 @@
 """Shard: low-rank keys with a width in bits for each rank dimension, and an 8-bit basis. Values are codebook entries
 (``vq.py``).
 
-``allocate`` divides a budget of bits between groups of principal components, with more bits for stronger groups. The
-cost of a group is its variance / (3 4^b) with b bits, and 4 times its variance without bits, because dropping a group
+``allocate`` divides a budget of bits between groups of principal components, with more bits for stronger groups. A
+group with b bits costs its variance / (3 * 4^b). A group without bits costs 4 times its variance, because dropping it
 should cost more than its share of the energy. The allocation is an exact dynamic program over the groups, for many
 matrices at a time. The host does not wait for it.
 """
@@ -36,8 +36,8 @@ DROP_PENALTY = 4.0
 
 
 def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: float = DROP_PENALTY) -> Tensor:
-    """Widths uint8 [M, r] of components with variances [M, r], strongest first. The widths sum to at most ``budget``
-    bits and have the least cost.
+    """Chooses the widths, in bits, uint8 [M, r] of components with variances [M, r], strongest first. The r widths of a
+    matrix sum to at most ``budget`` bits and have the lowest cost (see the module).
 
     Args:
         group: number of neighbouring components that share a width.
@@ -83,8 +83,8 @@ class MixedLatents(LatentCodec):
     """Rank dimensions in 8, 6, 4, 2 or 0 bits each, 4 on average. A row is a string of bits, the lowest bits of
     a byte first.
 
-    A code of b bits is the latent, -(2^(b-1) - 1) to 2^(b-1) - 1, plus 2^(b-1). A row has half a byte for each rank
-    dimension; unused bits are zero.
+    With b bits a latent is an integer from -(2^(b-1) - 1) to 2^(b-1) - 1. Its code is the latent plus 2^(b-1). A row
+    has half a byte for each rank dimension; unused bits are zero.
     """
 
     id, name, largest, rank_multiple, bits = CodecId.LATENT_MIXED, "low-rank-mixed", 127, 2, 4
@@ -112,7 +112,8 @@ class MixedLatents(LatentCodec):
 
 
 def _places(widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Widths int32 [..., r], and the start of each code: its byte int64 [..., r], and the bit in this byte int32."""
+    """Returns the widths as int32 [..., r], and where each code starts: the byte, int64 [..., r], and the bit in this
+    byte, int32 [..., r]."""
     width = widths.to(torch.int32)
     begin = width.cumsum(-1) - width
     return width, begin >> 3, (begin & 7).to(torch.int32)
@@ -121,7 +122,7 @@ def _places(widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class MixedLowRankKeys(LowRankKeys):
     """Latents of centred keys. Their widths follow from their variances over the prompt (``allocate``).
 
-    A basis row is stored as integers and one step, into which the step of its latents is folded.
+    A basis row is stored as integers and one step. This step includes the step of the row's latents.
     """
 
     @classmethod
@@ -146,8 +147,8 @@ class MixedLowRankKeys(LowRankKeys):
         return least * (basis + PAGE * (4 * self.shape.kv_dim + BYTES_OF_A_LATENT * self.rank))
 
     def reading_bytes(self) -> int:
-        """A basis as stored, decoded in float32, and in the dtype of the product, for backends that cannot read the
-        stored form. That is 1/40 of the latents of 8,192 tokens at rank 192 of 1,024."""
+        """A basis in three forms: as stored, decoded in float32, and in the dtype of the product. Backends that cannot
+        read the stored form need the other two."""
         return self.rank * self.shape.kv_dim * (1 + 4 + self.dtype.itemsize)
 
     def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:

@@ -23,7 +23,7 @@ from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, OBSERVED, Compressed
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
 NEIGHBOURS = 7
-"""Size of the pooling window, in tokens: a token counts with the most attended token of the window around it."""
+"""Size of the pooling window, in tokens. A token's score is that of the most attended token in the window around it."""
 
 LEAST = 1e-37
 """Smallest vote: its logarithm is finite in float32."""

@@ -1,8 +1,8 @@
-"""``tq3_0``, a block format of a fork of llama.cpp: 32 dimensions in 14 bytes, byte for byte the same.
+"""``tq3_0``, the block format of a fork of llama.cpp, byte for byte: 32 dimensions in 14 bytes.
 
 A block is multiplied by fixed signs and a Hadamard matrix, divided by its largest entry, and coded in 3 bits. Its bytes
-are the lower two bits of all codes (8 bytes), the upper bits (4 bytes), both from the low bits of a byte up, and the
-scale in float16.
+are the lower two bits of all codes (8 bytes), their upper bits (4 bytes), and the scale in float16. Within a byte,
+earlier codes have the lower bits.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SHRINK = 0.17677669529663688
 
 
 class TQ3Rows(RowCodec):
-    """Rows in blocks of 32. The largest entry of a block is coded as the outermost level. Codes are found with the
-    scale before its rounding. A NaN makes its whole block zero.
+    """Rows in blocks of 32. The largest entry of a block is coded as the outermost level. Codes are chosen with the
+    scale before it is rounded to float16. A NaN makes its whole block zero.
 
     ``encode`` and ``decode`` rotate rows by butterflies in the order of the format, so that bytes agree.
     ``rotation_matrix`` is for callers that rotate queries or outputs instead.

@@ -25,8 +25,8 @@ from shadowkv.ops.apply_rope.reference import halves, rope_by
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 
 AHEAD = tuple(2**i for i in range(17))
-"""Distances, in tokens, from the end of the sequence to the future queries that a key is scored for, as in the
-paper."""
+"""Distances of future queries from the end of the sequence, in tokens, as in the paper. A key's score is the mean over
+these distances."""
 
 
 class Trig(RankedIndex):
@@ -99,21 +99,21 @@ def rope(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
 
 
 def statistics(queries: Tensor, config: RopeConfig) -> tuple[Tensor, Tensor]:
-    """The mean [L, n, ..., d] of queries before RoPE [L, n, w, ..., d]; and for each frequency the difference between
-    their mean length and the length of their mean, [L, n, ..., dim / 2]."""
+    """Returns the mean [L, n, ..., d] of queries before RoPE [L, n, w, ..., d]. Also returns, for each frequency, the
+    queries' mean length minus the length of their mean, [L, n, ..., dim / 2]."""
     mean = queries.mean(2)
     return mean, lengths(queries, config).mean(2) - lengths(mean, config)
 
 
 def looking_ahead(query: Tensor, rotary: RotaryTables) -> Tensor:
-    """The mean of a query [..., d] after RoPE by each distance of ``AHEAD``."""
+    """Rotates a query [..., d] by RoPE by each distance of ``AHEAD``. Returns the mean of the results, [..., d]."""
     angles = torch.tensor(AHEAD, dtype=torch.float64)[:, None] * rotary.config.inverse_frequencies()
     cos, sin = (x.mean(0).float().to(query.device) for x in (angles.cos(), angles.sin()))
     return rope_by(query, cos, sin, rotary)
 
 
 def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeConfig) -> Tensor:
-    """Expected scores of keys, in units of logits.
+    """Estimates the future scores of keys, in units of logits.
 
     Args:
         query: [..., G, d], the mean query, RoPE-rotated to future positions.

@@ -23,18 +23,19 @@ FITTED = 131072
 dimensions. k-means on this many groups takes a few seconds on a CPU core."""
 
 AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
-"""Products of groups and entries that are computed at a time, by device type. They are 2 MiB on a CPU, which fit into a
-core's cache, and 64 MiB on a GPU, which are worth a launch and fit into the memory reserved at start."""
+"""Number of products of a group and a codebook entry that are computed at a time, by device type. On a CPU they take 2
+MiB, which fits into a core's cache. On a GPU they take 64 MiB, which is worth a launch and fits into the memory
+reserved at start."""
 
 UNIT = 2.0**30
 """Scale of fixed-point sums. Integer sums do not depend on the order, so k-means is reproducible on a GPU too."""
 
 
 class VectorRows(RowCodec):
-    """A byte for each 4 dimensions of a value. Rows have no scale, so later rows with larger entries than the prompt's
-    are clipped to its largest. Entry 0 is the origin, so rows of zeros stay zero.
+    """A byte for each 4 dimensions of a value. Rows have no scale. So in later rows, entries above the prompt's largest
+    are clipped to it. Entry 0 is the origin, so rows of zeros stay zero.
 
-    It is not for keys, because their products would be biased (``codecs/lloyd.py``).
+    It is not for keys, because products with queries would be biased (``codecs/lloyd.py``).
     """
 
     id, name = CodecId.VQ_4X256, "vq-4x256"
@@ -116,8 +117,8 @@ def k_means(points: Tensor) -> Tensor:
 
 
 def nearest(points: Tensor, codebooks: Tensor) -> Tensor:
-    """The numbers uint8 [b, n] of the entries of codebooks [b, 256, 4] nearest to points [b, n, 4]. Ties go to the
-    first entry."""
+    """Returns, for points [b, n, 4], the indices uint8 [b, n] of the nearest entries in codebooks [b, 256, 4]. Ties go
+    to the first entry."""
     half = codebooks.square().sum(-1).unsqueeze(-2) / 2
     pieces = points.split(max(1, AT_ONCE[points.device.type] // (ENTRIES * len(codebooks))), dim=1)
     found = [torch.baddbmm(half, piece, codebooks.mT, beta=-1).argmax(-1).to(torch.uint8) for piece in pieces]

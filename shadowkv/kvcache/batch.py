@@ -16,18 +16,20 @@ class Part(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of new tokens."""
         ...
 
 
 class PartHandler(Protocol):
-    """Stores and attends the parts of one kind, in a group of layers. Layers are numbered within the group."""
+    """Stores keys and values, and computes attention, for the parts of one kind in a group of layers. Layers are
+    numbered within the group."""
 
     def append(self, layer: int, k: Tensor, v: Tensor, part: Any) -> None:
         """Stores keys (before RoPE) and values [T, H, d] of a part's tokens."""
 
     def start(self, layer: int, q: Tensor, part: Any, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts attention of a part's queries [T, H_q, d] before RoPE. The returned function finishes it."""
+        """Starts attention of a part's queries [T, H_q, d] before RoPE. The returned function finishes it and returns
+        [T, H_q, d]."""
         ...
 
 
@@ -38,7 +40,8 @@ class Batch:
     Each part attends by itself, to its own sequences. Everything else in a layer sees one batch.
 
     Attributes:
-        groups: the parts, for each group of layers; then, for layers with a recurrent state, ``RecurrentPart``s.
+        groups: for each group of layers with attention, its parts. If layers have a recurrent state, their
+            ``RecurrentPart``s come last, as one more group.
         needed: int64 [n], the tokens that need attention; of the others only keys and values are stored. None if all
             need attention.
     """
@@ -48,17 +51,17 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of new tokens."""
         return sum(part.num_tokens for part in self.groups[0])
 
     def with_parts_of(self, other: Batch) -> Batch:
-        """A batch of these tokens followed by those of ``other``. All of them need attention."""
+        """Returns a batch of this batch's tokens, followed by those of ``other``. All of them need attention."""
         return Batch(tuple(own + others for own, others in zip(self.groups, other.groups, strict=True)))
 
     def where_needed(self, tokens: Tensor) -> Batch:
-        """The batch in which only ``tokens`` int64 [n] need attention."""
+        """Returns this batch with attention only for ``tokens`` int64 [n]."""
         return replace(self, needed=tokens)
 
     def of_needed(self, x: Tensor) -> Tensor:
-        """The rows of ``x`` [T, ...] for the tokens that need attention, [n, ...]."""
+        """Returns the rows [n, ...] of ``x`` [T, ...] that belong to tokens that need attention."""
         return x if self.needed is None else x[self.needed]

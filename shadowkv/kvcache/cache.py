@@ -140,7 +140,8 @@ class KVCache:
         return self.pools.held(sequences)
 
     def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """A new, empty sequence that holds the blocks of ``demand``. Raises OutOfBlocks and then takes nothing."""
+        """Makes a new, empty sequence that holds the blocks of ``demand``. Raises OutOfBlocks and then takes
+        nothing."""
         return self.pools.allocate(start, capacity)
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
@@ -152,8 +153,8 @@ class KVCache:
         return self.pools.fork_point(sequence, length)
 
     def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
-        """A new sequence that shares its first ``length`` tokens with ``sequence``. Only windows and a recurrent state
-        are copied.
+        """Makes a new sequence that shares its first ``length`` tokens with ``sequence``. Only windows and a recurrent
+        state are copied.
 
         Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is no fork point.
         """
@@ -223,7 +224,8 @@ class KVCache:
         return PrefillBatch(groups, self._recurrent_tokens(sequences))
 
     def _recurrent_tokens(self, sequences: list[tuple[CachedSequence, int]]) -> list[NewTokens] | None:
-        """The new tokens for layers with a recurrent state, and the checkpoints that are written on the way."""
+        """Returns each sequence's new tokens for layers with a recurrent state, with the checkpoints to write among
+        them. None if no layer has a recurrent state."""
         if self.recurrent is None:
             return None
         tokens, start = list[NewTokens](), 0
@@ -237,8 +239,8 @@ class KVCache:
         return tokens
 
     def _fork_point_after(self, sequence: CachedSequence, length: int) -> int:
-        """The largest number of tokens after which a sequence can be forked behind a prompt up to ``length``, as far as
-        pages are concerned."""
+        """Returns the largest fork point that a sequence will have after a prompt up to ``length`` tokens. Only pages
+        are considered, not recurrent states."""
         point = (length - 1) // PAGE * PAGE
         for group in self.groups:
             own = sequence.of_group(group.number)
@@ -254,8 +256,8 @@ class KVCache:
             group.prefill.finish_layer(at, batch.groups[group.number])
 
     def leave_prefill(self) -> None:
-        """Must be called when a prefill ends or is abandoned. Later work waits for the stores that are still
-        running."""
+        """Makes later work wait for the stores that are still running. Must be called when a prefill ends or is
+        abandoned."""
         for group in self.groups:
             group.prefill.join()
 
@@ -271,15 +273,15 @@ class KVCache:
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether a CUDA graph can capture the attention of prompts that stay exact. None can capture what prompts do
-        to recurrent states: where their spans end is different each time."""
+        """Whether a CUDA graph can capture the attention of prompts that stay exact. It cannot if layers have recurrent
+        states, because the prompts' spans end at other tokens each time."""
         return self.recurrent is None and all(group.exact.captured for group in self.groups)
 
     def stays_exact(self, sequence: CachedSequence, tokens: int) -> bool:
         """Whether ``tokens`` new tokens of a prompt can be part of ``exact_prompts``.
 
-        They can if the sequence is exact in every group and stays so, no part learns from its queries, and a CUDA graph
-        can capture its attention.
+        They can if three things hold: the sequence is exact in every group and stays so, no part learns from its
+        queries, and a CUDA graph can capture its attention.
         """
         if sequence.pending_layers is not None or not self.captures_prompts:
             return False
@@ -292,13 +294,14 @@ class KVCache:
         return True
 
     def exact_numbers(self, sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
-        """The packed numbers int64 [n] for ``exact_prompts``, of sequences with ``lengths`` new tokens each. Without
-        sequences they serve for a capture."""
+        """Returns the packed numbers int64 [n] that ``exact_prompts`` needs. ``lengths`` are the numbers of new tokens
+        of the sequences. A capture passes no sequences."""
         of_groups = [pages_of(group.sequences(sequences), group.pool.tables) for group in self.groups]
         return np.stack((lengths_of(sequences, lengths, rows), *of_groups)).ravel()
 
     def exact_prompts(self, numbers: Tensor, rows: int) -> Batch:
-        """The batch of prompts that stay exact, from ``exact_numbers`` on the device, padded to ``rows`` tokens."""
+        """Makes the batch of prompts that stay exact, from ``exact_numbers`` on the device, padded to ``rows``
+        tokens."""
         lengths, *of_groups = numbers.view(1 + len(self.groups), 2, -1)
         parts = (
             (exact_prompts(lengths, pages, rows, group.pool.tables, group.layout.window),)
@@ -347,7 +350,7 @@ class KVCache:
         return DecodePlan(tuple(plans), self._padding_rows(rows))
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> Batch:
-        """The batch of a planned step.
+        """Makes the batch of a planned step.
 
         Args:
             numbers: the plan's packed numbers on the device, for a captured graph. Only the plan's shapes are then
@@ -365,8 +368,8 @@ class KVCache:
         return Batch(tuple(parts))
 
     def rounded(self, plan: DecodePlan, max_batch: int, batch: int | None = None) -> DecodePlan:
-        """``plan`` with its shapes rounded up, so that few captured graphs serve many steps. ``batch`` sets the number
-        of rows; None rounds it up too."""
+        """Returns ``plan`` with its shapes rounded up, so that few captured graphs serve many steps. ``batch`` sets the
+        number of rows; None rounds it up too."""
         of_all = zip(self.groups, plan.groups, strict=True)
         groups = tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
         recurrent = self._padding_rows(len(groups[0].sequences.slot))
@@ -375,15 +378,15 @@ class KVCache:
         return DecodePlan(groups, recurrent)
 
     def _padding_rows(self, count: int) -> np.ndarray | None:
-        """``DecodePlan.recurrent`` of padding rows."""
+        """Returns ``DecodePlan.recurrent`` for ``count`` padding rows; None if no layer has a recurrent state."""
         return None if self.recurrent is None else np.full((2, count), self.recurrent.padding)
 
     def padded_compression(self, number: int, numbers: np.ndarray) -> np.ndarray:
-        """A group's ``GroupPlan.compression``, padded to a rounded number of pages."""
+        """Pads a group's ``GroupPlan.compression`` to a rounded number of pages."""
         return padded(numbers, self.groups[number].compression.padding)
 
     def join_capture(self) -> None:
-        """Joins the other streams of a capture that has failed. The capture cannot end before."""
+        """Joins the other streams of a capture that has failed. Only then can the capture end."""
         for group in self.groups:
             group.decode.side_stream.join_capture()
 
@@ -408,8 +411,9 @@ class KVCache:
     @property
     def selection_hook(self) -> SelectionHook | None:
         """Called in a decode step with the layer, RoPE-rotated queries [R, H_q, d], the batch and the index's
-        selection. The step attends to the selection that it returns. It is not called if the policy does not select
-        (``KVSpec.selects``). Set it before the first step: captured graphs keep the hook of their capture."""
+        selection. The step attends to the selection that the hook returns. The hook is not called if the policy does
+        not select (``KVSpec.selects``). Set it before the first step: captured graphs keep the hook of their
+        capture."""
         return self.groups[0].decode.hook
 
     @selection_hook.setter
@@ -431,7 +435,7 @@ class KVCache:
     @property
     def block_hook(self) -> BlockHook | None:
         """Called in a sparse prefill with the layer, RoPE-rotated queries [n, H_q, d] and the blocks selected for each
-        tile (``select_blocks``). The tiles attend to the blocks that it returns. A dense prefill has no hook."""
+        tile (``select_blocks``). The tiles attend to the blocks that the hook returns. A dense prefill has no hook."""
         return self.strategy.hook
 
     @block_hook.setter
@@ -441,12 +445,13 @@ class KVCache:
         self.strategy.hook = hook
 
     def take_attention_density(self) -> float | None:
-        """Share of blocks of keys that sparse prefills attended to since the last call; None if there were none. Waits
-        for the device."""
+        """Returns the share of blocks of keys that sparse prefills attended to since the last call. None if there was
+        no sparse prefill. Waits for the device."""
         return self.strategy.take_density()
 
     def place(self, layer: int) -> tuple[LayerGroup, int]:
-        """The group of a layer of the model with attention, and the layer's number within the group."""
+        """Returns the group of a layer with attention, and the layer's number within the group. ``layer`` is its number
+        in the model."""
         group, at = self._places[layer]
         assert group is not None, f"layer {layer} has no attention"
         return group, at
@@ -462,11 +467,11 @@ class KVCache:
         """Starts attention of queries [T, H_q, d] before RoPE, with softmax scale 1 / sqrt(d).
 
         It does all work that need not wait for values from the host. The returned function finishes the attention and
-        returns [T, H_q, d], with undefined rows for tokens that do not need attention.
+        returns [T, H_q, d]. Rows of tokens that do not need attention are undefined.
 
         Prefill attends to all earlier tokens, or to selected blocks if it is sparse. Decode attends to [sink | outliers
         | selected | tail], or to all tokens if the sequence is dense or the policy does not select. ``sinks``, float32
-        [H_q], are scores of one more position in every softmax, whose value is 0 (``ops/add_sinks``).
+        [H_q], are scores of one more position in every softmax. The value of that position is 0 (``ops/add_sinks``).
         """
         group, at = self.place(layer)
         return group.start(at, q, batch.groups[group.number], sinks)
@@ -474,8 +479,8 @@ class KVCache:
     # -- calls of the model's recurrent layers ---------------------------------------------------------------------
 
     def states(self, layer: int, batch: Batch) -> tuple[dict[str, Tensor], tuple[RecurrentPart, ...]]:
-        """The recurrent states of a layer, by name [rows, *shape], and the parts of the batch that read and write
-        them."""
+        """Returns the recurrent states of a layer, by name [rows, *shape], and the parts of the batch that read and
+        write these states."""
         assert self.recurrent is not None, f"layer {layer} has attention"
         _, at = self._places[layer]
         parts = cast("tuple[RecurrentPart, ...]", batch.groups[len(self.groups)])
@@ -497,7 +502,8 @@ class FanOut:
         self._batches: list[PrefillBatch] = []
 
     def prefill_batch(self, sequences: list[tuple[tuple[CachedSequence, ...], int]]) -> PrefillBatch:
-        """Packs new tokens. Each item is a prompt's sequences, one per cache, and the number of new tokens."""
+        """Packs new tokens of prompts. Each item has a prompt's sequences, one per cache, and its number of new
+        tokens."""
         of_caches = list(zip(*(of_prompt for of_prompt, _ in sequences), strict=True))
         works = [[(own, count) for own, (_, count) in zip(of_cache, sequences, strict=True)] for of_cache in of_caches]
         bounds = {

@@ -20,8 +20,8 @@ OF_TOKENS = (
     *("gather_context", "paged_attention", "rebuild_rows"),
 )
 OF_COMPRESSED_PAGES = ("dense_attention.partial", "find_outliers", "merge_attention", "write_rows")
-"""Ops by caller. Every policy calls ``OF_TOKENS``, policies that compress ``OF_COMPRESSED_PAGES``. The policy's parts
-name further ops. ``OF_SELECTED`` or ``OF_ALL`` attends to compressed tokens."""
+"""Ops by caller. Every policy calls ``OF_TOKENS``. A policy that compresses also calls ``OF_COMPRESSED_PAGES``, the ops
+that its parts name, and ``OF_SELECTED`` or ``OF_ALL``, which attend to compressed tokens."""
 OF_WINDOWS = ("dense_attention.windowed", "paged_window_attention")
 """Ops of layers with a window."""
 OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
@@ -40,7 +40,7 @@ def choose_ops(
     Args:
         layout: layout of the engine's cache.
         also: names of further ops, which the model's layers and the sampler call.
-        backends: backend by op name. Backends of other ops are chosen.
+        backends: backend by op name. For all other ops a backend is chosen automatically.
         attention_backend: one of ``load_settings.ATTENTION_BACKENDS``.
 
     Raises ValueError and SettingsError as ``Ops`` does.
@@ -50,8 +50,8 @@ def choose_ops(
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterable[str] = ()) -> Case:
-    """The case by which backends are chosen: the sizes of ``layout``, and the names of all called ops, with
-    ``also``."""
+    """Returns the case by which backends are chosen: the sizes of ``layout``, and the names of all called ops,
+    including ``also``."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS, *prefill_strategy(spec).ops}, 0
     if spec.compresses:

@@ -19,32 +19,32 @@ from shadowkv.ops.attend_selected.reference import gather_selected
 
 
 def decode_part(cache: KVCache, sequences: Sequence[CachedSequence], group: int = 0) -> DecodeBatch:
-    """The decode batch of the next step of ``sequences``, in a group of layers."""
+    """Plans the next step of ``sequences``. Returns its decode batch in a group of layers."""
     (part,) = cache.decode_batch(cache.plan_decode(sequences)).groups[group]
     assert isinstance(part, DecodeBatch)
     return part
 
 
 def rotated_queries(cache: KVCache, q: Tensor, batch: DecodeBatch) -> Tensor:
-    """Queries [B, H_q, d] of a decode step after RoPE."""
+    """Applies RoPE to queries [B, H_q, d] of a decode step."""
     return cache.groups[0].decode.apply_rope(q, batch)
 
 
 def exact_keys(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
-    """RoPE-rotated keys [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E], a row of
+    """Returns the RoPE-rotated keys [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E], which are a row of
     ``DecodeBatch.pages``."""
     group, at = cache.place(layer)
     return group.store.k[at][pages].transpose(0, 1).flatten(1, 2)
 
 
 def exact_values(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
-    """Values [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E]."""
+    """Returns the values [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E]."""
     group, at = cache.place(layer)
     return group.store.v[at][pages].transpose(0, 1).flatten(1, 2)
 
 
 def compressed_rows(cache: KVCache, layer: int, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
-    """Rebuilt RoPE-rotated keys and values [H, P * 64, d] of the compressed pages of a batch of one row."""
+    """Rebuilds RoPE-rotated keys and values [H, P * 64, d] of the compressed pages of a batch with one row."""
     group, at = cache.place(layer)
     shape = group.layout.shape.num_kv_heads, batch.pages.shape[1] * PAGE, group.layout.shape.head_dim
     keys, values = torch.empty(2, *shape, dtype=cache.dtype, device=cache.device)
@@ -55,8 +55,8 @@ def compressed_rows(cache: KVCache, layer: int, batch: CompressedBatch) -> tuple
 
 
 def exact_elsewhere(cache: KVCache, layer: int, batch: CompressedBatch) -> Tensor:
-    """Which chunks of a batch's compressed pages are exact (sink or outliers) and so cannot be selected, bool
-    [R, H, P * C]."""
+    """Returns which chunks of a batch's compressed pages cannot be selected because they are exact (sink or outliers),
+    bool [R, H, P * C]."""
     group, at = cache.place(layer)
     return group.store.excluded(at, batch.pages, batch.first)
 
@@ -64,13 +64,14 @@ def exact_elsewhere(cache: KVCache, layer: int, batch: CompressedBatch) -> Tenso
 def selected_scores(
     cache: KVCache, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection, row: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions and scores of the tokens that a row of a selection hook's batch selected.
+    """Returns positions and scores of the tokens that one row of a batch selected. ``batch`` and ``selected`` are
+    arguments of a selection hook.
 
     Args:
         q: [R, H_q, d], after RoPE.
 
     Returns:
-        Positions int64 [H, n], -1 for none; scores float32 [H, H_q / H, n], -inf for none.
+        Positions int64 [H, n], and scores float32 [H, H_q / H, n]. Unused entries have position -1 and score -inf.
     """
     group, at = cache.place(layer)
     rows, chunk = slice(row, row + 1), group.layout.spec.chunk
@@ -87,7 +88,8 @@ def selected_scores(
 
 
 def exact_scores(cache: KVCache, layer: int, q: Tensor, pages: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
-    """Positions and scores, as in ``selected_scores``, of the tokens ``first`` to ``end`` of a dense sequence.
+    """Returns positions and scores, as ``selected_scores`` does, of the tokens ``first`` to ``end`` of a dense
+    sequence.
 
     Args:
         q: [H_q, d] of the sequence's row, after RoPE.
@@ -101,8 +103,8 @@ def exact_scores(cache: KVCache, layer: int, q: Tensor, pages: Tensor, first: in
 def coded_scores(
     cache: KVCache, layer: int, q: Tensor, batch: CompressedBatch, row: int, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions and scores, as in ``selected_scores``, of all tokens from ``first`` on of a row of compressed pages. It
-    is for policies that attend to all tokens.
+    """Returns positions and scores, as ``selected_scores`` does, of a row's compressed tokens from position ``first``
+    on. It is for policies that attend to all tokens.
 
     Args:
         q: [H_q, d] of the row, after RoPE.
@@ -120,16 +122,16 @@ def coded_scores(
 
 
 def _scores(q: Tensor, keys: Tensor) -> Tensor:
-    """Float32 [H, H_q / H, n] of queries [H_q, d] and keys [H, n, d]."""
+    """Returns the scores of queries [H_q, d] and keys [H, n, d], float32 [H, H_q / H, n]."""
     return q.float().unflatten(0, (len(keys), -1)) @ keys.float().transpose(1, 2) * q.shape[-1] ** -0.5
 
 
 def diagnostics(cache: KVCache, sequence: CachedSequence) -> dict[str, Tensor]:
-    """How well a compressed sequence's states fit: the diagnostics of the policy's parts by name, float32 [layers]
-    each.
+    """Returns how well a compressed sequence's states fit: the diagnostics of the policy's parts by name, float32
+    [layers] each.
 
-    Each is the minimum over the sequence's segments, for the layers of the first group. It is empty if the sequence is
-    dense. The part that declares a name documents its meaning.
+    Each is the minimum over the sequence's segments, for the layers of the first group. The result is empty if the
+    sequence is dense. The part that declares a name documents its meaning.
     """
     group = cache.groups[0]
     names = group.layout.parts.diagnostics

@@ -47,7 +47,7 @@ def has(names: Container[str], name: str) -> bool:
     own one, then installed ones, each once per process.
 
     Raises:
-        PluginError: ``name`` is unknown, and some plugins could not be loaded; the others are.
+        PluginError: ``name`` is unknown, and some plugins could not be loaded. The other plugins are loaded.
     """
     for installed in (False, True):
         if name in names:

@@ -22,7 +22,7 @@ PRESETS: dict[str, KVSpec] = {
     # The oracle: selects the tokens with the largest exact scores, which every other index approximates.
     "exact-top-k": KVSpec(index="exact", chunk=1),
     # The following store keys and values in few bits and attend to all tokens.
-    # TurboQuant: arXiv:2504.19874; with its own scales, and keys without their mean.
+    # TurboQuant: arXiv:2504.19874; with this project's scales (``codecs/lloyd.py``), and keys without their mean.
     "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit", settings={"centred": True}),
     "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit", settings={"centred": True}),
     # 8-bit floats: the baseline of these formats.
@@ -77,8 +77,8 @@ def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:
         kv: a policy, or a preset's name with changed fields: ``turbo:chunk=8,values=dense,budget=0.03``.
         overrides: fields to change; those that are None stay.
 
-    Raises ValueError for an unknown preset, and for unknown fields and invalid values, of which it lists all;
-    PluginError if an unknown name makes it load plugins and one of them fails.
+    Raises ValueError for an unknown preset, and for unknown fields and invalid values; the message lists all of these.
+    Raises PluginError if an unknown name makes it load plugins and one of them fails.
     """
     if isinstance(kv, str):
         kv = _parse(kv)

@@ -57,7 +57,7 @@ class StepReads:
 
 
 def step_reads(layout: GroupLayout, context: int, hit_rate: float) -> StepReads:
-    """Bytes that a step reads in one layer of the group, for a sequence of ``context`` tokens with the newest.
+    """Bytes that a step reads in one layer of the group, for a sequence of ``context`` tokens, including the newest.
 
     ``hit_rate`` is the share of selected chunks that the fetch buffer has. It matters only for values on the host.
     """

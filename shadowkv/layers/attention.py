@@ -18,7 +18,8 @@ class Cache(Protocol):
 
     Tokens of all sequences are packed. ``batch`` says which sequence each token belongs to, and which tokens need
     attention (``of_needed``). Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by
-    1/sqrt(d). ``sinks``, float32 [Hq], are the scores of one more position in every softmax, whose value is 0.
+    1/sqrt(d). ``sinks``, float32 [Hq], are the scores of one more position in every softmax. The value of that position
+    is 0. Shapes: T tokens, Hq query heads, H kv heads, d dimensions of a head.
     """
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Any) -> None:
@@ -27,14 +28,14 @@ class Cache(Protocol):
     def start(self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None) -> Callable[[], Tensor]:
         """Starts causal attention of queries [T, Hq, d] over their sequences, including their own tokens.
 
-        The returned function finishes it and returns [T, Hq, d]. The caller can launch other work before it calls the
-        function, while the cache waits for values from the host.
+        The returned function finishes the attention and returns [T, Hq, d]. Before the caller calls it, the caller can
+        launch other work, while the cache waits for values from the host.
         """
         ...
 
     def states(self, layer: int, batch: Any) -> tuple[dict[str, Tensor], tuple[RecurrentPart, ...]]:
-        """The recurrent states of a layer that has them, by name, and the parts of the batch that read and write
-        them."""
+        """Returns the recurrent states of a layer without attention, by name, and the parts of the batch that read and
+        write these states."""
         ...
 
 
@@ -86,7 +87,8 @@ class Attention(nn.Module):
     def start(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
         """Stores keys and values of normalised hidden states [T, D] and starts attention.
 
-        The returned function finishes it and returns [n, D], for the n tokens whose attention the batch needs.
+        The returned function finishes the attention and returns [n, D], for the n tokens whose attention the batch
+        needs. D is the hidden size.
         """
         qkv = self.qkv(x)
         self._store(qkv[:, self.query_rows :], cache, batch)
@@ -99,7 +101,7 @@ class Attention(nn.Module):
         return lambda: self._finish(finish(), gate, batch)
 
     def _finish(self, attended: Tensor, gate: Tensor | None, batch: Any) -> Tensor:
-        """The layer's output from attention [T, Hq, d]."""
+        """Computes the layer's output from the result of attention [T, Hq, d]."""
         attended = batch.of_needed(attended.flatten(-2))
         if gate is not None:
             attended = attended * batch.of_needed(gate.flatten(-2)).sigmoid()

@@ -45,13 +45,13 @@ class DecoderLayer(nn.Module):
         return mixer
 
     def start(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Starts the layer, up to the point where attention can have to wait for the host.
+        """Runs the layer up to the point where attention may have to wait for the host.
 
-        The returned function finishes it. It returns the new residual stream and the MLP's output, each [n, D], for the
-        n tokens that need attention. Of the other tokens only keys and values are computed.
+        The returned function finishes the layer. It returns the new residual stream and the MLP's output, each [n, D],
+        for the n tokens that need attention. Of the other tokens only keys and values are computed.
 
         Args:
-            x: residual stream [T, D].
+            x: residual stream [T, D]; D is the hidden size.
             added: the previous layer's output [T, D], not yet added to ``x``; None if nothing is left to add. It is
                 added in the same launch as the next norm.
         """
@@ -60,12 +60,12 @@ class DecoderLayer(nn.Module):
         return lambda: self._finish(batch.of_needed(x), finish())
 
     def append(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> None:
-        """Runs the layer for tokens that need no attention: only stores their keys and values. Arguments are as in
-        ``start``."""
+        """Runs the layer for tokens that need no attention: only stores their keys and values, or updates the recurrent
+        state. Arguments are as in ``start``."""
         self._mixer.append(self._normalised(x, added)[1], cache, batch)
 
     def _normalised(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The residual stream with ``added``, and its norm, which is the input of attention."""
+        """Adds ``added`` to the residual stream. Returns the sum and its norm, the input of attention."""
         return (x, self.attention_norm(x)) if added is None else self.attention_norm.after_add(x, added)
 
     def _finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:

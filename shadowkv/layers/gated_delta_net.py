@@ -20,8 +20,8 @@ from shadowkv.layers.spec import CONVOLUTION, RECURRENT, LayerSpec, LinearAttent
 
 class GatedDeltaNet(Computing):
     """One projection to queries, keys, values and output gates, a convolution of the first three, the gated delta rule,
-    and an output projection. The cache keeps two states of a sequence: the convolution's last inputs, and a matrix for
-    each head.
+    and an output projection. The cache keeps two states for each sequence: the convolution's last inputs, and a matrix
+    for each head.
     """
 
     calls = ("causal_convolution", "gated_delta_rule")
@@ -43,7 +43,7 @@ class GatedDeltaNet(Computing):
         self.out = projection(spec, "linear_attention.out", linear.values, spec.hidden_size)
 
     def start(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
-        """Computes normalised hidden states [T, D] and the states after them.
+        """Runs the layer on normalised hidden states [T, D], and updates the recurrent states.
 
         The returned function returns the layer's output [n, D], for the n tokens that need it.
         """
@@ -55,11 +55,12 @@ class GatedDeltaNet(Computing):
         return lambda: result
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
-        """Only updates the states."""
+        """Updates the recurrent states, without an output."""
         self._mixed(x, cache, batch)
 
     def _mixed(self, x: Tensor, cache: Cache, batch: Any) -> tuple[Tensor, Tensor]:
-        """The rule's results [T, H, dv] and the output gates [T, H dv] of normalised hidden states."""
+        """Returns the delta rule's results [T, H, dv] and the output gates [T, H * dv] for normalised hidden states. H
+        is the number of value heads, dv their dimension."""
         qkv, z = self.qkvz(x).split((self.sizes.channels, self.sizes.values), dim=-1)
         beta, rate = self.beta_decay(x).float().chunk(2, dim=-1)
         log_decay = -self.log_rate.exp() * F.softplus(rate + self.rate_bias)
@@ -74,7 +75,7 @@ class GatedDeltaNet(Computing):
     def _part(
         self, qkv: Tensor, log_decay: Tensor, beta: Tensor, states: dict[str, Tensor], part: RecurrentPart
     ) -> Tensor:
-        """The rule's results [T, H, dv] for a part of the batch."""
+        """Returns the delta rule's results [T, H, dv] for a part of the batch."""
         sizes = self.sizes
         of_rounds = list[tuple[Tensor | None, Tensor]]()
         for rows, spans in part.rounds:
@@ -83,7 +84,7 @@ class GatedDeltaNet(Computing):
             q, k, v = mixed.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
             q, k = (x.unflatten(-1, (sizes.key_heads, sizes.key_dim)) for x in (q, k))
             v = v.unflatten(-1, (sizes.value_heads, sizes.value_dim))
-            if sizes.tiled:  # the op takes a key head's value heads as neighbours
+            if sizes.tiled:  # the op expects a key head's value heads to be neighbours
                 q, k = (x.repeat(1, sizes.value_heads // sizes.key_heads, 1) for x in (q, k))
             of_rounds.append((rows, self.ops.gated_delta_rule(q, k, v, decay, rate, states[RECURRENT], spans)))
         (rows, out), *others = of_rounds

@@ -46,7 +46,7 @@ class Group:
     def share_memory(self, device: torch.device) -> None:
         """Makes sums use peer memory from now on, if every rank can; otherwise logs why not.
 
-        The ranks first agree on whether each of them can, before one waits for another. So a rank that cannot does not
+        Before one rank waits for another, all ranks learn whether each of them can. So a rank that cannot does not
         block the others.
         """
         if self.size == 1 or device.type != "cuda":
@@ -103,7 +103,7 @@ class Group:
         return values[0]
 
     def least(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """The minimum of each count over all ranks."""
+        """Returns the minimum of each count over all ranks."""
         if self.size == 1:
             return dict(counts)
         names = sorted(counts)
@@ -113,8 +113,8 @@ class Group:
         return dict(zip(names, numbers.tolist()))
 
     def abort(self) -> None:
-        """Ends kernels of this process that wait for another rank. It returns when all CUDA graphs with collectives are
-        freed, because NCCL waits for this."""
+        """Ends kernels of this process that wait for another rank. The call returns only after all CUDA graphs with
+        collectives are freed, because NCCL waits for them."""
         if self._peer_memory is not None:
             self._peer_memory.abort()
         if self.size > 1 and "nccl" in torch.distributed.get_backend_config():
@@ -130,7 +130,8 @@ ALONE = Group()
 
 
 class _failing:
-    """A context that turns errors of a collective, which mean that a rank has ended, into ``RankFailure``."""
+    """A context manager that turns an error of a collective into ``RankFailure``. Such an error means that a rank has
+    ended."""
 
     def __enter__(self) -> None: ...
 
@@ -142,8 +143,8 @@ class _failing:
 def open_group(rank: int, size: int, device: torch.device, meeting: str) -> Group:
     """Joins the process group of one host, and waits for the other ranks.
 
-    ``meeting`` is the path of a file that all ranks name and that must not exist yet. Raises ValueError if this process
-    is already in a group.
+    ``meeting`` is the path of a file that must not exist yet. All ranks pass the same path. Raises ValueError if this
+    process is already in a group.
     """
     check_alone()
     # The loopback interface works even if the host's name does not resolve, or resolves to another interface.

@@ -1,5 +1,5 @@
-"""Linear projections, unquantised or in 8-bit floats. One can join several projections: ``rows`` computes a range of
-outputs."""
+"""Linear projections, unquantised or in 8-bit floats. One ``Linear`` can join several projections, such as queries,
+keys and values. ``rows`` computes a range of the outputs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Mixture of experts (arXiv:1701.06538): each token uses a few of many MLPs, and one that all tokens share, if there is
-one.
+"""Mixture of experts (arXiv:1701.06538): each token uses a few of many MLPs, the experts. Some models also have a
+shared expert, which all tokens use.
 
 Tokens are sorted by expert once, and both products of the experts take them in this order. No op waits for the host,
 and no shape depends on data, so that a decode step can be a CUDA graph.
@@ -90,7 +90,7 @@ class ExpertsProjection(Computing):
 
     def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
         if isinstance(self.weight, QuantisedMatrix):
-            # As the backend that was chosen packs them, where it does.
+            # The type is that of unpacked weights. The chosen backend may have packed them (``PackedExperts``).
             rows = cast("list[Tensor | QuantisedRows]", self.weight.of_experts)
             return self.ops.grouped_quantised_matmul(x, rows, offsets)
         return self.ops.grouped_matmul(x, self.weight.view(self.count, self.out_features, -1), offsets)

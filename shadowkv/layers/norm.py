@@ -28,12 +28,12 @@ class RMSNorm(Computing):
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def after_add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta and its norm, each [..., size]."""
+        """Returns x + delta, and the norm of this sum, each [..., size]."""
         return self.ops.add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class JointNorm(RMSNorm):
-    """RMSNorm over all heads of a token together, which are divided between ranks.
+    """RMSNorm over all heads of a token together. The heads are divided between ranks.
 
     Args:
         heads: number of heads of this rank.

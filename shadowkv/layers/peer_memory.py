@@ -29,9 +29,10 @@ two regions of this size."""
 
 
 def one_shot_bytes(ranks: int) -> int:
-    """The size up to which a sum takes one shot: each rank reads all numbers of the other ranks. Larger sums take two
-    shots: each rank sums a share of the numbers. Two ranks read equally much in both ways, and one shot has one wait
-    less. For more ranks the limits are those of vLLM's custom all-reduce, which were not measured here."""
+    """Returns the size, in bytes, up to which a tensor is summed in one shot: each rank reads all numbers of the other
+    ranks. Larger tensors take two shots: each rank first sums a share of the numbers. With two ranks, both ways read
+    equally much, and one shot waits once less. For more ranks the limits are those of vLLM's custom all-reduce, which
+    were not measured here."""
     return REGION_BYTES if ranks == 2 else 512 << 10 if ranks <= 4 else 256 << 10
 
 
@@ -57,8 +58,8 @@ memory after a CUDA error."""
 
 
 def allocate(device: torch.device, ranks: int) -> tuple[Tensor | None, list[str]]:
-    """Allocates this rank's symmetric memory for ``ranks`` GPUs: uint8, with flags of 0. Returns None and the reasons
-    if that is impossible."""
+    """Allocates this rank's symmetric memory for sums over ``ranks`` GPUs. Returns it as uint8, with all flags 0; or
+    None and the reasons why that is impossible."""
     if reasons := missing(ranks):
         return None, reasons
     if _allocated:
@@ -76,7 +77,8 @@ def allocate(device: torch.device, ranks: int) -> tuple[Tensor | None, list[str]
 
 
 class PeerMemory:
-    """This rank's symmetric memory, and the addresses of the other ranks'. All ranks must make one at the same time.
+    """This rank's symmetric memory, and the addresses of the other ranks' memory. All ranks must construct theirs at
+    the same time.
 
     Args:
         own: the memory from ``allocate``.
@@ -101,7 +103,7 @@ class PeerMemory:
         return fits and x.dtype in DTYPES and x.is_contiguous()
 
     def sum(self, x: Tensor) -> None:
-        """Replaces ``x`` by the sum over all ranks, which is added in float32 in the order of ranks and then
+        """Replaces ``x`` by the sum over all ranks. Numbers are added in float32, in the order of the ranks, and then
         rounded."""
         two_shots = x.numel() * x.element_size() > one_shot_bytes(len(self._buffers))
         torch.ops.shadowkv_cuda.all_reduce(

@@ -38,9 +38,11 @@ class QuantisedMatrix(Computing):
         dtype: dtype of unquantised rows, and of the results of ``look_up``.
 
     Attributes:
-        parts: the tensors of all row blocks, in order: those of the form, or one tensor [rows, K].
+        parts: the tensors of all row blocks, in order. A quantised block has the tensors of its form, an unquantised
+            one has one tensor [rows, K].
         packed: pieces of rows in the layout of GPU products, each with its first row; None before ``pack``.
-        whole: all rows as one more piece, for products with all rows, if they have one form; else None.
+        whole: one more piece, with all rows, for products with all rows. None if ``packed`` has only one piece, or if
+            the rows have several forms.
         experts: all rows as experts' matrices in the layout of GPU products; None before ``pack_experts``.
         packed_parts: tensors of all packed pieces.
     """
@@ -75,12 +77,12 @@ class QuantisedMatrix(Computing):
 
     @property
     def num_values(self) -> int:
-        """N x K."""
+        """N x K, the number of weights."""
         return self.columns * self.num_rows
 
     @property
     def num_rows(self) -> int:
-        """N."""
+        """N, the number of rows."""
         return sum(block.rows for block in self.row_blocks)
 
     @property
@@ -138,7 +140,8 @@ class QuantisedMatrix(Computing):
         return [*self._stored_row_blocks()] if self.experts is None else self.experts
 
     def _multiplied(self, start: int, stop: int) -> list[Tensor | QuantisedRows | PackedRows]:
-        """Rows ``start`` to ``stop``, for products."""
+        """Returns rows ``start`` to ``stop`` in the form that products take: packed rows, or the stored ones before
+        ``pack``."""
         if self.packed is None:
             return list(self.stored(start, stop))
         if self.whole is not None and start == 0 and stop == self.num_rows:
@@ -151,14 +154,15 @@ class QuantisedMatrix(Computing):
         """x Wᵀ for rows ``start`` to ``stop``: [T, K] -> [T, stop - start] in the dtype of ``x``."""
         products = [
             F.linear(x, rows) if isinstance(rows, Tensor)
-            # Or as the backend that was chosen packs them.
+            # The type is that of stored rows. They may be packed (``PackedRows``).
             else self.ops.quantised_matmul(x, cast(QuantisedRows, rows))
             for rows in self._multiplied(start, stop)
         ]  # fmt: skip
         return products[0] if len(products) == 1 else torch.cat(products, -1)
 
     def look_up(self, index: Tensor) -> Tensor:
-        """Dequantised rows [T, K] with the numbers ``index`` int64 [T], of a matrix with one row block."""
+        """Returns the dequantised rows [T, K] with the numbers ``index`` int64 [T]. The matrix must have one row
+        block."""
         (rows,) = self.stored(0, self.row_blocks[0].rows)
         found = rows[index]
         return self.ops.dequantise_rows(found).to(self.dtype) if isinstance(found, QuantisedRows) else found
@@ -197,7 +201,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def packed_twice(self) -> int:
-        """Bytes, in the files' form, of rows that will be stored twice when they are packed."""
+        """Bytes of the rows that ``pack`` will store twice, in the form that files have."""
         return self.weight.nbytes if self.borders and len(self.weight.row_blocks) == 1 else 0
 
     def forward(self, x: Tensor) -> Tensor:

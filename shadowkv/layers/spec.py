@@ -1,4 +1,5 @@
-"""``LayerSpec``: the sizes and options of a decoder layer. ``projection`` makes the kind of projection that it says."""
+"""``LayerSpec``: the sizes and options of a decoder layer. ``projection`` makes a projection of the kind that the spec
+asks for."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class LinearAttention:
         key_heads: heads of queries and keys; divides ``value_heads``.
         value_heads: heads of values.
         key_dim, value_dim: dimensions of a head.
-        kernel: inputs of the convolution.
+        kernel: width of the convolution, in tokens.
         tiled: whether key heads serve value heads in turn, as in GGUF files: value head n has key head
             n mod ``key_heads``. Otherwise a key head's value heads are neighbours.
     """
@@ -82,7 +83,7 @@ class LinearAttention:
 
     @property
     def kind(self) -> LayerKind:
-        """The layers' kind: what a cache keeps of a sequence."""
+        """The layers' kind, which says what a cache keeps for each sequence."""
         matrix = self.value_heads, self.key_dim, self.value_dim
         inputs = StateArray(CONVOLUTION, (self.channels, self.kernel - 1))
         return LayerKind(state=(inputs, StateArray(RECURRENT, matrix)))
@@ -104,11 +105,12 @@ class LayerSpec:
         qkv_bias: whether the query, key and value projections have a bias.
         out_bias: whether the attention's output projection has a bias.
         qk_norm: whether each head's queries and keys are RMS-normalised before RoPE.
-        normed_heads: if all heads of a token are normalised together instead, the whole model's numbers of query and kv
-            heads; else None.
-        sinks: whether every softmax has one more position, with a learned score per head and a value of 0 (gpt-oss).
-        output_gate: whether each head's output is multiplied by the sigmoid of a second query projection, of which the
-            rows follow those of the head's query.
+        normed_heads: the numbers of query and kv heads of all ranks together, if all heads of a token are normalised
+            together. None if they are normalised one by one, or not at all.
+        sinks: whether every softmax has one more position (gpt-oss). Its score is learned, one for each head. Its value
+            is 0.
+        output_gate: whether each head's output is multiplied by the sigmoid of a second query projection. A head's rows
+            of this projection follow the rows of its query.
         post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
             stream.
         quantization: ``fp8`` if projections multiply 8-bit floats; else None.
@@ -153,7 +155,7 @@ def projection(
     bias: bool = False,
     borders: tuple[int, ...] = (),
 ) -> Projection:
-    """Makes a projection, quantised if the spec says so.
+    """Makes a projection. It is quantised if the spec says so.
 
     Args:
         name: the projection's name within the layer.

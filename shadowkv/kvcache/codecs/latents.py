@@ -37,14 +37,16 @@ class Int8Latents(LatentCodec):
 
 
 class Int4Latents(LatentCodec):
-    """The first ``strong`` latents, of the strongest principal components, have a byte each: the latent plus 128. The
-    others are pairs in a byte: latent 2 i in the low four bits and 2 i + 1 in the high ones, both plus 8.
+    """The first ``strong`` latents, those of the strongest principal components, have a byte each: the latent plus 128.
+    Each later byte has two of the other latents, each plus 8: number 2 i in the low four bits, number 2 i + 1 in the
+    high four.
 
-    Codes are unsigned, because kernels put them into the mantissa of a float of 1024, or of 16 times that, by one mask
-    and one OR for both latents of a byte, and subtract the excess later.
+    Codes are unsigned, because kernels turn them into floats without a conversion: they put a code into the mantissa of
+    1024, or of 16 times 1024, and subtract the excess later.
 
     Attributes:
-        strong: number of rank dimensions in 8 bits, which is even; all dimensions if there are not more.
+        strong: number of rank dimensions in 8 bits, an even number. If the rank is smaller, all dimensions are in 8
+            bits.
     """
 
     id, name, largest, rank_multiple = CodecId.LATENT_INT4, "low-rank-int4", 127, 2

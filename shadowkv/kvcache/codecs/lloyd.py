@@ -20,22 +20,22 @@ from shadowkv.ops.codec import CodecId, LevelRows
 from shadowkv.ops.rotations import random_hadamard, random_rotation
 
 Rule = Callable[[Tensor, Tensor], Tensor]
-"""Computes scales [..., 1] from unit rows [..., d] and their levels [..., d]; arbitrary for rows of zeros."""
+"""Computes scales [..., 1] from unit rows [..., d] and their levels [..., d]. Scales of zero rows are arbitrary."""
 
 
 def norm(rows: Tensor, levels: Tensor) -> Tensor:
-    """The scale that is the row's norm, as if the levels had norm 1 (TurboQuant)."""
+    """Returns 1: the scale is the row's norm, as if the levels had norm 1 (TurboQuant)."""
     return torch.ones_like(rows[..., :1])
 
 
 def least_squares(rows: Tensor, levels: Tensor) -> Tensor:
-    """The scale that minimises the squared error of the decoded row."""
+    """Returns the scale that minimises the squared error of the decoded row."""
     return (rows * levels).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True)
 
 
 def unbiased(rows: Tensor, levels: Tensor) -> Tensor:
-    """The scale with which the product of the decoded row and the row is the row's squared norm. Products with any
-    query are then unbiased."""
+    """Returns the scale with which the product of the decoded row and the original row is the original's squared norm.
+    Products with any query are then unbiased."""
     return (rows * levels).sum(-1, keepdim=True).reciprocal()
 
 
@@ -53,9 +53,9 @@ class LloydRows(LevelRows):
         packing: order of codes in bytes.
         rule: rule for scales.
         rule_of_keys: rule for scales of keys; None for ``rule``.
-        rotation: makes the orthogonal matrix, from dimensions and name.
-        steps: for kernels that multiply levels as integers, the number of steps in the largest level. The other levels
-            are, or are rounded to, odd multiples of a step. None if no kernel does.
+        rotation: makes the orthogonal matrix from the number of dimensions and a name.
+        steps: for kernels that multiply levels as integers, the number of steps in the largest level. Every level is
+            rounded to an odd multiple of a step. None if no kernel multiplies these levels as integers.
     """
 
     def __init__(

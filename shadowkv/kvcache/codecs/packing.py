@@ -20,7 +20,7 @@ def pack_bits(codes: Tensor, width: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, width: int) -> Tensor:
-    """Codes uint8 [..., n] from the bytes of ``pack_bits``."""
+    """Returns the codes uint8 [..., n] that ``pack_bits`` has packed."""
     places = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> places) & (2**width - 1)).flatten(-2)
 
@@ -113,7 +113,7 @@ class SelectorLanes(Lanes):
 
     @staticmethod
     def _moved(codes: Tensor, back: bool = False) -> Tensor:
-        """Codes with their upper bits moved to this order, or back."""
+        """Moves the upper bits of codes to this order; with ``back``, from this order."""
         if codes.shape[-1] % 128:
             return codes
         shape = (-1, 4, 2, 2, 8) if back else (-1, 2, 4, 2, 8)  # groups of 16; k, h or h, k; r; lanes

@@ -1,7 +1,7 @@
 """Rotated rows with equal steps, in codes of 4, 3 or 2 bits, packed as the CUDA kernel reads them.
 
 After a rotation the entries of any row x are nearly Gaussian with deviation ||x|| / sqrt(d) (TurboQuant,
-arXiv:2504.19874). So one step per width is optimal for all rows.
+arXiv:2504.19874). So for each width of codes, one step, in units of this deviation, is optimal for all rows.
 """
 
 from __future__ import annotations

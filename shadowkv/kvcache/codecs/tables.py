@@ -62,20 +62,20 @@ def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def of_bytes(half: Half) -> Half:
-    """Levels rounded to odd multiples of 1/255 of the largest level. Kernels look levels up as signed bytes b, which
-    stand for 2 b + 1 such steps, and multiply them as integers. A level and its negative are then b and ~b."""
+    """Rounds levels to odd multiples of 1/255 of the largest level. Kernels look up levels as signed bytes and multiply
+    them as integers. A byte b stands for 2 b + 1 steps of 1/255. A level and its negative are then b and ~b."""
     step = half[-1] / 255
     return tuple((2 * round((level / step - 1) / 2) + 1) * step for level in half)
 
 
 def mirrored(half: Half) -> tuple[float, ...]:
-    """All levels in ascending order, from the positive ones."""
+    """Returns all levels in ascending order. ``half`` has the positive ones."""
     return *(-level for level in reversed(half)), *half
 
 
 @cache
 def codebook(half: Half, device: torch.device) -> tuple[Tensor, Tensor]:
-    """All levels float32 [n], ascending, and the boundaries between them [n - 1]."""
+    """Returns all levels float32 [n], ascending, and the boundaries between them, float32 [n - 1]."""
     levels = mirrored(half)
     return constant(levels, device), constant(tuple((a + b) / 2 for a, b in pairwise(levels)), device)
 

@@ -23,8 +23,8 @@ class Compression:
         self.spec = store.layout.spec
 
     def write(self, tokens: CompressedTokens, excluded: Tensor | None = None) -> None:
-        """Writes full pages. ``excluded`` bool [L, n, H, C] marks chunks that stay exact (sink, outliers); None is
-        none."""
+        """Writes full pages. ``excluded`` bool [L, n, H, C] marks chunks that stay exact (sink, outliers); None if no
+        chunk does."""
         layers = tokens.keys.shape[0]
         for part in (self.parts.keys, self.parts.index, self.parts.values):
             for portion in tokens.split(max(1, COMPRESSED_AT_ONCE // layers)):
@@ -40,15 +40,16 @@ class Compression:
         self.store.write(EXCLUDED, tokens.layers, tokens.pages, excluded)
 
     def due(self, slots: np.ndarray) -> np.ndarray:
-        """Which of ``slots`` have a page to compress, bool [n]: their tail is a page longer than the local window, and
-        their state is valid for the oldest page."""
+        """Returns which of ``slots`` have a page to compress, bool [n]. They do if the tail is at least a page longer
+        than the local window, and the state is valid for the tail's oldest page."""
         tables = self.tables
         length, compressed = tables.length[slots], tables.compressed[slots]
         valid = (tables.segments[slots] > 0) & (compressed + PAGE <= tables.valid_until[slots])
         return valid & (length - compressed >= self.spec.local + PAGE)
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
-        """The numbers for ``compress_pages``, int64 [6, n], of the oldest page of each of ``slots``."""
+        """Returns the numbers for ``compress_pages``, int64 [6, n]: those of the oldest page of each tail of
+        ``slots``."""
         tables = self.tables
         page, segment = tables.compressed[slots] // PAGE, tables.segment_slots[slots, tables.segments[slots] - 1]
         column = tables.static_pages[slots] + page % tables.ring_pages[slots]

@@ -62,15 +62,16 @@ class StoragePlanner:
         self.pool, self.layout, self.device = pool, pool.layout, pool.store.compute
 
     def plan(self, work: Iterable[tuple[CachedSequence, int]]) -> list[StoragePlan]:
-        """Plans the storage of each sequence's new tokens, of which ``work`` has the number. A sequence gets a new
-        segment if a state must be fitted."""
+        """Plans the storage of new tokens. ``work`` has pairs of a sequence and its number of new tokens. A sequence
+        gets a new segment if a state must be fitted."""
         numbers = Numbers()
         plans = [self._plan(numbers, sequence, count) for sequence, count in work]
         on_device = numbers.on(self.device)
         return [plan(on_device) for plan in plans]
 
     def _plan(self, numbers: Numbers, sequence: CachedSequence, count: int) -> Callable[[Tensor], StoragePlan]:
-        """A function that makes one sequence's plan when ``numbers`` are on the device."""
+        """Adds a sequence's numbers to ``numbers``. Returns a function that makes the sequence's plan from the copy of
+        all numbers on the device."""
         start, before = sequence.length, sequence.compressed
         length = start + count
         after = self.layout.growth.compressed(sequence.segment_state, length, length == sequence.capacity)
@@ -116,8 +117,8 @@ class StoragePlanner:
         )
 
     def _cached(self, numbers: Numbers, segment: Segment) -> Callable[[Tensor], CachedSegment]:
-        """A function that makes an earlier segment when ``numbers`` are on the device. New tokens attend to all of its
-        tokens."""
+        """Adds the numbers of an earlier segment to ``numbers``. Returns a function that makes the segment from their
+        copy on the device. New tokens attend to all tokens of the segment."""
         count = len(segment.pages)
         chunks = count * PAGE // self.layout.spec.chunk
         of_segment = numbers.add([segment.slot, segment.state or 0, segment.first, count, chunks])

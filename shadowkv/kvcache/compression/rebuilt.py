@@ -37,7 +37,7 @@ class RebuiltTokens:
         pages = row.pages.shape[1]
         step = min(SPAN_PAGES, pages)
         spans = [(first, min(first + step, pages)) for first in range(0, pages, step)]
-        # One extra row takes the exact tokens that are not in the span.
+        # Exact tokens that are not in the span are written to one extra row.
         size = (2, self.shape.num_kv_heads, step * PAGE + 1, self.shape.head_dim)
         buffers = [torch.empty(size, dtype=self.store.k.dtype, device=self.store.compute) for _ in spans[:2]]
         exact = torch.stack(self.store.read_exact(slice(layer, layer + 1), static))[:, 0].transpose(1, 2)
@@ -63,8 +63,8 @@ class RebuiltTokens:
             yield block[0, :, :count], block[1, :, :count]
 
     def _rows_of_exact(self, layer: int, row: CompressedBatch, static_tokens: int, step: int, count: int) -> Tensor:
-        """The row of each exact token in each of ``count`` spans of ``step`` pages, int64 [count, H, n]; the extra row
-        if the token is not in the span."""
+        """Returns, for each of ``count`` spans of ``step`` pages, the row of each exact token in the span, int64
+        [count, H, n]. A token that is not in the span gets the extra row."""
         chunk, rows, exact = self.spec.chunk, step * PAGE, static_tokens // self.spec.chunk
         if self.spec.outliers:
             excluded = self.store.excluded(layer, row.pages, row.first)[0]

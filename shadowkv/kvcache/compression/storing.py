@@ -138,8 +138,8 @@ class Storing:
         return first, second, third
 
     def _earlier(self, layers: slice, plan: StoragePlan) -> Tensor:
-        """Rebuilt keys before RoPE [L, n, H, d] of all compressed tokens of a sequence. New tokens that are too few for
-        a subspace of their own share one with them."""
+        """Rebuilds the keys before RoPE [L, n, H, d] of all compressed tokens of a sequence. If new tokens are too few
+        for a subspace of their own, they share one with these tokens."""
         rebuilt = []
         for layer in range(layers.start, layers.stop):
             for segment in plan.cached:
@@ -170,10 +170,10 @@ class Storing:
 
 
 def _stacked(tokens: Sequence[Tensor]) -> Tensor:
-    """[L, n, S, H, d] from n tensors [L, S, H, d]. A single tensor is not copied."""
+    """Stacks n tensors [L, S, H, d] to [L, n, S, H, d]. A single tensor is not copied."""
     return torch.stack(tuple(tokens), dim=1) if len(tokens) > 1 else tokens[0].unsqueeze(1)
 
 
 def _in_pages(tokens: Tensor, count: int) -> Tensor:
-    """The first ``count`` of tokens [L, n, S, H, d] as pages [L, n * count / 64, 64, H, d]."""
+    """Returns the first ``count`` of S tokens, [L, n, S, H, d], as pages [L, n * count / 64, 64, H, d]."""
     return tokens[:, :, :count].unflatten(2, (-1, PAGE)).flatten(1, 2)

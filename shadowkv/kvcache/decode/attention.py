@@ -62,7 +62,7 @@ class Decode:
         self.query_hook: QueryHook | None = None
 
     def batch(self, plan: GroupPlan, numbers: Tensor | None = None) -> DecodeBatch:
-        """The batch of a planned step.
+        """Makes the batch of a planned step.
 
         Args:
             numbers: the plan's packed numbers on the device, for a captured graph. Only the plan's shapes are then
@@ -83,12 +83,12 @@ class Decode:
             self.side_stream.start(lambda: self._append(layer, k, v, batch))
 
     def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
-        """Queries [B, H_q, d] after RoPE."""
+        """Applies RoPE to queries [B, H_q, d]."""
         return self.ops.apply_rope(q, batch.positions, self.store.rotary)
 
     def start(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts attention of queries [B, H_q, d] before RoPE. The returned function finishes it and returns
-        [B, H_q, d]. ``sinks``, float32 [H_q], are added to the exact tokens' part, so that the merge counts them
+        """Starts attention of queries [B, H_q, d] before RoPE. The returned function finishes the attention and returns
+        [B, H_q, d]. ``sinks``, float32 [H_q], are added to the attention to exact tokens, so that the merge counts them
         once."""
         q = self.apply_rope(q, batch)
         if self.query_hook is not None:
@@ -111,8 +111,8 @@ class Decode:
         return self._merge(exact(), compressed, batch)
 
     def attend_beside(self, layer: int, q: Tensor, out: Tensor, lse: Tensor, batch: DecodeBatch) -> Tensor:
-        """Attention [B, H_q, d] of queries [B, H_q, d] after RoPE, from the attention to exact tokens and the
-        compressed ones.
+        """Attends to compressed tokens with queries [B, H_q, d] after RoPE, and merges the result with the attention to
+        exact tokens. Returns [B, H_q, d].
 
         Args:
             out: [B, H_q, d], attention to exact tokens.
@@ -156,7 +156,7 @@ class Decode:
             merged: Tensor = merge([(batch.of_compressed(exact[0]), batch.of_compressed(exact[1])), compressed])
             return merged if batch.sequence is None else exact[0].index_copy(0, batch.sequence, merged)
         out, lse = exact
-        # One empty row stands for the missing segments of sequences that have fewer.
+        # Sequences with fewer segments than others refer to one more row, which is empty.
         outs = torch.cat((compressed[0], torch.zeros_like(compressed[0][:1])))
         sums = torch.cat((compressed[1], torch.full_like(compressed[1][:1], float("-inf"))))
         for rows in batch.of_sequence.unbind(1):

@@ -65,9 +65,10 @@ class GroupPlan:
     """The plan of a decode step of B sequences in a group of layers. Its numbers are all that the device needs.
 
     Attributes:
-        sequences, segments: NumPy arrays. If no sequence has several segments, each has one (R = B), which is empty for
-            a dense sequence.
-        of_sequence: int64 [B, S], the rows in ``segments`` of each sequence, R for none; None if each has one.
+        sequences, segments: NumPy arrays. If no sequence has several segments, each sequence has one (R = B). It is
+            empty if the sequence is dense.
+        of_sequence: int64 [B, S], for each sequence the rows of its segments in ``segments``, filled up with R. None if
+            each sequence has one segment.
         exact_pages, compressed_pages: widths of the page tables: the most exact pages of a sequence (at least 1), and
             the most compressed pages of a segment.
         max_budget: most chunks that a segment selects, by top-k and by sampling.
@@ -104,7 +105,7 @@ class GroupPlan:
         return 5 * len(self.sequences.slot) + 8 * len(self.segments.slot) + of_sequence
 
     def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
-        """Splits ``numbers`` int64 [n], which a plan of this shape has packed, on any device."""
+        """Splits ``numbers`` int64 [n], which a plan of this shape has packed. They can be on any device."""
         count, rows, columns = self.shape[:3]
         sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
         of_sequence = None if self.of_sequence is None else rest[: count * columns].view(count, columns)
@@ -135,7 +136,7 @@ class DecodePlan:
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """B, the number of sequences."""
         return len(self.groups[0].sequences.slot)
 
     def packed(self) -> np.ndarray:
@@ -156,15 +157,16 @@ class DecodeBatch:
 
     Attributes:
         positions: int64 [B], position of each new token.
-        pages: int64 [B, E], ids of the exact pages.
+        pages: int64 [B, E], ids of the exact pages, at most E for each sequence.
         counts: int64 [B, E], valid tokens of each exact page, with the new one.
-        starts: int64 [B, E], first token of each exact page that is in the window; None without a window.
-        write_page: int64 [B], id of the exact page for the new token.
+        starts: int64 [B, E], for each exact page, its first token in the window, counted from the page's start. None
+            without a window.
+        write_page: int64 [B], id of the exact page that the new token is written to.
         write_offset: int64 [B], row of the new token in this page.
         compressed: the compressed pages of R segments; None if there are none.
-        sequence: int64 [R], row of the batch for each row of ``compressed``; None if the rows are the same.
-        of_sequence: int64 [B, S], rows of ``compressed`` for each row of the batch, R for none; None if each has at
-            most one.
+        sequence: int64 [R], row of the batch that each row of ``compressed`` belongs to. None if the rows are the same.
+        of_sequence: int64 [B, S], for each row of the batch, its rows in ``compressed``, filled up with R. None if each
+            has at most one.
     """
 
     positions: Tensor
@@ -179,15 +181,15 @@ class DecodeBatch:
 
     @property
     def num_tokens(self) -> int:
-        """B."""
+        """B, the number of sequences."""
         return len(self.positions)
 
     def of_compressed(self, x: Tensor) -> Tensor:
-        """The rows of ``x`` [B, ...] for the rows of ``compressed``, [R, ...]."""
+        """Returns, for each row of ``compressed``, its sequence's row of ``x`` [B, ...]: [R, ...]."""
         return x if self.sequence is None else x[self.sequence]
 
     def split(self, count: int) -> list[DecodeBatch]:
-        """Splits the rows into ``count`` micro-batches, at most as many as rows."""
+        """Splits the rows into ``count`` micro-batches. ``count`` is at most the number of rows."""
         bounds = [part * len(self.positions) // count for part in range(count + 1)]
         return [self._rows(slice(start, stop)) for start, stop in pairwise(bounds)]
 
@@ -205,8 +207,8 @@ class DecodeBatch:
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """Splits a step into ``count`` micro-batches, at most as many as rows. More than one is only for values on the
-    host."""
+    """Splits a step into ``count`` micro-batches, at most the number of rows. Only policies with values on the host
+    have more than one."""
     if count == 1:
         return [batch]
     of_groups = [cast(DecodeBatch | RecurrentPart, part).split(count) for (part,) in batch.groups]
@@ -216,7 +218,7 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
 def batch_of(
     plan: GroupPlan, numbers: Tensor, index: IndexPart, tables: Tables, window: int | None = None
 ) -> DecodeBatch:
-    """The batch of a plan's shapes and of packed numbers int64 [n] on the device.
+    """Makes the batch on the device, from a plan's shapes and packed numbers int64 [n].
 
     It takes only shapes from ``plan``, so a graph that captures it serves other plans of the same shapes.
     """
@@ -228,8 +230,8 @@ def batch_of(
         starts, counts = _in_window(length, ring, plan.exact_pages, window)
     compressed = sequence = None
     if plan.compressed_pages:
-        # On a GPU shapes must not depend on which rows are empty, because steps are captured in graphs. Micro-batches,
-        # which only a GPU uses, are rows of the whole batch.
+        # On a GPU shapes must not depend on which rows are empty, because steps are captured in graphs. Micro-batches
+        # are slices of all rows, so they keep the empty ones too.
         nonempty = segments.end > segments.first
         if of_sequence is not None:
             sequence = segments.sequence
@@ -275,8 +277,8 @@ def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, index: IndexPar
 
 
 def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
-    """Valid tokens int64 [B, E] of each exact page: ``static`` [B, E] in the static pages, then those of the ring that
-    holds the tail."""
+    """Returns the number of valid tokens in each exact page, int64 [B, E]. The static pages come first and have
+    ``static`` [B, E] tokens. The pages of the ring, which holds the tail, follow."""
     _, length, compressed, ring_pages, static_pages = numbers
     column = torch.arange(static.shape[1], device=static.device)
     ring, first = ring_pages[:, None], static_pages[:, None]
@@ -288,8 +290,8 @@ def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
 
 
 def _in_window(length: Tensor, ring_pages: Tensor, width: int, window: int) -> tuple[Tensor, Tensor]:
-    """First token, and last + 1, of each ring page [B, E] that is in the window of the token at position ``length``
-    [B]."""
+    """Returns, for each ring page [B, E], its first token in the window, and its last + 1, both counted from the page's
+    start. It is the window of the token at position ``length`` [B]."""
     column, newest = torch.arange(width, device=length.device), (length // PAGE)[:, None]
     page = newest - (newest - column) % ring_pages[:, None]  # page number in the sequence, below 0 for an unused page
     seen = (page >= 0) & (column < ring_pages[:, None])

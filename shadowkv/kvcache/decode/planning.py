@@ -1,5 +1,5 @@
-"""``DecodePlanner``: plans decode steps on the host, with the page compressions that are due before. ``KVCache`` calls
-it.
+"""``DecodePlanner``: plans decode steps on the host, and the page compressions that are due before them. ``KVCache``
+calls it.
 
 A plan's numbers are all that the device needs. ``rounded`` rounds up shapes, so that few captured graphs serve many
 steps; padding rows use the padding slots.
@@ -74,10 +74,10 @@ class DecodePlanner:
     def forecast(
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
     ) -> GroupPlan | None:
-        """A plan of padding rows with the shapes of the next step of ``sequences`` and ``joining``.
+        """Plans a step of padding rows with the shapes of the next step of ``sequences`` and ``joining``.
 
-        None if the shapes depend on more: on segments, if a sequence has several, or on the micro-batches of values on
-        the host.
+        Returns None if the shapes are not known yet. They are not if a sequence has several segments, or if values are
+        fetched from the host, because then the number of micro-batches matters.
 
         Args:
             joining: sequences whose prompts are being computed, with the prompts' lengths.
@@ -108,7 +108,7 @@ class DecodePlanner:
         return GroupPlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, compressed // PAGE, 0)
 
     def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
-        """The segments of a batch, and the rows of each sequence's segments (``GroupPlan.of_sequence``)."""
+        """Returns the segments of a batch, and the rows of each sequence's segments (``GroupPlan.of_sequence``)."""
         tables, spec = self.tables, self.spec
         count, slots = tables.segments[numbers.slot], numbers.slot
         if count.max() <= 1:
@@ -125,10 +125,10 @@ class DecodePlanner:
         length = numbers.length[sequence]
         if isinstance(spec.budget, float):
             budget = spec.budget_chunks(np.where(last, length, end) - first)
-        else:  # a count, and the least of the default, are for the whole sequence: segments share them
+        else:  # a number of tokens, or the default's minimum, is for the whole sequence: segments share it
             whole = spec.budget_chunks(length)
             budget = -(-whole * (end - first) // np.maximum(1, numbers.compressed[sequence]))
-        # At most what ``rounded`` leaves room for: a tail that waits for a segment of its own can be longer.
+        # ``rounded`` leaves room for this many chunks. A long tail that waits for a segment of its own would give more.
         budget = np.minimum(budget, spec.budget_chunks(end - first + spec.local + PAGE))
         budget = np.where(end > first, budget, 0)
         sampled = self.layout.parts.index.sampled_chunks(budget, end - first - tables.static_tokens[slot])
@@ -160,13 +160,13 @@ def round_up(count: int) -> int:
 
 
 def padding_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
-    """Numbers of a padding row: a sequence with a ring of one page, and its empty segment."""
+    """Returns the numbers of a padding row: of a sequence with a ring of one page, and of its empty segment."""
     slot = tables.padding_segment_slot
     return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(slot, tables.state[slot], 0, 0, 0, 0, 0, 0)
 
 
 def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch: int | None = None) -> GroupPlan:
-    """``plan`` with shapes rounded up.
+    """Returns ``plan`` with shapes rounded up.
 
     Args:
         max_batch: limit on the rounded number of rows; a plan with more rows keeps its number.

@@ -43,7 +43,7 @@ class Blocks(dict[str, int]):
         return Blocks({tier: self[tier] - other.get(tier, 0) for tier in {**self, **other}})
 
     def within(self, other: Blocks) -> bool:
-        """Whether no number is above that of ``other``."""
+        """Whether every number is at most the number of the same tier in ``other``."""
         return all(count <= other[tier] for tier, count in self.items())
 
     def __str__(self) -> str:
@@ -207,7 +207,7 @@ def _allocate(shape: tuple[int, int], device: torch.device, pinned: bool) -> Ten
 
 
 class _Mapped:
-    """Pinned host memory with CUDA's array interface. With unified addressing the pointer is the same."""
+    """Pinned host memory with CUDA's array interface. With unified addressing, the device uses the host's pointer."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.__cuda_array_interface__ = {
@@ -227,7 +227,8 @@ def _pin(array: np.ndarray, device: torch.device) -> Tensor:
 def pin(array: np.ndarray) -> Callable[[], None]:
     """Pins host memory for the current CUDA context, slab by slab. Returns a function that unpins it.
 
-    It does not use PyTorch's pinned allocator, which rounds sizes up to a power of two. Raises MemoryError.
+    It does not use PyTorch's pinned allocator, which rounds sizes up to a power of two. Raises MemoryError if CUDA
+    cannot pin the memory.
     """
     runtime = torch.cuda.cudart()
     starts = range(array.ctypes.data, array.ctypes.data + array.nbytes, SLAB)

@@ -21,7 +21,7 @@ class CompressedStore:
 
     Args:
         head_dim: size of the fixed rotations.
-        across_bus: names of the fields of ``page`` in host memory.
+        across_bus: names of the fields of ``page`` that are in host memory.
         weights: for each layer, the weights that the policy's parts need, by name.
 
     Attributes:
@@ -74,7 +74,8 @@ class CompressedBatch:
         states: int64 [R], fitted states of the segments.
         first: int64 [R], positions of their first tokens.
         pages: int64 [R, P], ids of their compressed pages; arbitrary past a segment's end.
-        value_pages: int64 [R, P], ids of the pages with ``values``.
+        value_pages: int64 [R, P], ids of the pages with their values, if these are on the host; else the same as
+            ``pages``.
         num_pages: int64 [R], number of compressed pages of each segment.
         num_chunks: int64 [R], number of chunks of each segment.
         budget: int64 [R], chunks to select by top-k per kv head.
@@ -82,8 +83,8 @@ class CompressedBatch:
         sampling: chunks to sample in addition. The seed depends on the request and on the position of the new token, so
             every step has another sample. None if the policy does not sample.
         overlapped: whether another micro-batch computes while values of these rows are fetched.
-        span: for a policy without an index, the tokens of each row to attend to, those after the sink: first and last +
-            1 within the segment, int64 [R] each. None for other policies.
+        span: for a policy without an index, the tokens that each row attends to, which are those after the sink: the
+            first, and the last + 1, within the segment, int64 [R] each. None for other policies.
         most: int64 [R], most chunks that each row selects, by top-k and by sampling. None for policies without an
             index.
     """
@@ -103,7 +104,7 @@ class CompressedBatch:
     most: Tensor | None = None
 
     def part(self, rows: slice) -> CompressedBatch:
-        """The batch of some rows. It is for values on the host, or for inspection; the batch must have neither
+        """Returns the batch of some rows, for values on the host or for inspection. The batch must have neither
         ``sampling`` nor ``span``."""
         assert self.sampling is None and self.span is None
         names = ("slots", "states", "first", "pages", "value_pages", "num_pages", "num_chunks", "budget")

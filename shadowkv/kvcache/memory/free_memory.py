@@ -29,7 +29,7 @@ class _Version:
     cache: tuple[str, ...]
 
     def left(self, group: Path) -> int | None:
-        """Bytes that a group can still take, with its reclaimable cache; None if it has no limit."""
+        """Bytes that a group can still take, including its reclaimable cache. None if the group has no limit."""
         try:
             limit, usage = (group / self.limit).read_text().strip(), int((group / self.usage).read_text())
             lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
@@ -41,7 +41,7 @@ class _Version:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device, with the memory that PyTorch caches for reuse."""
+    """Bytes that can still be allocated on a device, including the memory that PyTorch caches for reuse."""
     if device.type != "cuda":
         return free_host_bytes()
     free, _ = torch.cuda.mem_get_info(device)
@@ -50,7 +50,7 @@ def free_bytes(device: torch.device) -> int:
 
 def unreserved_bytes(device: torch.device) -> int:
     """Bytes of a GPU that nobody has reserved, after PyTorch has given back the blocks that it caches. Unlike in
-    ``free_bytes``, the memory pool of CUDA graphs counts as taken, also where no graph uses it at the moment."""
+    ``free_bytes``, the memory pool of CUDA graphs counts as taken, even if no graph uses it at the moment."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 

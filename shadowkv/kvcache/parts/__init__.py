@@ -1,10 +1,10 @@
 """The parts of policies, one file each, found by axis and name. ``resolve`` checks a policy, ``build_parts`` makes its
 parts.
 
-A new method is a part, a format of keys or values (``shadowkv.kvcache.codecs``), or both, and a preset. All three are
-``register``ed from outside this package (``plugins.py``; ``shadowkv.baselines`` has examples). A part sees the keys,
-values and queries of one layer. Methods that need more do not fit, such as InfiniGen's scores from the input of the
-previous layer (``baselines/infinigen.py`` has the rest of it).
+A new method is a preset with a new part, or with a new format of keys or values (``shadowkv.kvcache.codecs``), or both.
+All three can be ``register``ed from outside this package (``plugins.py``; ``shadowkv.baselines`` has examples). A part
+sees the keys, values and queries of one layer. A method that needs more does not fit. For example, InfiniGen scores
+from the input of the previous layer, which ``baselines/infinigen.py`` leaves out.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def is_known(axis: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a policy that have bytes. The layout implements the place."""
+    """The parts of a policy that store bytes: keys, index and values. The layout implements the place."""
 
     keys: KeyPart
     index: IndexPart
@@ -151,8 +151,8 @@ def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
 
 
 def _parts(spec: KVSpec) -> list[type[Part]]:
-    """The known parts of ``spec``. While its prefill is open, they include every strategy whose settings it has,
-    because an engine may choose that strategy."""
+    """Returns the parts of ``spec``, without unknown ones. If its prefill is None, they include every strategy for
+    which ``spec`` has settings, because an engine may choose that strategy."""
     named = [(axis, getattr(spec, axis)) for axis in KINDS if getattr(spec, axis) is not None]
     parts = [_part(axis, name) for axis, name in named if is_known(axis, name)]
     if spec.prefill is None:
@@ -166,7 +166,7 @@ def _wrong(settings: Any) -> list[str]:
 
 
 def _foreign(spec: KVSpec, parts: Sequence[type[Part]]) -> list[str]:
-    """A reason for each setting of ``spec`` that none of its parts has, or several of them."""
+    """Returns a reason for each setting of ``spec`` that belongs to none of its parts, or to several."""
     reasons = []
     for name, value in dict(spec.settings).items():
         axis, _, own = name.rpartition(".")
@@ -186,7 +186,7 @@ def _foreign(spec: KVSpec, parts: Sequence[type[Part]]) -> list[str]:
 
 
 def _with_all(spec: KVSpec, parts: Sequence[type[Part]], shape: ModelShape) -> KVSpec:
-    """``spec`` with a value for every setting of its parts."""
+    """Returns ``spec`` with a value for every setting of its parts."""
     values = dict[str, Any]()
     for part in parts:
         own = part.with_defaults(spec, shape)
@@ -212,7 +212,7 @@ def key_part(spec: KVSpec) -> type[KeyPart]:
 
 
 def prefill_strategy(spec: KVSpec) -> type[PrefillStrategy]:
-    """The class of the prefill strategy of ``spec``; dense while it is open."""
+    """The class of the prefill strategy of ``spec``; dense if its prefill is None."""
     strategy: type[PrefillStrategy] = _part("prefill", spec.prefill or DENSE)
     return strategy
 

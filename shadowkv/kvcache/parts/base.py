@@ -6,8 +6,8 @@ heads, G query heads per kv head, d head dim, c tokens per chunk, C = 64 / c chu
 
 On a GPU ``select`` and ``source`` run while a decode step is captured in a CUDA graph, and ``compress`` in a graph of
 its own. So they must not wait for the device, and shapes must depend only on the shapes of their arguments. ``fit`` and
-``observe`` are not captured. Page tables of a batch have arbitrary existing pages past a row's ``num_pages``, which
-must be masked. An index must also mask chunks that are ``EXCLUDED``.
+``observe`` are not captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts must
+mask these pages. An index must also mask chunks that are ``EXCLUDED``.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ OBSERVED = 64
 """Number of a prompt's newest queries that an index can learn from."""
 
 TOKENS_AT_ONCE, STATES_AT_ONCE = 65536, 16
-"""Limits on what is stored together: tokens, summed over layers and with the kept queries, and fitted states, of one or
-several sequences. Layers of a short prompt are stored together, and so are sequences that are compressed as they grow,
-because a launch for several takes as long as a launch for one."""
+"""Limits on what is stored together: the number of tokens and kept queries, summed over layers and sequences, and the
+number of fitted states. Layers of a short prompt are stored together, and so are sequences that are compressed as they
+grow. A launch for several takes as long as a launch for one."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class CompressedTokens:
         states: int64 [n], the states of the pages, or [1] if all have the same.
         first: int64 [n], positions of the pages' first tokens.
         pages: int64 [n], page ids on the device.
-        value_pages: int64 [n], page ids for ``ValuePart.placed_field``; the same as ``pages`` if it is on the device.
+        value_pages: int64 [n], page ids for ``ValuePart.placed_field``; the same as ``pages`` if that field is on the
+            device.
         keys: [L, n, 64, H, d] before RoPE.
         rope_keys: [L, n, 64, H, d] after RoPE.
         values: [L, n, 64, H, d].
@@ -74,7 +75,7 @@ class CompressedTokens:
     values: Tensor
 
     def split(self, count: int) -> Iterator[CompressedTokens]:
-        """Portions of at most ``count`` pages."""
+        """Yields portions of at most ``count`` pages."""
         for start in range(0, len(self.pages), count):
             rows = slice(start, start + count)
             yield CompressedTokens(
@@ -91,7 +92,7 @@ class FittedTokens:
 
     Attributes:
         keys: [L, n, S, H, d] before RoPE. If the key part asks for it (``KeyPart.fits_on_earlier``), a short later
-            segment has the keys of the whole sequence, with rebuilt earlier keys.
+            segment has the keys of the whole sequence here. The earlier ones are rebuilt.
         rope_keys: [L, n, S, H, d] after RoPE.
         values: [L, n, S, H, d].
         first: int64 [n], positions of the first tokens of ``rope_keys``.
@@ -154,7 +155,7 @@ class Part:
 
     @classmethod
     def described(cls, spec: KVSpec, shape: ModelShape) -> str:
-        """Describes the settings for a server's start lines; empty if the part's name says all."""
+        """Describes the settings, for the lines that a server logs at start. Empty if the part's name says all."""
         return ""
 
     @classmethod
@@ -249,13 +250,13 @@ class KeyPart(StoredPart):
 
     @classmethod
     def in_groups(cls, spec: KVSpec, groups: int) -> KVSpec:
-        """The policy of all kv heads, when tensor-parallel ranks have ``groups`` groups of them. Heads on different
-        ranks cannot share, for example, a basis."""
+        """Returns the policy for all kv heads when tensor-parallel ranks divide them into ``groups`` groups. Heads on
+        different ranks cannot share a basis, for example."""
         return spec
 
     @classmethod
     def of_heads(cls, spec: KVSpec, shape: ModelShape, heads: int) -> KVSpec:
-        """A resolved policy for one of these groups, ``heads`` of the kv heads of ``shape``."""
+        """Returns the resolved policy for one of these groups, which has ``heads`` of the kv heads of ``shape``."""
         return spec
 
     @property
@@ -300,8 +301,8 @@ class IndexPart(StoredPart):
         return None
 
     def sampled_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
-        """Chunks of ``budget`` that are sampled from ``selectable`` tokens, int64; the others are its top-k. None are
-        sampled if the budget holds all tokens."""
+        """Returns the number of chunks of ``budget`` that are sampled from ``selectable`` tokens, int64. The others are
+        the top-k. It is 0 if the budget holds all tokens."""
         top_k = np.ceil(np.round(budget * (1 - self.sampled), 6)).astype(np.int64)
         scarce = budget * self.spec.chunk < selectable
         return np.where(scarce, budget - top_k, 0)
@@ -328,8 +329,8 @@ class ScoredIndex(IndexPart):
 
     @dataclass(frozen=True)
     class Settings:
-        """With a ``mass``, each kv head takes its best chunks until every query head has that share, as the index
-        estimates it. The budget, attended tokens and bytes are then upper bounds."""
+        """With a ``mass``, each kv head takes its best chunks until every query head has this share of its softmax, as
+        the index estimates it. The budget, attended tokens and bytes are then upper bounds."""
 
         mass: float | None = setting(
             None,
@@ -355,8 +356,9 @@ class ScoredIndex(IndexPart):
 
     @abstractmethod
     def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
-        """Logits float32 [B, H, G, P * C] of all chunks for RoPE-rotated queries [B, H_q, d], -inf for chunks that
-        cannot be selected; and log-sum-exps of the logits over disjoint ranges of chunks, float32 [B, H, G, T]."""
+        """Returns the logits of all chunks for RoPE-rotated queries [B, H_q, d], float32 [B, H, G, P * C], -inf for
+        chunks that cannot be selected. Also returns the log-sum-exps of the logits over T disjoint ranges of chunks,
+        float32 [B, H, G, T]."""
 
 
 class RankedIndex(IndexPart):
@@ -395,8 +397,8 @@ class ValuePart(StoredPart):
 
 
 BlockHook = Callable[[int, Tensor, Tensor, Blocks], Blocks]
-"""Called with layer, RoPE-rotated queries [n, H_q, d] and keys [m, H, d], and the selected blocks. Returns the blocks
-to attend to."""
+"""Called with the layer's number in the model, RoPE-rotated queries [n, H_q, d] and keys [m, H, d], and the selected
+blocks. Returns the blocks to attend to."""
 
 
 class PrefillStrategy(Part, ABC):
@@ -418,14 +420,15 @@ class PrefillStrategy(Part, ABC):
 
     @abstractmethod
     def pays(self, new: int, keys: int) -> bool:
-        """Whether queries call ``attend`` that see ``keys`` keys, in a sequence that gains ``new`` tokens. All others
+        """Whether queries that see ``keys`` keys use ``attend``, in a sequence that gains ``new`` tokens. Other queries
         attend exactly."""
 
     @abstractmethod
     def attend(
         self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attention [n, H_q, d] of the last n of m positions, causal, with softmax scale 1 / sqrt(d).
+        """Attends causally with the queries of the last n of m positions. Returns [n, H_q, d]. The softmax scale is 1 /
+        sqrt(d).
 
         Args:
             ops: the engine's ops.
@@ -433,7 +436,7 @@ class PrefillStrategy(Part, ABC):
             q: [n, H_q, d], after RoPE.
             k, v: [m, H, d], keys after RoPE and values of all positions.
             to_come: number of tokens of the prompt after these.
-            sinks: float32 [H_q], scores of one more position in every softmax, whose value is 0.
+            sinks: float32 [H_q], scores of one more position in every softmax. The value of that position is 0.
         """
 
     def take_density(self) -> float | None:

@@ -35,7 +35,7 @@ They miss 2 % with the identity alone, and up to 5 % with a share of 0.3."""
 
 
 class KeySketch(IndexPart):
-    """What both indexes store."""
+    """The sketches of keys, which both indexes store."""
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -93,9 +93,9 @@ class Sketch(KeySketch):
 
     @dataclass(frozen=True)
     class Settings:
-        """Sampled chunks come from those outside the top-k, by the index's scores. Each stands for as many as its
-        probability implies, so that thinly spread attention is not lost (MagicPIG, arXiv:2410.16179; vAttention,
-        arXiv:2510.05688)."""
+        """Chunks are sampled from those outside the top-k, with probabilities by the index's scores. A sampled chunk
+        also stands for chunks that were not sampled, as many as its probability implies. So thinly spread attention is
+        not lost (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688)."""
 
         sampled: float = setting(
             0.0,
@@ -151,8 +151,8 @@ class Sketch(KeySketch):
 
 
 class SignSketch(KeySketch):
-    """The first level alone: selects runs of 8 tokens by their sign scores. It measures the benefit of the other bits,
-    which it stores and does not read."""
+    """The first level alone: selects runs of 8 tokens by their sign scores. It stores the other bits too, but does not
+    read them: comparisons with it measure their benefit."""
 
     ops = ("whiten_rows", "sketch_keys", "sketch_queries", "sign_scores")
 
@@ -197,7 +197,7 @@ def sketch_maps(queries: Tensor, heads: int, rotation: Tensor, ops: Ops) -> tupl
         grouped = torch.nn.functional.normalize(queries.float(), dim=-1).unflatten(-2, (heads, -1))
         units = grouped.transpose(-4, -3).flatten(-3, -2)  # [..., H, w G, d]
         moments = ISOTROPIC * identity + (1 - ISOTROPIC) * dim / units.shape[-2] * (units.mT @ units)
-    # The root exists: the smallest eigenvalue is at least ISOTROPIC. L R is L L^T times the transposed inverse times R.
+    # The root exists: the smallest eigenvalue is at least ISOTROPIC. L R is computed as L L^T (L^-T R).
     flat = moments.flatten(0, -3).contiguous()
     inverse = ops.whiten_rows(identity.expand_as(flat).contiguous(), flat).view(moments.shape)
     of_queries = inverse.mT @ rotation

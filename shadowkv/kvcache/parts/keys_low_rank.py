@@ -32,14 +32,16 @@ HEADROOM = 1.25
 
 
 NARROW = 512
-"""Keys of fewer numbers, over all kv heads of a layer, are narrow: they have no subspace of few dimensions."""
+"""Keys are narrow if those of all kv heads of a layer have fewer dimensions together than this. Narrow keys do not fit
+into a subspace of few dimensions."""
 
 
 class LowRankKeys(KeyPart):
     """Keys as latents, in the form of a codec.
 
-    Quantised latents are of centred keys, because with a bias (Qwen2) the mean key dominates every norm. Each rank
-    dimension has its own step. The steps are folded into the basis, so a key is latents x basis + mean.
+    Quantised latents are computed from centred keys, because the mean key dominates every norm if keys have a bias
+    (Qwen2). Each rank dimension has its own step. The steps are folded into the basis, so a key is latents x basis +
+    mean.
     """
 
     ops = ("low_rank_basis", "project_latents")
@@ -64,10 +66,10 @@ class LowRankKeys(KeyPart):
         """The default rank is 5/32 of H*d (the paper's 160 of 1,024). It is rounded up to a multiple of 32, because
         tensor cores take 32 at a time, but not above H*d.
 
-        Narrow keys are less low-rank. In 8 and 4 bits they keep all dimensions up to 256, as many as kernels take: with
-        half of them Qwen2.5-Coder-1.5B loses 0.9 points of RULER at 32K, with a standard error of 0.7. In 16 bits, and
-        in mixed widths, they keep half. A single kv head shares no subspace with others and always keeps
-        all dimensions."""
+        Narrow keys are less low-rank. In 8 and 4 bits they keep all dimensions, up to the 256 that kernels support.
+        With half of the dimensions, Qwen2.5-Coder-1.5B loses 0.9 points of RULER at 32K, with a standard error of 0.7.
+        In 16 bits, and in mixed widths, they keep half. A single kv head shares no subspace with others and always
+        keeps all dimensions."""
         settings: LowRankKeys.Settings = cls.settings_of(spec)
         if settings.rank is not None:
             return settings
@@ -98,7 +100,8 @@ class LowRankKeys(KeyPart):
 
     @classmethod
     def in_groups(cls, spec: KVSpec, groups: int) -> KVSpec:
-        """Gives each group its own low-rank keys. Raises ValueError if ``key_groups`` is another number above 1."""
+        """Gives each group its own low-rank keys. Raises ValueError if ``key_groups`` already is another number above
+        1."""
         given = cls.settings_of(spec).key_groups
         if given not in (1, groups):
             raise ValueError(f"key_groups={given} must be 1 or {groups}, the number of the ranks' groups of kv heads")
@@ -124,8 +127,8 @@ class LowRankKeys(KeyPart):
         return sum(rank for rank, _ in self.ranks)
 
     def rebuilt_bytes(self, selected: int, compressed: int) -> float:
-        """A latent is of all kv heads together, and each head selects its own tokens. Heads can share a latent, so a
-        step reads at most all of them."""
+        """A latent belongs to all kv heads together, and each head selects its own tokens. Heads can select the same
+        tokens, so a step reads at most all latents."""
         return min(selected * self.shape.num_kv_heads, compressed) * self.bytes_per_token()
 
     @cached_property
@@ -176,8 +179,9 @@ class LowRankKeys(KeyPart):
     def subspaces(
         self, store: CompressedStore, keys: Tensor, mean: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``low_rank_basis`` of keys [M, S, H d], for each group of heads. A group's basis rows are zero in the columns
-        of other groups. The strongest rows of all groups come first (``LatentCodec.of_groups``)."""
+        """Computes ``low_rank_basis`` of keys [M, S, H d] for each group of heads, and joins the results. A group's
+        basis rows are zero in the columns of other groups. The strongest rows of all groups come first
+        (``LatentCodec.of_groups``)."""
         groups = self.ranks
         if len(groups) == 1:
             result: tuple[Tensor, Tensor, Tensor, Tensor] = store.ops.low_rank_basis(keys, self.rank, mean)
@@ -208,12 +212,13 @@ class LowRankKeys(KeyPart):
 
 
 def kept_energy(variance: Tensor, total: Tensor) -> Tensor:
-    """The share of the keys' squared norm that a basis keeps, float32 [M], from results of ``low_rank_basis``."""
+    """Returns the share of the keys' squared norm that a basis keeps, float32 [M], from results of
+    ``low_rank_basis``."""
     return (variance.sum(1) / total.clamp(min=1e-30)).clamp(max=1)
 
 
 def ranks(settings: LowRankKeys.Settings, shape: ModelShape) -> list[tuple[int, tuple[int, int]]]:
-    """The rank of each group's low-rank keys, and the group's kv heads: first and last + 1."""
+    """Returns the rank of each group's low-rank keys, and the group's kv heads: first and last + 1."""
     assert settings.rank is not None, "the policy must be resolved"
     groups = settings.key_groups
     heads = [share(shape.num_kv_heads, group, groups) for group in range(groups)]

@@ -25,8 +25,8 @@ SPARSE_FROM, MIN_QUERIES = 8192, 1024
 exact."""
 
 DENSE_LAST = 256
-"""Newest tokens of a prompt that attend to everything, with the other tokens of their tiles: in a question, each token
-may look for something different."""
+"""Number of a prompt's newest tokens that attend to everything. The other tokens of their tiles do so too. In a
+question, each token may look for something different."""
 
 
 class DensePrefill(PrefillStrategy):

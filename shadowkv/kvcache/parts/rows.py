@@ -201,7 +201,7 @@ class CodedKeys(CodedPart, KeyPart):
         if not self.centred:
             return rows
         mean = store.state[KEY_MEAN][layer]
-        # The mean is in the same states as the rows.
+        # The mean is in the same states as what the codec has learned.
         return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
 
     def _centred(

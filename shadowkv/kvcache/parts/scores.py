@@ -15,7 +15,7 @@ from shadowkv.ops.chunk_mean_scores.reference import mask_logits
 def chunk_scores(
     q: Tensor, keys: Tensor, excluded: Tensor, batch: CompressedBatch, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Scores of chunks: log sum exp(scale q . k) over each chunk's tokens, in float32.
+    """Scores chunks: log sum exp(scale q . k) over each chunk's tokens, in float32.
 
     Args:
         q: [B, H_q, w].
@@ -23,7 +23,7 @@ def chunk_scores(
         excluded: bool [N, H, C], a view over all pages: True for chunks that must not be selected.
 
     Returns:
-        Logits and log-sum-exps, as ``chunk_mean_scores``.
+        Logits and log-sum-exps, as ``chunk_mean_scores`` returns them.
     """
     heads, chunk = keys.shape[1], keys.shape[3]
     queries = scale * q.float().unflatten(1, (heads, -1)).transpose(0, 1)
@@ -38,7 +38,7 @@ def chunk_scores(
 def projected_scores(
     q: Tensor, basis: Tensor, keys: Tensor, excluded: Tensor, batch: CompressedBatch
 ) -> tuple[Tensor, Tensor]:
-    """Scores of chunks as ``chunk_scores``, for keys projected on a basis of their sequence and kv head.
+    """Scores chunks as ``chunk_scores`` does, for keys projected on a basis of their sequence and kv head.
 
     Args:
         q: [B, H_q, d].

@@ -3,7 +3,7 @@
 Keys before RoPE of a prompt and of its continuation share a subspace (ShadowKV+, arXiv:2410.21465, section 4.1). But a
 basis fitted on 400 tokens does not fit a document that follows: 1,500 later tokens lose 9 to 12 % of their keys'
 energy, and 2 to 3 % with a basis of their own. So a state serves ``VALIDITY`` times as many later tokens as it was
-fitted on. Tokens after these stay exact, like a short prompt, until they are enough for a new segment. Layouts, storage
+fitted on. Further tokens stay exact, like a short prompt, until there are enough for a new segment. Layouts, storage
 plans and admission use these rules.
 """
 
@@ -66,7 +66,7 @@ class SegmentState:
 
     @classmethod
     def behind(cls, path: Sequence[SegmentLike]) -> SegmentState:
-        """The state of a sequence with the segments ``path``."""
+        """Returns the state of a sequence with the segments ``path``."""
         if not path:
             return cls()
         last = path[-1]
@@ -108,7 +108,7 @@ def fitted_with_earlier(first: int, end: int) -> bool:
 
 
 def cut_short(end: int, valid_until: int, fitted: int, stop: int) -> tuple[int, int, int]:
-    """A segment's ``end``, ``valid_until`` and ``fitted`` in a fork that continues differently after position
+    """Returns a segment's ``end``, ``valid_until`` and ``fitted`` in a fork that continues differently after position
     ``stop``."""
     return min(end, stop), valid_until - end + min(end, stop), min(fitted, stop)
 
@@ -140,8 +140,8 @@ class Growth:
         return end + int(VALIDITY * (end if fitted_with_earlier(first, end) else end - first))
 
     def fitted(self, at: SegmentState, compressed: int, end: int) -> SegmentState:
-        """The state after ``at`` when the later tokens up to ``end`` get a new segment, compressed up to
-        ``compressed``."""
+        """Returns the state that follows ``at`` when later tokens get a new segment. Its state is fitted on the tokens
+        up to ``end``; those up to ``compressed`` are compressed."""
         valid_until = self.valid_until(at.segments + 1, at.compressed, end)
         return SegmentState(
             compressed, at.segments + 1, valid_until, generated_valid_until(at.compressed, end, valid_until)

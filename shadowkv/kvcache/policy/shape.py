@@ -82,8 +82,8 @@ class ModelShape:
 
 
 def share(count: int, rank: int, size: int, multiple: int = 1) -> tuple[int, int]:
-    """A rank's share of ``count`` items: first and last + 1. Shares are multiples of ``multiple``, except at the end,
-    and their sizes differ by at most one multiple."""
+    """Returns a rank's share of ``count`` items: first and last + 1. Shares are multiples of ``multiple``, except at
+    the end, and their sizes differ by at most one multiple."""
     each, more = divmod(-(-count // multiple), size)
     start = rank * each + min(rank, more)
     return min(count, start * multiple), min(count, (start + each + (rank < more)) * multiple)

@@ -93,8 +93,8 @@ class KVSpec:
         object.__setattr__(self, "settings", tuple(sorted(dict(self.settings).items())))
 
     def changed(self, **values: Any) -> KVSpec:
-        """The policy with changed fields. All other names are settings of its parts. Another part on an axis removes
-        the settings that name the axis (``keys.centred``)."""
+        """The policy with changed fields. All other names are settings of its parts. If an axis gets another part,
+        settings that name this axis (``keys.centred``) are removed."""
         own = {name: value for name, value in values.items() if name in NAMES}
         of_parts = {name: value for name, value in values.items() if name not in NAMES}
         others = {axis for axis in own if getattr(self, axis) not in (None, own[axis])}

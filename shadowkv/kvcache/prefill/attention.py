@@ -28,7 +28,7 @@ class Prefill:
     """Prefill of a group of layers. Layers are numbered within the group.
 
     Attributes:
-        strategy: attends instead of exact attention if it ``pays``.
+        strategy: replaces exact attention where it ``pays``.
     """
 
     def __init__(self, store: GroupStore, storing: Storing, strategy: PrefillStrategy) -> None:
@@ -133,7 +133,7 @@ class Prefill:
         batch.storing = layer
 
     def _store(self, layers: slice, batch: GroupPrefill, cached: bool) -> None:
-        """Stores layers of the cached sequences, or of the new ones."""
+        """Stores layers of the sequences with cached tokens (``cached``), or of the new sequences."""
         count, to_store = layers.stop - layers.start, batch.to_store(cached)
         for group in to_store.observed:
             self.storing.observe(layers, group.states, batch.queries[:count][:, group.rows], group.first)
@@ -146,15 +146,15 @@ class Prefill:
     # -- attending -------------------------------------------------------------------------------------------------
 
     def _shared(self, batch: GroupPrefill, row_range: RowRange) -> tuple[object, ...] | None:
-        """The cached segments of a row range that attends exactly. Neighbours with the same segments attend to them in
-        one call. None for a row range that attends alone."""
+        """Returns what identifies the cached segments of a row range that attends exactly. Neighbouring row ranges with
+        the same segments attend to them in one call. None if the row range attends alone."""
         new = row_range.alone
         if new is None or not new.cached or not self._is_exact(new, row_range.stop):
             return None
         return tuple(segment.ids for segment in batch.plan_of(new).cached) or None
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attention [n, H_q, d] of the last n of m positions over k, v [m, H, d]."""
+        """Attends causally with queries [n, H_q, d] of the last n of m positions to k, v [m, H, d]."""
         if sinks is None:
             return self.ops.dense_attention(q, k, v)
         return self.ops.add_sinks(*self.ops.dense_attention(q, k, v, return_lse=True), sinks)[0]

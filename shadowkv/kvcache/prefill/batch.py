@@ -41,7 +41,7 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class LastQueries:
-    """The last queries of those sequences of a batch that keep equally many. The parts learn from them together.
+    """The last queries of some sequences of a batch, which all keep equally many. The parts learn from them together.
 
     Attributes:
         states: int64 [n], the states that learn.
@@ -125,8 +125,8 @@ class GroupPrefill:
     def of(
         self, sequences: list[CachedSequence], planner: StoragePlanner, layer_ranges: Sequence[range]
     ) -> GroupPrefill:
-        """A batch of the same new tokens for other sequences: those of another group of layers, or empty ones of
-        another cache. It shares keys and values."""
+        """Returns a batch of the same new tokens for other sequences: those of another group of layers, or empty ones
+        of another cache. Both batches share the memory of keys and values."""
         other = copy(self)
         other.layer_ranges, other.storing = layer_ranges, None
         other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]
@@ -134,14 +134,15 @@ class GroupPrefill:
         return other
 
     def plan_of(self, new: NewTokens) -> StoragePlan:
-        """How the new tokens of a sequence are stored. The first call plans all sequences."""
+        """Returns how the new tokens of a sequence are stored. The first call plans all sequences."""
         if not self._plans:
             plans = self._planner.plan([(each.sequence, each.stop - each.start) for each in self.new])
             self._plans = {each.start: plan for each, plan in zip(self.new, plans, strict=True)}
         return self._plans[new.start]
 
     def to_store(self, cached: bool) -> ToStore:
-        """How the ``cached`` sequences, or the new ones, are stored. The first call finds it."""
+        """Returns how the sequences with cached tokens (``cached``), or the new sequences, are stored. The first call
+        computes it."""
         if cached not in self._to_store:
             planned = [(new, self.plan_of(new)) for new in self.new if bool(new.cached) == cached]
             compressed = [(slice(new.start, new.stop), plan) for new, plan in planned if plan.compressed]
@@ -149,7 +150,8 @@ class GroupPrefill:
         return self._to_store[cached]
 
     def _observed(self, planned: Sequence[tuple[NewTokens, StoragePlan]]) -> list[LastQueries]:
-        """The last queries of the sequences that learn from them, grouped by their number."""
+        """Returns the last queries of all sequences with a state that learns from them, grouped by the number of
+        queries."""
         alike: dict[int, list[tuple[Tensor, np.ndarray, int]]] = {}
         for new, plan in planned:
             if plan.observed is not None:
@@ -169,8 +171,8 @@ class GroupPrefill:
     def attending_together(
         self, block: PrefillBlock, shared: Callable[[GroupPrefill, RowRange], tuple[object, ...] | None]
     ) -> list[tuple[RowRange, ...]]:
-        """Row ranges of a block, in groups of neighbours for which ``shared`` returns the same. The first call finds
-        them."""
+        """Returns the row ranges of a block, in groups of neighbours for which ``shared`` returns the same. The first
+        call computes them."""
         if block.row_ranges not in self._together:
             groups: list[tuple[RowRange, ...]] = []
             last: tuple[object, ...] | None = None
@@ -203,7 +205,7 @@ class GroupPrefill:
         return np.arange(*np.searchsorted(self._last, (new.start, new.stop)))
 
     def keep_queries(self, layer: int, block: PrefillBlock, q: Tensor) -> None:
-        """Keeps the RoPE-rotated queries [n, H_q, d] of a block that are among the last of their sequences."""
+        """Keeps those of a block's RoPE-rotated queries [n, H_q, d] that are among the last of their sequences."""
         if len(block.last):
             self.queries[self.scratch_index(layer), block.kept] = q[block.last]
 
@@ -252,9 +254,9 @@ class PrefillBlock:
     """Neighbouring tokens of a prefill, which can be paused between blocks.
 
     Attributes:
-        row_ranges: its tokens whose attention is needed, by those that attend in one call.
+        row_ranges: its tokens whose attention is needed. Tokens of one range attend in one call.
         kept: rows of the batch's ``queries`` that belong to its tokens.
-        last: int64, the numbers of these tokens within the block.
+        last: int64, for each of these rows, its token's number within the block.
     """
 
     batch: GroupPrefill
@@ -266,17 +268,17 @@ class PrefillBlock:
 
     @property
     def num_tokens(self) -> int:
-        """n."""
+        """n, the number of tokens of the block."""
         return self.stop - self.start
 
     def of_ends(self) -> PrefillBlock:
-        """The same block, with attention only for the tokens of ``ends``."""
+        """Returns the same block with attention only for the tokens of ``ends``."""
         return replace(self, row_ranges=tuple(RowRange(stop - 1, stop, new) for new, stop in self.ends))
 
     @property
     def ends(self) -> list[tuple[NewTokens, int]]:
-        """Sequences with last queries in the block, which parts learn from, and where each ends: with the sequence or
-        with the block."""
+        """Sequences that end in the block, or have queries in it that parts learn from. Each has the position where its
+        tokens in the block end."""
         observed = ((new, max(new.start, new.stop - OBSERVED)) for new in self.batch.new)
         return [
             (new, min(new.stop, self.stop)) for new, first in observed if first < self.stop and self.start < new.stop
@@ -305,8 +307,9 @@ class PrefillBatch:
         return Batch((*((group.block(start, stop),) for group in self.groups), *self._of_recurrent(start, stop)))
 
     def ends(self, start: int, stop: int) -> Batch:
-        """The same, with attention only for the last tokens of sequences, and for the block's last token if the parts
-        learn from queries of a sequence that continues after the block."""
+        """Returns the batch of tokens ``start`` to ``stop``, with attention only for the last tokens of sequences. If
+        parts learn from queries of a sequence that continues after the block, the block's last token needs attention
+        too."""
         blocks = [group.block(start, stop) for group in self.groups]
         needed = upload(torch.tensor([end - 1 - start for _, end in blocks[0].ends]).long(), self.starts.device)
         return Batch((*((block.of_ends(),) for block in blocks), *self._of_recurrent(start, stop)), needed)
@@ -318,7 +321,8 @@ class PrefillBatch:
         return ((recurrent_block(self._recurrent, start, stop, self.starts.device),),)
 
     def are_ends(self, blocks: Sequence[tuple[int, int]]) -> Tensor:
-        """Which of the tokens that ``ends`` of these blocks need are the last ones of sequences, int64 [S]."""
+        """Returns the rows, among the tokens that ``ends`` of these blocks need, that are the last tokens of sequences,
+        int64 [S]."""
         ends = [(new, end) for start, stop in blocks for new, end in self.groups[0].block(start, stop).ends]
         rows = [row for row, (new, end) in enumerate(ends) if end == new.stop]
         return upload(torch.tensor(rows), self.starts.device)  # the host need not wait for the last layer

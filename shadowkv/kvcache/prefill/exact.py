@@ -20,7 +20,7 @@ MAX_PROMPTS = 15
 """Maximum number of prompts in one pass."""
 
 MAX_CACHED = 16_384
-"""Maximum number of tokens that the prompts of one pass have cached before it, in total."""
+"""Maximum number of cached tokens, in total, of the sequences whose prompts are in one pass."""
 
 
 @dataclass
@@ -33,10 +33,10 @@ class ExactPrompts:
         write_page, write_offset: int64 [T], ids of exact pages, and rows in them. Tokens that leave a window at once
             are written to the padding page.
         cu_seqlens: int32 [MAX_PROMPTS + 2], the first row of each sequence. The last sequences can be empty.
-        cu_seqlens_k: int32 [MAX_PROMPTS + 2], the same for the tokens that a sequence attends to: its cached tokens, of
-            which a window keeps the newest, and its new tokens.
-        sources: int64 [K], where the keys and values of these tokens are (``ops/gather_context``). K is T plus the
-            maximum number of cached tokens.
+        cu_seqlens_k: int32 [MAX_PROMPTS + 2], the first row of each sequence in ``sources``: its cached tokens (only
+            the newest if there is a window), then its new tokens.
+        sources: int64 [K], places of the keys and values that each sequence attends to (``ops/gather_context``). K is T
+            plus the maximum number of cached tokens.
         keys, values: [K, H, d], keys after RoPE and values of the current layer.
     """
 
@@ -51,7 +51,7 @@ class ExactPrompts:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """T, the number of rows."""
         return len(self.positions)
 
 
@@ -86,7 +86,7 @@ def exact_prompts(lengths: Tensor, pages: Tensor, rows: int, tables: Tables, win
     sequence = torch.searchsorted(starts[1:], row, right=True)
     within = row - starts[sequence]
     padding = slot[sequence] == tables.padding_slot
-    position = torch.where(padding, 0, cached[sequence] + within)  # tables of RoPE have no more than real ones
+    position = torch.where(padding, 0, cached[sequence] + within)  # RoPE tables have no positions for padding
     page = position // PAGE
     kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # what leaves the window at once is not stored
     page_id = tables.exact[slot[sequence], page % num_pages[sequence]].long()
@@ -128,9 +128,10 @@ class ExactPrefill:
         return f"dense_attention.{form}" not in self.ops.needing_lengths
 
     def append(self, layer: int, k: Tensor, v: Tensor, part: ExactPrompts) -> None:
-        """Stores keys (before RoPE) and values [T, H, d]. What they replace in the ring of a window is read before."""
+        """Stores keys (before RoPE) and values [T, H, d]. First reads the cached tokens, because in the ring of a
+        window the new ones overwrite them."""
         pages = self.store.k[layer], self.store.v[layer]
-        part.keys = part.values = None  # those of the layer before: their memory is reused
+        part.keys = part.values = None  # frees those of the previous layer
         rope_keys = self.ops.apply_rope(k, part.positions, self.store.rotary)
         part.keys, part.values = self.ops.gather_context(rope_keys, v, *pages, part.sources, part.cu_seqlens_k[-1:])
         self.ops.append_tokens(k, v, part.positions, self.store.rotary, *pages, part.write_page, part.write_offset)

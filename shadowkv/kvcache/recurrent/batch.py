@@ -20,7 +20,7 @@ class Round(NamedTuple):
     """Spans that are computed together.
 
     Attributes:
-        rows: int64 [n], their tokens in the part; None if they are all of its tokens.
+        rows: int64 [n], the rows of the spans' tokens in the part. None if the spans have all tokens of the part.
         spans: the spans, one of each sequence.
     """
 
@@ -34,8 +34,9 @@ class RecurrentPart:
 
     Attributes:
         num_tokens: T.
-        rounds: a token is in one round. A round reads states that earlier rounds have written.
-        waits: functions that wait for a layer of the model, of restored sequences whose layers are still arriving.
+        rounds: the rounds, in order. Each token is in one round. A round reads states that earlier rounds have written.
+        waits: a function for each restored sequence whose layers are still arriving. It waits until a layer, given by
+            its number in the model, has arrived.
     """
 
     num_tokens: int
@@ -50,7 +51,8 @@ class RecurrentPart:
 
 
 def step(read: Tensor, write: Tensor) -> RecurrentPart:
-    """A token of each of B sequences, from the rows int64 [B] of the states before and after it."""
+    """Makes the part of a decode step: one token of each of B sequences. ``read`` and ``write``, int64 [B], are the
+    rows of the states before and after the token."""
     return RecurrentPart(len(read), (Round(None, Spans(None, read, write)),))
 
 

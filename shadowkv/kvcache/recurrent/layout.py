@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from shadowkv.kvcache.policy.shape import ModelShape, StateArray
 
 RING = 2
-"""States that a growing sequence has: those after its newest tokens. So the newest token can be taken back, as is
-necessary when a step was launched ahead."""
+"""Number of states that a growing sequence holds: those after each of its newest tokens. So the newest token can be
+removed again. This is necessary when a step was launched ahead."""
 
 CHECKPOINTS = 1
-"""Checkpoints that there is room for, for each sequence that a cache can hold."""
+"""Number of checkpoints that memory is reserved for, for each sequence that a cache can hold."""
 
 
 @dataclass(frozen=True)

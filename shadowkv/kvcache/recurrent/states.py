@@ -1,8 +1,8 @@
 """``RecurrentStates``: the states of all sequences, and checkpoints of them. ``SequencePools`` and ``KVCache`` use it.
 
-A state cannot be cut: where a sequence is to be forked or continued after fewer tokens than it has, a *checkpoint* must
-have been kept, a copy of the state after that many tokens. Checkpoints take the memory that growing sequences leave,
-and the least recently used one goes first.
+A state cannot be cut to fewer tokens. To fork or continue a sequence after fewer tokens than it has, there must be a
+*checkpoint*: a copy of the state after that many tokens. Checkpoints use the memory that growing sequences leave free.
+The least recently used one is dropped first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Checkpoint:
     """The state after the first ``position`` tokens. Sequences that begin with these tokens share it.
 
     Attributes:
-        row: the row of the states; None once it was dropped.
+        row: the row of the states; None after the checkpoint was dropped.
         users: number of sequences that have it.
     """
 
@@ -40,7 +40,7 @@ class RecurrentSequence:
     Attributes:
         ring: rows of the states: the one after n tokens is in ``ring[n % RING]``. Empty while the sequence does not
             grow.
-        since: number of tokens from which on the ring has the states of the newest ones.
+        since: the fewest tokens after which the ring can have a state.
         checkpoints: by ascending position. Some may be dropped.
         pending: checkpoints that a running prefill writes.
     """
@@ -51,7 +51,8 @@ class RecurrentSequence:
     pending: list[Checkpoint] = field(default_factory=list)
 
     def row(self, length: int) -> int:
-        """The row of the state after ``length`` tokens, one of the newest, or written next."""
+        """The row of the state after ``length`` tokens, which is one of the newest states or the one that is written
+        next."""
         return self.ring[length % RING]
 
     @property
@@ -88,13 +89,13 @@ class RecurrentSequence:
 
 
 class RecurrentStates:
-    """The memory of recurrent states, and what it is used for.
+    """The memory of recurrent states, and what each row is used for.
 
     Args:
         sequences: number of sequences that the cache can hold.
 
     Attributes:
-        arrays: by name, [layers, rows, *shape]. The last row is for padding.
+        arrays: the states by name, [layers, rows, *shape]. The last row is for padding.
         padding: the last row.
         changes: number of times that checkpoints were added or dropped.
     """
@@ -121,11 +122,12 @@ class RecurrentStates:
         return self.padding * self.layout.state_bytes
 
     def begin(self, parent: RecurrentSequence | None, shared: int, length: int) -> RecurrentSequence:
-        """The states of a new sequence of ``length`` tokens, of which the first ``shared`` are those of ``parent``.
+        """Makes the states of a new sequence of ``length`` tokens. It shares the first ``shared`` tokens with
+        ``parent``.
 
-        It shares the parent's checkpoints in whole pages of these tokens. Unless one of them is the state after
-        ``length`` tokens, or there are no tokens, the caller writes the state to ``restored_rows``. Other sequences can
-        use it after the next prefill.
+        It also shares the parent's checkpoints that are at page boundaries within these tokens. If none of them is the
+        state after ``length`` tokens, and ``length`` is not 0, the caller writes that state to ``restored_rows``. Other
+        sequences can use the written state after the next prefill.
         """
         before = [] if parent is None else parent.checkpoints
         whole = [one for one in before if one.position <= shared and one.position % PAGE == 0]
@@ -169,7 +171,7 @@ class RecurrentStates:
         self._keep(sequence, Checkpoint(length, row))
 
     def release(self, sequence: RecurrentSequence) -> None:
-        """Frees what no other sequence has."""
+        """Frees the rows that no other sequence uses."""
         self._free += sequence.ring
         self._discard(sequence)
         for one in sequence.checkpoints:
@@ -181,9 +183,9 @@ class RecurrentStates:
     def plan_checkpoints(
         self, sequence: RecurrentSequence, start: int, last: int, between: bool = True
     ) -> list[Checkpoint]:
-        """The checkpoints that a prefill is to write, by ascending position, as far as there is room: after the first
-        ``last`` tokens, and, if ``between``, every ``CHECKPOINT_EVERY`` tokens between ``start`` and ``last``. These
-        leave room for the ends of other prompts.
+        """Plans the checkpoints that a prefill writes, as far as there is room. Returns them by ascending position. One
+        is after the first ``last`` tokens. If ``between``, there is also one every ``CHECKPOINT_EVERY`` tokens between
+        ``start`` and ``last``; these leave room for the ends of other prompts.
 
         Args:
             last: the largest number of tokens after which the sequence can be forked once the prompt is computed: where
@@ -228,16 +230,16 @@ class RecurrentStates:
     def _resume(self, sequence: RecurrentSequence, source: Checkpoint) -> None:
         row = source.row
         assert row is not None
-        self._kept.move_to_end(source)  # it is dropped last, and even then nothing is written to its row before
+        self._kept.move_to_end(source)  # dropped last; even then its row is not written to before the copy
         sequence.ring, sequence.since = self._take(), source.position
         self._copy(row, sequence.row(source.position))
 
     def _take(self) -> list[int]:
-        """Rows for a ring. There is room for those of all sequences."""
+        """Takes rows for a ring. There is room for the rings of all sequences."""
         return [self._take_row() for _ in range(RING)]
 
     def _take_row(self) -> int:
-        """A free row, or that of the least recently used checkpoint."""
+        """Takes a free row, or that of the least recently used checkpoint."""
         if not self._free:
             self._drop(next(iter(self._kept)))
         return self._free.pop()

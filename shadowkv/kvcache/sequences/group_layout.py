@@ -56,7 +56,7 @@ class PageCount:
     segments: int = 0
 
     def lacking(self, owned: PageCount) -> PageCount:
-        """The numbers that are missing beyond ``owned``."""
+        """Returns how many of each are missing if ``owned`` are there."""
         return PageCount(*(max(0, needed - held) for needed, held in zip(self.counts, owned.counts, strict=True)))
 
     def __add__(self, other: PageCount) -> PageCount:
@@ -122,7 +122,7 @@ class GroupLayout:
         fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
             context: at least 1, or 0 for no buffer.
         layers: the group's layers in order, as numbered in the model.
-        name: the group's name in numbers of blocks; empty for the first group.
+        name: the group's name in ``Blocks``; empty for the first group.
 
     Attributes:
         model_layers: number of all layers of the model.

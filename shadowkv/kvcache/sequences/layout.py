@@ -102,7 +102,7 @@ class Layout:
 
     @property
     def paged(self) -> tuple[str, ...]:
-        """Names of the tiers of pages of all groups: those that a cache gets memory for."""
+        """Names of the tiers of pages of all groups. A cache is given memory for these tiers."""
         return tuple(_named(group, tier.name) for group in self.groups for tier in group.tiers if tier.paged)
 
     @property
@@ -112,8 +112,8 @@ class Layout:
         return tuple(_named(group, tier.name) for group in windows for tier in group.tiers if tier.paged)
 
     def joined(self, of_groups: Iterable[Blocks]) -> Blocks:
-        """Joins the numbers of all groups, in order, under the names with the group. A sequence in all groups counts
-        once."""
+        """Joins the blocks of all groups, given in order. Names of tiers get their group's name. A sequence counts
+        once, although it is in all groups."""
         first, *others = of_groups
         if not others:
             return first
@@ -123,7 +123,7 @@ class Layout:
         return joined
 
     def of_group(self, number: int, blocks: Blocks) -> Blocks:
-        """The numbers of a group in ``blocks``, under the names without the group."""
+        """Returns a group's numbers of ``blocks``, under names without the group's name."""
         group = self.groups[number]
         names = [*(tier.name for tier in group.tiers), "segment_slots", "sequences"]
         return Blocks({name: blocks[_named(group, name)] for name in names})

@@ -73,11 +73,11 @@ class SequencePool:
         return self.layout.blocks(self._pages_of(outline, start, capacity)) + Blocks(sequences=1, segment_slots=shared)
 
     def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """A new, empty sequence. Raises OutOfBlocks and then takes nothing."""
+        """Makes a new, empty sequence. Raises OutOfBlocks and then takes nothing."""
         return self.restore(Outline(), start, capacity)
 
     def fork(self, parent: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
-        """A new sequence that shares its first ``length`` tokens with ``parent``.
+        """Makes a new sequence that shares its first ``length`` tokens with ``parent``.
 
         Only page ids are copied. Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is no fork
         point (``fork_point``).
@@ -110,8 +110,8 @@ class SequencePool:
     def restore(
         self, outline: Outline, start: int, capacity: int, parent: CachedSequence | None = None
     ) -> CachedSequence:
-        """A new sequence that begins with ``outline`` and has room for ``start`` prompt tokens and ``capacity`` tokens.
-        The caller writes the contents of its pages, except for those that it shares with ``parent``.
+        """Makes a new sequence that begins with ``outline`` and has room for ``start`` prompt tokens and ``capacity``
+        tokens. The caller writes the contents of its pages, except for those that it shares with ``parent``.
 
         Raises OutOfBlocks and then takes nothing; raises ValueError if the sequence would be too long.
         """
@@ -284,8 +284,8 @@ class SequencePool:
         return [[page_id for page_id in part if device.block_of(page_id) in kept] for part in reserves]
 
     def _share(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
-        """Makes ``child`` share the first ``length`` tokens of ``parent``. Layers that are still being restored arrive
-        for both."""
+        """Makes ``child`` share the first ``length`` tokens of ``parent``. If the parent's layers are still being
+        restored, the child waits for them too."""
         child.pending_layers = parent.pending_layers
         segments = [segment for segment in parent.path if segment.first < length]
         slots = self.pools["segment_slots"].allocate(len(segments))
@@ -352,8 +352,8 @@ class SequencePool:
         )
 
     def _prompted(self, at: SegmentState, length: int, start: int) -> int:
-        """The end of the prompts in a sequence of ``length`` tokens that is extended to ``start``. If no prompt
-        follows, a dense sequence stays dense up to the limit for answers."""
+        """Returns the position after the last prompt token, in a sequence of ``length`` tokens that is extended to
+        ``start``. If no prompt follows, this lets a dense sequence stay dense up to the limit for answers."""
         return start if at.segments or start > length else min(start, self.layout.spec.dense_limit)
 
     def _widen_ring(self, sequence: CachedSequence, more: list[int]) -> None:

@@ -60,7 +60,7 @@ class SequencePools:
         )
 
     def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """A new, empty sequence. Raises OutOfBlocks and then takes nothing."""
+        """Makes a new, empty sequence. Raises OutOfBlocks and then takes nothing."""
         return self.restore([Outline()] * len(self.pools), start, capacity)
 
     def fork_point(self, sequence: CachedSequence, length: int) -> int:
@@ -76,7 +76,7 @@ class SequencePools:
             length = point
 
     def can_end(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether ``length`` is a fork point of ``sequence`` as far as pages are concerned. A recurrent state can be
+        """Whether the pages of ``sequence`` allow a fork after ``length`` tokens. The recurrent state can still be
         missing."""
         points = (pool.fork_point(sequence.of_group(number), length) for number, pool in enumerate(self.pools))
         return all(point == length for point in points)
@@ -100,7 +100,7 @@ class SequencePools:
         return [pool.forked(parent.of_group(number), length) for number, pool in enumerate(self.pools)]
 
     def fork(self, parent: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
-        """A new sequence that shares its first ``length`` tokens with ``parent``.
+        """Makes a new sequence that shares its first ``length`` tokens with ``parent``.
 
         Only page ids, windows and a recurrent state are copied. Raises OutOfBlocks and then takes nothing; raises
         ValueError if ``length`` is no fork point (``fork_point``).
@@ -110,7 +110,8 @@ class SequencePools:
     def restore(
         self, outlines: Sequence[Outline], start: int, capacity: int, parent: CachedSequence | None = None
     ) -> CachedSequence:
-        """A new sequence that begins with ``outlines``, one for each group. Otherwise as ``SequencePool.restore``."""
+        """Makes a new sequence that begins with ``outlines``, one for each group. Arguments and errors are those of
+        ``SequencePool.restore``."""
         if len(self.pools) > 1:
             self._require(self.demand(outlines, start, capacity))
         in_groups: list[CachedSequence] = []
@@ -121,7 +122,7 @@ class SequencePools:
             first, *other_groups = in_groups
             first.other_groups = tuple(other_groups)
             if parent is not None and (self.recurrent is not None or any(outline.copied for outline in outlines)):
-                self.await_layers(parent)  # of which something is copied
+                self.await_layers(parent)  # its windows or its recurrent state are copied
             if self.recurrent is not None:
                 shared, states = outlines[0].shared, None if parent is None else parent.recurrent
                 first.recurrent = self.recurrent.begin(states, shared, first.length)

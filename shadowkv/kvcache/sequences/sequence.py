@@ -4,7 +4,7 @@ new sequence. ``Tables``: the page tables that kernels read.
 All tokens of a dense sequence are exact. A compressed sequence has compressed pages [0, compressed), exact copies of
 its sink and outliers (per kv head), and an exact tail [compressed, length) in a ring of pages. Its compressed pages are
 divided into segments, each with one fitted state. Compressed pages and states never change, so any number of sequences
-can share them. Each of these holds a reference to their blocks (``memory.arenas.BlockPool``).
+can share them. Each sequence that shares them holds a reference to their blocks (``memory.arenas.BlockPool``).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class CachedSequence:
     """The pages of one sequence in a group of layers. It owns all of them from admission on, so decoding allocates
     nothing.
 
-    The sequence of a cache is the one in its first group. ``other_groups`` has those in the other groups, with the same
-    tokens.
+    A cache's sequence is the object of its first group. Its ``other_groups`` are the objects of the other groups, with
+    the same tokens.
 
     Attributes:
         other_groups: in the first group, the sequence's parts in the other groups; empty in other groups.
@@ -245,8 +245,8 @@ class Outline:
         spans: the segments.
         length: number of tokens.
         shared: number of tokens that it shares with its parent, a multiple of 64.
-        copied: for a fork with a window, the number of tokens at the fork. The parent's window before it is copied. 0
-            if nothing is copied.
+        copied: for a fork with a window, the number of tokens at the fork. The parent's window before this position is
+            copied. 0 if nothing is copied.
     """
 
     spans: tuple[Span, ...] = ()

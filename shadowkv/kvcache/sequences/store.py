@@ -35,8 +35,8 @@ class CachedSegment:
     Attributes:
         row: the segment's compressed pages, as a batch of one row.
         static: exact rows of its sink and outliers.
-        ids: its state, its first position, its page ids and those of its values. They are equal for sequences that
-            share it.
+        ids: its state, its first position, its page ids, and the page ids of its values. Sequences that share the
+            segment have equal ids.
     """
 
     row: CompressedBatch
@@ -45,8 +45,8 @@ class CachedSegment:
 
 
 def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
-    """A function that returns the places of the tokens ``start`` to ``stop`` in a ring of exact ``pages``, when
-    ``numbers`` are on the device."""
+    """Adds the places of the tokens ``start`` to ``stop`` in a ring of exact ``pages`` to ``numbers``. Returns a
+    function that takes the places from the copy of all numbers on the device."""
     position = np.arange(start, stop)
     page_ids = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
     rows = numbers.add(np.stack((page_ids, position % PAGE)))
@@ -106,19 +106,19 @@ class GroupStore(CompressedStore):
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
 
     def read_exact(self, layers: slice, rows: ExactRows) -> tuple[Tensor, Tensor]:
-        """RoPE-rotated keys and values [L, n, H, d] of n tokens in exact pages."""
+        """Reads the RoPE-rotated keys and values [L, n, H, d] of n tokens in exact pages."""
         keys, values = (x[layers][:, rows.pages, :, rows.offsets].transpose(0, 1) for x in (self.k, self.v))
         return keys, values
 
     def excluded(self, layer: int, pages: Tensor, first: Tensor) -> Tensor:
-        """Which chunks of compressed pages [R, P] are exact (sink, outliers), bool [R, H, P * C].
+        """Returns which chunks of compressed pages [R, P] are exact (sink, outliers), bool [R, H, P * C].
 
         Args:
             first: int64 [R], positions of the segments' first tokens.
         """
         if self.layout.excluded_fields:
             return self.page[EXCLUDED][layer][pages].transpose(1, 2).flatten(2)
-        spec = self.layout.spec  # without the field, the policy has no outliers
+        spec = self.layout.spec  # without the field ``EXCLUDED``, the policy has no outliers
         chunk = torch.arange(pages.shape[1] * PAGE // spec.chunk, device=pages.device)
         sink = (chunk < spec.sink_chunks) & (first == 0)[:, None]
         return sink[:, None].expand(-1, self.layout.shape.num_kv_heads, -1)

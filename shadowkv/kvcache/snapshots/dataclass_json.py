@@ -9,16 +9,16 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 Value = TypeVar("Value")
 
 MAX_BYTES = 2**20
-"""Longest text that is parsed."""
+"""Size of the longest text that is parsed."""
 
 
 def to_json(value: Any) -> str:
-    """A dataclass of numbers, strings, booleans, tuples and such dataclasses."""
+    """Returns the JSON of a dataclass. Its fields are numbers, strings, booleans, tuples, or dataclasses of these."""
     return json.dumps(asdict(value), separators=(",", ":"))
 
 
 def from_json(kind: type[Value], text: str | bytes) -> Value:
-    """A ``kind`` from what ``to_json`` made of one; raises ValueError that says what is wrong."""
+    """Reads a ``kind`` from the JSON that ``to_json`` makes. Raises ValueError, which says what is wrong."""
     if len(text) > MAX_BYTES:
         raise ValueError(f"the text has {len(text)} bytes, more than {MAX_BYTES}")
     try:
@@ -35,7 +35,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read(kind: Any, plain: Any, name: str) -> Any:
-    """``plain`` as a ``kind``, at the place called ``name``."""
+    """Converts ``plain``, a value of parsed JSON, to a ``kind``. ``name`` is its place in the text, for errors."""
     if is_dataclass(kind):
         return _read_object(kind, plain, name)
     if get_origin(kind) is tuple:

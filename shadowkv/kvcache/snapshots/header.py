@@ -1,9 +1,9 @@
-"""Snapshots: what follows a fork point of a cached sequence, as bytes, and the header that says what they are.
+"""``Snapshot``: the bytes of a cached sequence after a fork point. ``SnapshotHeader``: what the bytes are.
 
-The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains: each begins where
-the used part of the one before it ends, and the first at 0. What is compressed on a state that an earlier snapshot has
-is stored without that state. A header may have been read from a file that is corrupt or hostile: it says itself what is
-wrong with it (``contradictions``).
+The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains. The first one
+begins at token 0. Each later one begins where the used part of the one before it ends. If an earlier snapshot has the
+state of compressed pages, a later one stores pages of that state without it. A header may come from a corrupt or
+hostile file, so its numbers are checked (``contradictions``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.snapshots import dataclass_json
 
 ALIGNED = 16
-"""Bytes that a field's offset is a multiple of."""
+"""A field's offset in a layer is a multiple of this many bytes."""
 
 LAYER_ALIGNED = 256
-"""Bytes that a layer's size is a multiple of."""
+"""A layer's size is a multiple of this many bytes."""
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -39,7 +39,7 @@ DTYPES = {
 """Dtypes of fields, by name."""
 
 MOST = {"tokens": 2**31, "layers": 2**12, "fields": 2**10, "axes": 8, "bytes of a layer": 2**40}
-"""Limits for everything that a header counts: numbers above are rejected as nonsense."""
+"""Limits of the numbers in a header. Larger numbers are rejected."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,23 @@ class SnapshotField:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in a layer."""
+        """Bytes of the array."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def of(self, layer: Tensor) -> Tensor:
-        """The array, [*shape], in a layer uint8 [layer_bytes] that begins at a multiple of 16 bytes."""
+        """Returns a view of the array, [*shape], in the bytes of a layer, uint8 [layer_bytes]. These must begin at a
+        multiple of 16 bytes."""
         return layer[self.offset : self.offset + self.nbytes].view(DTYPES[self.dtype]).view(self.shape)
 
 
 def aligned(size: int, to: int) -> int:
-    """``size``, or the next multiple of ``to``."""
+    """Rounds ``size`` up to a multiple of ``to``."""
     return -(-size // to) * to
 
 
 def laid_out(arrays: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[tuple[SnapshotField, ...], int]:
-    """Fields with these names, shapes and dtypes, one after the other, and the bytes of a layer that has them."""
+    """Lays out arrays one after the other, each given by name, shape and dtype. Returns their fields, and the bytes of
+    a layer with these fields."""
     fields, offset = [], 0
     for name, shape, dtype in arrays:
         fields.append(SnapshotField(name, shape, str(dtype).removeprefix("torch."), offset))
@@ -81,9 +83,9 @@ class SnapshotSegment:
 
     Attributes:
         first, end, valid_until, fitted, static_tokens: as in ``Segment``.
-        num_pages: compressed pages that are in this snapshot.
-        continued: whether it begins in an earlier snapshot of the chain, which has its state, its static tokens and its
-            pages before the snapshot's start.
+        num_pages: number of compressed pages in this snapshot.
+        continued: whether the segment begins in an earlier snapshot of the chain. That snapshot has the segment's
+            state, its static tokens, and its pages before this snapshot's start.
     """
 
     first: int
@@ -95,7 +97,7 @@ class SnapshotSegment:
     continued: bool
 
     def begin(self, start: int) -> int:
-        """Position of its first token in a snapshot from ``start`` on."""
+        """Position of the segment's first token in a snapshot that begins at ``start``."""
         return start if self.continued else self.first
 
     def compressed(self, start: int) -> int:
@@ -110,7 +112,7 @@ class SnapshotSegment:
 
 
 class Cut(NamedTuple):
-    """The part of a snapshot that is used: segments, each with its first pages, and the first tokens of the tail."""
+    """The used part of a snapshot: segments, each with its first pages, and the first tokens of the tail."""
 
     segments: tuple[SnapshotSegment, ...]
     tail_tokens: int
@@ -119,27 +121,29 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class SnapshotHeader:
-    """What a snapshot says that it holds. Raises ValueError where its numbers contradict one another.
+    """What a snapshot contains. The constructor raises ValueError if the numbers contradict one another.
 
     Attributes:
-        form: what caches must have in common to read it (``form_of``).
-        start: tokens of the sequence that come before it, a multiple of 64.
-        length: tokens of the sequence.
-        segments: those with compressed pages after ``start``, or the last one where none has; empty where it is dense.
-        tail_tokens: exact tokens after ``start`` and after what is compressed, up to ``length``.
-        observed: whether it has what is known of a dense sequence's state.
-        fields: those of a layer, one after the other: ``segments.0.pages.latents`` [num_pages, ...],
-            ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail``
-            [2, tail_tokens, H, d], ``observed.basis`` [...]: RoPE-rotated keys and values where there are two.
-        num_layers: all layers of the model.
-        layer_bytes: bytes of a layer that has these fields.
-        layers: which layers have them, where not all do; else empty.
-        recurrent: whether these layers have a recurrent state, and neither keys nor values. ``fields`` are then
-            ``recurrent.…`` [...], of the state after ``length`` tokens; none where it was not kept, and nothing can be
-            continued at the snapshot's end.
-        window: tokens that a query in these layers sees, of which the snapshot has the newest: its tail begins with the
-            first of them after ``start``. 0 where it sees all.
-        other_groups: headers of the other groups of layers: the same tokens in the same form, of other layers.
+        form: digest of all that caches must have in common to read the snapshot (``form_of``).
+        start: number of the sequence's tokens before the snapshot, a multiple of 64.
+        length: number of the sequence's tokens up to the snapshot's end.
+        segments: the segments with compressed pages after ``start``. If no segment has such pages, the last segment.
+            Empty if the sequence is dense.
+        tail_tokens: number of exact tokens: those after ``start`` and after all compressed tokens, up to ``length``.
+        observed: whether the snapshot has what parts have learned from the last queries of a sequence that is still
+            dense.
+        fields: the fields of a layer, in the order of their bytes, such as ``segments.0.pages.latents`` [num_pages,
+            ...], ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail`` [2,
+            tail_tokens, H, d] and ``observed.basis`` [...]. An axis of 2 has RoPE-rotated keys, then values.
+        num_layers: number of all layers of the model.
+        layer_bytes: bytes of a layer with these fields.
+        layers: the layers with these fields; empty if all layers have them.
+        recurrent: whether these layers have a recurrent state instead of keys and values. ``fields`` are then
+            ``recurrent.…`` [...], the state after ``length`` tokens. If this state was not kept, there are no fields,
+            and no sequence can continue at the snapshot's end.
+        window: number of tokens that a query in these layers attends to; 0 for all. The tail begins with the first
+            token after ``start`` that is in the last window.
+        other_groups: headers of the other groups of layers. They describe the same tokens and have the same ``form``.
     """
 
     form: str
@@ -172,37 +176,39 @@ class SnapshotHeader:
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Number of pieces of equal size, and the bytes of one: its layers, or all of them as one where they differ."""
+        """Returns the number of pieces of equal size, and the bytes of a piece. Each layer is a piece. If layers differ
+        in size, all of them are one piece."""
         return (1, self.nbytes) if self.other_groups else (self.num_layers, self.layer_bytes)
 
     @cached_property
     def _of_layers(self) -> list[tuple[SnapshotHeader, int]]:
-        """For each layer, the header that describes it, and where its bytes begin."""
+        """Returns, for each layer of the model, the header that describes it, and the offset of its bytes."""
         by_layer = {layer: group for group in self.of_groups for layer in group.layers or range(self.num_layers)}
         in_order = [by_layer[layer] for layer in range(self.num_layers)]
         return list(zip(in_order, accumulate((group.layer_bytes for group in in_order), initial=0)))
 
     def fields_of(self, layer: int) -> tuple[SnapshotField, ...]:
-        """Fields of any layer."""
+        """Fields of a layer of any group."""
         return self._of_layers[layer][0].fields
 
     def bytes_of(self, layer: int) -> int:
-        """Bytes of any layer, a multiple of 256."""
+        """Bytes of a layer of any group, a multiple of 256."""
         return self._of_layers[layer][0].layer_bytes
 
     def span(self, layer: int) -> slice:
-        """Where a layer's bytes are."""
+        """The range of a layer's bytes in the snapshot."""
         group, start = self._of_layers[layer]
         return slice(start, start + group.layer_bytes)
 
     @property
     def exact(self) -> int:
-        """Position of the first token of its tail."""
+        """Position of the first token of the tail."""
         return self.length - self.tail_tokens
 
     def cut(self, stop: int) -> Cut:
-        """The part of it that is used by a sequence that continues differently after its first ``stop`` tokens; all of
-        it where those are all. Raises ValueError unless they end in it: at a page boundary, or among exact tokens."""
+        """Returns the part that is used by a sequence that continues differently after its first ``stop`` tokens. At
+        ``stop == length`` that is everything. Raises ValueError unless ``stop`` is in the snapshot, at a page boundary
+        or among exact tokens."""
         if not self.start < stop <= self.length or (stop < self.exact and stop % PAGE):
             raise ValueError(f"a snapshot of tokens {self.start} to {self.length} cannot be cut at {stop}")
         if self.window and stop < self.length and self.start < self.exact:
@@ -220,7 +226,7 @@ class SnapshotHeader:
 
     @staticmethod
     def from_json(text: str | bytes) -> SnapshotHeader:
-        """A header from untrusted text; raises ValueError that says what is wrong."""
+        """Reads a header from untrusted text. Raises ValueError, which says what is wrong."""
         header = dataclass_json.from_json(SnapshotHeader, text)
         if header.layers and not header.other_groups:
             raise ValueError(f"this is no header of a snapshot: layers {header.layers} are not all of the model's")
@@ -248,7 +254,7 @@ class Snapshot:
         return self.data.flatten()[self.header.span(number)]
 
     def arrays(self) -> dict[str, Tensor]:
-        """All fields by name, [layers, *shape], of the layers that have them."""
+        """Returns all fields by name, [layers, *shape], with only the layers that have the field."""
         by_name: dict[str, list[Tensor]] = {}
         for number in range(self.header.num_layers):
             for field in self.header.fields_of(number):
@@ -257,14 +263,15 @@ class Snapshot:
 
 
 class Link(NamedTuple):
-    """A snapshot of a chain, and the token of the sequence up to which it is used."""
+    """A snapshot of a chain. It is used up to the sequence's token ``stop``."""
 
     header: SnapshotHeader
     stop: int
 
 
 def contradictions(header: SnapshotHeader) -> Iterator[str]:
-    """Why its numbers are invalid; each reason presumes that there is none before it."""
+    """Yields reasons why the numbers of a header are invalid. Each check assumes that the checks before it have found
+    nothing."""
     if not re.fullmatch("[0-9a-f]{64}", header.form):
         yield f"form {header.form[:100]!r} is not 64 hexadecimal digits"
     yield from _out_of(("length", header.length, 0, MOST["tokens"]), ("start", header.start, 0, header.length))
@@ -342,7 +349,7 @@ def _of_fields(header: SnapshotHeader) -> Iterator[str]:
         missing.discard(family)
         offset = aligned(offset + field.nbytes, ALIGNED)
         yield from _out_of((f"end of {name}", offset, 0, MOST["bytes of a layer"]))
-    missing = {family for family in missing if ".state." not in family}  # a policy may fit none
+    missing = {family for family in missing if ".state." not in family}  # a policy may have no fitted state
     if missing:
         yield f"there are no fields {', '.join(sorted(missing))}"
     size = aligned(offset, LAYER_ALIGNED)
@@ -365,7 +372,7 @@ def _of_groups(header: SnapshotHeader) -> Iterator[str]:
 
 
 def _shapes(header: SnapshotHeader) -> dict[str, tuple[int, ...]]:
-    """Names of fields, or what they begin with, and the first axes of those fields' shapes."""
+    """Maps names of fields, or prefixes of names, to the first axes of these fields' shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for number, segment in enumerate(header.segments):
         if segment.num_pages:

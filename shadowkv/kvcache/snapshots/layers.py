@@ -1,7 +1,7 @@
-"""A snapshot's layers in a cache's memory: where each field is, to be read from there and written there.
+"""Where the fields of a snapshot are in a cache's memory, to be read or written layer by layer.
 
-A ``Reading`` is what a snapshot is made from, layer by layer, while its sequence goes on, finishes or is evicted; a
-``Restoring`` is a sequence made from snapshots, which are written layer by layer.
+A ``Reading`` copies a snapshot out of the cache. Meanwhile the sequence can go on, finish or be evicted. A
+``Restoring`` copies snapshots into a new sequence.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ COPIED_AT_ONCE = 8192
 """Exact tokens that are copied at a time, to bound the temporary memory."""
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""Words that pages are copied in: copies in the largest words take the fewest steps."""
+"""Dtypes in which pages are copied, the largest first. Copies of large words take fewer steps."""
 
 
 class Location(Protocol):
-    """Where a field is, or the part of it that is used."""
+    """The place of a field in the cache's memory, or of the field's used part."""
 
     def read(self, layer: int, out: Tensor) -> None:
-        """Copies it, of a layer of the group, into a layer of bytes, uint8 [layer_bytes]."""
+        """Copies the field, in a layer of the group, into the bytes of this layer, uint8 [layer_bytes]."""
 
     def write(self, layer: int, data: Tensor) -> None:
-        """Copies the part of it that is used from there."""
+        """Copies the field's used part from the bytes of a layer into the cache's memory."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class TokensLocation:
 
 
 class SnapshotLocations:
-    """Where the part of a snapshot that is ``used`` is, in a sequence as it is now, in a group of layers.
+    """The places of the ``used`` part of a snapshot in a group of layers: where a sequence has it now.
 
     Attributes:
-        held: ids of the device pages, the host pages and the states that it is in.
+        held: ids of the device pages, the host pages and the states that contain it.
     """
 
     def __init__(self, store: GroupStore, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
@@ -122,8 +122,8 @@ class SnapshotLocations:
             self._add_state("observed", sequence.state_reserve[0])
 
     def on_device(self) -> list[Location]:
-        """All locations, alike in every layer; the numbers that they need are copied to the device at once, without
-        waiting."""
+        """Returns all locations, which are alike in every layer. Copies the numbers that they need to the device, all
+        at once and without waiting."""
         numbers = self._numbers.on(self._store.compute)
         return [locate(numbers) for locate in self._locations]
 
@@ -162,25 +162,25 @@ def _state_location(field: SnapshotField, memory: Tensor, state: int, numbers: T
 
 
 def _words(rows: Tensor) -> Tensor:
-    """[n, ...], each row in one piece, as [n, m] of the largest words that a row is a multiple of."""
+    """Views contiguous rows [n, ...] as [n, m] of the largest words whose size divides a row."""
     size = math.prod(rows.shape[1:]) * rows.dtype.itemsize
     word = next(dtype for dtype in WORDS if size % dtype.itemsize == 0)
     return rows.flatten(1).view(word)
 
 
 def recurrent_locations(states: RecurrentStates, header: SnapshotHeader, row: int) -> list[Location]:
-    """Where a recurrent state is."""
+    """Returns the places of a recurrent state."""
     arrays = {f"recurrent.{name}": array for name, array in states.arrays.items()}
     return [StateLocation(field, arrays[field.name], row) for field in header.fields]
 
 
 class Reading:
-    """What a snapshot of a sequence is made from, where it was when the reading began.
+    """Reads a snapshot of a sequence, as the sequence was when the reading began.
 
-    It holds the blocks that it reads until it is closed: the sequence may meanwhile decode, be trimmed, forked and
-    released. What is read cannot be truncated. An exact tail is overwritten by what follows it, so that a compressed
-    sequence whose tail is read cannot be extended, and one that still decodes should be read up to a fork point.
-    Layers may be read on any stream that is ordered after the work launched before the reading was opened.
+    It holds the blocks that it reads until it is closed. Meanwhile the sequence may decode, and be trimmed, forked and
+    released. Tokens that are read cannot be truncated. Later tokens overwrite an exact tail. So a compressed sequence
+    cannot be extended while its tail is read. If it still decodes, it should be read only up to a fork point. Layers
+    may be read on any stream that is ordered after the work launched before the reading was opened.
 
     Attributes:
         header: the header of the snapshot.
@@ -200,7 +200,7 @@ class Reading:
             for number, pool in enumerate(pools.pools)
             if pool.layout.window
         }
-        if pools.recurrent is not None:  # the row can be given to another state
+        if pools.recurrent is not None:  # another state can get this row later
             own = header.of_groups[-1]
             row = sequence.recurrent.find(header.length, sequence.length) if own.fields else None
             self._locations.append([] if row is None else recurrent_locations(pools.recurrent, own, row))
@@ -213,8 +213,8 @@ class Reading:
             in_group.readings.append(header.length)
 
     def read_layer(self, layer: int, out: Tensor) -> None:
-        """Copies a layer into ``out``, uint8 [bytes of the layer] on the cache's device, which begins at a multiple of
-        16 bytes; bytes outside fields become 0. The host does not wait."""
+        """Copies a layer into ``out``, uint8 [bytes of the layer] on the cache's device, which must begin at a multiple
+        of 16 bytes. Bytes outside fields become 0. The host does not wait."""
         number, at = self._places[layer]
         if number in self._copies:
             copied = self._copies[number][at]
@@ -223,7 +223,8 @@ class Reading:
             self._read(number, at, out)
 
     def _copied(self, number: int, num_layers: int, device: torch.device) -> Tensor:
-        """All layers of a group, uint8 [layers, bytes of a layer]: what is in a window is soon written over."""
+        """Copies all layers of a group at once, uint8 [layers, bytes of a layer], because later tokens soon overwrite a
+        window."""
         header = self.header.of_groups[number]
         layers = torch.empty(num_layers, header.layer_bytes, dtype=torch.uint8, device=device)
         for at, layer in enumerate(layers):
@@ -242,7 +243,8 @@ class Reading:
                 out[stop:start].zero_()
 
     def close(self) -> None:
-        """Releases what it reads: subsequent work on the device must be ordered after the layers that were read."""
+        """Releases the blocks that it reads. Later work on the device must be ordered after the copies of the
+        layers."""
         if not self._open:
             return
         self._open = False
@@ -261,10 +263,10 @@ class Reading:
 
 
 class Restoring:
-    """A sequence that has everything but its bytes; to be kept until these are written.
+    """A new sequence whose bytes are still to be written. Keep this object until they are.
 
-    Until then any user of the sequence has to wait: ``sequence.pending_layers`` says how, where it is set. Layers may
-    be written on any stream that is ordered after the work launched before it was made.
+    Until then every user of the sequence must wait. If ``sequence.pending_layers`` is set, it says how. Layers may be
+    written on any stream that is ordered after the work that was launched before this object was made.
 
     Attributes:
         sequence: the new sequence.
@@ -287,15 +289,15 @@ class Restoring:
                 self._locations[-1][-1] += recurrent_locations(pools.recurrent, own, row)
 
     def has(self, link: int, layer: int) -> bool:
-        """Whether anything of a layer of the chain's snapshot number ``link`` is used."""
+        """Whether any bytes of a layer are used, in snapshot number ``link`` of the chain."""
         return bool(self._locations[link][self._places[layer][0]])
 
     def write_layer(self, link: int, layer: int, data: Tensor) -> None:
-        """Copies the used part of a layer of the chain's snapshot number ``link`` to where it belongs. The host does
+        """Copies the used part of a layer, from snapshot number ``link`` of the chain, into the sequence. The host does
         not wait.
 
         Args:
-            data: uint8 [bytes of the layer] on the cache's device, which begins at a multiple of 16 bytes.
+            data: uint8 [bytes of the layer] on the cache's device. It must begin at a multiple of 16 bytes.
         """
         number, at = self._places[layer]
         for location in self._locations[link][number]:

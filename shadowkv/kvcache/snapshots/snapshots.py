@@ -1,4 +1,5 @@
-"""Sequences as bytes and back: snapshots of what a cache holds, for caches with any blocks, budgets and places."""
+"""``Snapshots``: sequences as bytes and back. The cache that reads a snapshot can have other blocks, budgets and places
+than the cache that made it."""
 
 from __future__ import annotations
 
@@ -33,15 +34,15 @@ from shadowkv.kvcache.snapshots.layers import Reading, Restoring
 from shadowkv.ops.apply_rope.tables import RopeConfig
 
 FORMAT = 2
-"""Version of snapshots and of all codecs' bytes: to be incremented when either changes and no shape or dtype of a field
-shows it already, as files outlive the program."""
+"""Version of snapshots and of the bytes of all codecs. Increment it if either changes and no field's shape or dtype
+shows the change, because files outlive the program."""
 
 
 class Snapshots:
     """Snapshots of a cache's sequences, and sequences made from snapshots.
 
     Attributes:
-        form: what another cache must have in common with this one.
+        form: digest of all that another cache must have in common with this one (``form_of``).
     """
 
     def __init__(self, pools: SequencePools, rope: RopeConfig, device: torch.device) -> None:
@@ -52,12 +53,13 @@ class Snapshots:
         self._recurrent = None if recurrent is None else RecurrentContents(recurrent, self.form, self.layout.shape)
 
     def describe(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
-        """What a snapshot of ``sequence`` after its first ``start`` tokens, a fork point or 0, contains; found on the
-        host alone. Raises ValueError where it cannot be forked there.
+        """Returns the header of a snapshot of ``sequence`` after its first ``start`` tokens, which are 0 or a fork
+        point. It uses only data on the host. Raises ValueError if the sequence cannot be forked at ``start`` or
+        ``stop``.
 
         Args:
-            stop: tokens after which it ends, a fork point: it is then that of a fork there, however ``sequence``
-                continues, and nothing in it changes any more. None for all there are, with the exact tail.
+            stop: number of tokens after which the snapshot ends, a fork point. Later tokens of ``sequence`` then do not
+                change the snapshot. None for all tokens, with the exact tail.
         """
         for point, possible in ((start, self.pools.can_follow), (stop, self.pools.can_end)):
             if point and not possible(sequence, point):
@@ -71,9 +73,10 @@ class Snapshots:
         return first[1].header(sequence, start, stop, tuple(headers))
 
     def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
-        """Begins to read what ``describe`` says, layer by layer; holds what it reads until it is closed.
+        """Begins to read the snapshot that ``describe`` describes, layer by layer. The reading holds its blocks until
+        it is closed.
 
-        Raises ValueError as ``describe`` does, and where there is nothing to read.
+        Raises ValueError as ``describe`` does, and if there is nothing to read.
         """
         header = self.describe(sequence, start, stop)
         if header.length == start:
@@ -82,26 +85,28 @@ class Snapshots:
         return Reading(self.pools, sequence, header)
 
     def demand(self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None) -> Blocks:
-        """Blocks that ``restore`` takes; raises the same ValueErrors."""
+        """Blocks that ``restore`` takes. Raises ValueError as ``restore`` does."""
         return self.pools.demand(self._outlines(chain, start, capacity, parent), start, capacity)
 
     def restore(
         self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
     ) -> Restoring:
-        """A new sequence from the used parts of snapshots, which are then to be written, extended to ``start`` tokens
-        by a prompt and to ``capacity`` by decoding.
+        """Makes a new sequence from the used parts of snapshots, whose bytes the caller then writes. It has room to
+        grow to ``start`` tokens by a prompt, and to ``capacity`` tokens by decoding.
 
-        Raises OutOfBlocks, with nothing taken, and ValueError where this cache stores other bytes, or where the chain
+        Raises OutOfBlocks and then takes nothing. Raises ValueError if this cache stores other bytes, or if the chain
         has gaps.
 
         Args:
-            chain: headers, and the token up to which each is used: the next one starts there. That is a point where the
-                sequence can be forked; for the last one also any token that is dense or in its exact tail.
-            parent: a sequence that has what comes before the chain, which is shared up to the first header's start.
+            chain: headers, each with the token up to which it is used. The next header starts at this token. The
+                sequence can be forked there. The last header can also end at any token of a dense sequence or of the
+                exact tail.
+            parent: a sequence with the tokens before the chain. The new sequence shares them. None if the chain starts
+                at 0.
         """
         outlines = self._outlines(chain, start, capacity, parent)
         if parent is not None:
-            self.pools.await_layers(parent)  # the new one waits only for what is written to it
+            self.pools.await_layers(parent)  # the new sequence itself waits only for its own layers
         sequence = self.pools.restore(outlines, start, capacity, parent)
         header, stop = chain[-1]
         for number, of_group in enumerate(header.of_groups[: len(self._contents)]):
@@ -109,12 +114,12 @@ class Snapshots:
             in_group.observed = of_group.cut(stop).observed and bool(in_group.state_reserve)
         try:
             return Restoring(self.pools, chain, sequence)
-        except BaseException:  # out of memory, say: the locations to write to are copied to the device
+        except BaseException:  # such as no memory for the numbers that are copied to the device
             self.pools.release(sequence)
             raise
 
     def export(self, sequence: CachedSequence, start: int = 0) -> Snapshot:
-        """Everything of ``sequence`` after its first ``start`` tokens (``describe``), as bytes of its own on the
+        """Copies everything of ``sequence`` after its first ``start`` tokens (``describe``) into a snapshot on the
         cache's device."""
         with self.open_reading(sequence, start) as reading:
             header = reading.header
@@ -124,9 +129,11 @@ class Snapshots:
         return snapshot
 
     def load(self, snapshots: Snapshot | Sequence[tuple[Snapshot, int]], capacity: int) -> CachedSequence:
-        """A new sequence from a snapshot, or from a chain of them (``restore``), that may grow to ``capacity`` tokens.
+        """Makes a new sequence from a snapshot, or from a chain of them (``restore``). It can grow to ``capacity``
+        tokens.
 
-        Raises ValueError where this cache stores other bytes, OutOfBlocks, with nothing taken, where it has no room.
+        Raises ValueError if this cache stores other bytes. Raises OutOfBlocks if the cache has no room, and then takes
+        nothing.
         """
         chain = [(snapshots, snapshots.header.length)] if isinstance(snapshots, Snapshot) else snapshots
         links = [Link(snapshot.header, stop) for snapshot, stop in chain]
@@ -137,14 +144,15 @@ class Snapshots:
         return restoring.sequence
 
     def stored_alike(self, other: Snapshots, tokens: int) -> bool:
-        """Whether what ``other`` exports of a prompt of ``tokens`` can be loaded here."""
+        """Whether this cache can load what ``other`` exports after a prompt of ``tokens`` tokens."""
         specs = [group.spec for layout in (self.layout, other.layout) for group in layout.groups]
         return self.form == other.form and all(tokens > spec.dense_limit or not spec.compresses for spec in specs)
 
     def _outlines(
         self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None
     ) -> list[Outline]:
-        """What a sequence from a chain begins with in each group; raises ValueError where it cannot be made here."""
+        """Returns the outline, in each group, of a sequence from a chain. Raises ValueError if this cache cannot make
+        it."""
         if not chain:
             raise ValueError("a sequence is restored of at least one snapshot")
         for header, _ in chain:
@@ -165,10 +173,10 @@ class Snapshots:
 
 
 class RecurrentContents:
-    """Contents of snapshots of the layers with a recurrent state.
+    """Makes and checks headers of snapshots of the layers with a recurrent state.
 
     Args:
-        form: what caches must have in common to read them.
+        form: digest of all that caches must have in common to read them (``form_of``).
     """
 
     def __init__(self, layout: RecurrentLayout, form: str, shape: ModelShape) -> None:
@@ -176,7 +184,8 @@ class RecurrentContents:
         self._state = laid_out((f"recurrent.{one.name}", one.shape, torch.float32) for one in layout.arrays)
 
     def header(self, sequence: CachedSequence, start: int, stop: int) -> SnapshotHeader:
-        """The header of a snapshot that ends after ``stop`` tokens: with the state, if there is one."""
+        """Returns the header of a snapshot that ends after ``stop`` tokens. It has the state after them, if that was
+        kept."""
         row = sequence.recurrent.find(stop, sequence.length)
         fields, layer_bytes = ((), 0) if row is None else self._state
         return SnapshotHeader(
@@ -206,10 +215,10 @@ class RecurrentContents:
 
 
 class GroupContents:
-    """Contents of snapshots of a group of layers.
+    """Makes and checks headers of snapshots of a group of layers.
 
     Args:
-        form: what caches must have in common to read them.
+        form: digest of all that caches must have in common to read them (``form_of``).
     """
 
     def __init__(self, layout: GroupLayout, form: str) -> None:
@@ -219,7 +228,8 @@ class GroupContents:
     def header(
         self, sequence: CachedSequence, start: int, stop: int | None, other_groups: tuple[SnapshotHeader, ...] = ()
     ) -> SnapshotHeader:
-        """The header of a snapshot of the group's ``sequence`` (``Snapshots.describe``), with those of other groups."""
+        """Returns the header of a snapshot of the group's ``sequence`` (``Snapshots.describe``). ``other_groups`` are
+        the headers of the other groups."""
         content = self._content(sequence, start, stop)
         fields, layer_bytes = self._laid_out(content)
         length = sequence.length if stop is None else stop
@@ -239,8 +249,8 @@ class GroupContents:
         )
 
     def outline(self, chain: Sequence[Link], before: Outline, start: int, capacity: int) -> Outline:
-        """What a sequence from the group's headers of a chain begins with, after what it has ``before``; raises
-        ValueError where it cannot be made here."""
+        """Returns the outline of a sequence that begins with ``before`` and continues with a chain of the group's
+        headers. Raises ValueError if this cache cannot make it."""
         for header, stop in chain:
             self._check(header, stop)
         outline = _followed_by(before, chain)
@@ -253,7 +263,7 @@ class GroupContents:
         return outline
 
     def _content(self, sequence: CachedSequence, start: int, stop: int | None) -> Cut:
-        """What a snapshot contains."""
+        """Returns the part of the sequence that a snapshot contains."""
         if not sequence.path:
             length = sequence.length if stop is None else stop
             return Cut((), length - max(start, sequence.window_start(length)), stop is None and sequence.observed)
@@ -275,11 +285,12 @@ class GroupContents:
         return Cut(tuple(segment.cut(start, stop) for segment in segments if segment.begin(start) < stop), 0, False)
 
     def _laid_out(self, content: Cut) -> tuple[tuple[SnapshotField, ...], int]:
-        """The fields of a layer of ``content``, and its bytes."""
+        """Returns the fields of a layer of ``content``, and the layer's bytes."""
         return laid_out((field.name, field.shape, field.dtype) for field in self._arrays(content))
 
     def _arrays(self, content: Cut) -> Iterator[Field]:
-        """Arrays of a layer, sorted by name where caches may keep them in different orders, as places differ."""
+        """Yields the arrays of a layer. Arrays whose order differs between caches, because places differ, are sorted by
+        name."""
         layout, token = self.layout, (self.layout.shape.num_kv_heads, self.layout.shape.head_dim)
         compressed = sorted((*layout.compressed_fields, *layout.host_fields), key=lambda field: field.name)
         state = sorted(layout.state_fields, key=lambda field: field.name)
@@ -300,7 +311,8 @@ class GroupContents:
                 yield Field(f"observed.{x.name}", x.shape, x.dtype)
 
     def _check(self, header: SnapshotHeader, stop: int) -> None:
-        """Raises ValueError unless ``header`` is what this cache would make of such a sequence and can be cut there."""
+        """Raises ValueError unless this cache would make the same header of such a sequence, and can cut it at
+        ``stop``."""
         size = self._laid_out(Cut(header.segments, header.tail_tokens, header.observed))
         described = header.fields, header.layer_bytes, header.num_layers, header.layers, header.window
         if described != (*size, self.layout.model_layers, self.layers, self.layout.window or 0):
@@ -315,10 +327,10 @@ class GroupContents:
 
 
 def _followed_by(outline: Outline, chain: Sequence[Link]) -> Outline:
-    """``outline``, followed by the tokens of ``chain``.
+    """Returns ``outline`` followed by the tokens of ``chain``.
 
     Raises:
-        ValueError: a snapshot does not begin where the one before it is cut, or is in another form.
+        ValueError: a snapshot does not begin where the one before it is cut, or has another form.
     """
     spans, at = list(outline.spans), outline.length
     for number, (header, stop) in enumerate(chain):
@@ -334,7 +346,8 @@ def _followed_by(outline: Outline, chain: Sequence[Link]) -> Outline:
 
 
 def _with(spans: list[Span], new: SnapshotSegment) -> list[Span]:
-    """``spans`` followed by a segment, or with what it adds to the last one."""
+    """Returns ``spans`` followed by the segment ``new``. If the segment continues the last span, that span is
+    extended."""
     span, compressed = Span(*(getattr(new, name) for name in Span._fields)), spans[-1].compressed if spans else 0
     if not new.continued and new.first == compressed:
         return [*spans, span]
@@ -344,9 +357,9 @@ def _with(spans: list[Span], new: SnapshotSegment) -> list[Span]:
 
 
 def form_of(layout: Layout, rope: RopeConfig) -> str:
-    """A digest, in 64 hexadecimal digits, of format, sizes, RoPE, fields and policy, except for how much is
-    selected, how much stays exact after what is compressed, and where it is stored. Comparing weights is left to
-    others."""
+    """Returns a digest of 64 hexadecimal digits: of format, sizes, RoPE, fields and policy. It leaves out how much is
+    selected, how many of the newest tokens stay exact, and where values are stored. It does not cover the model's
+    weights; callers compare these."""
     forms = [_form_of_group(group, group.rope or rope) for group in layout.groups]
     if len(forms) == 1 and layout.recurrent is None:
         return forms[0]
@@ -363,7 +376,7 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     form = {
         "format": FORMAT,
         "spec": spec.as_dict(),
-        # What key_bias decides is in the policy, and sinks are in no page.
+        # Without ``key_bias``, whose effects are in the policy, and without ``sinks``, which are in no page.
         "shape": {
             name: value
             for name, value in asdict(layout.shape).items()
