@@ -1,7 +1,7 @@
 """A cheap client for streamed completions: HTTP/1.1 on asyncio's transports, with one JSON parse per event.
 
-General HTTP clients spend more time per event than servers do, and would measure themselves. Proxies of the environment
-are not used.
+General HTTP clients spend more time per event than servers do, so a benchmark would measure the client. Proxies of the
+environment are not used.
 """
 
 from __future__ import annotations

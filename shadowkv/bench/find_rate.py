@@ -24,7 +24,8 @@ SLOWEST = 1 / 16
 
 
 def next_rate(shares: Mapping[float, float], first: float, most: float) -> float | None:
-    """The next rate to measure, given the measured rates and their shares of good requests; None if the search is over.
+    """Returns the next rate to measure, or None if the search is over. ``shares`` has the measured rates and the share
+    of good requests at each.
 
     It doubles or halves from ``first`` until one rate is good and a higher one is not, then bisects between them; rates
     do not exceed ``most``. The result depends on ``shares`` alone.

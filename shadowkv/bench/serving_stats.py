@@ -72,7 +72,7 @@ def figures(
     metrics: Sequence[str] = METRICS[:3],
     percentiles: Sequence[float] = (99,),
 ) -> dict[str, Any]:
-    """Rates in tokens per second and times in ms, of requests that ran between ``start`` and ``end``.
+    """Computes rates in tokens per second and times in ms, of requests that ran between ``start`` and ``end``.
 
     ``clients`` is the number of requests in flight together. ``metrics`` are the names in ``METRICS`` to report with
     mean, median, standard deviation and ``percentiles``. Figures without measurements are None.
@@ -107,15 +107,15 @@ def figures(
 
 
 def goodput(records: Sequence[Record], asked: int, seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Requests per second that met all ``limits`` (ms), as vLLM counts them, and their share of the ``asked`` requests;
-    requests that failed or were never sent count as not met."""
+    """Counts the requests that met all ``limits`` (ms). Returns their number per second, as vLLM defines it, and their
+    share of the ``asked`` requests. Requests that failed or were never sent do not count as met."""
     good = sum(record.meets(limits) for record in records)
     return {"goodput": dict(limits), "request_goodput": good / max(seconds, 1e-9), "good_share": good / asked}
 
 
 def details(record: Record, start: float) -> dict[str, Any]:
-    """One request in the form of result files: when it was sent, in seconds after ``start``, its lengths and its
-    times."""
+    """Returns one request in the form of result files: the time at which it was sent, in seconds after ``start``, its
+    lengths, and its latencies."""
     gaps = record.gaps()
     return {
         "sent_s": record.sent - start,
@@ -133,8 +133,8 @@ def _in_ms(seconds: float | None) -> float | None:
 
 
 def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, float]]:
-    """Time spans in which ``clients`` requests had their first token but not their last, and no request waited for its
-    first."""
+    """Returns the time spans (start, end) in which at least ``clients`` requests had their first token but not their
+    last, and no request waited for its first."""
     changes: list[tuple[float, int, int]] = []  # when, change of those that wait, of those that decode
     for record in records:
         if record.chunks:
@@ -151,7 +151,8 @@ def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, fl
 
 
 def _tokens_within(records: Sequence[Record], start: float, end: float) -> float:
-    """Tokens that arrived between ``start`` and ``end``; an answer's tokens are spread evenly over its pieces."""
+    """Returns the number of tokens that arrived between ``start`` and ``end``. The tokens of an answer count as spread
+    evenly over its pieces."""
     count = 0.0
     for record in records:
         if record.chunks:
