@@ -63,7 +63,7 @@ def policy_name(text: str) -> str:
 
 
 def is_prefill(name: str) -> bool:
-    """Whether ``--prefill`` accepts a name: one of ``PREFILL``, or that of a registered strategy."""
+    """Whether ``--prefill`` accepts a name: one of ``PREFILL``, or the name of a registered strategy."""
     if name in PREFILL:
         return True
     from shadowkv.kvcache.parts import is_known  # which imports PyTorch: the usual values do without
@@ -366,7 +366,7 @@ class EngineConfig:
             raise SettingsError("; ".join(bad), self.names())
 
     def spec(self) -> KVSpec:
-        """The policy, before it is resolved for a model. Raises ValueError for an unknown preset."""
+        """Returns the policy, not yet resolved for a model. Raises ValueError for an unknown preset."""
         dense_below = None if isinstance(self.kv_dense_below, str) else self.kv_dense_below
         return preset(
             self.kv,

@@ -65,14 +65,15 @@ class Request:
         prompt: the prompt for the prefix cache; None if the request does not use the prefix cache.
         tenant: an API key, an address, or "" without either. The scheduler is fair between tenants.
         priority: with ``scheduling_policy="priority"``, lower numbers go first.
-        bad_words: token ids of forbidden words, by the token before their last one; None for words of one token.
+        bad_words: token ids of forbidden words. The key is the word's last token but one, or None for words of one
+            token.
         thoughts: ends thoughts that exceed their budget; None without a budget.
         repetition: detects an answer that repeats itself; None if not requested.
         looked_up: whether the prefix cache is searched for the prompt; else all tokens are computed and then cached.
-        allowed: ``allowed_token_ids`` on the device, once they are there.
+        allowed: ``allowed_token_ids`` on the device; None until the sampler has copied them there.
         times: times of the request's events.
         cached_tokens: prompt tokens that the prefix cache had.
-        passed: version of the prefix cache at which shorter prompts last overtook this one; -1 before.
+        passed: version of the prefix cache at which shorter prompts last overtook this one; -1 if none has.
     """
 
     request_id: str
@@ -102,7 +103,7 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Most tokens that the cache can ever hold for it: all but the last output token."""
+        """Most tokens of this request that the cache can ever hold: all but the last output token."""
         return len(self.prompt_token_ids) + max(1, self.max_tokens) - 1
 
 

@@ -13,7 +13,7 @@ PREFIX = "vllm_"
 """Prefix of these flags' attributes in parsed arguments, so that they do not collide with this server's flags."""
 
 VALUES: Mapping[str, int | str] = {"N": 1, "N+": "+"}
-"""Number of a flag's values (argparse's ``nargs``), by the word for values in its usage."""
+"""Number of a flag's values (argparse's ``nargs``), by the word that stands for them in the flag's usage."""
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,11 @@ beside the prompts' tokens."""
 
 
 class PromptInputs(NamedTuple):
-    """Prompts in a captured pass, int64 on the device.
+    """Prompts in a captured pass, int64 on the device. T is the padded number of their tokens, B that of the step's
+    rows.
 
     Attributes:
-        numbers: the packed numbers of the prompts [m] (``KVCache.exact_prompts``).
+        numbers: the m numbers that describe the prompts to the cache [m] (``KVCache.exact_prompts``).
         ids: token ids [T].
         rows: rows of the pass whose logits are needed [B + MAX_PROMPTS].
     """
@@ -126,8 +127,9 @@ class CudaGraphs:
         """Runs a decode step. If ``sequences`` and their new token ids ``ids`` are given, it also computes these n
         prompts, which must stay exact.
 
-        Returns float32 logits [B + n, V], which the next call overwrites. None if there are prompts and no graph for
-        them: mixed passes are captured only when their shape has occurred ``EAGER_STEPS`` times.
+        Returns float32 logits [B + n, V] of the B sequences of the step and the n prompts. The next call overwrites
+        them. Returns None if there are prompts and no graph for them: mixed passes are captured only when their shape
+        has occurred ``EAGER_STEPS`` times.
         """
         given = Pass(plan, tokens, sources, sequences, ids)
         if not sequences:
@@ -257,8 +259,8 @@ class CudaGraphs:
         return captured
 
     def _joining(self, function: Function) -> Function:
-        """``function``, which joins the other captured streams if it runs out of memory. A capture can end
-        only after that."""
+        """Wraps ``function``. If it runs out of memory, the wrapper joins the other captured streams, without which a
+        capture cannot end."""
 
         def run(numbers: Tensor) -> Any:
             try:
