@@ -30,8 +30,8 @@ def clone() -> Path | None:
 
 
 def adding(extra: str) -> str:
-    """The command that installs an extra. It lists the extra's requirements, so that pip need not find or build this
-    package."""
+    """Returns the command that installs an extra. It lists the extra's requirements, so that pip need not find or build
+    this package."""
     needed = _requirements(extra)
     return f"{_pip()} {shlex.join(needed) or shlex.quote(f'{_shown(ROOT)}[{extra}]')}"
 
@@ -70,7 +70,7 @@ def _requirements(extra: str) -> list[str]:
 
 
 def _source() -> Path | None:
-    """The folder or sdist that pip built this installation from; None for a wheel."""
+    """Returns the folder or sdist that pip built this installation from, or None for a wheel."""
     installed = _distribution()
     text = installed and installed.read_text("direct_url.json")
     if not text:

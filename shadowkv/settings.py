@@ -112,7 +112,7 @@ def violations(values: DataclassInstance) -> list[str]:
 
 
 def values_of(config: type[DataclassInstance], args: argparse.Namespace) -> dict[str, Any]:
-    """The values of parsed flags for the fields of ``config``, by name."""
+    """Returns the values that parsed flags give to the fields of ``config``, by name."""
     return {one.name: getattr(args, one.name) for one in fields(config)}
 
 

@@ -230,7 +230,8 @@ class _Connection(asyncio.Protocol):
 
 
 def error_text(body: bytes) -> str:
-    """An error's message, in the OpenAI API's format or any other."""
+    """Returns the message of an error's body. A body that is not in the OpenAI API's format is returned as text, cut to
+    200 bytes."""
     with suppress(ValueError, LookupError, TypeError):
         message: Any = json.loads(body)["error"]["message"]
         return str(message)

@@ -43,7 +43,7 @@ def next_rate(shares: Mapping[float, float], first: float, most: float) -> float
 
 
 def highest_rate(shares: Mapping[float, float]) -> float | None:
-    """The highest good rate below all bad ones; None if there is none."""
+    """Returns the highest good rate below all bad ones, or None if there is none."""
     lowest_bad = min((rate for rate, share in shares.items() if share < GOOD_SHARE), default=float("inf"))
     return max((rate for rate in shares if rate < lowest_bad), default=None)
 

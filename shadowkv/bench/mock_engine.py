@@ -175,7 +175,7 @@ class MockEngine:
 
 
 def load_mock(launch: Launch) -> list[MockEngine]:
-    """The engine of a process."""
+    """Makes the mock engine of a process, as ``load_cores`` makes real ones."""
     return [MockEngine(launch)]
 
 

@@ -209,7 +209,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def load_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the requests, for result files."""
+    """Collects the settings of the requests, for result files."""
     names = ("num_prompts", "random_input_len", "random_output_len", "burstiness", "max_concurrency", "seed")
     return {name: getattr(args, name) for name in (*names, "vocab_size", "ignore_eos")}
 

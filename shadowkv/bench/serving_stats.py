@@ -44,7 +44,8 @@ class Record:
         return self.output_tokens or len(self.chunks)
 
     def seconds(self, name: str) -> float | None:
-        """The value of a metric in ``LIMITED``; None before it is known, and for the ``tpot`` of a single token."""
+        """Returns the value of a metric in ``LIMITED``, in seconds. It is None before it is known. The ``tpot`` of an
+        answer of one token is always None."""
         if not self.chunks or (name != "ttft" and not self.done) or (name == "tpot" and self.tokens < 2):
             return None
         if name == "tpot":
@@ -162,7 +163,7 @@ def _tokens_within(records: Sequence[Record], start: float, end: float) -> float
 
 
 def spread(name: str, seconds: Sequence[float], percentiles: Sequence[float] = (99,)) -> dict[str, float | None]:
-    """Mean, median, standard deviation and percentiles in ms; None without measurements."""
+    """Computes mean, median, standard deviation and percentiles in ms. All are None without measurements."""
     values, some = np.asarray(seconds) * 1e3, len(seconds) > 0
     return {
         f"mean_{name}_ms": float(values.mean()) if some else None,

@@ -44,7 +44,8 @@ class Thoughts(Protocol):
     """The budget of an answer's thoughts."""
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
-        """The token that must follow the answer's ``tokens``, to end the thoughts; None if any token can follow."""
+        """Returns the token that must follow the answer's ``tokens`` to end the thoughts. Returns None if any token can
+        follow."""
 
 
 class Repetitions(Protocol):
@@ -138,7 +139,8 @@ class RequestLimits:
     thinking_tokens: tuple[int, int] | None = None
 
     def max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Most tokens that a request can generate: its own limit, or the default cut to the room in the context."""
+        """Returns the most tokens that a request can generate: its own limit, or else the default, cut to the room that
+        the prompt leaves."""
         if params.max_tokens is not None:
             return params.max_tokens
         return max(1, min(self.default_max_tokens, self.max_model_len - prompt_tokens))

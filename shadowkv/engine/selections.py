@@ -166,7 +166,7 @@ class SelectionRecord:
         return weights
 
     def read(self) -> list[TokenSelections | None]:
-        """The selections of each sequence; None for all if the step failed. Waits for the step."""
+        """Returns the selections of each sequence. If the step failed, all are None. Waits for the step."""
         if self._found is None:
             return [None] * len(self._sequences)
         if self._ended is not None:

@@ -188,7 +188,7 @@ def _lengths(engine: Engine) -> list[int]:
 
 
 def _stages(engine: Engine) -> list[Generator[None, None, object]]:
-    """The stages of the warm-up, each a generator of engine steps.
+    """Returns the stages of the warm-up. Each is a generator that yields after every engine step.
 
     1. A short prompt.
     2. A pack of two short prompts.

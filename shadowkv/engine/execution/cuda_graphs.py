@@ -164,8 +164,8 @@ class CudaGraphs:
             self._run_pass(Pass(plan, [], [], [], []), shape, rows, at_once=True)
 
     def mixed_shapes(self) -> list[tuple[int, int]]:
-        """All pairs of padded prompt tokens and step rows for captured mixed passes; none if the prompts' attention is
-        planned on the host."""
+        """Returns all pairs of padded prompt tokens and step rows for captured mixed passes. There are none if the
+        prompts' attention is planned on the host."""
         if not self.cache.captures_prompts:
             return []
         return [(rows, batch) for batch in self._step_rows() for rows in PROMPT_ROWS]

@@ -114,7 +114,7 @@ class Step(NamedTuple):
 
 
 def pieces(layers: int, tokens: int, device: torch.device) -> int:
-    """Number of pieces of a prefill of ``tokens`` tokens. It can be paused between two pieces."""
+    """Returns the number of pieces of a prefill of ``tokens`` tokens. The prefill can be paused between two pieces."""
     return layers * -(-tokens // BLOCK_TOKENS[device.type])
 
 

@@ -98,7 +98,8 @@ class Runner:
         return prefill(self.model, self.cache, work, scored)
 
     def prefill_pieces(self, tokens: int) -> int:
-        """Number of pieces of a prefill of ``tokens`` tokens. It can be paused between two pieces."""
+        """Returns the number of pieces of a prefill of ``tokens`` tokens. The prefill can be paused between two
+        pieces."""
         return pieces(len(self.layers), tokens, self.cache.device)
 
     @torch.inference_mode()

@@ -169,7 +169,7 @@ def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> lis
 def logprobs_of(
     logits: Tensor, tokens: list[int], counts: list[int], named: Sequence[Sequence[int]] = ()
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of ``tokens``, one token per row of ``logits`` [n, V], with alternatives.
+    """Returns the log-probabilities of ``tokens``, one token per row of ``logits`` [n, V], with alternatives.
 
     Args:
         counts: number of most likely tokens to report for each row; -1 is the whole vocabulary.

@@ -83,7 +83,7 @@ class HeldRows:
 
 
 def joined(first: ChosenRows, second: ChosenRows) -> ChosenRows:
-    """The rows of ``first``, then those of ``second``."""
+    """Joins two sets of rows: the rows of ``first``, then those of ``second``."""
     (rows, (tokens, logprobs, finite), selected), (more, others, others_selected) = first, second
     chosen = tokens + others[0], logprobs + others[1], finite + others[2]
     return [*rows, *more], chosen, selected | {len(rows) + row: of_it for row, of_it in others_selected.items()}

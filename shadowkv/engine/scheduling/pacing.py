@@ -31,11 +31,11 @@ class Pace:
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
 
     def seconds(self, tokens: int) -> float:
-        """Predicted seconds for ``tokens`` tokens; infinity before the first measurement."""
+        """Predicts the seconds for ``tokens`` tokens. Returns infinity before the first measurement."""
         return tokens * self._seconds / self._tokens if self._tokens else math.inf
 
     def tokens(self, seconds: float) -> int:
-        """Number of tokens that take at most ``seconds``; 0 before the first measurement."""
+        """Predicts how many tokens take at most ``seconds``. Returns 0 before the first measurement."""
         return int(seconds * self._tokens / self._seconds) if self._seconds else 0
 
 
@@ -77,7 +77,7 @@ class Stopwatch:
         return self._passed
 
     def launched(self) -> float:
-        """Estimated device seconds from the start to this call. The newest piece, which the device has not finished, is
+        """Estimates the device seconds from the start to this call. The device has not finished the newest piece; it is
         assumed to take as long as the piece before."""
         passed = self.passed()
         return passed + self.piece if self.device.type == "cuda" else passed
@@ -99,7 +99,8 @@ class Mark:
             self._event.synchronize()
 
     def since(self, other: Mark) -> float:
-        """Device seconds from ``other`` to this later mark. Waits until the device has reached it."""
+        """Returns the device seconds from ``other`` to this later mark. Waits until the device has reached this
+        mark."""
         if self._event is None or other._event is None:
             return self._time - other._time
         self.wait()

@@ -105,7 +105,7 @@ class PrefillQueue:
         return sum(len(prefill.rows) for prefill in self.in_flight)
 
     def of(self, request_id: str) -> PrefillInFlight | None:
-        """The prefill that computes a request; None if none does."""
+        """Returns the prefill that computes a request, or None if none does."""
         for prefill in self.in_flight:
             if any(running.request.request_id == request_id for running in prefill.rows):
                 return prefill

@@ -102,7 +102,7 @@ class WaitingQueue:
         return bool(self._waiting[tenant] or tenant in self._in_flight)
 
     def _had_by_now(self, tenant: str) -> float:
-        """A tenant's counter, with the output tokens of its requests in flight."""
+        """Returns a tenant's counter plus the cost of the output tokens of its requests in flight."""
         tokens = sum(len(request.output_token_ids) for request in self._in_flight.get(tenant, ()))
         return self._had[tenant] + OUTPUT_COST * tokens
 

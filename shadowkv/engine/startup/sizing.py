@@ -156,7 +156,8 @@ def _stored(tokens: int, shape: ModelShape) -> int:
 
 
 def storing_bytes(layout: Layout) -> int:
-    """Device bytes for parts that fit states and compress pages, one after the other."""
+    """Returns the device bytes with which the cache's parts fit states and compress pages. They do so one after
+    another, so the largest need counts."""
     tokens = _stored(layout.max_model_len, layout.shape)
     parts = [part for group in layout.groups for part in group.parts]
     return max(max(part.fitting_bytes(tokens), part.compression_bytes()) for part in parts)
@@ -170,13 +171,13 @@ def tables_bytes(layout: Layout) -> int:
 
 def staging_bytes(layout: Layout) -> int:
     """Device bytes for copies between device and host: one layer of the longest sequence to the host, and two back
-    (``prefix_cache/host.py``); and two recurrent states, of which readings hold copies."""
+    (``prefix_cache/host.py``). In addition two recurrent states, because each reading of a snapshot copies one."""
     recurrent = 0 if layout.recurrent is None else 2 * layout.recurrent.state_bytes
     return 3 * layout.snapshot_layer_bytes(layout.max_model_len) + recurrent
 
 
 def offload_bytes(config: EngineConfig, layout: Layout) -> int:
-    """Host bytes for the prefix cache's copies; 0 without tiers below the device."""
+    """Returns the host bytes for the prefix cache's copies. Returns 0 without tiers below the device."""
     if config.kv_offload_gib or config.kv_disk_dir is None:
         return int(config.kv_offload_gib * GIB)
     longest = layout.snapshot_bytes(layout.max_model_len)
@@ -185,8 +186,8 @@ def offload_bytes(config: EngineConfig, layout: Layout) -> int:
 
 
 def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool = False) -> int:
-    """Device bytes left free for RoPE's tables, for a prefill, and for decode steps of ``batch`` sequences; with
-    ``offload`` also for copies of cached prompts between device and host."""
+    """Returns the device bytes that are left free for RoPE's tables, for a prefill, and for decode steps of ``batch``
+    sequences. With ``offload`` they are also for copies of cached prompts between device and host."""
     prefill = prefill_bytes(model, layout.max_model_len, layout.dtype) + storing_bytes(layout)
     return (
         tables_bytes(layout)
@@ -215,7 +216,7 @@ def largest_batch(
     host_bytes: int | None,
     offload: bool = False,
 ) -> LargestBatch:
-    """Number of sequences that fit into an engine on a GPU.
+    """Computes the number of sequences that fit into an engine on a GPU.
 
     Args:
         start: tokens of each prompt.
@@ -240,7 +241,7 @@ def largest_batch(
 
 
 def likely_cache_bytes(config: EngineConfig, weights: int, device: torch.device) -> int | None:
-    """Estimated device bytes for sequences, from the GPU's total memory; None on a CPU."""
+    """Estimates the device bytes for sequences from the GPU's total memory. Returns None on a CPU."""
     if device.type != "cuda":
         return None
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]

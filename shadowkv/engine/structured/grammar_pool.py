@@ -152,7 +152,8 @@ class _Process:
                 os.kill(self.pid, number)
 
     def seconds(self) -> float:
-        """Processor time of the process, from Linux's clock for its id; 0 if it has ended, and on other systems."""
+        """Reads the process's processor time from Linux's clock for its id. Returns 0 if it has ended, and on other
+        systems."""
         if self.pid is not None:
             with suppress(OSError):
                 return time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid(3)

@@ -52,13 +52,13 @@ def not_followed(reason: str, rules: str) -> RequestError:
 
 
 def name_and_param(rules: str) -> tuple[str, str]:
-    """The name of a schema or grammar in error messages, and the request's parameter that holds it."""
+    """Returns the name of a schema or grammar in error messages, and the request parameter that it came from."""
     other = grammar_kind(rules)
     return ("JSON schema", "response_format") if other is None else (other[0].replace("_", " "), "structured_outputs")
 
 
 def compiler_reason(error: Exception) -> str:
-    """The compiler's reason for refusing a grammar."""
+    """Extracts the compiler's reason from its error."""
     return LOG_PREFIX.sub("", str(error)).strip() or "xgrammar gives no reason; simpler patterns may do"
 
 
@@ -161,8 +161,8 @@ def _needs(rules: Any, one: Any) -> tuple[int, list[Any]]:
 
 
 def _resolve(rules: Any, reference: str) -> Any:
-    """The schema that ``#/path`` points at; True (any JSON) if it is not found, because the compiler refuses it
-    later."""
+    """Returns the schema that ``#/path`` points at. Returns True (any JSON) if there is none: the compiler refuses the
+    reference later."""
     for name in reference[1:].split("/")[1:]:
         if not isinstance(rules, dict) or name not in rules:
             return True
