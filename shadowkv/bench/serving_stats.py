@@ -4,8 +4,8 @@
 Per request, ``ttft`` is the time from sending (including connecting) to the first piece, and ``e2el`` to the last one.
 ``tpot`` is the time between these two pieces divided by the number of tokens after the first, as counted by the
 server's ``usage``. ``itl`` are the gaps between pieces; a piece with several tokens ends one gap. Decode-only figures
-are this project's own: they cover the time in which every client's request had its first token and none had its last,
-so that nothing was prefilled.
+are this project's own. They cover the time in which every client's request had its first token and none had its last:
+nothing was prefilled then.
 """
 
 from __future__ import annotations

@@ -100,9 +100,9 @@ class LLM:
             use_tqdm: whether to show a progress bar on stderr, with tokens per second.
             lora_request: vLLM's parameter, which must be None.
 
-        Raises, before anything runs, TypeError for a wrong type of prompt or parameters and RequestError for a prompt
-        that can never be served; raises RuntimeError for a request that fails. Ctrl-C ends all requests between two
-        steps, and the engine can be used again.
+        Before anything runs, it raises TypeError for a wrong type of prompt or parameters, and RequestError for a
+        prompt that can never be served. Later it raises RuntimeError for a request that fails. Ctrl-C ends all requests
+        between two steps, and the engine can be used again.
         """
         if lora_request is not None:
             raise ValueError("lora_request must be None: one adapter is merged at load, LLM(model, adapter=DIR)")

@@ -1,10 +1,10 @@
 """Selections: the tokens that each token of an answer attended to, for requests with ``return_selections``. Decode
 steps record them through the cache's hooks.
 
-Positions are reported in cells of a few tokens, and layers in a few groups, because at 60K tokens a step selects
-hundreds of thousands of tokens over all layers and kv heads. Selections are weighted by their attention: every head
-selects as many tokens as its budget allows, so a selection alone says little. If the policy does not select, all tokens
-are weighted except the first and the newest, which always get much attention.
+At 60K tokens a step selects hundreds of thousands of tokens over all layers and kv heads. So positions are reported in
+cells of a few tokens, and layers in a few groups. Selections are weighted by their attention: every head selects as
+many tokens as its budget allows, so a selection alone says little. If the policy does not select, all tokens are
+weighted except the first and the newest, which always get much attention.
 """
 
 from __future__ import annotations

@@ -90,9 +90,10 @@ class CudaGraphs:
     """Runs the decode steps and page compressions of one cache as CUDA graphs, and captures missing graphs.
 
     Args:
-        step: ``Runner.step``. Computes logits, in any dtype, from a plan's shapes, its numbers on the device, the
-            inputs int64 [2, B] (newest tokens and their sources), and prompts or None. A dry run loads kernels, which
-            a capture must not do. It computes only a few layers, because the next token waits for it.
+        step: ``Runner.step``. It computes logits of any dtype. Its arguments are the plan, whose shapes it reads; the
+            plan's numbers on the device; the newest tokens and their sources, int64 [2, B]; prompts or None; and
+            whether it is a dry run. A dry run loads kernels, which a capture must not do. It computes only a few
+            layers, because the next token waits for it.
         max_batch: most sequences of a decode step.
         vocabulary: V, the columns of the logits.
         together: whether other ranks run the same graphs. A rank without memory for a graph then raises RankFailure,

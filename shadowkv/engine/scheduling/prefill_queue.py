@@ -83,8 +83,8 @@ class PrefillQueue:
     """Starts the scheduler's prefills and continues them.
 
     A short prefill can start while a long one is paused, and is finished first. The next short prefill starts when the
-    long one has had its ``LONG_SHARE`` of the device time since then. A newcomer's prefill need not wait for this, and
-    can also overtake a pack of other tenants' short prompts, as long as at most ``MAX_OWED`` seconds are owed.
+    long one has had its ``LONG_SHARE`` of the device time since then. A newcomer's prefill need not wait for this. It
+    can also overtake a pack of other tenants' short prompts. Both hold while at most ``MAX_OWED`` seconds are owed.
 
     Attributes:
         in_flight: the prefills in progress. The last one runs; the others are paused.

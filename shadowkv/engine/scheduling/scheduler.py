@@ -333,8 +333,8 @@ class Scheduler:
     def _reserve(self, request: Request, match: Match | None, left: Blocks, again: bool) -> CachedSequence | None:
         """Allocates a sequence for a request; None if it does not fit while ``left`` stays free.
 
-        It continues the cached prefix ``match``. If the prefix does not fit and ``again`` is True, or if it cannot be
-        restored, the sequence is for a prompt that is computed from its first token.
+        It continues the cached prefix ``match``. The prompt is instead computed from its first token if the prefix
+        cannot be restored, or if it does not fit and ``again`` is True.
         """
         start, cache, prefix_cache = len(request.prompt_token_ids), self.cache, self.prefix_cache
         if match:

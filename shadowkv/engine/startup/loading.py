@@ -267,9 +267,9 @@ def _experts(model: ModelConfig) -> str:
 def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:
     """Lines about backends, for a server's start.
 
-    They list the called ops by backend, the ops that run in Triton or PyTorch because a compiled library is missing
-    (with the command that builds it), and why other ops run in PyTorch. On a GPU, and if a library is missing, slow ops
-    are also logged as warnings.
+    They list the called ops by backend. They name the ops that run in Triton or PyTorch because a compiled library is
+    missing, with the command that builds it. They say why other ops run in PyTorch. On a GPU, and if a library is
+    missing, slow ops are also logged as warnings.
     """
     of_backend: dict[str, list[str]] = {}
     for name in sorted(ops.called):

@@ -96,8 +96,8 @@ class Answer(Protocol):
 
 @dataclass(eq=False)
 class _Matched:
-    """An answer that a process matches: its tokens that the process has not got yet (``new``), all its tokens, and the
-    number of processes that have ended while they matched it, without its fault (``deaths``)."""
+    """An answer that a process matches. ``new`` are the tokens that the process has not got yet, ``tokens`` are all.
+    ``deaths`` counts the processes that have ended while they matched it, without its fault."""
 
     answer: Answer
     new: list[int] = field(default_factory=list)
