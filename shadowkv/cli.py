@@ -26,7 +26,7 @@ COMMANDS = {
 }
 
 PACKAGES = {"cache": "prefix_cache"}
-"""Command -> package, where the two names differ."""
+"""Package by command, for commands whose package has another name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _stopped_at_once() -> Iterator[None]:
-    """A context in which Ctrl-C ends the process at once. An exception could be replaced or dropped by imports."""
+    """A context in which Ctrl-C ends the process at once. A KeyboardInterrupt would not be enough, because code that
+    runs during an import can catch or replace it."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # a background process ignores the signal
         signal.signal(signal.SIGINT, _stop)

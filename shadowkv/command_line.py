@@ -15,16 +15,16 @@ from typing import Any, NoReturn
 from shadowkv.wording import NamesSettings
 
 ALIKE = 0.75
-"""Minimum similarity (``difflib``) of a flag that is suggested for an unknown one."""
+"""A flag is suggested for an unknown one if their similarity (``difflib``) is at least this."""
 
 SHORT_BYTES = 2**17
-"""Most bytes of a file of flags. YAML of this size is read in a second or two."""
+"""Maximum size in bytes of a file of flags. YAML of this size is parsed in a second or two."""
 
 UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)")
 
 ENTRY = re.compile(r"(--?[a-zA-Z][\w-]*)\.([\w-]+(?:\.[\w-]+)*)(\+?)(?:=(.*))?", re.DOTALL)
-"""An entry of a flag's JSON object in vLLM's dotted form, ``--hf-overrides.rope_scaling.factor=4``. A ``+`` after the
-name appends to a list."""
+"""Matches an argument in vLLM's dotted form: ``--hf-overrides.rope_scaling.factor=4``. It sets one entry of the flag's
+JSON object. A ``+`` after the name appends the value to a list."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
     def format_help(self) -> str:
-        """Replaces the quotes of docstrings, from which descriptions are made, by plain ones."""
+        """Formats the help. Descriptions come from docstrings, whose double backquotes become plain quotes."""
         return super().format_help().replace("``", "'")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -57,12 +57,14 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _near(self, flag: str) -> str | None:
-        """The most similar flag that --help lists; None if none is similar. Hidden flags have no effect."""
+        """Returns the most similar flag that --help lists, or None if none is similar. It suggests no hidden flag,
+        because hidden flags have no effect."""
         listed = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
         return next(iter(get_close_matches(flag, listed, 1, ALIKE)), None)
 
     def _joined(self, arguments: list[str]) -> list[str]:
-        """Arguments in which the entries of a flag's JSON object (``ENTRY``) are joined into one argument."""
+        """Joins the arguments that set entries of a flag's JSON object (``ENTRY``) into one object, which becomes the
+        flag's value. The other arguments stay as they are."""
         others: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
         given = iter(arguments)
@@ -116,8 +118,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_short(file: Path) -> str:
-    """The text of a short file or pipe. Raises ValueError if it has more than ``SHORT_BYTES``, OSError if it cannot be
-    read."""
+    """Reads a short file or pipe as text. Raises ValueError if it has more than ``SHORT_BYTES``, OSError if it cannot
+    be read."""
     with file.open("rb") as opened:
         raw = opened.read(SHORT_BYTES + 1)
     if len(raw) > SHORT_BYTES:
@@ -132,7 +134,7 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _dashed(argument: str) -> str:
-    """A flag with dashes instead of underscores. Values and names of entries stay unchanged."""
+    """Replaces underscores in a flag's name by dashes. The flag's value and the names of its entries stay unchanged."""
     if not argument.startswith("--"):
         return argument
     end = next((at for at, letter in enumerate(argument) if letter in ".="), len(argument))
@@ -140,7 +142,8 @@ def _dashed(argument: str) -> str:
 
 
 def _add_entry(entries: dict[str, Any], path: list[str], is_listed: bool, text: str) -> None:
-    """Adds a value to an object, or to a list in it. The value is JSON, or a text if it is not."""
+    """Sets the entry at ``path`` of an object. With ``is_listed`` it appends to a list there instead. The value is
+    ``text`` parsed as JSON, or ``text`` itself if it is not JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -155,7 +158,8 @@ def _add_entry(entries: dict[str, Any], path: list[str], is_listed: bool, text: 
 
 
 def _as_arguments(flag: str, action: argparse.Action, value: Any) -> list[str]:
-    """The arguments for an entry of a YAML file."""
+    """Converts an entry of a YAML file to arguments. There are none for None, and none for False if the flag has no
+    ``--no-`` form."""
     if isinstance(value, bool) and action.nargs == 0:
         off = f"--no-{flag.removeprefix('--')}"
         return [flag] if value else [off] if off in action.option_strings else []
@@ -171,9 +175,10 @@ def _as_text(value: Any) -> str:
 
 
 def one_line(error: BaseException, **renamed: str) -> str:
-    """The message of an error in one line, with all its reasons; the error's type if it has no message.
+    """Returns the message of an error in one line, with all its reasons. Without a message it returns the error's type.
 
-    Settings are named by their flags. ``renamed`` maps settings to flags with other names.
+    Settings in the message are replaced by their flags. ``renamed`` has the flags that are not the setting's name with
+    dashes.
     """
     text = error.as_flags(renamed) if isinstance(error, NamesSettings) else str(error)
     first, *reasons = [line.strip().removeprefix("- ") for line in text.splitlines() if line.strip()] or [

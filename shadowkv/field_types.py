@@ -16,13 +16,14 @@ _NUMBERS: dict[type, type] = {int: Integral, float: Real}
 """Abstract types of numbers, which include NumPy's."""
 
 _SHOWN = {types.NoneType: "None", Mapping: "dict"}
-"""Names of types in messages, if they differ."""
+"""Names of types in messages, where they are not the type's ``__name__``."""
 
 
 def wrong_types(values: DataclassInstance) -> list[str]:
-    """A reason for each field whose value has a wrong type: ``max_model_len='8k' must be int or None, and is str``.
+    """Returns a reason for each field whose value has a wrong type: ``max_model_len='8k' must be int or None, and is
+    str``.
 
-    Items of containers are not checked. A bool is no number.
+    Items of containers are not checked. A bool does not count as a number.
     """
     reasons = []
     for name, expected in _expected(type(values)).items():

@@ -1,4 +1,4 @@
-"""Grammars other than JSON schemas as text: the kind of the grammar, a colon, and the grammar.
+"""Writes grammars other than JSON schemas as text: the kind of the grammar, a colon, and the grammar.
 
 JSON text never begins with one of these kinds and a colon, so a text shows whether it is a schema.
 """
@@ -16,23 +16,24 @@ KIND = re.compile(r"(regex|grammar|structural_tag|choice):")
 
 
 def grammar_text(kind: GrammarKind, rules: str) -> str:
-    """The text of a grammar for ``SamplingParams.grammar``. ``rules`` is a regular expression, a grammar in GBNF (a
-    kind of EBNF with the start rule ``root``), a structural tag of XGrammar as JSON text, or a JSON list of choices."""
+    """Returns the text of a grammar for ``SamplingParams.grammar``. ``rules`` is a regular expression, a grammar in
+    GBNF (a kind of EBNF with the start rule ``root``), a structural tag of XGrammar as JSON text, or a JSON list of
+    choices."""
     return f"{kind}:{rules}"
 
 
 def choice_text(choices: Sequence[str]) -> str:
-    """The text of a grammar for a choice of texts."""
+    """Returns the text of a grammar whose only answers are ``choices``."""
     return grammar_text("choice", json.dumps(choices, ensure_ascii=False))
 
 
 def choice_grammar(rules: str) -> str:
-    """The grammar in GBNF of a JSON list of choices."""
+    """Converts a JSON list of choices to a grammar in GBNF."""
     return f"root ::= {' | '.join(map(_literal, json.loads(rules)))}"
 
 
 def grammar_kind(text: str) -> tuple[str, str] | None:
-    """The kind and the grammar of a text; None for a JSON schema."""
+    """Splits a text into the kind and the grammar. Returns None for a JSON schema."""
     kind = KIND.match(text)
     return None if kind is None else (kind[1], text[kind.end() :])
 

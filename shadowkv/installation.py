@@ -1,7 +1,8 @@
-"""How this package was installed, and commands for messages that install or build what is missing.
+"""Finds out how this package was installed. Makes the commands that messages suggest to install or build what is
+missing.
 
-A clone (``pip install -e``, or only the path) has the sources beside the package. An installation from an sdist or a
-folder records its source. A wheel has neither.
+A clone has the sources beside the package. It was installed with ``pip install -e``, or is only on Python's path. An
+installation from an sdist or a folder records its source. A wheel has neither.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def clone() -> Path | None:
-    """The folder with the sources that this package runs from; None if it was installed without them."""
+    """Returns the folder of the clone that this package runs from. Returns None if the package was installed without
+    sources."""
     return ROOT if (ROOT / "csrc/build_cuda.py").is_file() else None
 
 
 def adding(extra: str) -> str:
-    """The command that installs an extra. It lists the extra's requirements, so that pip need not find or build this
-    package."""
+    """Returns the command that installs an extra. It lists the extra's requirements, so that pip need not find or build
+    this package."""
     needed = _requirements(extra)
     return f"{_pip()} {shlex.join(needed) or shlex.quote(f'{_shown(ROOT)}[{extra}]')}"
 
@@ -42,12 +44,13 @@ def has(extra: str) -> bool:
 
 
 def building_cpu() -> str:
-    """The command that builds the C++ ops again and shows why it fails, or advice if there are no sources."""
+    """Returns the command that builds the C++ ops again and shows the errors of the build. Returns advice if there are
+    no sources."""
     return f"{_pip()} -v --no-build-isolation --no-deps -e {_shown(folder)}" if (folder := clone()) else _again()
 
 
 def building_cuda() -> str:
-    """The command that builds the CUDA ops again, or advice if there are no sources."""
+    """Returns the command that builds the CUDA ops again, or advice if there are no sources."""
     return f"{_shown(sys.executable)} {_shown(folder / 'csrc/build_cuda.py')}" if (folder := clone()) else _again()
 
 
@@ -59,14 +62,15 @@ def _again() -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """The requirements of an extra; empty if they are not known, as in a clone on the path."""
+    """Returns the requirements of an extra. The list is empty if they are unknown, as in a clone that is only on
+    Python's path."""
     installed, marker = _distribution(), re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
     lines = (installed and installed.requires) or ()
     return [line.partition(";")[0].strip() for line in lines if marker.search(line)]
 
 
 def _source() -> Path | None:
-    """The folder or sdist that pip built this installation from; None for a wheel."""
+    """Returns the folder or sdist that pip built this installation from, or None for a wheel."""
     installed = _distribution()
     text = installed and installed.read_text("direct_url.json")
     if not text:

@@ -12,13 +12,13 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DEQUANTISED = "none"
 QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int4", "int8", "nvfp4", "mxfp4", DEQUANTISED)
 """Values of ``quantization``. ``fp8`` converts any weights to 8 bits at load. ``none`` dequantises any weights. The
-others are the forms of random weights and of plans."""
+other values choose the format of random weights, and of weights in plans."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 """Values of ``dtype``. ``half`` and ``float`` are other names of float16 and float32, as in vLLM and PyTorch."""
 ATTENTION_BACKENDS = ("auto", "shadowkv", "flashinfer", "flash-attn")
-"""Values of ``attention_backend``: the fastest as measured, only this project's kernels, or a package's kernels
-wherever they can run."""
+"""Values of ``attention_backend``. ``auto`` takes the kernels that were measured as the fastest, ``shadowkv`` takes
+only this project's, and the others take that package's kernels wherever they can run."""
 
 _MULTIPLES = {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)} | {
     letter: 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)

@@ -36,7 +36,7 @@ class LogFormatter(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """``text`` on one line, shortened and without control characters."""
+    """Returns ``text`` on one line: shortened, with escapes for control characters."""
     cut = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}… ({len(text)} characters)"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
 

@@ -1,7 +1,7 @@
 """Declarations of settings: a dataclass field declares its default, check, flag and the flag's help in one place.
 
 ``EngineConfig``, ``ServerSettings`` and the settings of cache parts are declared this way. The flags of ``shadowkv
-serve`` and their checks follow from the declarations, and so do flags of other commands with the same meaning.
+serve`` and their checks follow from the declarations. So do the flags of other commands that have the same meaning.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ class Check(NamedTuple):
 
 
 def at_least(least: int) -> Check:
-    """A number of at least ``least``."""
+    """Returns the check that a number is at least ``least``."""
     return Check(lambda value: value >= least, f"must be at least {least}")
 
 
 def finite(least: float, *, above: bool = False) -> Check:
-    """A finite number of at least ``least``, or above it."""
+    """Returns the check that a number is finite and at least ``least``. With ``above`` it must be greater than
+    ``least``."""
     rule = f"must be a finite number {'above' if above else 'of at least'} {least:g}"
     return Check(lambda value: (value > least if above else value >= least) and value < math.inf, rule)
 
@@ -66,8 +67,8 @@ class Setting:
         group: title of the flag's group in ``--help``.
         help: help of the flag. ``--help`` adds the default, unless the text has ``(default: ...)`` itself.
         aliases: other names of the flag.
-        parse: converts the flag's text to a value; for a tuple, each text to a tuple of values. None converts by the
-            field's type.
+        parse: converts the flag's text to a value. For a tuple field it converts each text to a tuple of values. None
+            converts by the field's type.
         metavar: the placeholder of the flag's value in ``--help``.
         choices: all valid values. None is valid too if it is the default.
         check: a rule for values other than None.
@@ -85,17 +86,18 @@ class Setting:
 
 
 def setting(default: Any, group: str, help: str, *aliases: str, **declared: Any) -> Any:
-    """A dataclass field with a default and a ``Setting``. ``declared`` are further attributes of the ``Setting``."""
+    """Declares a dataclass field with a default and a ``Setting``. ``declared`` are further attributes of the
+    ``Setting``."""
     return field(default=default, metadata={_DECLARED: Setting(group, help, aliases, **declared)})
 
 
 def settings_of(config: type[DataclassInstance]) -> Mapping[str, Setting]:
-    """The declaration of each field of a dataclass, by name."""
+    """Returns the declaration of each field of a dataclass, by name."""
     return {one.name: one.metadata[_DECLARED] for one in fields(config)}
 
 
 def violations(values: DataclassInstance) -> list[str]:
-    """A reason for each field whose value violates its declaration: ``max_num_seqs=0 must be at least 1``."""
+    """Returns a reason for each field whose value violates its declaration: ``max_num_seqs=0 must be at least 1``."""
     reasons = []
     for one in fields(values):
         declared: Setting = one.metadata[_DECLARED]
@@ -110,7 +112,7 @@ def violations(values: DataclassInstance) -> list[str]:
 
 
 def values_of(config: type[DataclassInstance], args: argparse.Namespace) -> dict[str, Any]:
-    """The values of parsed flags for the fields of ``config``, by name."""
+    """Returns the values that parsed flags give to the fields of ``config``, by name."""
     return {one.name: getattr(args, one.name) for one in fields(config)}
 
 
@@ -176,8 +178,8 @@ def _default(config: type[DataclassInstance], name: str) -> Any:
 
 
 def _kind(config: type[DataclassInstance], name: str) -> type:
-    """The type for a flag's text: tuple for a tuple, else the first of the field's types that is bool, int or float,
-    else str."""
+    """Returns the type that a flag's text is converted to: tuple for a tuple field. For other fields it is the first of
+    the field's types that is bool, int or float, or str if none is."""
     hint = _hints(config)[name]
     if get_origin(hint) is tuple:
         return tuple

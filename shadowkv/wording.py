@@ -32,7 +32,7 @@ class NamesSettings(Exception):
         return type(self), (str(self), self.settings)
 
     def as_flags(self, renamed: Mapping[str, str]) -> str:
-        """The message for a user who typed flags: ``--max-num-seqs -3 must be at least 1``.
+        """Returns the message for a user who typed flags: ``--max-num-seqs -3 must be at least 1``.
 
         Args:
             renamed: flags by setting, for flags that are not the setting's name with dashes.
@@ -62,5 +62,5 @@ class OutOfMemory(NamesSettings, MemoryError):
 
 
 def counted(count: int, noun: str) -> str:
-    """The number with the noun in singular or plural: ``1 token``, ``2 tokens``."""
+    """Returns the number with the noun in singular or plural: ``1 token``, ``2 tokens``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -27,18 +27,19 @@ class Arrival:
     seed: int
 
     def prompt(self, vocab_size: int) -> list[int]:
-        """The prompt's token ids [input_length], each below ``vocab_size``; the same wherever the trace is replayed."""
+        """Draws the prompt's token ids [input_length], each below ``vocab_size``. They depend only on the seed, so
+        every replay of a trace has the same prompts."""
         return random.Random(self.seed).choices(range(vocab_size), k=self.input_length)
 
 
 def draw_arrivals(
     count: int, rate: float, input_length: int, output_length: int, seed: int, burstiness: float = 1.0
 ) -> list[Arrival]:
-    """``count`` requests at ``rate`` per second, in order of arrival; all at once for an infinite rate.
+    """Draws ``count`` requests at ``rate`` per second, in order of arrival. With an infinite rate all arrive at once.
 
-    They are drawn as in vLLM: gaps have a gamma distribution with shape ``burstiness``, which is a Poisson process for
-    1 and evenly spaced for infinity. Gaps are scaled so that the last request arrives after exactly ``count / rate``
-    seconds.
+    Gaps between arrivals are drawn as in vLLM, from a gamma distribution with shape ``burstiness``. With 1 the arrivals
+    are a Poisson process. With infinity they are evenly spaced. Gaps are scaled so that the last request arrives after
+    exactly ``count / rate`` seconds.
     """
     draw = random.Random(seed)
     seeds = [draw.getrandbits(32) for _ in range(count)]

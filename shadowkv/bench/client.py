@@ -1,7 +1,7 @@
 """A cheap client for streamed completions: HTTP/1.1 on asyncio's transports, with one JSON parse per event.
 
-General HTTP clients spend more time per event than servers do, and would measure themselves. Proxies of the environment
-are not used.
+General HTTP clients spend more time per event than servers do, so a benchmark would measure the client. Proxies of the
+environment are not used.
 """
 
 from __future__ import annotations
@@ -230,7 +230,8 @@ class _Connection(asyncio.Protocol):
 
 
 def error_text(body: bytes) -> str:
-    """An error's message, in the OpenAI API's format or any other."""
+    """Returns the message of an error's body. A body that is not in the OpenAI API's format is returned as text, cut to
+    200 bytes."""
     with suppress(ValueError, LookupError, TypeError):
         message: Any = json.loads(body)["error"]["message"]
         return str(message)

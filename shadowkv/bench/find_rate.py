@@ -24,7 +24,8 @@ SLOWEST = 1 / 16
 
 
 def next_rate(shares: Mapping[float, float], first: float, most: float) -> float | None:
-    """The next rate to measure, given the measured rates and their shares of good requests; None if the search is over.
+    """Returns the next rate to measure, or None if the search is over. ``shares`` has the measured rates and the share
+    of good requests at each.
 
     It doubles or halves from ``first`` until one rate is good and a higher one is not, then bisects between them; rates
     do not exceed ``most``. The result depends on ``shares`` alone.
@@ -42,7 +43,7 @@ def next_rate(shares: Mapping[float, float], first: float, most: float) -> float
 
 
 def highest_rate(shares: Mapping[float, float]) -> float | None:
-    """The highest good rate below all bad ones; None if there is none."""
+    """Returns the highest good rate below all bad ones, or None if there is none."""
     lowest_bad = min((rate for rate, share in shares.items() if share < GOOD_SHARE), default=float("inf"))
     return max((rate for rate in shares if rate < lowest_bad), default=None)
 

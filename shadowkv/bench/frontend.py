@@ -48,7 +48,7 @@ ONE_EACH = 1.05
 """Maximum tokens per event at which nearly every token counts as having its own event."""
 
 FIRST_RATE, HIGHEST_RATE, OVERLOAD_RATE = 10_000.0, 80_000.0, 200_000.0
-"""Tokens per second of the search's first run, its maximum, and the rate of the overload run."""
+"""Rates in tokens per second: of the search's first run, the highest that the search tries, and of the overload run."""
 
 TRIES = 2
 
@@ -203,8 +203,8 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
 
 @contextmanager
 def server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """A context with the HTTP process and a mock engine: its API's URL and its process id. Raises Refused if it does
-    not start."""
+    """A context with the HTTP process and a mock engine. Yields the URL of the API and the id of the HTTP process.
+    Raises Refused if the process does not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = ["--model", args.model, "--load-format", args.load_format, "--port", str(port)]
@@ -237,7 +237,8 @@ def pinned(http: int) -> Iterator[list[int]]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The content of the result file; raises Refused if nothing could be measured, ValueError for wrong flags."""
+    """Runs the benchmark and returns the content of the result file. Raises Refused if nothing could be measured,
+    ValueError for wrong flags."""
     for name in ("streams", "rate", "tokens", "seconds", "input_len"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0")
@@ -274,7 +275,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def search(once: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
-    """The run at the highest rate at which nearly every token has its own event; raises Refused if there is none.
+    """Searches for the highest rate at which nearly every token has its own event. Returns the run at that rate. Raises
+    Refused if there is no such rate.
 
     A rate counts as too high only after two tries, since something else may have used the core for a moment.
     """

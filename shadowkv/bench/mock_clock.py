@@ -1,4 +1,5 @@
-"""Encodes times in a mock engine's answers: characters that tell when they were made. Needs no PyTorch."""
+"""Encodes times as characters. A mock engine's answer consists of such characters, which tell when its tokens were
+made. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def clock_digits(seconds: float) -> list[int]:
 
 
 def seconds_since(digits: str, now: float) -> float:
-    """Seconds from the time in ``DIGITS`` characters to ``now``, of ``time.monotonic``; correct below three minutes."""
+    """Returns the seconds from the time that ``DIGITS`` characters encode to ``now``, a time of ``time.monotonic``. It
+    is correct up to ``WRAP`` ticks, nearly three minutes."""
     ticks = 0
     for character in digits:
         ticks = ticks * len(ALPHABET) + ALPHABET.index(character)

@@ -114,7 +114,8 @@ class MockEngine:
         now = time.monotonic()
         self._number += 1
         self._made[self._number % DIGITS] = now
-        # Indexed by the number of tokens of a stream since the one that tells when it was made.
+        # Streams encode the times of different steps. Entry p is digit p of the time of the step p steps ago, for the
+        # streams whose last group of ``DIGITS`` tokens began at that step.
         tokens = [
             self._tokens[clock_digits(self._made[(self._number - place) % DIGITS])[place]] for place in range(DIGITS)
         ]
@@ -174,7 +175,7 @@ class MockEngine:
 
 
 def load_mock(launch: Launch) -> list[MockEngine]:
-    """The engine of a process."""
+    """Makes the mock engine of a process, as ``load_cores`` makes real ones."""
     return [MockEngine(launch)]
 
 

@@ -15,7 +15,7 @@ from shadowkv.bench.client import CompletionClient, Refused
 from shadowkv.bench.serving_stats import Record
 
 PROGRESS_SECONDS = 0.5
-"""Seconds between updates of the progress bar, so that events do not pay for it."""
+"""Seconds between updates of the progress bar. An update at each event would slow the client down."""
 
 
 def completion_body(model: str, arrival: Arrival, vocab_size: int, ignore_eos: bool = True) -> bytes:

@@ -63,8 +63,8 @@ TIME = re.compile(r"(mean|median|std|p[\d.]+)_(\w+)_ms")
 
 
 def describe_server(base_url: str, api_key: str = "none") -> dict[str, Any]:
-    """A server's description of itself: ``model_id``, ``max_model_len``, ``version``, and for this server the policy
-    ``kv``.
+    """Asks a server for its ``model_id``, ``max_model_len`` and ``version``, and a shadowkv server also for its policy
+    ``kv``. What the server does not tell is None.
 
     Raises Refused if the server cannot be reached or has no list of models.
     """
@@ -93,7 +93,8 @@ def describe_server(base_url: str, api_key: str = "none") -> dict[str, Any]:
 async def measure(
     client: CompletionClient, model: str, arrivals: Sequence[Arrival], args: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Results and records of these requests; SIGINT ends the run early. Raises Refused if a warm-up fails."""
+    """Sends the requests. Returns the results and the records. SIGINT ends the run early. Raises Refused if a warm-up
+    fails."""
     loop, run = asyncio.get_running_loop(), Replay(client, arrivals, args.max_concurrency)
     for number in range(args.num_warmups):
         warm_up = replace(arrivals[0], seed=arrivals[0].seed + 1 + number)
@@ -190,7 +191,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError for impossible numbers and flags that contradict one another; completes the other flags."""
+    """Checks the flags, completes ``--base-url`` and makes a dict of ``--goodput``. Raises ValueError for impossible
+    numbers and for flags that contradict one another."""
     for name in ("num_prompts", "random_input_len", "random_output_len", "vocab_size", "request_rate", "burstiness"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be positive")
@@ -207,13 +209,14 @@ def check(args: argparse.Namespace) -> None:
 
 
 def load_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the requests, for result files."""
+    """Collects the settings of the requests, for result files."""
     names = ("num_prompts", "random_input_len", "random_output_len", "burstiness", "max_concurrency", "seed")
     return {name: getattr(args, name) for name in (*names, "vocab_size", "ignore_eos")}
 
 
 def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The content of the result file, and the errors; raises Refused if nothing could be measured."""
+    """Runs the benchmark. Returns the content of the result file and the errors of requests. Raises Refused if nothing
+    could be measured."""
     client = CompletionClient(args.base_url, args.api_key)
     if args.trace_in:
         arrivals = read_trace(args.trace_in)
@@ -266,7 +269,7 @@ def _search(client: CompletionClient, model: str, args: argparse.Namespace, orig
 
 
 def result_file(args: argparse.Namespace, model: str) -> Path | None:
-    """Path of the result file, if any."""
+    """Returns the path of the result file, or None if no flag asks for one."""
     if args.out or not args.save_result:
         return Path(args.out) if args.out else None
     when = datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -22,15 +22,15 @@ LAST_LINES = 15
 def running(
     command: Sequence[str], base_url: str, log: Path, environment: Mapping[str, str], timeout: float = 600.0
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A context with a running server, which answers ``base_url``/models; its output goes to ``log``.
+    """A context in which a server runs. It begins when the server answers ``base_url``/models, and yields the process.
 
     Args:
-        command: the command of its process, which the context yields.
+        command: the server's command line.
         environment: variables to add to this process's environment.
-        timeout: maximum seconds until it answers.
+        timeout: maximum seconds until the server answers.
 
-    Raises RuntimeError with the end of its log if it ends early or does not answer within ``timeout``; also if another
-    server already answers there.
+    The server's output goes to ``log``. Raises RuntimeError with the end of the log if the server ends early or does
+    not answer within ``timeout``. Also raises it if another server answers at ``base_url`` already.
     """
     if _answers(base_url):
         raise RuntimeError(f"another server answers {base_url} already")

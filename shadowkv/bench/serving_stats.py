@@ -4,8 +4,8 @@
 Per request, ``ttft`` is the time from sending (including connecting) to the first piece, and ``e2el`` to the last one.
 ``tpot`` is the time between these two pieces divided by the number of tokens after the first, as counted by the
 server's ``usage``. ``itl`` are the gaps between pieces; a piece with several tokens ends one gap. Decode-only figures
-are this project's own: they cover the time in which every client's request had its first token and none had its last,
-so that nothing was prefilled.
+are this project's own. They cover the time in which every client's request had its first token and none had its last:
+nothing was prefilled then.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Record:
         return self.output_tokens or len(self.chunks)
 
     def seconds(self, name: str) -> float | None:
-        """The value of a metric in ``LIMITED``; None before it is known, and for the ``tpot`` of a single token."""
+        """Returns the value of a metric in ``LIMITED``, in seconds. It is None before it is known. The ``tpot`` of an
+        answer of one token is always None."""
         if not self.chunks or (name != "ttft" and not self.done) or (name == "tpot" and self.tokens < 2):
             return None
         if name == "tpot":
@@ -72,7 +73,7 @@ def figures(
     metrics: Sequence[str] = METRICS[:3],
     percentiles: Sequence[float] = (99,),
 ) -> dict[str, Any]:
-    """Rates in tokens per second and times in ms, of requests that ran between ``start`` and ``end``.
+    """Computes rates in tokens per second and times in ms, of requests that ran between ``start`` and ``end``.
 
     ``clients`` is the number of requests in flight together. ``metrics`` are the names in ``METRICS`` to report with
     mean, median, standard deviation and ``percentiles``. Figures without measurements are None.
@@ -107,15 +108,15 @@ def figures(
 
 
 def goodput(records: Sequence[Record], asked: int, seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Requests per second that met all ``limits`` (ms), as vLLM counts them, and their share of the ``asked`` requests;
-    requests that failed or were never sent count as not met."""
+    """Counts the requests that met all ``limits`` (ms). Returns their number per second, as vLLM defines it, and their
+    share of the ``asked`` requests. Requests that failed or were never sent do not count as met."""
     good = sum(record.meets(limits) for record in records)
     return {"goodput": dict(limits), "request_goodput": good / max(seconds, 1e-9), "good_share": good / asked}
 
 
 def details(record: Record, start: float) -> dict[str, Any]:
-    """One request in the form of result files: when it was sent, in seconds after ``start``, its lengths and its
-    times."""
+    """Returns one request in the form of result files: the time at which it was sent, in seconds after ``start``, its
+    lengths, and its latencies."""
     gaps = record.gaps()
     return {
         "sent_s": record.sent - start,
@@ -133,8 +134,8 @@ def _in_ms(seconds: float | None) -> float | None:
 
 
 def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, float]]:
-    """Time spans in which ``clients`` requests had their first token but not their last, and no request waited for its
-    first."""
+    """Returns the time spans (start, end) in which at least ``clients`` requests had their first token but not their
+    last, and no request waited for its first."""
     changes: list[tuple[float, int, int]] = []  # when, change of those that wait, of those that decode
     for record in records:
         if record.chunks:
@@ -151,7 +152,8 @@ def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, fl
 
 
 def _tokens_within(records: Sequence[Record], start: float, end: float) -> float:
-    """Tokens that arrived between ``start`` and ``end``; an answer's tokens are spread evenly over its pieces."""
+    """Returns the number of tokens that arrived between ``start`` and ``end``. The tokens of an answer count as spread
+    evenly over its pieces."""
     count = 0.0
     for record in records:
         if record.chunks:
@@ -161,7 +163,7 @@ def _tokens_within(records: Sequence[Record], start: float, end: float) -> float
 
 
 def spread(name: str, seconds: Sequence[float], percentiles: Sequence[float] = (99,)) -> dict[str, float | None]:
-    """Mean, median, standard deviation and percentiles in ms; None without measurements."""
+    """Computes mean, median, standard deviation and percentiles in ms. All are None without measurements."""
     values, some = np.asarray(seconds) * 1e3, len(seconds) > 0
     return {
         f"mean_{name}_ms": float(values.mean()) if some else None,

@@ -49,7 +49,8 @@ class Detokenizer:
         return self._release(text) if self._stop else text
 
     def finish(self) -> str:
-        """The held-back rest of the text, when generation has ended without a stop string."""
+        """Returns the held-back rest of the text. It is called when generation has ended. After a stop string it
+        returns an empty text."""
         if self.stopped:
             return ""
         text = self._release(self._stream.flush())
@@ -94,7 +95,8 @@ class AnswerText:
         self.ended = False
 
     def read(self, outputs: Sequence[TokenOutput]) -> TextOutput:
-        """The text output of one or more token outputs, in order. It must not be called after the answer's end."""
+        """Returns the text output of one or more token outputs, given in order. It must not be called after the answer
+        has ended."""
         if len(outputs) == 1:
             return self._read(outputs[0])
         if self._at_once:

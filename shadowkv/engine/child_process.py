@@ -79,8 +79,8 @@ def ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def limit_memory(size: int, is_beside: bool = False) -> None:
-    """Limits this process to ``size`` bytes of address space, beside what it has now if ``is_beside``, on platforms
-    that support it."""
+    """Limits the address space of this process to ``size`` bytes. With ``is_beside`` the limit is ``size`` bytes above
+    what it has now. It has no effect on platforms without such a limit."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -63,7 +63,7 @@ def policy_name(text: str) -> str:
 
 
 def is_prefill(name: str) -> bool:
-    """Whether ``--prefill`` accepts a name: one of ``PREFILL``, or that of a registered strategy."""
+    """Whether ``--prefill`` accepts a name: one of ``PREFILL``, or the name of a registered strategy."""
     if name in PREFILL:
         return True
     from shadowkv.kvcache.parts import is_known  # which imports PyTorch: the usual values do without
@@ -72,7 +72,7 @@ def is_prefill(name: str) -> bool:
 
 
 def policy_of_cache_dtype(name: str) -> str:
-    """The policy for a value of vLLM's ``--kv-cache-dtype``. Raises ArgumentTypeError for an unknown value."""
+    """Returns the policy for a value of vLLM's ``--kv-cache-dtype``. Raises ArgumentTypeError for an unknown value."""
     policies = {"auto": DEFAULT_POLICY, **CACHE_DTYPES}
     if name not in policies:
         raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(policies)}; --kv takes every policy")
@@ -366,7 +366,7 @@ class EngineConfig:
             raise SettingsError("; ".join(bad), self.names())
 
     def spec(self) -> KVSpec:
-        """The policy, before it is resolved for a model. Raises ValueError for an unknown preset."""
+        """Returns the policy, not yet resolved for a model. Raises ValueError for an unknown preset."""
         dense_below = None if isinstance(self.kv_dense_below, str) else self.kv_dense_below
         return preset(
             self.kv,
@@ -376,7 +376,7 @@ class EngineConfig:
         )
 
     def refused_policy(self, error: ValueError) -> SettingsError:
-        """The error for a policy that was refused because of ``error``, in terms of this config's settings."""
+        """Makes the error for a policy that was refused because of ``error``. It names this config's settings."""
         return refused_policy(error, self.kv if isinstance(self.kv, str) else None, prefill_error=self.prefill_error)
 
     @classmethod
@@ -414,11 +414,11 @@ class EngineConfig:
 
 
 def refused_policy(error: ValueError, kv: str | None, **chosen: Any) -> SettingsError:
-    """The error for a refused policy, in terms of the settings that name it.
+    """Makes the error for a refused policy. It names the settings that chose the policy.
 
     Args:
         error: the reason. It names fields of the policy.
-        kv: the policy's name, if it has one.
+        kv: the policy's name; None for a ``KVSpec``.
         chosen: fields of the policy that have settings of their own (``prefill_error``); None if they are not set.
     """
     given = {name: value for name, value in {"kv": kv, **chosen}.items() if value is not None}

@@ -56,29 +56,29 @@ from shadowkv.wording import SettingsError
 logger = logging.getLogger(__name__)
 
 Scores = list[TokenLogprobs | None]
-"""Log-probabilities of a prompt's tokens."""
+"""Log-probabilities of a prompt's tokens, None for the first."""
 
 TOKEN_GAP = 0.08
 """Target seconds between two tokens of a sequence while prompts are computed. With it, 99 of 100 gaps are below 0.1 s.
 
 The prefill gets all the time that the decode step leaves, because a step of few sequences costs nearly as much as a
-step of many. Decode steps of 4 to 12 ms then get 5 to 15 % of the time; they would get a quarter if the prefill had the
-time of three steps between two steps. A prompt that fits into this time is part of one step."""
+step of many. Decode steps of 4 to 12 ms then get 5 to 15 % of the time. If a prefill had only the time of three decode
+steps between two of them, decode steps would get a quarter. A prompt that fits into the gap is part of one step."""
 
 QUEUED_TOKEN_GAP = 0.25
 """``TOKEN_GAP`` while more requests wait than run and the cache has room for them. Each step of the few running
 requests delays all waiting ones, and steps of a full batch yield more tokens. On an H200 (fp8 weights), 48 prompts of
-60K tokens with answers of 512 take 70 s, and 76 s with a gap of 0.08 s."""
+60K tokens with answers of 512 tokens take 70 s. With a gap of 0.08 s they take 76 s."""
 
 PACKED_TOKEN_GAP = 0.03
-"""``TOKEN_GAP`` for a step with several prompts. Packing prompts saves little, because a few hundred tokens occupy a
-GPU's arithmetic as well as thousands do, and each added prompt makes all requests wait longer. If the waiting short
-prompts would take longer than ``QUEUED_TOKEN_GAP`` one after another, a step packs prompts for ``QUEUED_TOKEN_GAP``
-seconds: all prompts of a burst are then computed sooner."""
+"""``TOKEN_GAP`` for a step with several prompts. Packing prompts saves little, because a few hundred tokens already
+keep a GPU's arithmetic busy, and each added prompt makes all requests wait longer. A burst is different: if all waiting
+short prompts would take longer than ``QUEUED_TOKEN_GAP``, a step packs prompts for ``QUEUED_TOKEN_GAP`` seconds, and
+all of them are computed sooner."""
 
 PREFILL_PER_DECODE = {"cpu": 3.0, "cuda": 1.0}
-"""Minimum time of a round of prefill, as a multiple of a decode step's time. It applies where decode steps take most of
-the token gap: full batches soon make up for the wait."""
+"""Minimum time of a round of prefill, as a multiple of a decode step's time, by device type. It applies if decode steps
+take most of the token gap. Tokens then come later than the gap says, but fuller batches soon make up for it."""
 
 IDLE_PREFILL_SECONDS = 0.1
 """Seconds of a round of prefill while no sequence decodes. It is limited because aborts and Ctrl-C take effect between
@@ -94,8 +94,8 @@ class EngineStats:
         waiting: requests in the waiting queue.
         tiers: use of each tier of the KV cache. Finished sequences that the prefix cache keeps count as used.
         fetches: fetches from host memory since the start, without those of the current step.
-        prefixes: use of each tier of the prefix cache; empty if it is off. Its host memory is not part of the KV
-            cache's.
+        prefixes: use of each tier of the prefix cache; empty if it is off. The prefix cache's host memory does not
+            count in ``tiers``.
         deferred: waiting requests whose prefix is being read from the disk.
         usage: share of the KV cache that requests in flight hold, 0 to 1; None unless requested.
     """
@@ -384,7 +384,7 @@ class Engine:
         return self._progress(prefill) if ended is None else self._end_prefill(*ended)
 
     def _progress(self, prefill: PrefillInFlight) -> list[TokenOutput]:
-        """Progress outputs, for the requests of a prefill that have ``return_progress``."""
+        """Returns a progress output for each request of the prefill that has ``return_progress``."""
         outputs = []
         for request, left in zip((running.request for running in prefill.rows), prefill.tokens_left, strict=True):
             if request.params.return_progress and request.request_id not in self._aborted:
@@ -525,7 +525,8 @@ def _output(request: Request, tokens: list[int], reason: str | None) -> TokenOut
 
 
 def _explain(error: Exception) -> str:
-    """The error message for the requests that ``error`` ended. Raises ``error`` if the device is no longer usable."""
+    """Logs ``error`` and returns the message for the requests that it ended. Raises ``error`` if the device is no
+    longer usable."""
     if isinstance(error, (torch.AcceleratorError, RankFailure)):
         raise error
     logger.error("requests failed", exc_info=error)

@@ -37,7 +37,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass
 class _Choice:
-    """An answer in progress, number ``index`` of a prompt's ``n``."""
+    """An answer in progress: number ``index`` of the ``n`` answers to a prompt, collected in ``of``."""
 
     request: Request
     index: int
@@ -100,9 +100,9 @@ class LLM:
             use_tqdm: whether to show a progress bar on stderr, with tokens per second.
             lora_request: vLLM's parameter, which must be None.
 
-        Raises, before anything runs, TypeError for a wrong type of prompt or parameters and RequestError for a prompt
-        that can never be served; raises RuntimeError for a request that fails. Ctrl-C ends all requests between two
-        steps, and the engine can be used again.
+        Before anything runs, it raises TypeError for a wrong type of prompt or parameters, and RequestError for a
+        prompt that can never be served. Later it raises RuntimeError for a request that fails. Ctrl-C ends all requests
+        between two steps, and the engine can be used again.
         """
         if lora_request is not None:
             raise ValueError("lora_request must be None: one adapter is merged at load, LLM(model, adapter=DIR)")
@@ -217,7 +217,8 @@ class LLM:
         return given
 
     def _read(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
-        """A prompt's text, None if it was given as token ids, and its token ids. Raises TypeError."""
+        """Returns a prompt's text and its token ids. The text is None if the prompt was given as token ids. Raises
+        TypeError for another type, ValueError for a text with an unpaired surrogate."""
         if isinstance(prompt, Mapping):
             if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
                 raise TypeError(f"{name} must be {PROMPT_KINDS}, and is an object with {', '.join(map(repr, prompt))}")
@@ -276,7 +277,7 @@ class LLM:
 
 
 def _prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list; raises TypeError."""
+    """Returns one prompt or several as a list. Raises TypeError for anything else."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
@@ -286,7 +287,8 @@ def _prompts(prompts: Any) -> list[Prompt]:
 
 
 def _conversations(messages: Any) -> list[Messages]:
-    """One conversation or several, as a list; raises TypeError."""
+    """Returns one conversation or several as a list. Raises TypeError for anything else, ValueError for an empty
+    conversation."""
     if isinstance(messages, Sequence) and not isinstance(messages, str):
         chats = [messages] if all(isinstance(turn, Mapping) for turn in messages) else messages
         if all(isinstance(chat, Sequence) and all(isinstance(turn, Mapping) for turn in chat) for chat in chats):
@@ -298,8 +300,8 @@ def _conversations(messages: Any) -> list[Messages]:
 
 
 def _with_text(turn: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its content as one text, as chat templates read it. Raises TypeError for a part that is no
-    text."""
+    """Returns the message with its content as one text, as chat templates read it. Raises TypeError for a part that is
+    no text."""
     content = turn.get("content")
     if not isinstance(content, list):
         return turn

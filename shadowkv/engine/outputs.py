@@ -68,8 +68,8 @@ class TokenSelections:
         everything: whether the step attended to all tokens: the sequence is dense, or the policy does not select.
         exact: ranges of positions [first, end) that the weights leave out, because every layer attends to them: the
             sink and the newest tokens. Outliers are not reported.
-        groups: for each group of layers, the weights of the other tokens: of the selected ones, or of all if
-            ``everything`` is True. There are no cells if no other tokens exist.
+        groups: for each group of layers, the weights of the tokens outside ``exact``: of the selected ones, or of all
+            if ``everything`` is True. Without such tokens a group has no cells.
     """
 
     length: int
@@ -94,8 +94,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         logprobs: one per new token, if requested.
         prompt_logprobs: one per prompt token, None for the first; on the first output, if requested.
         selections: one per new token, if requested; None for the first, which the prefill chose.
-        prefilled: prompt tokens that are cached or computed, if requested (``return_progress``). It is set on outputs
-            without tokens during the prefill, and on the output of the first token.
+        prefilled: number of prompt tokens that are cached or computed so far, if requested (``return_progress``). It is
+            set on outputs without tokens during the prefill, and on the output of the first token.
     """
 
     request_id: str

@@ -44,7 +44,8 @@ class Thoughts(Protocol):
     """The budget of an answer's thoughts."""
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
-        """The token that must follow the answer's ``tokens``, to end the thoughts; None if any token can follow."""
+        """Returns the token that must follow the answer's ``tokens`` to end the thoughts. Returns None if any token can
+        follow."""
 
 
 class Repetitions(Protocol):
@@ -65,14 +66,15 @@ class Request:
         prompt: the prompt for the prefix cache; None if the request does not use the prefix cache.
         tenant: an API key, an address, or "" without either. The scheduler is fair between tenants.
         priority: with ``scheduling_policy="priority"``, lower numbers go first.
-        bad_words: token ids of forbidden words, by the token before their last one; None for words of one token.
+        bad_words: token ids of forbidden words. The key is the word's last token but one, or None for words of one
+            token.
         thoughts: ends thoughts that exceed their budget; None without a budget.
         repetition: detects an answer that repeats itself; None if not requested.
         looked_up: whether the prefix cache is searched for the prompt; else all tokens are computed and then cached.
-        allowed: ``allowed_token_ids`` on the device, once they are there.
+        allowed: ``allowed_token_ids`` on the device; None until the sampler has copied them there.
         times: times of the request's events.
         cached_tokens: prompt tokens that the prefix cache had.
-        passed: version of the prefix cache at which shorter prompts last overtook this one; -1 before.
+        passed: version of the prefix cache at which shorter prompts last overtook this one; -1 if none has.
     """
 
     request_id: str
@@ -102,7 +104,7 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Most tokens that the cache can ever hold for it: all but the last output token."""
+        """Most tokens of this request that the cache can ever hold: all but the last output token."""
         return len(self.prompt_token_ids) + max(1, self.max_tokens) - 1
 
 
@@ -137,7 +139,8 @@ class RequestLimits:
     thinking_tokens: tuple[int, int] | None = None
 
     def max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Most tokens that a request can generate: its own limit, or the default cut to the room in the context."""
+        """Returns the most tokens that a request can generate: its own limit, or else the default, cut to the room that
+        the prompt leaves."""
         if params.max_tokens is not None:
             return params.max_tokens
         return max(1, min(self.default_max_tokens, self.max_model_len - prompt_tokens))

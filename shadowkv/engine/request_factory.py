@@ -30,7 +30,7 @@ class RequestFactory:
         vocab_size: number of token ids of the model.
         stops: tokens that end an answer. Tokens outside the vocabulary are ignored.
         scheduler: checks that the memory is large enough.
-        origin: maps a cache salt to the first link of page names in the prefix cache.
+        origin: maps a cache salt to the first link of the chain of page names.
 
     Attributes:
         limits: limits on the parameters of requests.
@@ -110,15 +110,15 @@ class RequestFactory:
         )
 
     def _by_end(self, words: tuple[str, ...]) -> dict[int | None, list[tuple[int, ...]]]:
-        """Token ids of words, by the token before their last one; None for words of one token."""
+        """Returns the token ids of words. The key is the word's last token but one, or None for words of one token."""
         found: dict[int | None, list[tuple[int, ...]]] = {}
         for spelling in self._spellings(words):
             found.setdefault(spelling[-2] if len(spelling) > 1 else None, []).append(spelling)
         return found
 
     def _spellings(self, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
-        """Token ids of each word at the start of a text. As in vLLM, also those after a space, if they are as many and
-        begin with another token."""
+        """Yields the token ids of each word as they are at the start of a text. As in vLLM, it also yields those of the
+        word after a space, if they are as many and begin with another token."""
         for word in words:
             forms = word.lstrip(), f" {word.lstrip()}"
             begun, after_space = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in forms)
@@ -129,7 +129,7 @@ class RequestFactory:
                 yield after_space
 
     def pages(self, prompt_token_ids: list[int], cache_salt: str | None) -> list[str]:
-        """Page names of a prompt's shareable pages."""
+        """Returns the names of a prompt's shareable pages."""
         return self._prompt(prompt_token_ids, cache_salt).shareable
 
     def _prompt(self, token_ids: list[int], salt: str | None) -> Prompt:

@@ -59,7 +59,7 @@ class StructuredOutputsParams:
         json: a JSON schema, as an object or as its text.
         regex: a regular expression that the whole answer matches.
         choice: the possible answers.
-        grammar: a grammar in GBNF, as vLLM's EBNF. Its start rule is ``root``.
+        grammar: a grammar in GBNF, the kind of EBNF that vLLM accepts. Its start rule is ``root``.
         json_object: True for any JSON object.
         structural_tag: a structural tag of XGrammar, as an object or as its text.
         disable_any_whitespace: whether JSON has no white space except one space after each comma and colon.
@@ -116,18 +116,20 @@ class SamplingParams:
         min_tokens: no end token is chosen before this many tokens.
         temperature: 0 is greedy.
         top_p: samples from the smallest set of most likely tokens with this probability.
-        top_k: samples from the ``top_k`` most likely tokens; 0 is all.
+        top_k: samples from the ``top_k`` most likely tokens; 0 and -1 are all.
         min_p: samples from tokens at least ``min_p`` times as likely as the most likely one.
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen before; 1 is off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the answer; 1 is
+            off.
         presence_penalty: subtracted once from the logits of tokens generated before.
         frequency_penalty: subtracted from the logits of tokens generated before, once per occurrence.
         logit_bias: added to the logits, by token id.
         allowed_token_ids: the only tokens that can be chosen; None is all.
-        bad_words: words that are not generated: a word's last token is not chosen after its other tokens.
-        thinking_token_budget: most tokens of thoughts, between ``<think>`` and ``</think>``; then the thoughts are
-            ended. None and -1 are no limit.
+        bad_words: words that are not generated. After a word's other tokens its last token is not chosen.
+        thinking_token_budget: most tokens of thoughts, between ``<think>`` and ``</think>``. At the limit ``</think>``
+            is forced. None and -1 are no limit.
         repetition_detection: ends an answer that repeats itself, with ``finish_reason`` ``repetition``.
-        stop: strings that end the text and are not part of it. A string or a list becomes a tuple.
+        stop: strings that end the text. They are not part of it without ``include_stop_str_in_output``. A string or a
+            list becomes a tuple.
         stop_token_ids: tokens that end the text, besides the model's own.
         include_stop_str_in_output: whether the string or token that ends the text is part of it.
         ignore_eos: whether to go on after the model's end tokens.
@@ -295,9 +297,10 @@ def _is_number(value: object, kind: type) -> bool:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of a request's ``n`` choices. The first choice has the request's seed, as with n=1.
+    """Returns the seed of one of a request's ``n`` choices. The first choice has the request's seed, as with n=1.
 
-    The other seeds are hashes of both numbers, in [0, 2^63). Sums could equal the seeds of other requests.
+    The other seeds are hashes of both numbers, in [0, 2^63). They are no sums, because a sum could equal the seed of
+    another request.
     """
     if choice == 0:
         return seed

@@ -1,10 +1,10 @@
 """Selections: the tokens that each token of an answer attended to, for requests with ``return_selections``. Decode
 steps record them through the cache's hooks.
 
-Positions are reported in cells of a few tokens, and layers in a few groups, because at 60K tokens a step selects
-hundreds of thousands of tokens over all layers and kv heads. Selections are weighted by their attention: every head
-selects as many tokens as its budget allows, so a selection alone says little. If the policy does not select, all tokens
-are weighted except the first and the newest, which always get much attention.
+At 60K tokens a step selects hundreds of thousands of tokens over all layers and kv heads. So positions are reported in
+cells of a few tokens, and layers in a few groups. Selections are weighted by their attention: every head selects as
+many tokens as its budget allows, so a selection alone says little. If the policy does not select, all tokens are
+weighted except the first and the newest, which always get much attention.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NEWEST = PAGE
 
 
 class SelectionRecord:
-    """Records the selections of some sequences in a decode step. The step runs inside it as a context, without a CUDA
+    """Records the selections of some sequences in a decode step. It is a context, in which the step runs without a CUDA
     graph.
 
     The step waits for the device only once, for the batch's slots in the first layer. Results stay on the device until
@@ -100,7 +100,8 @@ class SelectionRecord:
             self._ended.record()
 
     def _see(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
-        """Records a portion of the batch (a hook of the cache). Every layer has the same portions in the same order."""
+        """Records the selections of a portion of the batch, a micro-batch. The cache calls it as ``selection_hook``.
+        Every layer has the same portions in the same order."""
         if self._before[0] is not None:
             selected = self._before[0](layer, q, batch, selected)
         if layer == self._groups[0][0]:
@@ -116,7 +117,8 @@ class SelectionRecord:
         return selected
 
     def _see_queries(self, layer: int, q: Tensor, batch: DecodeBatch) -> None:
-        """Records rows of the batch (a hook of the cache). They follow the rows of the layer's last call."""
+        """Records the rows that attend to all tokens. The cache calls it as ``query_hook``. The rows of ``q`` follow
+        those of the previous call for the same layer."""
         if self._before[1] is not None:
             self._before[1](layer, q, batch)
         start = self._queried[layer]
@@ -130,7 +132,7 @@ class SelectionRecord:
     def _of_everything(
         self, layer: int, q: Tensor, batch: DecodeBatch, row: int, number: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """Positions and scores of a row's tokens between the first and the newest ones, by segment."""
+        """Returns the positions and scores of a row's tokens between the first and the newest ones, by segment."""
         (_, first), (end, _) = self._exact(number)
         if end <= first:
             return []
@@ -153,7 +155,8 @@ class SelectionRecord:
         return [(0, first), (max(newest, first), length + 1)]
 
     def _weights(self) -> Tensor:
-        """Weights of all cells, float32 [sequences, groups, cells + 1], over all segments of each sequence."""
+        """Returns the weights of all cells, float32 [sequences, groups, cells + 1]. The softmax is over all segments of
+        a sequence."""
         weights = torch.zeros(self._size, device=self._cache.device)
         for key, segments in self._scores.items():
             positions, scores = (torch.cat(parts, -1) for parts in zip(*segments, strict=True))
@@ -163,7 +166,7 @@ class SelectionRecord:
         return weights
 
     def read(self) -> list[TokenSelections | None]:
-        """The selections of each sequence; None for all if the step failed. Waits for the step."""
+        """Returns the selections of each sequence. If the step failed, all are None. Waits for the step."""
         if self._found is None:
             return [None] * len(self._sequences)
         if self._ended is not None:
@@ -183,6 +186,6 @@ class SelectionRecord:
 
 
 def _preference(group: GroupLayout) -> tuple[bool, bool, int]:
-    """Sort key: the largest group of layers is reported. It prefers groups without a window, then groups that select,
-    then groups with many layers."""
+    """Returns the sort key of a group of layers. The group with the largest key is reported: one without a window
+    before others, then one that selects, then the one with the most layers."""
     return group.window is None, group.spec.selects, len(group.layers)

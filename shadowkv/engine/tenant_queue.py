@@ -11,9 +11,9 @@ T = TypeVar("T")
 class TenantQueue(Generic[T]):
     """Items that wait for a place, by tenant.
 
-    A free place goes to the tenant with the fewest places in use. Between equal tenants it goes to the one whose last
-    place, or arrival, is longest ago. Items of one tenant keep their order. If there are several places, a tenant that
-    has one never gets the last free place, so that the next tenant to come can start at once.
+    A free place goes to the tenant with the fewest places in use. Among equals it goes to the tenant whose last place
+    or arrival is longest ago. Items of one tenant keep their order. If there are several places, a tenant that has one
+    never gets the last free place, so that the next tenant to come can start at once.
 
     Args:
         places: number of places.

@@ -13,7 +13,7 @@ PREFIX = "vllm_"
 """Prefix of these flags' attributes in parsed arguments, so that they do not collide with this server's flags."""
 
 VALUES: Mapping[str, int | str] = {"N": 1, "N+": "+"}
-"""Number of a flag's values (argparse's ``nargs``), by the word for values in its usage."""
+"""Number of a flag's values (argparse's ``nargs``), by the word that stands for them in the flag's usage."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,8 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def vllm_keywords(options: Mapping[str, Any]) -> argparse.Namespace:
-    """Keywords of ``LLM`` as parsed arguments for ``vllm_notes``. Keywords that are not in ``FLAGS`` are left out."""
+    """Converts keywords of ``LLM`` to parsed arguments for ``vllm_notes``. Keywords that are not in ``FLAGS`` are left
+    out."""
     given = {}
     for flag in FLAGS:
         value = options.get(flag.dest.removeprefix(PREFIX))
@@ -182,7 +183,7 @@ def vllm_keywords(options: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def vllm_notes(args: argparse.Namespace) -> Iterator[str]:
-    """A note for each set flag that has no effect. Raises ValueError if refused flags are set."""
+    """Yields a note for each given flag that has no effect. Raises ValueError if refused flags are given."""
     refused = []
     for flag in FLAGS:
         given = getattr(args, flag.dest)

@@ -1,8 +1,8 @@
 """Warm-up: compiles kernels and captures CUDA graphs before the first request, so that it is as fast as later ones.
 
-A few requests go through the engine's own steps. They are aborted before they end, except those that a later turn
-continues; their cached sequences are evicted. Then CUDA graphs of decode steps are captured for all batch sizes
-(``GraphGrid``). ``LLM`` and ``process/core.py`` call ``warm_up``.
+A few requests go through the engine's own steps. Requests that a later turn continues run to their end, and their
+cached sequences are evicted afterwards. The others are aborted. Then CUDA graphs of decode steps are captured for all
+batch sizes (``GraphGrid``). ``LLM`` and ``process/core.py`` call ``warm_up``.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ class GraphGrid:
 
 
 def _plans(engine: Engine) -> Iterator[tuple[int, DecodePlan]]:
-    """Sequence lengths with their own graphs, in ascending order, each with the plan of a step of one such sequence.
-    Stops at a length that does not fit into the cache."""
+    """Yields the sequence lengths that have graphs of their own, in ascending order. With each comes the plan of a step
+    of one such sequence. Stops at a length that does not fit into the cache."""
     cache = engine.cache
     for tokens in _lengths(engine):
         if not cache.demand(tokens, tokens + 1).within(cache.free):
@@ -181,14 +181,14 @@ def _plans(engine: Engine) -> Iterator[tuple[int, DecodePlan]]:
 
 
 def _lengths(engine: Engine) -> list[int]:
-    """Sequence lengths with their own graphs, in ascending order."""
+    """Returns the sequence lengths that have graphs of their own, in ascending order."""
     pages = {round_up(count) for count in range(MIN_EXACT_PAGES, engine.max_model_len // PAGE + 1)}
     longest = engine.max_model_len - 1
     return sorted({min(PAGE * count - 1, longest) for count in pages or {MIN_EXACT_PAGES}})
 
 
 def _stages(engine: Engine) -> list[Generator[None, None, object]]:
-    """The stages of the warm-up, each a generator of engine steps.
+    """Returns the stages of the warm-up. Each is a generator that yields after every engine step.
 
     1. A short prompt.
     2. A pack of two short prompts.

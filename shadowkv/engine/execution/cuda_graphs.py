@@ -55,10 +55,11 @@ beside the prompts' tokens."""
 
 
 class PromptInputs(NamedTuple):
-    """Prompts in a captured pass, int64 on the device.
+    """Prompts in a captured pass, int64 on the device. T is the padded number of their tokens, B that of the step's
+    rows.
 
     Attributes:
-        numbers: the packed numbers of the prompts [m] (``KVCache.exact_prompts``).
+        numbers: the m numbers that describe the prompts to the cache [m] (``KVCache.exact_prompts``).
         ids: token ids [T].
         rows: rows of the pass whose logits are needed [B + MAX_PROMPTS].
     """
@@ -89,9 +90,10 @@ class CudaGraphs:
     """Runs the decode steps and page compressions of one cache as CUDA graphs, and captures missing graphs.
 
     Args:
-        step: ``Runner.step``. Computes logits, in any dtype, from a plan's shapes, its numbers on the device, the
-            inputs int64 [2, B] (newest tokens and their sources), and prompts or None. A dry run loads kernels, which
-            a capture must not do. It computes only a few layers, because the next token waits for it.
+        step: ``Runner.step``. It computes logits of any dtype. Its arguments are the plan, whose shapes it reads; the
+            plan's numbers on the device; the newest tokens and their sources, int64 [2, B]; prompts or None; and
+            whether it is a dry run. A dry run loads kernels, which a capture must not do. It computes only a few
+            layers, because the next token waits for it.
         max_batch: most sequences of a decode step.
         vocabulary: V, the columns of the logits.
         together: whether other ranks run the same graphs. A rank without memory for a graph then raises RankFailure,
@@ -126,8 +128,9 @@ class CudaGraphs:
         """Runs a decode step. If ``sequences`` and their new token ids ``ids`` are given, it also computes these n
         prompts, which must stay exact.
 
-        Returns float32 logits [B + n, V], which the next call overwrites. None if there are prompts and no graph for
-        them: mixed passes are captured only when their shape has occurred ``EAGER_STEPS`` times.
+        Returns float32 logits [B + n, V] of the B sequences of the step and the n prompts. The next call overwrites
+        them. Returns None if there are prompts and no graph for them: mixed passes are captured only when their shape
+        has occurred ``EAGER_STEPS`` times.
         """
         given = Pass(plan, tokens, sources, sequences, ids)
         if not sequences:
@@ -162,8 +165,8 @@ class CudaGraphs:
             self._run_pass(Pass(plan, [], [], [], []), shape, rows, at_once=True)
 
     def mixed_shapes(self) -> list[tuple[int, int]]:
-        """All pairs of padded prompt tokens and step rows for captured mixed passes; none if the prompts' attention is
-        planned on the host."""
+        """Returns all pairs of padded prompt tokens and step rows for captured mixed passes. There are none if the
+        prompts' attention is planned on the host."""
         if not self.cache.captures_prompts:
             return []
         return [(rows, batch) for batch in self._step_rows() for rows in PROMPT_ROWS]
@@ -257,8 +260,8 @@ class CudaGraphs:
         return captured
 
     def _joining(self, function: Function) -> Function:
-        """``function``, which joins the other captured streams if it runs out of memory. A capture can end
-        only after that."""
+        """Wraps ``function``. If it runs out of memory, the wrapper joins the other captured streams, without which a
+        capture cannot end."""
 
         def run(numbers: Tensor) -> Any:
             try:

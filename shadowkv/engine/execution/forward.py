@@ -1,8 +1,9 @@
 """The forward pass: the only loop over a model's layers. ``runner.py`` calls it.
 
-A flow is tokens with a batch: a decode step, a micro-batch, a prompt, a block of a long prompt, or a step with prompts.
-The caller can pause the loop at every yield, or capture it in a CUDA graph. ``runner.py`` makes the flows of decode
-steps, and ``prefill`` makes those of prompts: for one cache, for several caches at once, or in one pass with a step.
+A flow is tokens that pass the layers together, with the cache's batch of these tokens: a decode step, a micro-batch, a
+prompt, a block of a long prompt, or a step with prompts. The caller can pause the loop at every yield, or capture it in
+a CUDA graph. ``runner.py`` makes the flows of decode steps, and ``prefill`` makes those of prompts: for one cache, for
+several caches at once, or in one pass with a step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Flow:
     """Tokens on their way through the layers.
 
     Args:
-        x: residual stream [T, D] before the first layer.
+        x: residual stream [T, D] before the first layer, of T tokens and D hidden dimensions.
         batch: the cache's batch of these tokens.
         last: the batch of the last layer, if it needs attention for fewer tokens; None for the same batch.
         in_place: whether each layer writes its result into ``x``, which saves memory.
@@ -113,7 +114,7 @@ class Step(NamedTuple):
 
 
 def pieces(layers: int, tokens: int, device: torch.device) -> int:
-    """Number of pieces of a prefill of ``tokens`` tokens. It can be paused between two pieces."""
+    """Returns the number of pieces of a prefill of ``tokens`` tokens. The prefill can be paused between two pieces."""
     return layers * -(-tokens // BLOCK_TOKENS[device.type])
 
 
@@ -140,8 +141,8 @@ def prefill(
             wait for one pass instead of two. The new tokens must fit into a block, and ``scored`` must be False.
 
     Returns:
-        Float32 logits [n, V] of each sequence's last token, behind the step's: [B + n, V]. If ``scored``, also the
-        final hidden states [tokens, D] of each sequence; otherwise an empty list.
+        Float32 logits [n, V] of the last token of each of the n sequences. With ``step``, its B rows come first:
+        [B + n, V]. If ``scored``, also the final hidden states [tokens, D] of each sequence; otherwise an empty list.
     """
     batch = cache.prefill_batch([(sequence, len(tokens)) for sequence, tokens in work])
     tokens = np.fromiter(chain.from_iterable(tokens for _, tokens in work), np.int64, batch.num_tokens)
@@ -167,7 +168,7 @@ def prefill(
 
 
 def _one_block(model: Decoder, batch: PrefillBatch, ids: Tensor, scored: bool, step: Step | None) -> Flow:
-    """One flow of all tokens ``ids`` int64 [T] of a batch, behind those of ``step``."""
+    """Makes one flow of all tokens ``ids`` int64 [T] of a batch. The tokens of ``step`` come first."""
     block, last = batch.block(0, batch.num_tokens), batch.starts[1:].long() - 1
     if step is not None:
         count = len(step.ids)
@@ -177,8 +178,8 @@ def _one_block(model: Decoder, batch: PrefillBatch, ids: Tensor, scored: bool, s
 
 
 def _in_blocks(model: Decoder, batch: PrefillBatch, ids: Tensor, stream: Tensor, scored: bool) -> list[Flow]:
-    """A flow for each block of a batch, computed in place in ``stream`` [T, D]. Between layers a long prompt keeps only
-    ``stream``, keys and values."""
+    """Makes a flow for each block of a batch. Flows are computed in place in ``stream`` [T, D]. Between layers a long
+    prompt keeps only ``stream``, keys and values."""
     flows = []
     for start, stop in _spans(batch, ids.device):
         part = stream[start:stop].copy_(model.embed(ids[start:stop]))

@@ -62,12 +62,13 @@ class FusedLayers:
         known = all(block.form is None or isinstance(block.form, BlockForm) for block in row_blocks)
         config = model.config
         plain = config.activation == "silu" and not (config.sinks or config.output_gate or config.wide_norms)
-        # It calls kernels of its own, and none of the ops that others have backends for.
+        # The op calls its own kernels. It would bypass backends that plugins have registered for other ops.
         kernel = kernel and not ops.outside
         return kernel and alone and known and plain and cache.exact_layers() is not None
 
     def __call__(self, x: Tensor, step: Batch) -> Tensor:
-        """Computes all layers of a decode step: residual stream [B, D] before the first layer -> after the last."""
+        """Computes all layers of a decode step. ``x`` [B, D] is the residual stream of the B tokens before the first
+        layer. Returns the stream after the last."""
         batch = cast(DecodeBatch, step.groups[0][0])
         places = batch.positions, batch.pages, batch.counts, batch.write_page, batch.write_offset
         tokens, decode = op.NewTokens(*places), self._ops.decode_layers

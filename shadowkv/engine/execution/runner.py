@@ -25,7 +25,7 @@ from shadowkv.models.decoder import Decoder
 Result = TypeVar("Result")
 
 SCORED_TOKENS = 512
-"""Prompt tokens whose logits exist at once."""
+"""Number of prompt tokens whose logits are computed at once."""
 
 
 class Runner:
@@ -98,13 +98,14 @@ class Runner:
         return prefill(self.model, self.cache, work, scored)
 
     def prefill_pieces(self, tokens: int) -> int:
-        """Number of pieces of a prefill of ``tokens`` tokens. It can be paused between two pieces."""
+        """Returns the number of pieces of a prefill of ``tokens`` tokens. The prefill can be paused between two
+        pieces."""
         return pieces(len(self.layers), tokens, self.cache.device)
 
     @torch.inference_mode()
     def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:
-        """Log-probabilities of a prompt's ``tokens``, None for the first. ``hidden`` [n, D] are the prompt's final
-        hidden states; every rank uses rank 0's."""
+        """Returns the log-probabilities of a prompt's n ``tokens``, None for the first. ``hidden`` [n, D] are the
+        prompt's final hidden states; every rank uses rank 0's."""
         self.model.group.copy_first(hidden)
         logprobs: list[TokenLogprobs | None] = [None]
         for start in range(0, len(tokens) - 1, SCORED_TOKENS):
@@ -133,9 +134,9 @@ class Runner:
             tokens: the token of each sequence, unless ``sources`` names a row.
             sources: for each sequence, the row of ``chosen`` that holds its token, or -1 if ``tokens`` has it. None if
                 ``tokens`` has all of them.
-            record: a context for the step, which then runs without a CUDA graph. If that runs out of memory, because
-                graphs hold some, the step runs unrecorded.
-            prompts: other sequences and their new tokens, at most a block, for the same pass. Logits are then
+            record: a context in which the step runs, without a CUDA graph. If this runs out of memory, because graphs
+                hold some, the step runs again, unrecorded.
+            prompts: n other sequences and their new tokens (at most a block) for the same pass. Logits are then
                 [B + n, V]. The pass is a CUDA graph if all prompts stay exact. If it raises, these sequences can only
                 be released, and the step can run without them.
         """
@@ -165,7 +166,8 @@ class Runner:
         sources: list[int],
         prompts: Sequence[tuple[CachedSequence, list[int]]],
     ) -> Tensor | None:
-        """Runs the pass as a CUDA graph; None if ``prompts`` do not stay exact, or have no graph yet."""
+        """Runs the pass as a CUDA graph and returns its logits. Returns None if ``prompts`` do not stay exact, or have
+        no graph yet."""
         assert self.graphs is not None
         new, ids = [sequence for sequence, _ in prompts], [ids for _, ids in prompts]
         if not all(self.cache.stays_exact(sequence, len(prompt)) for sequence, prompt in prompts):
@@ -207,7 +209,8 @@ class Runner:
             plan: the step's plan.
             numbers: the plan's numbers, int64 on the device; None for those in ``plan``.
             inputs: int64 [2, B], ``tokens`` and ``sources`` as in ``decode``.
-            prompts: prompts that stay exact, in the same pass. Logits are then [n, V], of ``prompts.rows``.
+            prompts: prompts that stay exact, in the same pass. There is then one row of logits for each entry of
+                ``prompts.rows``.
             dry_run: whether to compute only one layer of each kind (``CudaGraphs``).
         """
         batch, ids = self.cache.decode_batch(plan, numbers), self._newest(inputs)
@@ -230,7 +233,7 @@ class Runner:
 
 
 def kinds(layers: list[DecoderLayer], groups: Sequence[int]) -> list[DecoderLayer]:
-    """The layers of a dry run: the first layer, and one of each kind of the others.
+    """Returns the layers of a dry run: the first layer, and one layer of each kind of the others.
 
     The first layer adds no earlier output to the residual stream. Layers are of different kinds if their weights differ
     in dtype or shape (fp8 checkpoints can leave some layers unquantised) or if the cache keeps them in different groups

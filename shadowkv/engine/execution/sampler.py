@@ -21,7 +21,8 @@ from shadowkv.ops.sample_tokens.weights import COLDEST, PARAMETERS
 from shadowkv.ops.sampling import mix64
 
 COLUMNS = PARAMETERS[:-1]
-"""Names in ``SamplingParams`` of the parameters of ``sample_tokens`` that do not change from step to step."""
+"""Parameters of the op ``sample_tokens`` that do not change from step to step. ``SamplingParams`` has them under the
+same names."""
 
 NO_TOKEN = -1
 """Stands for a token if a request's parameters forbid all tokens."""
@@ -52,9 +53,9 @@ class Sampler:
             requests: the B requests.
 
         Returns:
-            Token ids, ``NO_TOKEN`` if all tokens are forbidden; log-probabilities if requested, from the logits before
-            temperature and penalties; and whether each row's logits are all finite. If not, the row's token has no
-            meaning.
+            Three lists with an entry per request. Token ids: ``NO_TOKEN`` if all tokens are forbidden.
+            Log-probabilities, from the logits before temperature and penalties: None if not requested. Whether the
+            row's logits are all finite: if not, the row's token has no meaning.
         """
         raw, finite = logits, _finite(logits)
         changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
@@ -136,7 +137,7 @@ def _keep(logits: Tensor, tokens: Tensor, values: Tensor | float) -> None:
 
 
 def _bad_tokens(request: Request) -> list[int]:
-    """Last tokens of the bad words whose other tokens the answer ends with."""
+    """Returns the tokens that would complete a bad word: its last token, if the answer ends with its other tokens."""
     words, output = request.bad_words, request.output_token_ids
     if not words:
         return []
@@ -168,7 +169,7 @@ def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> lis
 def logprobs_of(
     logits: Tensor, tokens: list[int], counts: list[int], named: Sequence[Sequence[int]] = ()
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of ``tokens``, one token per row of ``logits`` [n, V], with alternatives.
+    """Returns the log-probabilities of ``tokens``, one token per row of ``logits`` [n, V], with alternatives.
 
     Args:
         counts: number of most likely tokens to report for each row; -1 is the whole vocabulary.

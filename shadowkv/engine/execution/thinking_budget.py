@@ -28,7 +28,7 @@ class ThinkingBudget:
         self._is_over = False
 
     def next_token(self, tokens: Sequence[int]) -> int | None:
-        """``END`` if it must follow the answer's ``tokens``; None if any token can follow."""
+        """Returns the id of ``END`` if it must follow the answer's ``tokens``. Returns None if any token can follow."""
         if self._is_over:
             return None
         last = tokens[-1] if tokens else None

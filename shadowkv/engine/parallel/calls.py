@@ -44,21 +44,21 @@ class Writer:
         self._count, self._numbers = itertools.count(), dict[CachedSequence, int]()
 
     def write(self, target: str, method: str, arguments: tuple[Any, ...], made: object = None) -> bytes:
-        """A call for all other ranks. If ``made``, the call's result, is a sequence, later calls can have it as an
-        argument."""
+        """Serialises a call for the other ranks. ``made`` is the call's result. If it is a sequence, later calls can
+        have it as an argument."""
         makes = None
         if isinstance(made, CachedSequence):
             makes = self._numbers[made] = next(self._count)
         return self._written(Call(target, method, arguments, makes))
 
     def release(self, sequence: CachedSequence) -> bytes:
-        """The call that releases a sequence. Later calls cannot have it as an argument."""
+        """Serialises the call that releases a sequence. Later calls cannot have the sequence as an argument."""
         written = self._written(Call("cache", "release", (sequence,), ends=self._numbers[sequence]))
         del self._numbers[sequence]
         return written
 
     def begin(self, target: str, method: str, arguments: tuple[Any, ...]) -> tuple[int, bytes]:
-        """A call that returns a prefill, and the prefill's number."""
+        """Serialises a call that returns a prefill. Returns the prefill's number and the call."""
         number = next(self._count)
         return number, self._written(Call(target, method, arguments, number))
 
@@ -106,7 +106,7 @@ class Reader:
             del self.made[call.ends]
 
     def own(self, kind: str, *what: Any) -> Any:
-        """This rank's own object for an argument that is not pickled."""
+        """Returns this rank's own object for an argument that is not pickled."""
         if kind == RECORD:  # a recorded step runs without a CUDA graph; with a context this rank does so too
             return nullcontext()
         if kind == TENSOR:

@@ -31,7 +31,8 @@ def load_driver(config: EngineConfig, ranks: Ranks) -> tuple[LoadedModel, Driver
 
 
 def _queued(method: str) -> Any:
-    """A method of the cache whose calls the other ranks get with their next work. No rank waits for another."""
+    """Makes a method of ``DriverCache``. Its calls are sent to the other ranks with their next work, so no rank waits
+    for another."""
 
     def call(self: DriverCache, *arguments: Any) -> Any:
         result = getattr(super(DriverCache, self), method)(*arguments)
@@ -57,8 +58,8 @@ class DriverCache(KVCache):
 
 
 def _together(method: str) -> Any:
-    """A method of the runner that all ranks call at the same time. An error leaves the other ranks waiting, so it ends
-    all of them: RankFailure."""
+    """Makes a method of ``DriverRunner`` that all ranks call at the same time. An error leaves the other ranks waiting,
+    so it becomes a RankFailure, which ends all ranks."""
 
     def call(self: DriverRunner, *arguments: Any) -> Any:
         self.ranks.send(self.ranks.writer.write("runner", method, arguments))

@@ -29,7 +29,7 @@ HERE = "here"
 """Message of a rank that is about to join the process group."""
 
 REASON_SECONDS = 2.0
-"""Time limit for the reason of a rank's end to arrive, after another rank has noticed the end."""
+"""Time limit in seconds for a rank's reason to arrive, after another rank has noticed that the rank has ended."""
 
 
 class Ranks:
@@ -115,7 +115,8 @@ class Ranks:
     @contextmanager
     def together(self) -> Iterator[None]:
         """A context for work that all ranks do at the same time. An error of this rank leaves the other ranks waiting,
-        so it ends all of them: RankFailure, with another rank's error if that is the cause."""
+        so it becomes a RankFailure, which ends all ranks. The RankFailure has another rank's error if that is the
+        cause."""
         try:
             yield
         except (RuntimeError, AssertionError) as error:
@@ -141,8 +142,8 @@ class Ranks:
             callback(RankFailure(self.failure))
 
     def _watch(self) -> None:
-        """Waits until a rank ends or reports an error; ranks do not end before ``close``. A rank that ended because
-        another rank did not answer is the cause only if no other rank ends."""
+        """Waits until a rank ends or reports an error; ranks do not end before ``close``. If a rank ended because
+        another one did not answer, the other one is the cause: it is reported if it ends too."""
         left, found, seconds = list(self._pipes), None, None
         while ready := multiprocessing.connection.wait(left, seconds):
             if self._closing:

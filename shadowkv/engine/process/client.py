@@ -32,15 +32,16 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 DISK_SECONDS = 120.0
-"""Time limit for saving a prompt by name to the disk, and for restoring one from the disk."""
+"""Time limit in seconds for saving a prompt by name to the disk, and for restoring one from the disk."""
 
 SENDING_SECONDS = 30.0
-"""Time limit for writing a prompt to the disk that another server continues. Its answer waits for this."""
+"""Time limit in seconds for writing a prompt to the disk, for another server that continues it. The answer to the
+request waits for the write."""
 
 
 @dataclass(eq=False)
 class ClientRequest:
-    """A request for ``generate``, which can serve it once.
+    """A request for ``generate``. It can be served only once.
 
     Attributes:
         max_tokens: most tokens of the answer.
@@ -93,10 +94,10 @@ class Answers:
             self._arrived.set_result(None)
 
     async def read(self) -> list[tuple[int, TextOutput]]:
-        """The new outputs since the last call, with their requests' numbers. Waits for at least one.
+        """Returns the new outputs since the last call, with their requests' numbers. Waits for at least one.
 
-        Raises the error of ``fail``. Outputs behind a stop string, which the engine sends until it gets ``Stop``, are
-        left out.
+        Raises the error of ``fail``. Outputs behind a stop string are left out: the engine sends them until it gets
+        ``Stop``.
         """
         if not self._outputs and self._error is None:
             self._arrived = asyncio.get_running_loop().create_future()
@@ -305,7 +306,7 @@ class EngineClient:
         """Compiles a JSON schema or grammar in advance. Raises RequestError if no output can satisfy it, SchemaTimeout
         if it takes too long.
 
-        Large schemas and patterns can take seconds. Only their like wait for them.
+        Large schemas and patterns can take seconds. Only other slow grammars wait for them.
         """
         await self._ask(messages.Compile(self._number(), rules, one_line, tenant), None, None)
 
@@ -335,7 +336,7 @@ class EngineClient:
         Args:
             timeout: seconds after which all requests are aborted and asyncio.TimeoutError is raised.
             save: for a single request, a question's number and a name. The prompt is saved to the disk under this name,
-                and the question is answered when it is there.
+                and the question is answered when the prompt is there.
 
         Raises EngineBusy if too many requests wait, RequestError if the empty cache is too small for one, EngineDead if
         the engine has stopped.
@@ -376,14 +377,14 @@ class EngineClient:
     # -- statistics and the prefix cache ----------------------------------------------------------------------------
 
     async def stats(self, usage: bool = False) -> EngineStats:
-        """The engine's statistics, with ``usage`` also the share of the KV cache that requests hold. Raises
-        EngineDead."""
+        """Returns the engine's statistics. With ``usage`` they have the share of the KV cache that requests hold.
+        Raises EngineDead."""
         stats: EngineStats = await self._ask(messages.Statistics(self._number(), usage), None, EngineStats)
         return stats
 
     async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
-        """The tiers of cached prompts (``PrefixCache.segments``), as of the moment between two steps. Raises
-        EngineDead."""
+        """Returns at most ``most`` segments of cached prompts with their tiers, and the total number of segments
+        (``PrefixCache.segments``). The engine answers between two steps. Raises EngineDead."""
         kind = tuple[list[PrefixSegment], int]
         segments: tuple[list[PrefixSegment], int] = await self._ask(messages.Segments(self._number(), most), None, kind)
         return segments
@@ -394,8 +395,8 @@ class EngineClient:
         If the cached pages cannot be saved, the request is served a second time without the prefix cache.
 
         Args:
-            observe: called for each time the request is served. It returns a context manager that gives a function for
-                the outputs, or None.
+            observe: called each time the request is served. It returns a context manager, which yields a function to
+                call with each output, or None.
 
         Raises SaveError if saving fails, RequestError if no page of the prompt can ever be saved, and what ``generate``
         raises.
@@ -450,8 +451,9 @@ class EngineClient:
     async def hand_over(self, request: ClientRequest) -> tuple[str, ...]:
         """Writes the cached pages of a served request's prompt to the disk, for another server.
 
-        Returns the names of its snapshots; none if there are no pages to hand over, or with the decode role. Raises
-        SaveError or asyncio.TimeoutError if writing fails, EngineDead if the engine has stopped.
+        Returns the names of the snapshots. There are none without a disk directory, with the decode role, or if the
+        prompt has no full page to hand over. Raises SaveError or asyncio.TimeoutError if writing fails, EngineDead if
+        the engine has stopped.
         """
         if self.role == "decode" or not self._keeps_files or not self._shareable(request):
             return ()
@@ -462,8 +464,8 @@ class EngineClient:
     async def expect(self, names: tuple[str, ...], tokens: int) -> bool:
         """Waits for a chain of snapshots that another server writes, of ``tokens`` tokens in all.
 
-        It waits at most about as long as the prefill would take. Returns whether the snapshots have arrived. Raises
-        EngineDead.
+        It waits at most about as long as the prefill would take, within the limits that ``Saves.expect`` names. Returns
+        whether the snapshots have arrived. Raises EngineDead.
         """
         if self.role == "prefill" or not self._keeps_files or not names:
             return True

@@ -35,8 +35,8 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 TENANTS = 2
-"""Limit on the waiting requests of all tenants together, as a multiple of ``max_queued_seqs``, which is the limit of
-one tenant. It is twice as high for a tenant that has no waiting request."""
+"""Limit on the waiting requests of all tenants together, as a multiple of ``max_queued_seqs``. ``max_queued_seqs`` is
+the limit of one tenant. The limit on all is twice as high for a tenant that has no waiting request."""
 
 HELD_SECONDS = 0.002
 """How long the engine thread waits for a command while all sequences wait for their grammars."""
@@ -177,7 +177,8 @@ class EngineCore:
             self._commands.put(partial(self._begin, client.decode(), command.number, self._question(command)))
 
     def _question(self, question: messages.Question) -> Callable[[Future[Any]], None]:
-        """A function for the engine thread that answers a question by settling the future it gets."""
+        """Returns a function for the engine thread. It answers the question: it settles the future that it is called
+        with."""
         engine = self.engine
         if isinstance(question, messages.Segments):
             most = question.most

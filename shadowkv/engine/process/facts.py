@@ -75,7 +75,7 @@ class Registered:
 
 @dataclass(frozen=True)
 class Launch:
-    """The order to start an engine.
+    """What a new process needs to start an engine.
 
     Attributes:
         compare: policy of a second engine on the same weights; None for one engine.
@@ -90,8 +90,8 @@ class Launch:
 
 
 def script() -> str | None:
-    """The path of the script that this process runs, so that another process can unpickle its classes; None if it runs
-    a module, which the other process can import."""
+    """Returns the path of the script that this process runs. Another process needs it to unpickle the script's classes.
+    Returns None if this process runs a module, which the other process can import."""
     main = sys.modules["__main__"]
     return None if getattr(main, "__spec__", None) is not None else getattr(main, "__file__", None)
 

@@ -65,7 +65,8 @@ class FairTurns:
 
 
 _threads = FairTurns(min(32, (os.cpu_count() or 1) + 4))
-"""As many turns as ``asyncio.to_thread`` has threads. Without it the threads would be first come, first served."""
+"""It has as many turns as ``asyncio.to_thread`` has threads. Without it, the threads would serve work in the order of
+arrival."""
 
 
 async def in_thread(tenant: str, work: Callable[[], T]) -> T:

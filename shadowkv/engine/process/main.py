@@ -152,12 +152,13 @@ def _serve(control: Connection, launch: Launch, parent: _Parent, load: Callable[
 
 
 class _Parent:
-    """The starting process, watched on a thread. When it stops this process or ends, this process is ended if it does
-    not end by itself in time.
+    """Watches the starting process on a thread. When the starting process has ended or has told this one to stop, this
+    process gets some seconds to end by itself. Then it is ended.
 
     Args:
         control: connection to the starting process.
-        folder: folder of the sockets. The starting process made it, but can be killed before it removes it.
+        folder: folder of the sockets, which is removed at the exit: the starting process can be killed before it does
+            so.
 
     Attributes:
         done: set when the starting process stops this one, or ends.

@@ -39,7 +39,7 @@ class Add(msgspec.Struct, tag=True):
         prompt: token ids, from ``pack_ids``.
         arrival: time of arrival, in seconds of ``time.monotonic``, which all processes of a machine share.
         looked_up, tenant, priority: as in ``Request``.
-        save: a question's number and a name, if the computed prompt is to be saved under this name.
+        save: a question's number and the name under which to save the computed prompt. None saves nothing.
     """
 
     request_id: str
@@ -161,12 +161,12 @@ Event: TypeAlias = Step | Refused | Reply | Failure | Ended
 
 
 def pack_ids(token_ids: list[int]) -> bytes:
-    """Token ids as int32, in this machine's byte order."""
+    """Packs token ids as int32, in this machine's byte order."""
     return array.array("i", token_ids).tobytes()
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """Token ids of ``pack_ids``'s bytes."""
+    """Unpacks the bytes of ``pack_ids``."""
     ids = array.array("i")
     ids.frombytes(packed)
     return ids.tolist()
@@ -178,12 +178,12 @@ decode_event = msgspec.msgpack.Decoder(Event).decode
 
 
 def reply(number: int, value: Any) -> Reply:
-    """The message that answers question ``number`` with ``value``."""
+    """Makes the message that answers question ``number`` with ``value``."""
     return Reply(number, msgspec.Raw(encode(value)))
 
 
 def decode_reply(value: bytes | msgspec.Raw, kind: Any) -> Any:
-    """A reply's value, of type ``kind``."""
+    """Decodes a reply's value, of type ``kind``."""
     return msgspec.msgpack.decode(value, type=kind)
 
 

@@ -1,9 +1,10 @@
 """Decode steps of all running sequences. ``Engine.step`` calls ``next`` and ``join``.
 
-On a GPU the next step is launched before the host has seen this step's tokens: it reads them on the device. A sequence
-that turns out to have ended has then computed one token too many, which is dropped. If the host takes part in choosing
-tokens (penalties, grammars, log-probabilities), the next step is launched only when they are chosen. A sequence whose
-grammar mask is not ready is held: the other sequences go on, and its token is chosen from the same logits later.
+On a GPU the next step is launched before the host has seen this step's tokens: the next step reads them on the device.
+A sequence that turns out to have ended has then computed one token too many, which is dropped. If the host takes part
+in choosing tokens (penalties, grammars, log-probabilities), the next step is launched only when they are chosen. A
+sequence whose grammar mask is not ready is held: the other sequences go on, and its token is chosen from the same
+logits later.
 
 Short prompts can join a step. The same pass computes them, and the step chooses their first tokens.
 """
@@ -73,8 +74,8 @@ class DecodeSteps:
         return True
 
     def next(self, wait: bool = True) -> ChosenRows:
-        """The next token of every running sequence, and its selections if requested. Rows of sequences that have ended
-        in the meantime can be among them.
+        """Returns the next token of every running sequence, and its selections if requested. Some rows can be of
+        sequences that have ended in the meantime.
 
         Held rows are included when their grammars are ready. If all rows are held, ``wait`` waits for a moment.
         """

@@ -39,7 +39,8 @@ class _Held:
 
 
 class HeldRows:
-    """Samples tokens on the host's side. Rows whose grammars are ready get their tokens; the others are held."""
+    """Samples the tokens of steps in which the host takes part. Rows whose grammars are ready get their tokens; the
+    others are held."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner, self._scheduler = runner, scheduler
@@ -49,7 +50,7 @@ class HeldRows:
         return any(held.running is running for held in self._held)
 
     def choose(self, rows: Sequence[Running], logits: Tensor, selected: Selected) -> ChosenRows:
-        """The next tokens of the rows whose grammars are ready. It can change ``logits`` [B, V] in place."""
+        """Chooses the next tokens of the rows whose grammars are ready. It can change ``logits`` [B, V] in place."""
         end, ready = time.monotonic() + RULES_SECONDS, []
         for row, running in enumerate(rows):
             seconds = 0.0 if running.rules_were_late else max(0.0, end - time.monotonic())
@@ -65,7 +66,8 @@ class HeldRows:
         return kept, chosen, {number: selected[row] for number, row in enumerate(ready) if row in selected}
 
     def release(self, wait: bool) -> ChosenRows:
-        """The next tokens of the held rows that have become ready. With ``wait`` it first waits for a moment."""
+        """Chooses the next tokens of the held rows that have become ready. With ``wait`` it first waits for a
+        moment."""
         running = self._scheduler.running
         self._held = [held for held in self._held if held.running in running]  # the others were aborted
         if wait and self._held:
@@ -81,7 +83,7 @@ class HeldRows:
 
 
 def joined(first: ChosenRows, second: ChosenRows) -> ChosenRows:
-    """The rows of ``first``, then those of ``second``."""
+    """Joins two sets of rows: the rows of ``first``, then those of ``second``."""
     (rows, (tokens, logprobs, finite), selected), (more, others, others_selected) = first, second
     chosen = tokens + others[0], logprobs + others[1], finite + others[2]
     return [*rows, *more], chosen, selected | {len(rows) + row: of_it for row, of_it in others_selected.items()}

@@ -1,4 +1,4 @@
-"""Device time of prefills: measured for the current one, and predicted for the next. ``PrefillQueue`` uses both.
+"""Measures the device time of the current prefill, and predicts that of the next. ``PrefillQueue`` uses both.
 
 On a GPU a launch returns long before its work is done. Unmeasured launches could queue seconds of work between two
 decode steps.
@@ -31,11 +31,11 @@ class Pace:
         self._tokens, self._seconds = kept * self._tokens + tokens, kept * self._seconds + seconds
 
     def seconds(self, tokens: int) -> float:
-        """Predicted seconds for ``tokens`` tokens; infinity before the first measurement."""
+        """Predicts the seconds for ``tokens`` tokens. Returns infinity before the first measurement."""
         return tokens * self._seconds / self._tokens if self._tokens else math.inf
 
     def tokens(self, seconds: float) -> int:
-        """Number of tokens that take at most ``seconds``; 0 before the first measurement."""
+        """Predicts how many tokens take at most ``seconds``. Returns 0 before the first measurement."""
         return int(seconds * self._tokens / self._seconds) if self._seconds else 0
 
 
@@ -60,10 +60,11 @@ class Stopwatch:
         self._passed = 0.0
 
     def passed(self) -> float:
-        """Device seconds from the start to the previous call; 0 at the first call. On a CPU, seconds to this call.
+        """Returns the device seconds from the start to the previous call; 0 at the first call. On a CPU it returns the
+        seconds to this call.
 
-        Waits until the device has reached the previous call, so the device stays busy with the newest piece. The first
-        call waits for the last call before the start.
+        On a GPU it waits until the device has reached the previous call. It does not wait for the newest piece, so the
+        device stays busy. The first call waits for the last call before the start.
         """
         now = Mark(self.device)
         before, self._last = self._last if self.device.type == "cuda" else now, now
@@ -76,7 +77,7 @@ class Stopwatch:
         return self._passed
 
     def launched(self) -> float:
-        """Estimated device seconds from the start to this call. The newest piece, which the device has not finished, is
+        """Estimates the device seconds from the start to this call. The device has not finished the newest piece; it is
         assumed to take as long as the piece before."""
         passed = self.passed()
         return passed + self.piece if self.device.type == "cuda" else passed
@@ -98,7 +99,8 @@ class Mark:
             self._event.synchronize()
 
     def since(self, other: Mark) -> float:
-        """Device seconds from ``other`` to this later mark. Waits until the device has reached it."""
+        """Returns the device seconds from ``other`` to this later mark. Waits until the device has reached this
+        mark."""
         if self._event is None or other._event is None:
             return self._time - other._time
         self.wait()

@@ -23,9 +23,9 @@ CAPTURE_SECONDS = 0.05
 capture and for the rest of the round."""
 
 LONG_SHARE = 0.25
-"""Minimum share of prefill time for a long prompt while short ones overtake it. Short prompts of a burst wait for the
-long one. Measured on an H200 with a share of one half: ten short prompts that came within 0.4 s had their first tokens
-after 0.34 to 0.40 s. With all of the time they would have taken 0.25 s."""
+"""Minimum share of prefill time for a long prompt while short ones overtake it. The share delays short prompts of a
+burst. Measured on an H200 with a share of one half: ten short prompts that came within 0.4 s had their first tokens
+after 0.34 to 0.40 s. With all of the prefill time they would have taken 0.25 s."""
 
 
 MAX_OWED = 0.5
@@ -34,7 +34,7 @@ once would be a newcomer each time."""
 
 MAX_IN_FLIGHT = 3
 """Most prefills in flight: a long prompt, a pack that has overtaken it, and newcomers that have overtaken the pack. It
-is limited because each has its own activations."""
+is limited because the activations of each take memory."""
 
 
 @dataclass(eq=False)
@@ -49,8 +49,9 @@ class PrefillInFlight:
         tokens: number of tokens to compute.
         pieces: number of pieces of the computation.
         done: number of finished pieces.
-        owed: seconds of device time that prefills which overtook this one still owe to it.
-        seconds: device time spent on it so far.
+        owed: seconds of device time that this prefill must get before others may overtake it again. Prefills that
+            overtake it add to it.
+        seconds: device seconds spent on it so far.
     """
 
     rows: list[Running]
@@ -82,8 +83,8 @@ class PrefillQueue:
     """Starts the scheduler's prefills and continues them.
 
     A short prefill can start while a long one is paused, and is finished first. The next short prefill starts when the
-    long one has had its ``LONG_SHARE`` of the device time since. A newcomer's prefill need not wait for this. It can
-    also overtake a pack of short prompts of others, as long as at most ``MAX_OWED`` seconds are owed.
+    long one has had its ``LONG_SHARE`` of the device time since then. A newcomer's prefill need not wait for this. It
+    can also overtake a pack of other tenants' short prompts. Both hold while at most ``MAX_OWED`` seconds are owed.
 
     Attributes:
         in_flight: the prefills in progress. The last one runs; the others are paused.
@@ -104,7 +105,7 @@ class PrefillQueue:
         return sum(len(prefill.rows) for prefill in self.in_flight)
 
     def of(self, request_id: str) -> PrefillInFlight | None:
-        """The prefill that computes a request; None if none does."""
+        """Returns the prefill that computes a request, or None if none does."""
         for prefill in self.in_flight:
             if any(running.request.request_id == request_id for running in prefill.rows):
                 return prefill
@@ -141,7 +142,8 @@ class PrefillQueue:
         return more and self.scheduler.waiting.has_newcomers
 
     def joining(self, seconds: float) -> PrefillInFlight | None:
-        """The current prefill if it can be part of the next decode step and adds at most ``seconds`` to it; else None.
+        """Returns the current prefill if it can be part of the next decode step and adds at most ``seconds`` to it;
+        else None.
 
         A step is one pass without a pause. So a prefill is computed alone if it has begun, is scored, attends to more
         than a block of tokens, or waits for pages from other tiers.

@@ -46,7 +46,7 @@ checks each of them."""
 
 @dataclass(eq=False)
 class Running:
-    """A request that owns a sequence. From then on the sequence samples attention by this request's seed."""
+    """A request that owns a sequence. Sampled attention of the sequence then uses the request's seed."""
 
     request: Request
     sequence: CachedSequence
@@ -158,7 +158,7 @@ class Scheduler:
 
     @property
     def _spare(self) -> Blocks:
-        """Memory that is reserved for newcomers; nothing if the cache has no sequence to reserve."""
+        """Memory that is reserved for newcomers. It is empty if the cache has no sequence to reserve."""
         if self.cache.total["sequences"] <= self.max_num_seqs:
             return Blocks()
         tokens = min(SPARE_TOKENS, self.cache.max_model_len)
@@ -167,7 +167,8 @@ class Scheduler:
 
     @property
     def could_admit(self) -> bool:
-        """Whether requests wait, and the last refusal for lack of memory concerns none of them."""
+        """Whether a waiting request might be admitted. False if no request waits, or if the last refusal for lack of
+        memory was of a request that still waits."""
         refused = self._refused
         return bool(self.waiting) and (
             refused is None or all(refused.request is not request for request in self.waiting)
@@ -235,8 +236,8 @@ class Scheduler:
         """Admits the waiting requests that are prefilled together next, and allocates their sequences.
 
         Args:
-            in_flight: prompts whose prefill is paused. With any, long prompts are passed over, memory for the passed
-                prompts stays free, and the admitted prompts have at most a block of tokens together.
+            in_flight: prompts whose prefill is paused. If there are any, long prompts are passed over, memory for the
+                passed prompts stays free, and the admitted prompts have at most a block of tokens together.
             most_tokens: most new tokens of several prompts that are packed. A single prompt can have more.
             newcomers_only: whether to admit only newcomers' requests.
         """
@@ -300,12 +301,12 @@ class Scheduler:
 
     def _leaves_room(self, request: Request, newcomer: bool, in_flight: list[Leader]) -> bool:
         """Whether a request must leave the reserved memory free. It must if anything else runs or is prefilled, unless
-        it is a newcomer's short request itself."""
+        it is itself a newcomer's short request, or the fair order does not apply to it."""
         is_one = newcomer and request.capacity <= SPARE_TOKENS
         return bool(self.running or in_flight) and self.waiting.is_shared(request) and not is_one
 
     def _match(self, request: Request) -> Match | None:
-        """The cached prefix of a prompt; None if there is none or the request does not use it."""
+        """Looks up the cached prefix of a prompt. Returns None if there is none or the request does not use it."""
         return self.prefix_cache.look_up(request.prompt) if request.prompt and _looks_up(request) else None
 
     def computed(self, done: Iterable[Running]) -> None:
@@ -332,8 +333,8 @@ class Scheduler:
     def _reserve(self, request: Request, match: Match | None, left: Blocks, again: bool) -> CachedSequence | None:
         """Allocates a sequence for a request; None if it does not fit while ``left`` stays free.
 
-        It continues the cached prefix ``match``. If the prefix does not fit and ``again`` is True, or if it cannot be
-        restored, the sequence is for a prompt that is computed from its first token.
+        It continues the cached prefix ``match``. The prompt is instead computed from its first token if the prefix
+        cannot be restored, or if it does not fit and ``again`` is True.
         """
         start, cache, prefix_cache = len(request.prompt_token_ids), self.cache, self.prefix_cache
         if match:

@@ -3,9 +3,9 @@ first served, or by priority.
 
 The fair order is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024,
 arXiv:2401.00588). Each tenant has a counter of the tokens computed for it, and the tenant with the lowest counter is
-next. A tenant that comes, or comes back, starts at the lowest counter of the active tenants, so that no tenant saves up
-credit. Beyond the paper, a newcomer is first: a tenant with requests waiting and none running or prefilling. It is no
-newcomer if its counter is more than ``AHEAD`` above the lowest.
+next. A tenant that comes, or comes back, starts at least at the lowest counter of the active tenants, so that no tenant
+saves up credit. Beyond the paper, a newcomer is first: a tenant with requests waiting and none running or prefilling.
+It is no newcomer if its counter is more than ``AHEAD`` above the lowest.
 
 Within a tenant the shortest prompt is first, with ageing: a request's rank is its arrival time plus a multiple of its
 prefill time. Requests without a tenant, which come from ``LLM`` and not from a server, keep their order.
@@ -28,7 +28,7 @@ AHEAD = 1_024
 after another would always be first."""
 
 PATIENCE = 4.0
-"""A request lets shorter ones of its tenant pass for this many times its own prefill time."""
+"""For this many times its own prefill time, a request lets shorter ones of its tenant pass."""
 
 
 class WaitingQueue:
@@ -78,7 +78,7 @@ class WaitingQueue:
         self._had[request.tenant] += PROMPT_COST * tokens
 
     def start_elsewhere(self, request: Request) -> None:
-        """Counts a request as started that was never in the queue: its prompt was computed elsewhere."""
+        """Counts a request as started although it was never in the queue, because its prompt was computed elsewhere."""
         self._come(request.tenant)
         self._in_flight.setdefault(request.tenant, set()).add(request)
 
@@ -102,7 +102,7 @@ class WaitingQueue:
         return bool(self._waiting[tenant] or tenant in self._in_flight)
 
     def _had_by_now(self, tenant: str) -> float:
-        """A tenant's counter, with the output tokens of its requests in flight."""
+        """Returns a tenant's counter plus the cost of the output tokens of its requests in flight."""
         tokens = sum(len(request.output_token_ids) for request in self._in_flight.get(tenant, ()))
         return self._had[tenant] + OUTPUT_COST * tokens
 

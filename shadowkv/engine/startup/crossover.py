@@ -1,10 +1,11 @@
-"""The crossover length: from how many tokens on compressing a sequence saves time. ``loading.py`` calls it.
+"""Computes the crossover length: the number of tokens from which on it saves time to compress a sequence.
+``loading.py`` calls it.
 
 It is computed once, from the model, the policy and the batch. It does not depend on the load, so an answer does not
 depend on other requests. The model of costs: each decoded token costs its share of the bytes that a step reads. A
 compressed sequence adds the time of its search to each step, and the time of fitting and compression once. A prompt of
-at most one prefill block is never compressed: no later block of the layer could overlap the compression, and its first
-token would come a tenth later.
+at most one prefill block is never compressed: no later block of the layer could be computed during the compression, so
+the first token would come a tenth later.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Costs:
     Attributes:
         bandwidth: bandwidth at which steps read tokens on the device.
         host_bandwidth: bandwidth at which steps read values on the host.
-        step: time per layer that a step takes longer if any of its sequences is compressed.
-        row: time per layer and compressed sequence of a step.
+        step: extra time of a step, per layer, if any of its sequences is compressed.
+        row: extra time of a step, per layer and compressed sequence.
         fit: time per layer to fit a prompt's states.
-        compress: time to compress a prompt's token, per layer and dimension of all kv heads.
+        compress: time to compress one token of a prompt, per layer and per dimension of the kv heads together.
     """
 
     bandwidth: float
@@ -62,7 +63,7 @@ COSTS = {
 
 
 def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cache_bytes: int | None = None) -> int:
-    """The number of tokens from which on a sequence is compressed (``KVSpec.dense_below``).
+    """Returns the number of tokens from which on a sequence is compressed (``KVSpec.dense_below``).
 
     Args:
         model: config of the model.
@@ -76,7 +77,7 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
     weights = Decoder(model, forced.dtype, "meta")
 
     def seconds(layout: Layout, tokens: int) -> float:
-        """Time per sequence of a decode step, in a full batch of sequences of ``tokens`` tokens."""
+        """Returns the time of a decode step per sequence, in a full batch of sequences of ``tokens`` tokens."""
         rows, need = batch, layout.demand(tokens, tokens)
         if cache_bytes is not None:
             pages = Blocks({kind: need[kind] for kind in layout.paged})
@@ -102,7 +103,8 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
 
 
 def _lengths(first: int, last: int) -> Iterator[int]:
-    """Lengths from ``first`` to ``last``, each a quarter longer than the one before, in whole pages."""
+    """Yields lengths from ``first`` to ``last``. Each is a quarter longer than the one before, rounded up to whole
+    pages."""
     tokens = first
     while tokens <= last:
         yield tokens

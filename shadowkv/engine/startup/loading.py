@@ -64,7 +64,8 @@ def load_engine_parts(
         group: the ranks that share the model. Only this rank's part is loaded.
         device: this rank's device; None for the config's.
         make: makes the cache, from the arguments of ``KVCache``.
-        backends: backend by op name, for layers, cache and sampler. Backends of other ops are chosen.
+        backends: backend by op name, for ops of layers, cache and sampler. The backends of all other ops are chosen
+            automatically.
     """
     spec, device = config.spec(), device or device_of(config.device)
     if config.attention_backend in LIBRARIES:  # raises before weights are read if the library is not installed
@@ -124,7 +125,8 @@ def ops_for(
     attention_backend: str = "auto",
 ) -> Ops:
     """Chooses the ops that an engine calls: those of the model's layers, the cache and the sampler. Loads installed
-    plugins first. ``backends`` and ``attention_backend`` are as for ``choose_ops``, and so is what it raises."""
+    plugins first. ``backends`` and ``attention_backend`` are as in ``choose_ops``. Raises what ``choose_ops``
+    raises."""
     if (error := load_installed()) is not None:
         logger.warning("%s; what it would register is missing", error)
     also = model.called_ops.union(Sampler.calls, FusedLayers.calls if device.type == "cpu" else ())
@@ -132,7 +134,8 @@ def ops_for(
 
 
 def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
-    """Most sequences of a decode step, if decode steps are CUDA graphs; None if they are not."""
+    """Returns the most sequences that a decode step can have as a CUDA graph. Returns None if decode steps are not CUDA
+    graphs."""
     graphs = cache.device.type == "cuda" and not config.enforce_eager and not cache.ops.synchronising
     return config.max_num_seqs + SPARE_SEQS if graphs else None
 
@@ -140,8 +143,8 @@ def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
 def default_prefill(
     layout: Layout, rope: RopeConfig, device: torch.device, backends: Mapping[str, str] | None = None
 ) -> str:
-    """The default of ``prefill``: sparse on a GPU with kernels for it, else dense. ``backends`` are as for
-    ``choose_ops``, and so is what it raises."""
+    """Returns the default of ``prefill``: sparse on a GPU with kernels for it, else dense. ``backends`` are as in
+    ``choose_ops``. Raises what ``choose_ops`` raises."""
     if device.type != "cuda":
         return "dense"
     load_installed()  # a plugin can have a kernel; ``ops_for`` reports the plugins that cannot be loaded
@@ -264,9 +267,9 @@ def _experts(model: ModelConfig) -> str:
 def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:
     """Lines about backends, for a server's start.
 
-    They list the called ops by backend, the ops that run in Triton or PyTorch because a compiled library is missing
-    (with the command that builds it), and why other ops run in PyTorch. On a GPU, and if a library is missing, slow ops
-    are also logged as warnings.
+    They list the called ops by backend. They name the ops that run in Triton or PyTorch because a compiled library is
+    missing, with the command that builds it. They say why other ops run in PyTorch. On a GPU, and if a library is
+    missing, slow ops are also logged as warnings.
     """
     of_backend: dict[str, list[str]] = {}
     for name in sorted(ops.called):
@@ -297,7 +300,8 @@ def _fallen(ops: Ops, names: list[str], gpu: bool) -> str:
 
 
 def device_of(name: str) -> torch.device:
-    """The device named ``name``; a GPU has its index. Raises ValueError if this machine does not have it."""
+    """Returns the device named ``name``. A GPU always gets an index: without one in the name, that of the current
+    device. Raises ValueError if this machine does not have the device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -322,7 +326,8 @@ def current(device: torch.device) -> torch.accelerator.device_index:
 
 
 def sampling_of_directory(name: str) -> dict[str, Any] | None:
-    """The sampling defaults of ``--generation-config``; None for "auto", the model's own file.
+    """Returns the sampling defaults of ``--generation-config``. Returns None for "auto", which stands for the model's
+    own file.
 
     Raises ValueError if the directory has no such file, or an unusable one.
     """
@@ -338,7 +343,8 @@ def sampling_of_directory(name: str) -> dict[str, Any] | None:
 
 
 def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``defaults`` updated with ``overrides``. Raises ValueError if a request could not have these parameters."""
+    """Returns ``defaults`` updated with ``overrides``. Raises ValueError if a request could not have these
+    parameters."""
     if unknown := [name for name in overrides if name not in OVERRIDES]:
         reason = f"has {', '.join(map(repr, unknown))}, and can have {', '.join(OVERRIDES)}"
         also = "; default_max_tokens limits answers" if "max_new_tokens" in unknown else ""

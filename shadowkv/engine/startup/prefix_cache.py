@@ -29,12 +29,13 @@ from shadowkv.wording import GIB, SettingsError
 Origin = Callable[[str | None], str]
 
 UNLIMITED = 2**62
-"""Bytes of copies that a prefill server launches in a step. Decode servers wait for its copies, and hardly any client
-for its tokens."""
+"""Bytes of copies that a prefill server launches in a step. Decode servers wait for these copies, but hardly any client
+waits for tokens of a prefill server."""
 
 
 def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> tuple[PrefixCache, Origin]:
-    """Makes the prefix cache. Returns it with the function from a cache salt to the first link of page names.
+    """Makes the prefix cache. Returns it with the function that maps a cache salt to the first link of the chain of
+    page names.
 
     Raises MemoryError if host memory is too small, ValueError if the disk directory cannot be used.
     """
@@ -72,7 +73,7 @@ def _named(directory: Path) -> Iterator[None]:
 
 
 def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> CacheKey:
-    """Everything that this engine's snapshots depend on besides their tokens."""
+    """Returns the key of this engine's snapshots: everything that they depend on besides their tokens."""
     return CacheKey(
         model=fingerprint(loaded.model) + overridden(config),
         adapter=None,  # the adapter is merged into the weights, so the fingerprint covers it
@@ -85,18 +86,18 @@ def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> Cach
 
 
 def overridden(config: EngineConfig) -> str:
-    """A dash and a digest of ``hf_overrides``; empty without overrides. Overrides can change keys and values without a
-    change of the weights or of the cache's form."""
+    """Returns a dash and a digest of ``hf_overrides``, or an empty text without overrides. Overrides can change keys
+    and values without a change of the weights or of the cache's form."""
     if not config.hf_overrides:
         return ""
     return "-" + blake2b(json.dumps(dict(config.hf_overrides), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def fingerprint(model: Decoder) -> str:
-    """A digest of a model's weights in memory. It does not depend on the files that they came from.
+    """Returns a digest of a model's weights in memory. It does not depend on the files that the weights came from.
 
-    It contains three sums for each tensor, whose bits are read as int32: of all numbers, of every second and of every
-    third. Integer sums do not depend on the order of additions.
+    The bits of each tensor are read as int32 numbers. The digest covers three sums of them: of all numbers, of every
+    second and of every third. Integer sums do not depend on the order of additions.
     """
     digest = blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):

@@ -42,8 +42,8 @@ SHORTER = 8
 """Memory for windows is sized for sequences that are this many times shorter than the longest one."""
 
 WAY_SNAPSHOTS, WAY_GIB = 2, (1, 16)
-"""Host memory for copies between device and disk if ``kv_offload_gib`` is 0: this many copies of the longest sequence,
-but at least and at most these numbers of GiB."""
+"""Host memory for copies between device and disk if ``kv_offload_gib`` is 0. It holds ``WAY_SNAPSHOTS`` copies of the
+longest sequence, but is at least and at most as large as ``WAY_GIB`` says."""
 
 
 def in_gib(count: int) -> str:
@@ -54,10 +54,10 @@ def in_gib(count: int) -> str:
 def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Device bytes left free for the longest prefill and a prefill of one block that overtakes it.
 
-    It is the sum of: their residual streams and the numbers of their tokens; keys (before and after RoPE) and values of
-    the layers that are stored together; the peak of a block's activations; and keys and values once more, for later
-    turns. A later turn is stored from a copy behind its exact tokens, and if it attends sparsely, all keys and values
-    are rebuilt.
+    It is a sum. For both prefills: the residual stream, the numbers of the tokens, and keys (before and after RoPE) and
+    values of the layers that are stored together. For a block: the peak of its activations. For later turns: keys and
+    values once more, because a later turn is stored from a copy behind its exact tokens and, if it attends sparsely,
+    rebuilds all keys and values.
     """
     shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
 
@@ -73,8 +73,8 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
 
 def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
-    """Peak device bytes of a block's activations, in attention or in the MLP, without its rows of the residual
-    stream."""
+    """Returns the peak device bytes of a block's activations, in attention or in the MLP. The block's rows of the
+    residual stream do not count."""
     shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
     # After attention the residual stream exists before and after each of its two sums, if a layer is computed at once.
     in_the_mlp = block * (5 * model.hidden_size + _inner_numbers(model)) * dtype.itemsize
@@ -85,8 +85,8 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
 
 def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
-    """Peak device bytes of a block in linear attention: its projections, the convolution's results, and in float32
-    queries, keys, values and results, about three times."""
+    """Returns the peak device bytes of a block in linear attention. They are the projections, the convolution's
+    results, and about three copies in float32 of queries, keys, values and results."""
     linear = model.linear
     if linear is None:
         return 0
@@ -96,12 +96,13 @@ def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
 
 
 def _inner_numbers(model: ModelConfig) -> int:
-    """Most numbers of one token that exist at the same time within an MLP or a mixture of experts."""
+    """Returns the most numbers of one token that exist at the same time within an MLP or a mixture of experts."""
     dense = 3 * model.intermediate_size if model.has_mlps else 0
     if model.experts is None:
         return dense
     hidden, inner, shared = model.hidden_size, model.experts.intermediate_size, model.experts.shared_size
-    # Rows in the order of experts before and after the first product; the second product's rows in both orders.
+    # What exists together, stage by stage: rows and the first product; the first product and its activation; the
+    # activation and the second product; the second product in the order of experts and in that of tokens.
     routed = max(hidden + 2 * inner, 3 * inner, hidden + inner, 2 * hidden)
     if model.experts.biases:  # a row of biases beside each row of a product
         routed = max(routed, hidden + 4 * inner, inner + 2 * hidden)
@@ -110,8 +111,8 @@ def _inner_numbers(model: ModelConfig) -> int:
 
 
 def drawing_bytes(shape: ModelShape, queries: int, keys: int) -> int:
-    """Device bytes of the scores and lists with which tiles of ``queries`` queries sample blocks of ``keys`` keys
-    (``ops/select_blocks/triton.py``)."""
+    """Returns the device bytes of the scores and lists of sparse prefill, in which tiles of ``queries`` queries sample
+    blocks of ``keys`` keys (``ops/select_blocks/triton.py``)."""
     tiles, blocks, group = -(-queries // BLOCK), -(-keys // BLOCK), shape.num_query_heads // shape.num_kv_heads
     together = max(1, 128 // (group * SAMPLED))
     rows = max(16, 1 << (together * group * SAMPLED - 1).bit_length())
@@ -149,12 +150,14 @@ def _fetching_bytes(layout: GroupLayout) -> int:
 
 
 def _stored(tokens: int, shape: ModelShape) -> int:
-    """Most tokens that are stored together for a prompt of ``tokens`` tokens, summed over layers."""
+    """Returns the most tokens that are stored together for a prompt of ``tokens`` tokens. A token counts once for each
+    layer that is stored with it."""
     return max(tokens, min(TOKENS_AT_ONCE, min(STATES_AT_ONCE, shape.num_layers) * tokens))
 
 
 def storing_bytes(layout: Layout) -> int:
-    """Device bytes for parts that fit states and compress pages, one after the other."""
+    """Returns the device bytes with which the cache's parts fit states and compress pages. They do so one after
+    another, so the largest need counts."""
     tokens = _stored(layout.max_model_len, layout.shape)
     parts = [part for group in layout.groups for part in group.parts]
     return max(max(part.fitting_bytes(tokens), part.compression_bytes()) for part in parts)
@@ -168,13 +171,13 @@ def tables_bytes(layout: Layout) -> int:
 
 def staging_bytes(layout: Layout) -> int:
     """Device bytes for copies between device and host: one layer of the longest sequence to the host, and two back
-    (``prefix_cache/host.py``); and two recurrent states, of which readings hold copies."""
+    (``prefix_cache/host.py``). In addition two recurrent states, because each reading of a snapshot copies one."""
     recurrent = 0 if layout.recurrent is None else 2 * layout.recurrent.state_bytes
     return 3 * layout.snapshot_layer_bytes(layout.max_model_len) + recurrent
 
 
 def offload_bytes(config: EngineConfig, layout: Layout) -> int:
-    """Host bytes for the prefix cache's copies; 0 without tiers below the device."""
+    """Returns the host bytes for the prefix cache's copies. Returns 0 without tiers below the device."""
     if config.kv_offload_gib or config.kv_disk_dir is None:
         return int(config.kv_offload_gib * GIB)
     longest = layout.snapshot_bytes(layout.max_model_len)
@@ -183,8 +186,8 @@ def offload_bytes(config: EngineConfig, layout: Layout) -> int:
 
 
 def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool = False) -> int:
-    """Device bytes left free for RoPE's tables, for a prefill, and for decode steps of ``batch`` sequences; with
-    ``offload`` also for copies of cached prompts between device and host."""
+    """Returns the device bytes that are left free for RoPE's tables, for a prefill, and for decode steps of ``batch``
+    sequences. With ``offload`` they are also for copies of cached prompts between device and host."""
     prefill = prefill_bytes(model, layout.max_model_len, layout.dtype) + storing_bytes(layout)
     return (
         tables_bytes(layout)
@@ -213,7 +216,7 @@ def largest_batch(
     host_bytes: int | None,
     offload: bool = False,
 ) -> LargestBatch:
-    """Number of sequences that fit into an engine on a GPU.
+    """Computes the number of sequences that fit into an engine on a GPU.
 
     Args:
         start: tokens of each prompt.
@@ -238,7 +241,7 @@ def largest_batch(
 
 
 def likely_cache_bytes(config: EngineConfig, weights: int, device: torch.device) -> int | None:
-    """Estimated device bytes for sequences, from the GPU's total memory; None on a CPU."""
+    """Estimates the device bytes for sequences from the GPU's total memory. Returns None on a CPU."""
     if device.type != "cuda":
         return None
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
@@ -248,7 +251,8 @@ def likely_cache_bytes(config: EngineConfig, weights: int, device: torch.device)
 def size_cache(
     config: EngineConfig, layout: Layout, slots: int, device: torch.device, model: ModelConfig
 ) -> tuple[Blocks, int]:
-    """Blocks of each tier, at most as many as all slots can use, and the longest sequence that fits.
+    """Returns the blocks of each tier, at most as many as all slots can use, and the length of the longest sequence
+    that fits.
 
     A configured ``max_model_len`` must fit; the model's own is halved until it fits. Raises MemoryError if no sequence
     fits, or if less host memory is free than configured.
@@ -309,8 +313,8 @@ def _of_states(layout: Layout, slots: int) -> str:
 def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Blocks:
     """Divides the bytes of each tier between groups of layers, in proportion to the demand of sequences of ``tokens``.
 
-    A window takes as much memory for a shorter sequence, and more short sequences fit. So there are as many windows as
-    sequences that are ``SHORTER`` times shorter.
+    A window takes as much memory in a short sequence as in a long one, and more short sequences fit. So there are as
+    many windows as there can be sequences that are ``SHORTER`` times shorter.
     """
     need = _demand(layout, tokens)
     windows, growing = (
@@ -334,7 +338,7 @@ def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Block
 def _device_bytes(
     config: EngineConfig, layout: Layout, device: torch.device, model: ModelConfig, host_free: int
 ) -> tuple[int, str]:
-    """Device bytes for a cache, and a description of the rest of a GPU's memory."""
+    """Returns the device bytes for a cache, and a description of the rest of a GPU's memory, for an error."""
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION[device.type]
     if device.type != "cuda":
         return int(host_free * share), ""

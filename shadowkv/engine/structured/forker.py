@@ -15,7 +15,7 @@ from shadowkv.engine.child_process import ending, start_process
 from shadowkv.engine.structured.vocabulary import Vocabulary
 
 START_SECONDS = 120.0
-"""Time limit for its start, which takes two seconds, and more on a busy machine."""
+"""Time limit for the process's start, which takes two seconds, and more on a busy machine."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment for a process with one thread, because only such a process can be forked safely. Without it, libraries
@@ -63,10 +63,11 @@ class Forker(Generic[P]):
         send_handle(self.connection, descriptor, None)
 
     def hear(self) -> tuple[P | None, int, int] | None:
-        """The process's next message.
+        """Receives the process's next message.
 
-        None if the forker is ready. For a forked process, the ``asks`` of its request, its id and 0. For an ended
-        process, None, its id and its exit code. Raises OSError or EOFError if the forker itself has ended.
+        Returns None if the message says that the forker is ready. For a forked process it returns the ``asks`` of the
+        request, the process id and 0. For an ended process it returns None, the process id and the exit code. Raises
+        OSError or EOFError if the forker itself has ended.
         """
         assert self.connection is not None
         message: int | tuple[int, int] | None = self.connection.recv()

@@ -42,7 +42,7 @@ class Grammars:
             tenant: the tenant whose turn the compilation takes.
 
         The future raises RequestError if xgrammar is not installed or refuses the grammar, or if no output can satisfy
-        it; SchemaTimeout if compiling takes too much time or memory.
+        the grammar. It raises SchemaTimeout if compiling takes too much time or memory.
         """
         try:
             if find_spec("xgrammar") is None:

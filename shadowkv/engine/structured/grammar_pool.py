@@ -33,9 +33,10 @@ from shadowkv.prefix_cache.protocol import settle
 from shadowkv.wording import counted
 
 ATTEMPTS = ((0.1, 6), (2.0, 2), (30.0, 3))
-"""Attempts to compile a grammar: the limit on processor time in seconds, and how many run at a time. No estimate says
-which grammar takes long, so what takes too long in one attempt is tried again among its like, from the start. Usual
-grammars take milliseconds, patterns of the longest strings that xgrammar supports two seconds."""
+"""Attempts to compile a grammar: the limit on processor time in seconds, and how many run at a time. It is unknown in
+advance which grammar takes long. So a grammar that reaches the limit starts again in the next attempt, beside others
+that reached it. Usual grammars take milliseconds, patterns of the longest strings that xgrammar supports two
+seconds."""
 
 MATCH_SECONDS = 1.0
 """Limit on the processor time for one token of an answer. Usual tokens take 0.02 to 0.2 ms. 60 alternatives of strings
@@ -61,13 +62,13 @@ PROCESS_BYTES = 2**22
 """Estimated memory of a process without its grammar."""
 
 ENDED = 16
-"""An idle process is told of ended answers when there are this many. Each takes memory in the process."""
+"""An idle process is told of ended answers once there are this many, because each takes memory in the process."""
 
 REMEMBERED = 4_096
 """Number of grammars that are remembered as too costly. They are refused at once the next time."""
 
 MAX_DEATHS = 3
-"""Number of processes that can end under an answer, without its fault, before the answer fails."""
+"""Number of processes that can end while they match an answer, without its fault, before the answer fails."""
 
 SHUT_DOWN = "the engine is being shut down"
 FAILED = "grammar matching has failed on this server; the log has the details"
@@ -95,8 +96,8 @@ class Answer(Protocol):
 
 @dataclass(eq=False)
 class _Matched:
-    """An answer that a process matches: its tokens that the process has not got yet (``new``), all its tokens, and the
-    number of processes that have ended under it, without its fault (``deaths``)."""
+    """An answer that a process matches. ``new`` are the tokens that the process has not got yet, ``tokens`` are all.
+    ``deaths`` counts the processes that have ended while they matched it, without its fault."""
 
     answer: Answer
     new: list[int] = field(default_factory=list)
@@ -151,7 +152,8 @@ class _Process:
                 os.kill(self.pid, number)
 
     def seconds(self) -> float:
-        """Processor time of the process, from Linux's clock for its id; 0 if it has ended, and on other systems."""
+        """Reads the process's processor time from Linux's clock for its id. Returns 0 if it has ended, and on other
+        systems."""
         if self.pid is not None:
             with suppress(OSError):
                 return time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid(3)
@@ -284,8 +286,8 @@ class GrammarPool:
             process.waiters.append(compiled)
 
     def _process(self, grammar: Grammar, tenant: str) -> _Process:
-        """The process of a grammar, queued to start if there is none, and now the most recently used one. If several
-        tenants wait for it, it starts at the turn of any of them."""
+        """Returns the process of a grammar, and makes it the most recently used one. A process that does not run is
+        queued to start. If several tenants wait for it, it starts at the turn of any of them."""
         process = self._grammars.pop(grammar, None) or _Process(grammar)
         self._grammars[grammar] = process
         if process.connection is None and tenant not in process.tenants:
@@ -294,7 +296,7 @@ class GrammarPool:
         return process
 
     def _match(self, number: int, matched: _Matched, owed: bool = True) -> None:
-        """Gives an answer to the process of its grammar. ``owed``: whether it waits for a mask."""
+        """Gives an answer to the process of its grammar. ``owed`` says whether the answer waits for a mask."""
         answer = matched.answer
         if reason := self._known(answer.grammar, answer.tenant):
             answer.fail(too_costly(reason, answer.grammar.rules))
@@ -325,8 +327,8 @@ class GrammarPool:
         self._end_unwanted()
 
     def _known(self, grammar: Grammar, tenant: str) -> str | None:
-        """Why a grammar is refused; None if it is not. It is refused if it was too costly to compile, or to match in an
-        answer of this tenant: an answer of another tenant need not be as costly."""
+        """Returns why a grammar is refused, or None if it is not. It is refused if it was too costly to compile, or to
+        match in an answer of this tenant: an answer of another tenant need not be as costly."""
         digest = _digest(grammar)
         return self._too_costly.get((None, digest)) or self._too_costly.get((tenant, digest))
 
@@ -437,7 +439,8 @@ class GrammarPool:
             self._attempts[process.attempt].remove(tenant, process)
 
     def _give_up(self, process: _Process, error: RequestError, no_fault: str | None = None) -> None:
-        """Fails all futures and answers of a process. ``no_fault`` is the reason if the grammar is not at fault."""
+        """Fails all futures and answers of a process. ``no_fault`` is the reason if the grammar is not at fault, else
+        None."""
         self._forget(process)
         for waiter in process.waiters:
             settle(waiter, error)
@@ -480,7 +483,7 @@ class GrammarPool:
         return max(0.0, min(due)) if due else None
 
     def _turn(self) -> Iterator[_Process]:
-        """Fills the places of slow processes that run."""
+        """Yields slow processes that may run now, until all their places are filled."""
         in_use = Counter(process.pays for process in self._running)
         while len(self._running) < SLOW_AT_ONCE and (process := self._stopped.pop(in_use)) is not None:
             in_use[process.pays] += 1

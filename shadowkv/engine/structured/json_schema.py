@@ -40,25 +40,25 @@ def too_costly(reason: str, rules: str) -> SchemaTimeout:
 
 
 def not_compiled(reason: str, rules: str) -> SchemaTimeout:
-    """The error for a schema or grammar that was not compiled for a reason of the server's."""
+    """The error for a schema or grammar that was not compiled because of a problem of the server."""
     what, param = name_and_param(rules)
     return SchemaTimeout(f"the {what} was not compiled: {reason}", param)
 
 
 def not_followed(reason: str, rules: str) -> RequestError:
-    """The error for an answer that cannot go on for a reason of the server's."""
+    """The error for an answer that cannot go on because of a problem of the server."""
     what, param = name_and_param(rules)
     return RequestError(f"the {what} is not followed any more: {reason}", param)
 
 
 def name_and_param(rules: str) -> tuple[str, str]:
-    """The name of a schema or grammar in error messages, and the request's parameter that holds it."""
+    """Returns the name of a schema or grammar in error messages, and the request parameter that it came from."""
     other = grammar_kind(rules)
     return ("JSON schema", "response_format") if other is None else (other[0].replace("_", " "), "structured_outputs")
 
 
 def compiler_reason(error: Exception) -> str:
-    """The compiler's reason for refusing a grammar."""
+    """Extracts the compiler's reason from its error."""
     return LOG_PREFIX.sub("", str(error)).strip() or "xgrammar gives no reason; simpler patterns may do"
 
 
@@ -78,8 +78,8 @@ def parse_schema(schema: str) -> Any:
 
 
 def with_prefix_items(schema: str) -> str:
-    """A schema (as JSON text) with lists of ``items`` renamed to ``prefixItems``, which the compiler knows. Drafts of
-    JSON Schema before 2020-12 have lists of ``items``."""
+    """Renames lists of ``items`` in a schema (JSON text) to ``prefixItems``, which the compiler knows. Drafts of JSON
+    Schema before 2020-12 have lists of ``items``."""
     return json.dumps(_with_prefix_items(json.loads(schema))) if LISTED_ITEMS.search(schema) else schema
 
 
@@ -139,8 +139,8 @@ def _has_answer(rules: Any) -> bool:
 
 
 def _needs(rules: Any, one: Any) -> tuple[int, list[Any]]:
-    """The parts that ``one`` depends on, and how many of them must have an answer for ``one`` to have one. 0 if that
-    cannot be determined."""
+    """Returns the number of parts that must have an answer for ``one`` to have one, and the parts. The number is 0 if
+    it cannot be determined."""
     if not isinstance(one, dict):
         return int(one is False), []
     if "$ref" in one:
@@ -161,8 +161,8 @@ def _needs(rules: Any, one: Any) -> tuple[int, list[Any]]:
 
 
 def _resolve(rules: Any, reference: str) -> Any:
-    """The schema that ``#/path`` points at; True (any JSON) if it is not found, because the compiler refuses it
-    later."""
+    """Returns the schema that ``#/path`` points at. Returns True (any JSON) if there is none: the compiler refuses the
+    reference later."""
     for name in reference[1:].split("/")[1:]:
         if not isinstance(rules, dict) or name not in rules:
             return True

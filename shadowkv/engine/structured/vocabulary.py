@@ -52,7 +52,7 @@ class Vocabulary:
         )
 
     def without_control_characters(self) -> bytes:
-        """A bit for each token: 1 if it has no control characters except line ends, or if it ends an answer.
+        """Returns a bit for each token: 1 if it has no control characters except line ends, or if it ends an answer.
 
         Line ends are white space in JSON. XGrammar accepts control characters in strings of limited length, where JSON
         does not allow them unescaped.
