@@ -19,7 +19,7 @@ MB."""
 AGAIN = "fetch it again, or use another copy of the model"
 OTHER_MODEL = "use another model"
 ALIKE = 0.65
-"""Minimum share of a name's letters that another name must have, in order, to be suggested for it."""
+"""Minimum similarity of a known name to an unknown one, as ``difflib`` measures it, for it to be suggested."""
 MAX_REASONS, MAX_REASON_CHARACTERS = 8, 1000
 
 

@@ -92,7 +92,7 @@ class GGUFFile:
         return self._header.tensors[name].shape
 
     def form(self, name: str) -> Form | None:
-        """Form of a matrix, or of the matrices of all experts, as ``stored`` returns it; None for plain numbers."""
+        """Form in which ``stored`` returns a matrix, or the matrices of all experts; None for plain numbers."""
         kind = self._header.tensors[name].kind.name
         return _FORMS.get(kind) if len(self.shape(name)) in (2, 3) else None
 
@@ -102,8 +102,8 @@ class GGUFFile:
         return entry.stop - entry.start
 
     def stored(self, name: str, *, pinned: bool = False) -> Stored:
-        """A tensor in its ``form``, with the rows of experts one after the other, in pinned memory if asked for;
-        without a form, as ``tensor`` returns it. Raises as ``tensor`` does."""
+        """Reads a tensor in its ``form``, in pinned memory if ``pinned``. The rows of experts follow one another. A
+        tensor without a form is returned as ``tensor`` returns it. Raises what ``tensor`` raises."""
         shape, form, entry = self.shape(name), self.form(name), self._header.tensors[name]
         if form is None:
             return self.tensor(name)

@@ -34,7 +34,7 @@ class ChatEncoder:
     rendered prompt, strings that are still intact are the template's own.
 
     Args:
-        texts: the encoder of other texts, in which special tokens are recognised.
+        texts: the encoder of prompts that are not chats, in which special tokens are recognised.
     """
 
     def __init__(self, texts: TextEncoder) -> None:

@@ -34,7 +34,8 @@ MAX_STEPS, MAX_SECONDS = 1 << 20, 2.0
 not change."""
 
 MAX_WORK = 1 << 28
-"""Limit for filters and methods that can write one argument for every character of another."""
+"""Limit for the product of two arguments' sizes. Filters and methods can write one argument for every character of
+another."""
 
 MAX_BITS = 1 << 12
 """Limit for the bits of integers."""
@@ -108,8 +109,8 @@ def _too_large() -> TemplateRuntimeError:
 def _weight(value: Any) -> int:
     """Length of a value's text form, in characters.
 
-    Raises TemplateRuntimeError if it is too long, and for types whose text contains other values that this cannot
-    measure, such as namespaces and views.
+    Raises TemplateRuntimeError if the text is too long. Raises it also for types, such as namespaces and views, whose
+    text contains other values that this function cannot measure.
     """
     weight = items = 0
     pending = [value]
@@ -137,7 +138,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _listed(value: Any) -> Any:
-    """The items of an object that can only be measured by iterating."""
+    """Lists the items of an object that can only be measured by iterating. Other values are returned as they are."""
     return [*_counted(value)] if isinstance(value, (Iterator, KeysView, ValuesView, ItemsView)) else value
 
 
@@ -181,7 +182,7 @@ def as_text(value: Any) -> str:
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, with its arguments checked; Jinja's markers for extra arguments stay."""
+    """Returns the filter with checks of its arguments. It still gets the extra arguments for which Jinja marks it."""
 
     @functools.wraps(function)
     def checked(*arguments: Any, **options: Any) -> Any:

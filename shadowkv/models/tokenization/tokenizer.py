@@ -29,7 +29,8 @@ HARMONY_ENDS = ("<|call|>", "<|return|>")
 """Tokens that each end an answer of gpt-oss; its files may name only one of them."""
 
 LONG_TOKENS = 1_000
-"""Decoding fewer tokens takes less time than waiting for another thread."""
+"""Decoding more tokens than this releases the interpreter's lock. For fewer, waiting to get the lock back takes longer
+than decoding."""
 
 
 class DecodeStream:
