@@ -28,7 +28,7 @@ class ForwardedRequest:
         scope: its ASGI scope, as far as it can be sent.
         body: the whole body.
         prefix: hashes of its prompt's blocks, for the router.
-        avoid: a replica that has failed to answer it; None if none has.
+        avoid: id of a replica that has failed to answer the request; None if none has.
     """
 
     scope: dict[str, Any]
@@ -46,8 +46,8 @@ def sendable(scope: Scope, request_id: str, owner: str | None, tenant: str) -> d
 
 
 class PrefixRouter(RequestRouter):
-    """Chooses replicas for the front. The front sends all requests, so the requests it has sent are the replicas'
-    load."""
+    """Chooses replicas for the front. A replica's load is the number of its requests in flight. The front sends all
+    requests, so this router counts them all."""
 
     @classmethod
     def config(cls, margin: int) -> RequestRouterConfig:
