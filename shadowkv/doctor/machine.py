@@ -48,7 +48,7 @@ class Machine:
         gpus: devices that torch can use.
         gpu_problem: why torch finds no device although there is a driver; None otherwise.
         cuda_compiler, cpp_compiler: the compiler that would build the ops; without one, what is missing.
-        cpp_ops, cuda_ops: the libraries that were built; without them, why there are none.
+        cpp_ops, cuda_ops: the libraries that were built; if they cannot be used, the reason.
         cores: logical cores that this process can use.
         simd: the instruction set of the C++ ops; without these ops, torch's instruction set.
         total_bytes, free_bytes: host memory; control groups limit the free part.

@@ -38,7 +38,7 @@ class Step:
         blocks: the batches that attention layers see, each with its slice of the new tokens.
         shape: B and T.
         rows: int64 [n], indices of the n tokens among B * T that are not padding; None if none is padding.
-        cos, sin: float32 [n, 1, dim / 2]. They undo RoPE in the new tokens, of which ``dim`` dimensions rotate.
+        cos, sin: float32 [n, 1, dim / 2], which undo RoPE in the n tokens; dim is the number of rotating dimensions.
         finish_layer: is called with the number of each layer after its attention.
         end: is called after the last layer.
     """

@@ -203,8 +203,8 @@ class Decoder(nn.Module):
         """Bytes of the weights that a decode step of ``batch`` sequences reads.
 
         An embedding table that is not also the head does not count, because a step reads only a few of its rows. Of
-        experts, the expected number of bytes counts if all are chosen equally often. Plans use models that are not
-        packed: rows that are packed twice would count twice.
+        experts, it counts the expected number of bytes, assuming that all are chosen equally often. Plans use models
+        that are not packed, because rows that are packed twice would count twice.
         """
         read = self.num_bytes - self._looked_up_bytes
         if self.config.experts is None:

@@ -20,7 +20,7 @@ from shadowkv.ops.quantised.rows import Form, QuantisedRows
 SEED = 0
 
 _SPREAD = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93, "e4m3": 64.0}
-"""Element type -> standard deviation of its random codes. They are uniform bytes; e4m3's are normal numbers."""
+"""Element type -> standard deviation of random codes: of uniform bytes, or for e4m3 of normal numbers."""
 
 
 def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[int, ...]]) -> None:

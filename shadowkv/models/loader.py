@@ -90,7 +90,7 @@ def load_plan(
 ) -> tuple[ModelConfig, dict[str, Form]]:
     """Returns the config of ``load_config``, and the forms of quantised weights by name, as far as configs show them.
 
-    For checkpoints in 8-bit floats, it assumes a GPU with 8-bit arithmetic. Then only experts keep their form.
+    Checkpoints in 8-bit floats are planned for a GPU with 8-bit arithmetic, on which only experts keep their form.
     """
     path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
     if quantization == DEQUANTISED:
@@ -122,8 +122,8 @@ def _stated_by(
 def plan_on(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, forms: Mapping[str, Form]
 ) -> tuple[ModelConfig, dict[str, Form]]:
-    """Adapts ``load_plan``'s result to a device. A device without 8-bit arithmetic gets a config without it. Forms that
-    the device dequantises are left out."""
+    """Adapts ``load_plan``'s result to a device. If the device has no 8-bit arithmetic, the config is changed to do
+    without. Forms that the device dequantises are left out."""
     if config.quantization is not None and unfit(device, dtype) is not None:
         config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
     return config, storage.kept(forms, config, dtype, device)

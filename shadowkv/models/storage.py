@@ -99,7 +99,7 @@ def planned_forms(config: ModelConfig, format: Format | None, quantization: str 
 
 
 def planned_row_blocks(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[str, tuple[RowBlock, ...]]:
-    """Returns the row blocks of a shard's parameters by name, for weights in ``forms``, from files or random."""
+    """Returns the row blocks of a shard's parameters by name, if weights, from files or random, have ``forms``."""
     outline, targets = Decoder(shard.whole, dtype, "meta"), family(shard.whole.architecture).targets(shard.whole)
     return stored_row_blocks(outline, targets, forms, shard)
 

@@ -145,9 +145,8 @@ class Planner:
             (``Decoder.bytes_read``).
         expert_bytes: bytes of the routed experts' weights.
         usable_bytes: usable bytes of the device without the weights; negative if the weights do not fit.
-        prefill_bytes, graph_bytes: bytes of the device left free for the longest prefill and for CUDA graphs. Plans
-        also
-            leave some free for steps (per sequence), for fitting and compression, and for RoPE's tables.
+        prefill_bytes, graph_bytes: bytes of the device left free for the longest prefill and for CUDA graphs. Some more
+            are left free for steps (per sequence), for fitting and compression, and for RoPE's tables.
         cache_bytes: bytes that remain for the cache.
     """
 

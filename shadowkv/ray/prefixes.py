@@ -1,4 +1,4 @@
-"""Chooses a request's replica: the one with the longest prefix of its prompt, then the one with the least load.
+"""Chooses a request's replica: the one that has received the longest prefix of its prompt, then the least loaded one.
 
 Prompts are compared as text, in blocks; tokens would need the model's tokenizer and chat template. A block's hash
 covers its text and the hash of the block before it, so that equal hashes imply equal text up to there.

@@ -38,7 +38,8 @@ _OTHER = "use an adapter of this model"
 
 
 class Adapter:
-    """Low-rank updates W' = W + scale · B·A of the modules that the adapter has matrices for. W is [N, K], of rank r.
+    """Low-rank updates W' = W + scale · B·A of the modules that the adapter has matrices for. W is [N, K], and r is the
+    adapter's rank.
 
     Args:
         directory: holds ``adapter_config.json`` and ``adapter_model.safetensors``.

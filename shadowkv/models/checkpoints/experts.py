@@ -107,8 +107,8 @@ class SeparateExperts:
 
 
 def _parts(name: str, shape: Shape, count: int, interleaved: bool, plain: bool) -> Iterator[tuple[str, _Part | None]]:
-    """Yields the names of a tensor's weights, each with its part of the tensor: one per expert, or the tensor itself.
-    The part is None for the tensor itself."""
+    """Yields the name of each weight in a tensor, with its part of the tensor. A tensor of all experts has one weight
+    per expert and module. For other tensors, the only weight is the whole tensor, and its part is None."""
     joined = _JOINED.match(name)
     dimensions = 2 if name.endswith("_bias") else 3
     if joined is None or len(shape) != dimensions or shape[0] != count:  # errors name it as in the file

@@ -28,14 +28,13 @@ class ModelConfig:
         max_position: longest sequence, in tokens, that the model supports.
         experts: the experts of all layers except ``dense_layers``; None if every layer has an MLP.
         dense_layers: numbers of the layers with an MLP, in a model with experts.
-        draft_layers: number of layers that draft tokens. They follow the model's layers, and their weights are not
-        read. layer_kinds: the kind of every layer; empty if all layers have full attention.
+        draft_layers: number of layers that draft tokens. They follow the other layers, and their weights are not read.
+        layer_kinds: the kind of every layer; empty if all layers have full attention.
         linear: the linear attention of the layers whose kind has a state; None if there are none.
         activation: activation of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
         embedding_scale: factor of embedded tokens, rounded to the dtype of the weights.
-        query_scale: factor of queries, in addition to attention's 1/sqrt(head_dim). The weights of the queries' norm
-        are
-            multiplied by it as they load.
+        query_scale: factor of queries, in addition to attention's 1/sqrt(head_dim). As the weights of the queries' norm
+            load, they are multiplied by it.
         qkv_bias, attention_out_bias, qk_norm, normed_heads, sinks, output_gate, post_norms: as in ``LayerSpec``.
         wide_norms: whether weights of norms are float32 even if others are not. Families that add 1 to these weights
             need this, because a narrower dtype would round the sum.

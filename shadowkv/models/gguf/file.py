@@ -126,9 +126,9 @@ class GGUFFile:
 
 
 def _from_mxfp4(blocks: Tensor, pinned: bool) -> QuantisedRows:
-    """Rows [N, K] from MXFP4 blocks, uint8 [N, K / 32 * 17]. A block is an exponent and 16 bytes, whose low halves have
-    the first 16 numbers and whose high halves have the others. The result has neighbouring numbers in a byte, as other
-    files do."""
+    """Converts MXFP4 blocks, uint8 [N, K / 32 * 17], to rows [N, K]. A block is an exponent and 16 bytes. The low
+    halves of the bytes have the first 16 numbers, the high halves the other 16. In the result, as in other files, each
+    byte has two neighbouring numbers."""
     blocks = blocks.view(len(blocks), -1, 17)
     codes = torch.empty(*blocks.shape[:2], 2, 8, dtype=torch.uint8, pin_memory=pinned)
     for half in range(2):

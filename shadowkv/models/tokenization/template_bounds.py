@@ -30,8 +30,8 @@ MAX_ITEMS = 1 << 20
 """Limit for the items of a created list."""
 
 MAX_STEPS, MAX_SECONDS = 1 << 20, 2.0
-"""Limits for loop iterations and calls in one rendering, and for CPU seconds of its thread, which a busy machine does
-not change."""
+"""Limits for one rendering: for the number of loop iterations and calls, and for CPU seconds of its thread. CPU seconds
+do not depend on how busy the machine is."""
 
 MAX_WORK = 1 << 28
 """Limit for the product of two arguments' sizes. Filters and methods can write one argument for every character of
@@ -182,7 +182,8 @@ def as_text(value: Any) -> str:
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the filter with checks of its arguments. It still gets the extra arguments for which Jinja marks it."""
+    """Wraps a filter so that its arguments are checked. Jinja still passes the extra arguments that the filter
+    needs."""
 
     @functools.wraps(function)
     def checked(*arguments: Any, **options: Any) -> Any:
