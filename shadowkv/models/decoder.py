@@ -214,7 +214,8 @@ class Decoder(nn.Module):
     @property
     def _looked_up_bytes(self) -> int:
         """Bytes of the embedding that matrix products do not read. If the head is a separate matrix, that is the whole
-        embedding. If the embedding is also the head and is packed, it is the unpacked copy for look-ups."""
+        embedding. If the embedding is also the head and is packed, it is the unpacked copy for look-ups. Otherwise it
+        is 0."""
         if self.head is not None:
             return self.embedding.nbytes
         if not isinstance(self.embedding, QuantisedMatrix) or self.embedding.packed is None:

@@ -63,7 +63,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, then the others in case it cannot be reached."""
+        """Returns the chosen replica, then the others, for the case that the chosen one cannot be reached."""
         args = [] if pending_request is None else pending_request.args
         request = args[0] if args else ForwardedRequest({}, b"", ())
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}

@@ -21,7 +21,8 @@ PIECE_CHARS = 2**16
 """Characters after which a text is cut at the next possible place: tokenizing takes about 100 bytes per character."""
 
 WORD_CHARS = 2**19
-"""Maximum length of a piece without such a place: it takes half a second and 50 MiB."""
+"""Maximum length of a piece; a text that cannot be cut within it is refused. Tokenizing such a piece takes half a
+second and 50 MiB."""
 
 NFC_SHRINKS = 4
 """NFC shortens no text to less than a quarter of its bytes (the worst case is U+0390, two bytes from seven)."""

@@ -79,7 +79,7 @@ class DecodeStream:
 logger = logging.getLogger(__name__)
 
 TEMPLATES = 8
-"""Number of compiled chat templates to cache: the model's, and those of requests, which a batch of chats shares."""
+"""Number of compiled chat templates to cache: the model's, and those of requests. Requests of a batch share one."""
 
 
 class Tokenizer:

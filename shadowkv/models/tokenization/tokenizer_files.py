@@ -27,7 +27,7 @@ MAX_NAMED, MAX_QUOTED = 5, 40
 """Maximum number of tokens in a warning, and of characters of each."""
 
 MAX_TIMES = 64
-"""Maximum factor by which replacements can lengthen a text; those of real models do not lengthen it, or add a blank."""
+"""Maximum factor by which replacements can lengthen a text. Those of real models add at most a blank."""
 
 _BYTES_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

@@ -60,7 +60,7 @@ class FP8:
 
 
 def block_of(size: Any, name: str) -> Block | None:
-    """A config's block size; raises ValueError if it is invalid."""
+    """Returns a config's block size, or None if it has none; raises ValueError if it is invalid."""
     if size is None:
         return None
     if isinstance(size, list) and len(size) == 2 and all(type(side) is int and side > 0 for side in size):
