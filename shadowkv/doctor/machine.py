@@ -47,10 +47,10 @@ class Machine:
         driver: version of NVIDIA's driver; None if there is none.
         gpus: devices that torch can use.
         gpu_problem: why torch finds no device although there is a driver; None otherwise.
-        cuda_compiler, cpp_compiler: the compilers that would build the ops, or what is missing.
-        cpp_ops, cuda_ops: the libraries that were built, or why they cannot be used.
+        cuda_compiler, cpp_compiler: the compiler that would build the ops; without one, what is missing.
+        cpp_ops, cuda_ops: the libraries that were built; if they cannot be used, the reason.
         cores: logical cores that this process can use.
-        simd: the instruction set of the C++ ops, or without them torch's.
+        simd: the instruction set of the C++ ops; without these ops, torch's instruction set.
         total_bytes, free_bytes: host memory; control groups limit the free part.
         extras: None for installed extras; for others the command that adds them.
     """
@@ -163,7 +163,7 @@ def _version(package: str) -> str | None:
 
 
 def _first_line(program: str, *arguments: str) -> str | None:
-    """The first line of a program's output; None if it is missing or fails."""
+    """Returns the first line of a program's output; None if the program is missing or fails."""
     path = shutil.which(program)
     if path is None:
         return None

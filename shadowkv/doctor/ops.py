@@ -48,9 +48,9 @@ class Choices:
 
 
 def choices_for(model: str, kv: str, device: str, attention_backend: str = "auto") -> Choices:
-    """The backends that an engine of ``model`` with the policy ``kv`` would choose. Raises ValueError or OSError if
-    there is no such model, policy or device, or if the library that ``attention_backend`` names has no attention that
-    can run."""
+    """Returns the backends that an engine of ``model`` with the policy ``kv`` would choose. Raises ValueError or
+    OSError if there is no such model, policy or device, or if the attention library ``attention_backend`` cannot
+    run."""
     where = device_of(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     config, forms = plan_on(where, dtype, *load_plan(model))

@@ -1,8 +1,11 @@
 """A batch of sequences in a ``KVCache``, driven by forward passes of transformers' models, layer by layer.
 
 transformers applies RoPE before it calls the cache, while KVCache takes queries and keys before RoPE. RoPE is therefore
-undone, with the model's own cos and sin: these come from angles in float32 and are rounded to the model's dtype, while
-KVCache's are exact.
+undone here. This uses the model's own cos and sin, which come from angles in float32 and are rounded to the model's
+dtype. KVCache's are exact.
+
+In shapes, B is the number of sequences, T the number of new tokens of each, padding included, H the number of kv heads,
+H_q that of query heads, and d the dimension of a head.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ class Step:
     """A forward pass: its batch and its calls of the cache.
 
     Attributes:
-        blocks: what attention layers see, each with its part of the new tokens.
+        blocks: the batches that attention layers see, each with its slice of the new tokens.
         shape: B and T.
-        rows: int64 [n], rows of [B * T] with new tokens; None if no row is padding.
-        cos, sin: float32 [n, 1, dim / 2], of the inverse of the model's RoPE of the new tokens.
-        finish_layer: ends a layer.
-        end: ends the pass.
+        rows: int64 [n], indices of the n tokens among B * T that are not padding; None if none is padding.
+        cos, sin: float32 [n, 1, dim / 2], which undo RoPE in the n tokens; dim is the number of rotating dimensions.
+        finish_layer: is called with the number of each layer after its attention.
+        end: is called after the last layer.
     """
 
     blocks: list[tuple[Parts, slice]]
@@ -80,10 +83,13 @@ class Batch:
         position_ids: Tensor,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Appends RoPE-rotated keys and values [B, H, T, d] of a layer's new tokens; returns attention [B, T, H_q, d]
-        of RoPE-rotated queries [B, H_q, T, d], 0 for padding tokens.
+        """Appends keys and values of a layer's new tokens, and attends. Queries and keys are rotated by RoPE.
+
+        Returns the attention's output, [B, T, H_q, d], which is 0 for padding.
 
         Args:
+            q: queries, [B, H_q, T, d].
+            k, v: keys and values, [B, H, T, d].
             mask: bool [B, columns], False for padding; None without padding.
             position_ids: int64 [B or 1, T], positions of the model's RoPE.
             sinks: as in ``KVCache.start``.
@@ -142,7 +148,7 @@ class Batch:
         return Step(blocks, (rows, columns), new, *self._inverse_rope(k, position_ids, rows, new), *ends)
 
     def _admit(self, cache: KVCache, counts: list[int]) -> list[tuple[CachedSequence, int]]:
-        """The sequences with room for ``counts`` more tokens each."""
+        """Makes room for ``counts`` more tokens in the sequences; returns each sequence with its count."""
         if 0 in counts:
             raise ValueError(f"row {counts.index(0)} of the batch has only padding: each row needs at least one token")
         self._check_lengths(counts)
@@ -154,8 +160,8 @@ class Batch:
         return list(zip(self.sequences, counts, strict=True))
 
     def _inverse_rope(self, k: Tensor, position_ids: Tensor, rows: int, new: Tensor | None) -> tuple[Tensor, Tensor]:
-        """cos and sin that undo the model's RoPE of the new tokens. They are divided by cos² + sin², which is the
-        squared magnitude of the model's RoPE, rounding included."""
+        """Returns cos and sin that undo the model's RoPE of the new tokens. Both are divided by cos² + sin², which is
+        not 1 because of rounding and RoPE's attention factor."""
         half = self.config.rope.dim // 2
         cos, sin = (x[..., :half].float() for x in self.rotary(k, position_ids))
         square = cos * cos + sin * sin

@@ -1,7 +1,7 @@
 """``ShadowKVCache``, and the attention function that a model with it calls.
 
 A forward pass passes each layer's keys and values to ``Cache.update`` and then calls the attention function with the
-result. That appends to the cache and attends, as the engine's attention layers do.
+result. The attention function appends to the cache and attends, as the engine's attention layers do.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ShadowKVCache(Cache):
     Every further pass decodes one token per sequence. A cache that is passed again with more tokens continues its
     sequences.
 
-    Tokens are those of an engine with the same policy. If the policy leaves ``dense_below`` and ``prefill`` open, an
-    engine chooses them, while this cache compresses as early as it can and prefills densely.
+    Generated tokens are those of an engine with the same policy. If the policy does not set ``dense_below`` and
+    ``prefill``, an engine chooses them. This cache then compresses as early as it can and prefills densely.
 
     Unsupported operations raise NotImplementedError: forgetting tokens (assisted generation), copying or reordering
     sequences (beam search).
@@ -137,8 +137,8 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: RoPE-rotated queries [B, H_q, T, d], values [B, H, T, d] -> [B, T, H_q, d]; ``s_aux``
-    [H_q] are a layer's sinks (gpt-oss)."""
+    """The attention function that transformers calls. It takes queries [B, H_q, T, d], rotated by RoPE, and values
+    [B, H, T, d], and returns [B, T, H_q, d]. ``s_aux`` [H_q] are a layer's sinks (gpt-oss); None if it has none."""
     if not isinstance(key, _NewKeys):
         raise ValueError(
             f"attn_implementation={ATTENTION!r} needs a ShadowKVCache: pass past_key_values=ShadowKVCache(model, ...)"

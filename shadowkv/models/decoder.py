@@ -27,16 +27,17 @@ from shadowkv.ops.registry import Ops
 class Decoder(nn.Module):
     """A decoder-only model over packed tokens; the engine runs its layers, one after the other.
 
-    The weights are uninitialised until a loader fills them. There are no ops to compute with until an engine provides
-    its own (``use``). On the ``meta`` device nothing is allocated, which is enough for ``num_parameters`` and
-    ``num_bytes``.
+    The weights are uninitialised until a loader fills them. The layers have no ops to compute with until an engine
+    calls ``use``. On the ``meta`` device nothing is allocated, which is enough for ``num_parameters`` and
+    ``num_bytes``. In shapes, T and n are numbers of tokens, D is the hidden size and V the size of the vocabulary.
 
     Args:
         config: the model.
         dtype: dtype of activations and of unquantised weights, except norms under ``wide_norms``.
         device: device of the weights.
         row_blocks: row blocks of parameters that stay quantised as files store them, by name.
-        group: the ranks that hold the model together; ``config`` then describes this rank's part (``Shard``).
+        group: the ranks that the model is split across. With several ranks, ``config`` is ``Shard.config``, this rank's
+            part.
     """
 
     embedding: nn.Parameter | QuantisedMatrix
@@ -126,7 +127,7 @@ class Decoder(nn.Module):
             torch.cuda.empty_cache()  # frees the unpacked weights: the KV cache is sized by free memory
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Token ids, int64 [T] -> the residual stream [T, D]."""
+        """Returns the residual stream [T, D] of token ids, int64 [T]."""
         x = self._look_up(token_ids)
         if self.config.embedding_scale == 1.0:
             return x
@@ -143,12 +144,16 @@ class Decoder(nn.Module):
         return self.group.sum(embedded * here.unsqueeze(-1))
 
     def logits(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
-        """Residual stream [n, D] after the last layer -> float32 logits [n, V], on every rank. With ``added`` [n, D],
-        ``hidden`` is the stream before the last layer's output, which is ``added``."""
+        """Returns logits, float32 [n, V], on every rank.
+
+        Args:
+            hidden: the residual stream after the last layer, [n, D].
+            added: the last layer's output, [n, D], if ``hidden`` does not include it yet; None if it does.
+        """
         return self.scores(hidden, added).float()
 
     def scores(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
-        """As ``logits``, in the dtype of activations."""
+        """Returns ``logits`` in the dtype of activations."""
         head = self.embedding if self.head is None else self.head
         normed = self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
         if isinstance(head, QuantisedMatrix):
@@ -189,7 +194,7 @@ class Decoder(nn.Module):
 
     @property
     def num_packed_bytes(self) -> int:
-        """``num_bytes`` after a GPU has packed the weights, computed before that."""
+        """Predicts what ``num_bytes`` will be once a GPU has packed the weights. Use it only before they are packed."""
         return self.num_bytes + sum(
             module.packed_twice for module in self.modules() if isinstance(module, QuantisedLinear)
         )
@@ -197,9 +202,9 @@ class Decoder(nn.Module):
     def bytes_read(self, batch: int) -> float:
         """Bytes of the weights that a decode step of ``batch`` sequences reads.
 
-        An embedding table that is not also the head counts nothing, since only rows of it are read. Of experts it is
-        the expected number, if all are chosen equally often. Rows that are packed twice count twice; plans ask models
-        that are not packed.
+        An embedding table that is not also the head does not count, because a step reads only a few of its rows. Of
+        experts, it counts the expected number of bytes, assuming that all are chosen equally often. Plans use models
+        that are not packed, because rows that are packed twice would count twice.
         """
         read = self.num_bytes - self._looked_up_bytes
         if self.config.experts is None:
@@ -208,8 +213,9 @@ class Decoder(nn.Module):
 
     @property
     def _looked_up_bytes(self) -> int:
-        """Bytes of the embedding that matrix products do not read: all of it if the head is another matrix, else the
-        copy for look-ups beside a packed head."""
+        """Bytes of the embedding that matrix products do not read. If the head is a separate matrix, that is the whole
+        embedding. If the embedding is also the head and is packed, it is the unpacked copy for look-ups. Otherwise it
+        is 0."""
         if self.head is not None:
             return self.embedding.nbytes
         if not isinstance(self.embedding, QuantisedMatrix) or self.embedding.packed is None:

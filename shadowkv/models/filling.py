@@ -20,7 +20,7 @@ from shadowkv.ops.quantised.rows import Form, QuantisedRows
 SEED = 0
 
 _SPREAD = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93, "e4m3": 64.0}
-"""Standard deviation of random codes: of uniform bytes, and for e4m3 of the normal numbers that are drawn."""
+"""Element type -> standard deviation of random codes: of uniform bytes, or for e4m3 of normal numbers."""
 
 
 def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -81,11 +81,11 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
 def stored_row_blocks(
     outline: nn.Module, targets: Targets, forms: Mapping[str, Form], shard: Shard
 ) -> dict[str, tuple[RowBlock, ...]]:
-    """Row blocks of a shard's parameters that have any rows in a quantised form.
+    """Returns the row blocks of a shard's parameters by name, for parameters with at least one row in a quantised form.
 
     Args:
         outline: the whole model, which can be on the ``meta`` device.
-        forms: forms that weights stay in, by tensor.
+        forms: name of a quantised tensor in the files -> the form that it stays in.
     """
     columns = {name: parameter.shape[-1] for name, parameter in outline.named_parameters()}
     row_blocks: dict[str, dict[int, RowBlock]] = {}
@@ -103,13 +103,13 @@ def stored_row_blocks(
 
 
 def quantised(model: nn.Module, targets: Targets) -> dict[str, Target]:
-    """The ``targets`` whose parameters are weights of fp8 projections, by tensor."""
+    """Returns those of ``targets`` whose parameters are weights of fp8 projections."""
     parameters = {name for name, _ in model.named_parameters()}
     return {name: target for name, target in targets.items() if target.parameter + SCALE in parameters}
 
 
 def _is_derived(name: str) -> bool:
-    """Whether the tensor follows from the config and only old files contain it: rotation tables, a copy of a tied
+    """Whether a tensor in the files is not needed, because it can be derived: rotation tables, or the copy of a tied
     head."""
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
 
@@ -147,7 +147,7 @@ def fill_dummy(model: Decoder) -> None:
 
 @torch.no_grad()
 def fill_random(matrix: QuantisedMatrix, generator: torch.Generator) -> None:
-    """Random numbers, scaled so that products have about the magnitude of their inputs."""
+    """Fills a matrix with random numbers, scaled so that products have about the magnitude of their inputs."""
     for rows in matrix.stored(0, matrix.num_rows):
         if isinstance(rows, QuantisedRows):
             _draw(rows, matrix.columns**-0.5, generator)
@@ -156,7 +156,7 @@ def fill_random(matrix: QuantisedMatrix, generator: torch.Generator) -> None:
 
 
 def _draw(rows: QuantisedRows, deviation: float, generator: torch.Generator) -> None:
-    """Draws numbers of the standard deviation ``deviation``: random codes with equal scales."""
+    """Fills ``rows`` with random codes and equal scales, so that numbers have the standard deviation ``deviation``."""
     form = rows.form
     assert isinstance(form, GroupForm), f"no random numbers in {form.name}"
     (codes, scales, *rest), spread = rows.tensors, _SPREAD[form.element]

@@ -1,4 +1,4 @@
-"""The catalogue of models with short names: where their weights are, or only their config."""
+"""The catalogue of models with short names. Some have weights to download, others only a config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Shape:
-    """Only a config, of the model with this id on the hub."""
+    """A model of which the catalogue has only the config. ``hub_id`` is its id on the hub."""
 
     hub_id: str
 
@@ -77,7 +77,7 @@ CATALOGUE: dict[str, WheelFile | HubFile | Adapted | Shape] = {
     "phi-3-mini-128k": Shape("microsoft/Phi-3-mini-128k-instruct"),
     "qwen2-7b": Shape("Qwen/Qwen2-7B-Instruct"),
 }
-"""Name -> the model's weights, or only its shape; catalogue/<name>.json has its config."""
+"""Name -> where the model's weights are, or ``Shape`` if there are none. catalogue/<name>.json has the config."""
 
 BETTER = "qwen2.5-coder-1.5b-instruct"
 """A model that answers well enough for documents, and is small enough for a CPU."""

@@ -51,13 +51,13 @@ class LoadedModel:
 
     Attributes:
         config: the config with the user's overrides applied.
-        shard: this rank's part of it; all of it if the model is on one device.
-        model: that part's decoder, on its device.
+        shard: this rank's part of the model; the whole model if it is on one device.
+        model: the decoder of this rank's part, on its device.
         tokenizer: the model's tokenizer, or a byte tokenizer for dummy weights.
         name: the catalogue name or hub id that was requested, or the last part of its path.
         notes: unexpected conversions of weights, one line each.
-        sampling: parameters in its generation_config.json.
-        path: its file or folder; None for dummy weights.
+        sampling: sampling parameters from the model's generation_config.json.
+        path: the model's file or folder; None for dummy weights.
     """
 
     config: ModelConfig
@@ -88,9 +88,9 @@ def load_plan(
     quantization: str | None = None,
     hub: Hub = HUB,
 ) -> tuple[ModelConfig, dict[str, Form]]:
-    """As ``load_config``, with the forms of quantised weights, by name, as far as configs show them.
+    """Returns the config of ``load_config``, and the forms of quantised weights by name, as far as configs show them.
 
-    Checkpoints in 8-bit floats are planned with 8-bit arithmetic, for GPUs that support it, except experts.
+    Checkpoints in 8-bit floats are planned for a GPU with 8-bit arithmetic, on which only experts keep their form.
     """
     path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
     if quantization == DEQUANTISED:
@@ -111,7 +111,8 @@ def load_plan(
 def _stated_by(
     source: str | Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, hub: Hub
 ) -> tuple[Path, ModelConfig, Format | None]:
-    """The path of a source's config, the config, and the format of its weights."""
+    """Returns the path of a source's config, the config, and the format of the weights. The format is None for GGUF
+    files and for weights that are not quantised."""
     path = resolve(source, weights=False, hub=hub)
     if path.suffix == ".gguf":
         return path, config_from_gguf(GGUFFile(path), max_model_len, hf_overrides), None
@@ -121,8 +122,8 @@ def _stated_by(
 def plan_on(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, forms: Mapping[str, Form]
 ) -> tuple[ModelConfig, dict[str, Form]]:
-    """``load_plan``'s result adapted to a device: without 8-bit arithmetic if it has none, and with only the forms that
-    weights stay in."""
+    """Adapts ``load_plan``'s result to a device. If the device has no 8-bit arithmetic, the config is changed to do
+    without. Forms that the device dequantises are left out."""
     if config.quantization is not None and unfit(device, dtype) is not None:
         config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
     return config, storage.kept(forms, config, dtype, device)
@@ -151,12 +152,12 @@ def load_model(
         device: device of the weights.
         load_format: ``auto``, ``safetensors`` (no .gguf file), or ``dummy`` for random weights of the right shapes.
         adapter: directory of a PEFT LoRA adapter to merge.
-        hf_overrides: entries that replace those of the model's config, named as in config.json. With a ``rope_theta``,
-            the user decides the longest sequence with ``max_model_len``.
+        hf_overrides: entries that replace those of the model's config, named as in config.json. If they have a
+            ``rope_theta``, ``max_model_len`` can exceed the limit in the config.
         max_model_len: longest sequence that will be run; decides LongRoPE's factors.
         quantization: ``fp8`` stores the weights of projections in 8-bit floats; fp8 checkpoints do so anyway if the GPU
-            supports the arithmetic. ``none`` dequantises weights of any checkpoint. A name of ``SHAPES`` is the form of
-            random weights; for files it must be the method that they are quantised with.
+            supports the arithmetic. ``none`` dequantises weights of any checkpoint. A name in ``SHAPES`` sets the form
+            of random weights; files must be quantised with the method of that name.
         group: the ranks that the model is split across.
         expert_parallel: each rank has some experts whole, instead of a part of every expert.
         hub: settings of the hub, if ``source`` is a hub id.
@@ -214,8 +215,8 @@ def _load(
     group: Group,
     dequantised: bool,
 ) -> tuple[Decoder, tuple[str, ...]]:
-    """A rank's part of a model, with notes on unexpected conversions of weights, one line each; all weights are in
-    ``dtype`` if ``dequantised``."""
+    """Loads a rank's part of a model. Returns it with notes on unexpected conversions of weights, one line each. With
+    ``dequantised``, all weights are in ``dtype``."""
     config, shapes, tensors = files.config, files.shapes, files.tensors
     forms = {} if dequantised else storage.kept(files.forms, config, dtype, device)
     changed = list[str]()
@@ -268,8 +269,8 @@ def load_tokenizer(
 
 
 def _tokenizer(source: str | Path | None, config: ModelConfig, hub: Hub) -> Tokenizer:
-    """The tokenizer of a source, for a model of ``config``; without a source a byte tokenizer, which random weights
-    need."""
+    """Returns the tokenizer of a source, for a model of ``config``. If ``source`` is None, as for random weights, it
+    returns a byte tokenizer."""
     if source is None:
         return byte_tokenizer(config.vocab_size, config.eos_token_ids)
     path = resolve_tokenizer(source, hub)
@@ -297,7 +298,8 @@ def _adapter(source: str | Path, adapter: str | Path | None, load_format: str) -
 
 
 def _stated(source: str | Path) -> Path | None:
-    """The config of a catalogue model with an adapter: the base model's file does not have the adapter's settings."""
+    """Returns the config.json of a catalogue model with an adapter; None for other sources. The base model's GGUF file
+    lacks the settings that the adapter was trained for."""
     return None if adapter_of(source) is None else config_file(str(source))
 
 
@@ -329,7 +331,7 @@ class _Files:
         shapes: shapes of all weights, by their names in the files.
         tensors: the weights, read ahead.
         forms: forms of quantised weights, by their names.
-        method: quantisation method of a directory's weights, if any.
+        method: quantisation method of a directory's weights; None for plain weights and GGUF files.
         notes: unexpected conversions of weights, one line each.
     """
 
@@ -350,7 +352,7 @@ def _gguf(
     pinned: bool,
     stated: Path | None,
 ) -> _Files:
-    """The files of a GGUF model; ``stated`` is a config.json that replaces the file's own config."""
+    """Opens a GGUF model. ``stated`` is a config.json that replaces the file's own config; None keeps it."""
     file = GGUFFile(path)
     if stated is None:
         config = runnable(config_from_gguf(file, max_model_len, hf_overrides), {})

@@ -1,4 +1,4 @@
-"""The user's ``hf_overrides`` of a model's config: entries named as in config.json, for every kind of file."""
+"""Applies the user's ``hf_overrides`` to a model's config. Entries are named as in config.json, also for GGUF files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from shadowkv.models.registry import config_from_hf, family
 from shadowkv.wording import SettingsError
 
 _BASE = ("rope_theta", "partial_rotary_factor")
-"""Fields of RoPE itself, not of its scaling; they are in RoPE's object or beside it."""
+"""Fields of RoPE itself, not of its scaling. Configs have them in RoPE's object or at the top level."""
 
 
 def overridden_config(
     file: Path, hf: dict[str, Any], max_model_len: int | None, overrides: Mapping[str, Any] | None
 ) -> ModelConfig:
-    """ModelConfig of ``hf``, the content of ``file``, with ``overrides`` in place of its entries, limited to
-    ``max_model_len``.
+    """Returns the ModelConfig of ``hf``, the content of ``file``. Entries of ``overrides`` replace those of ``hf``, and
+    ``max_model_len`` limits the longest sequence.
 
-    Raises ModelFileError if it cannot be run. With overrides, and for a ``max_model_len`` that is too long, raises
-    SettingsError.
+    Raises ModelFileError if the model cannot be run. Raises SettingsError if it cannot be run with overrides, or if
+    ``max_model_len`` is too long.
     """
     overrides = overrides or {}
     try:
@@ -37,16 +37,17 @@ def overridden_config(
 
 
 def _overridden(hf: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with its entries replaced; raises ValueError for entries that would not be read.
+    """Returns ``hf`` with entries replaced; raises ValueError for entries of ``overrides`` that would not be read.
 
-    As in vLLM an object replaces the whole object. RoPE's object has two names; an override by either name replaces the
-    file's object under both. The base and the rotating share stay unless the override has them.
+    As in vLLM, an object in ``overrides`` replaces the file's whole object. RoPE's object has two names. An override
+    under either name replaces the file's objects under both. The file's ``rope_theta`` and ``partial_rotary_factor``
+    stay unless an override has them.
     """
     _check(hf, overrides)
     objects = {name: hf[name] for name in ROPE_OBJECTS if isinstance(hf.get(name), dict)}
     result = {**hf, **overrides}
     rope = next((name for name in ROPE_OBJECTS if name in overrides), None)
-    if rope is None:  # a field of the object would take precedence over an override beside it
+    if rope is None:  # fields in the file's RoPE object would take precedence over overrides at the top level
         for name, entries in objects.items():
             result[name] = {field: value for field, value in entries.items() if field not in overrides}
         return result

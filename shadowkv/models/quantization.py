@@ -21,7 +21,7 @@ from shadowkv.models.registry import FAMILIES
 
 _PLACE = "quantization_config"
 _KEYS = {_PLACE: None, "compression_config": "compressed-tensors", "quantization": "mlx"}
-"""Names of the quantisation config in config.json -> the method, for a name that one method uses without stating it."""
+"""Key of the quantisation config in config.json -> its method if the config states none; None if that is unknown."""
 
 SEPARATE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Separate files of GPTQ's, AWQ's and ModelOpt's quantisation configs; read only if config.json has none."""
@@ -47,7 +47,7 @@ def read_quantization(file: Path, hf: Mapping[str, Any]) -> Format | None:
     Raises ModelFileError, naming the method and the file that states it, for unsupported formats.
 
     Args:
-        file: its config.json; older repositories have a separate file beside it.
+        file: the checkpoint's config.json. In older repositories a separate file beside it has the quantisation config.
         hf: content of ``file``.
     """
     nested = {f"{name}.": hf[name] for name in _NESTED if isinstance(hf.get(name), Mapping)}

@@ -38,11 +38,11 @@ FAMILIES = {
 class Family(Protocol):
     """The interface of a family's module.
 
-    It can also have a function ``text_weight`` and a constant ``INTERLEAVED_EXPERTS`` (see
-    ``has_interleaved_experts``).
+    The module can also have a function ``text_weight`` and a constant ``INTERLEAVED_EXPERTS``. This module's
+    ``text_weight`` and ``has_interleaved_experts`` say what these are.
 
     Attributes:
-        FIELDS: fields of config.json that it reads besides those of every family.
+        FIELDS: fields of config.json that the family reads besides those that every family reads.
     """
 
     FIELDS: tuple[str, ...]
@@ -57,20 +57,21 @@ class Family(Protocol):
 
 
 def family(model_type: str) -> Family:
-    """The family of ``model_type``; raises ValueError with the nearest and all known ones if there is none."""
+    """Returns the family of ``model_type``. For an unknown one, raises ValueError that lists the known ones."""
     if model_type not in FAMILIES:
         raise ValueError(unsupported("model_type", model_type, FAMILIES))
     return cast(Family, import_module(f"shadowkv.models.families.{FAMILIES[model_type]}"))
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> ModelConfig:
-    """ModelConfig from the content of a config.json; raises ValueError. It does not apply the user's limits."""
+    """Returns the ModelConfig of a config.json's content; raises ValueError if it cannot be run. ``max_model_len``
+    chooses LongRoPE's factors; ``ModelConfig.with_limits`` applies it as a limit."""
     return family(str(hf.get("model_type"))).config_from_hf(plain_config(hf), max_model_len)
 
 
 def text_weight(model_type: str) -> Callable[[str], str | None]:
-    """For multimodal families, a function that maps names in the files to the text model's names, and other weights'
-    names to None. For other families, the identity."""
+    """Returns a function that maps a weight's name in the files to its name in the text model, or to None if the text
+    model does not have it. For families that are not multimodal, the function returns names unchanged."""
     renamed: Callable[[str], str | None] = getattr(family(model_type), "text_weight", str)
     return renamed
 

@@ -1,5 +1,5 @@
-"""The part of a model that a tensor-parallel rank holds: attention heads, the MLP's inner width, the vocabulary; and of
-experts either a part of every expert's inner width, or some experts whole.
+"""The part of a model that a tensor-parallel rank holds. Attention heads, the MLP's inner width and the vocabulary are
+split. A rank has either a part of every expert's inner width, or some whole experts.
 
 Megatron-LM (arXiv:1909.08053), section 3: a rank has rows of the projections that produce heads and the MLP's inner
 values, and columns of those that consume them. The ranks' outputs are then summed.
@@ -35,8 +35,8 @@ class Cut:
     """The part of a parameter that a rank holds.
 
     Attributes:
-        rows: spans of its rows, in order, which is also the order in which the rank holds them.
-        columns: a span of its columns; None for all.
+        rows: spans of the parameter's rows, in ascending order. The rank holds them in this order.
+        columns: a span of the parameter's columns; None for all.
     """
 
     rows: tuple[Span, ...]
@@ -44,7 +44,7 @@ class Cut:
 
     @cached_property
     def held_from(self) -> list[int]:
-        """The rank's first row of each span."""
+        """For each span of ``rows``, the row of the rank's parameter where it begins."""
         return [0, *accumulate(map(_length, self.rows))][:-1]
 
 
@@ -52,8 +52,8 @@ class Cut:
 class Shard:
     """A rank's part of a model; raises ValueError if the model cannot be split.
 
-    Whole groups of heads go to at most as many ranks as there are kv heads, as evenly as possible. If there are more
-    ranks, several hold the same kv head, each with some of its query heads.
+    With at most as many ranks as kv heads, each rank has whole kv heads and all of their query heads, divided as evenly
+    as possible. With more ranks, several ranks hold the same kv head, and each has some of its query heads.
 
     Attributes:
         whole: the whole model.
@@ -114,7 +114,7 @@ class Shard:
 
     @property
     def inner(self) -> Span:
-        """This rank's inner values of the MLP."""
+        """This rank's span of the MLP's inner width."""
         return self._inner("intermediate_size", self.whole.intermediate_size)
 
     def _inner(self, name: str, width: int) -> Span:
@@ -139,21 +139,21 @@ class Shard:
 
     @property
     def experts_inner(self) -> Span:
-        """This rank's inner values of each of its experts."""
+        """This rank's span of the inner width, in each of its experts."""
         assert self.whole.experts is not None, "there are no experts"
         width = self.whole.experts.intermediate_size
         return (0, width) if self.expert_parallel else self._inner("the experts' intermediate_size", width)
 
     @property
     def shared_inner(self) -> Span:
-        """This rank's inner values of the shared expert."""
+        """This rank's span of the shared expert's inner width."""
         assert self.whole.experts is not None, "there are no experts"
         width = self.whole.experts.shared_size
         return self._inner("the shared expert's intermediate_size", width) if width else (0, 0)
 
     @property
     def linear_heads(self) -> Span:
-        """The key heads of linear attention of this rank, which has their value heads, too."""
+        """This rank's key heads of linear attention. It also has the value heads that belong to them."""
         assert self.whole.linear is not None, "there is no linear attention"
         heads = self.whole.linear.key_heads
         if self.whole.linear.tiled and self.size > 1:
@@ -168,7 +168,8 @@ class Shard:
 
     @property
     def vocabulary(self) -> Span:
-        """Tokens whose embeddings and logits this rank has: equally many on every rank, except the last ones."""
+        """Tokens whose embeddings and logits this rank has. All ranks have equally many, except that the last ones may
+        have fewer."""
         each, count = vocabulary_rows(self.whole, self.size), self.whole.vocab_size
         return min(count, self.rank * each), min(count, (self.rank + 1) * each)
 
@@ -197,7 +198,8 @@ class Shard:
         return replace(config, experts=experts)
 
     def policy(self, spec: KVSpec) -> KVSpec:
-        """The policy for the rank's heads, resolved; raises ValueError for an invalid one."""
+        """Returns the policy for this rank's heads, with a value for every setting; raises ValueError if it cannot be
+        used."""
         whole, groups = self.whole.shape, min(self.size, self.whole.num_kv_heads)
         if self.size == 1:
             return resolve(spec, whole)
@@ -230,7 +232,7 @@ class Shard:
         return {}
 
     def _cut(self, name: str) -> Cut | None:
-        """``cut`` by the parameter's name within its layer, or its full name outside of layers."""
+        """Computes ``cut``. ``name`` is the parameter's name within its layer, or its full name outside layers."""
         module, _, kind = name.rpartition(".")
         whole, dim = self.whole, self.whole.head_dim
         q, kv = whole.num_query_heads * dim, whole.shape.kv_dim
@@ -259,7 +261,7 @@ class Shard:
         return None
 
     def _cut_linear(self, name: str, linear: LinearAttention) -> Cut | None:
-        """``cut`` for linear attention."""
+        """Computes ``cut`` for linear attention."""
         groups = linear.value_heads // linear.key_heads
         heads = _times(self.linear_heads, groups)
         keys, values = _times(self.linear_heads, linear.key_dim), _times(heads, linear.value_dim)
@@ -277,7 +279,8 @@ class Shard:
         return Cut(rows[name]) if name in rows else None
 
     def _cut_experts(self, module: str, kind: str) -> Cut:
-        """``cut`` for the rows of all experts, which follow one another, or for the shared expert."""
+        """Computes ``cut`` for a parameter of the shared expert, or for one of all experts, whose rows follow one
+        another."""
         experts, hidden = self.whole.experts, self.whole.hidden_size
         assert experts is not None, "there are no experts"
         if module.startswith("mlp.shared."):
@@ -295,8 +298,8 @@ class Shard:
         return Cut(tuple(_moved(inner, half * size) for half in halves))
 
     def pieces(self, parameter: str, start: int, stop: int, stored: Stored) -> Iterator[tuple[slice, Stored]]:
-        """This rank's parts of a tensor that is rows ``start`` to ``stop`` of a whole parameter, each with its rows in
-        the rank's parameter. Quantised rows whose columns cannot be cut are dequantised."""
+        """Yields this rank's parts of ``stored``, which is rows ``start`` to ``stop`` of the whole parameter. Each part
+        comes with its rows in the rank's parameter. Quantised rows whose columns cannot be cut are dequantised."""
         cut = self.cut(parameter)
         for here, rows in self.spans(parameter, start, stop):
             part = stored[rows]
@@ -308,8 +311,8 @@ class Shard:
             yield here, part
 
     def spans(self, parameter: str, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-        """This rank's ranges of rows ``start`` to ``stop`` of a whole parameter: each in the rank's parameter, and
-        relative to ``start``."""
+        """Yields the row ranges that this rank holds of rows ``start`` to ``stop`` of the whole parameter. Each range
+        is given twice: as rows of the rank's parameter, and relative to ``start``."""
         cut = self.cut(parameter)
         if cut is None:
             yield slice(start, stop), slice(0, stop - start)
@@ -322,8 +325,8 @@ class Shard:
             yield slice(here + low - first, here + high - first), slice(low - start, high - start)
 
     def form(self, parameter: str, form: Form, columns: int) -> Form | None:
-        """The form that rows of a whole parameter, with ``columns`` columns, have on this rank; None if they are
-        dequantised."""
+        """Returns the form on this rank of rows that have ``form`` in the whole parameter; None if they are
+        dequantised. ``columns`` is the whole parameter's number of columns."""
         cut = self.cut(parameter)
         if cut is not None and parameter in ("embedding", "head"):
             return None  # their last rows may be padding

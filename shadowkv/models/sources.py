@@ -33,7 +33,8 @@ def adapter_of(source: str | Path) -> Path | None:
 
 
 def fetch(name: str, hub: Hub = HUB) -> Path:
-    """The weights of a catalogue model, or of its base, downloaded once.
+    """Returns the file with a catalogue model's weights, downloaded on first use. For a model with an adapter, this is
+    the base model's file.
 
     Raises ValueError if the catalogue has no weights for it and OSError if the download fails.
     """
@@ -76,8 +77,8 @@ def resolve(source: str | Path, *, weights: bool, hub: Hub = HUB) -> Path:
 
 
 def resolve_tokenizer(source: str | Path, hub: Hub) -> Path:
-    """The .gguf file or directory with a source's tokenizer; no weights are downloaded from the hub. Raises as
-    ``resolve``."""
+    """Returns the .gguf file or directory with a source's tokenizer. From the hub, no weights are downloaded. Raises
+    what ``resolve`` raises."""
     if is_hub_id(source):
         return _from_hub(str(source), _TOKENIZER_FILES, hub)
     return resolve(source, weights=True, hub=hub)

@@ -29,8 +29,9 @@ Forms = Mapping[str, Form]
 
 
 def kept(forms: Forms, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Form]:
-    """The forms that weights stay in on ``device``, with activations in ``dtype``: those with a matrix product for
-    them. With 8-bit arithmetic only experts stay quantised. All other weights are dequantised as they load."""
+    """Returns the forms of the weights that stay quantised on ``device``, with activations in ``dtype``: those for
+    which it has a matrix product. With 8-bit arithmetic only experts stay quantised. Other weights are dequantised as
+    they load."""
     backend = choose("quantised_matmul", device).backend
     if config.quantization is not None:
         forms = of_experts(forms)
@@ -41,8 +42,8 @@ def kept(forms: Forms, config: ModelConfig, dtype: torch.dtype, device: torch.de
 
 
 def on_gpus(forms: Forms, config: ModelConfig, dtype: torch.dtype) -> dict[str, Form]:
-    """The forms that GPUs have matrix products for. Experts stay quantised only if all weights of a layer's projection
-    have one form, since they are stored as one tensor."""
+    """Returns the forms that GPUs have matrix products for. Experts stay quantised only if all experts of a layer have
+    the same form in a projection, because they are stored as one tensor."""
     small = {name: form for name, form in forms.items() if humming.takes(form, dtype)}
     targets, forms_in = family(config.architecture).targets(config), dict[str, set[Form | None]]()
     for name, target in targets.items():
@@ -87,8 +88,8 @@ def check_stated(quantization: str | None, method: str | None, source: str) -> N
 
 
 def planned_forms(config: ModelConfig, format: Format | None, quantization: str | None) -> dict[str, Form]:
-    """Forms of weights, by name, as far as the config shows them; for plain weights the forms that ``quantization``
-    names."""
+    """Returns the forms of weights by name, as far as the config shows them. If ``format`` is None, all projections get
+    the form that ``quantization`` names in ``SHAPES``, or stay plain if it names none."""
     if format is None:
         return dict.fromkeys(projections(config), SHAPES[quantization]) if quantization in SHAPES else {}
     check_stated(quantization, format.method, "the model")
@@ -98,7 +99,7 @@ def planned_forms(config: ModelConfig, format: Format | None, quantization: str 
 
 
 def planned_row_blocks(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[str, tuple[RowBlock, ...]]:
-    """Row blocks of a shard's parameters whose weights, in files or random, have the forms ``forms``."""
+    """Returns the row blocks of a shard's parameters by name, if weights, from files or random, have ``forms``."""
     outline, targets = Decoder(shard.whole, dtype, "meta"), family(shard.whole.architecture).targets(shard.whole)
     return stored_row_blocks(outline, targets, forms, shard)
 
@@ -110,8 +111,8 @@ def dequantised(
     device: torch.device,
     quantization: str | None,
 ) -> list[str]:
-    """Notes on weights that are dequantised as they load, with their memory, one line per reason. ``quantization`` is
-    that of the matrix products, or ``none`` if the user asked for it."""
+    """Returns notes on weights that are dequantised as they load, and their memory, one line per reason.
+    ``quantization`` is ``none`` if the user asked for it, otherwise ``ModelConfig.quantization``."""
     names_of: dict[str, list[str]] = {}
     for name in forms:
         names_of.setdefault(_why(name, forms[name], dtype, device, quantization), []).append(name)
@@ -146,7 +147,8 @@ def _why(name: str, form: Form, dtype: torch.dtype, device: torch.device, quanti
 
 
 def in_fp8(forms: Forms, names: Collection[str]) -> list[str]:
-    """Notes on the weights ``names``, which this model has in 8-bit floats and the files do not, one line each."""
+    """Returns notes on ``names``, the weights that the model has in 8-bit floats: one line about those that the files
+    have unquantised, and one about those that the files have in other forms."""
     lines, plain = [], [name for name in names if name not in forms]
     if plain:
         lines.append(f"{len(plain)} weights that the files have unquantised are quantised too: {plain[0]}, ...")

@@ -103,13 +103,13 @@ class Plan:
         bytes_of_kinds: device bytes of one sequence, by kind of layer as text.
         device_saving: device bytes of ``full`` divided by this policy's.
         largest_batch: number of sequences that fit.
-        reads: bytes that a step reads for one sequence, in a layer of the first group.
-        equivalent_bandwidth_tbs: bytes of all keys and values of the context in full, divided by the time of a step's
-            attention, in TB/s.
+        reads: bytes that a step reads for one sequence, in one layer of ``Layout.main``.
+        equivalent_bandwidth_tbs: bandwidth in TB/s that full attention would need to be as fast: bytes of the context's
+            uncompressed keys and values, divided by the time of this policy's attention.
         single: shortest time of a step with one sequence.
         largest: shortest time of a step with the largest batch; None if not even one sequence fits.
-        gpus_needed: GPUs per replica on which one sequence fits: the planned number, or a power of two. None if it
-            would need more than ``MAX_GPUS``, or more host memory.
+        gpus_needed: GPUs per replica on which one sequence fits. It is the planned number if that is enough, otherwise
+            a larger power of two. None if one would need more than ``MAX_GPUS``, or more host memory.
     """
 
     kv: str
@@ -130,13 +130,13 @@ class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
     If the model is split across ranks, the figures are those of one rank, and communication between ranks takes no
-    time. Weights in ``forms``, by name, are planned in the files' form if GPUs can multiply it.
+    time. ``forms`` has the forms of quantised weights by name. Weights keep their form if GPUs can multiply it.
 
     Attributes:
         shard: the rank's part of the model. ``config`` is the config of this part.
         replicas: number of copies of the whole model.
         weights: description of the weights' form.
-        quantization: description of the projections' quantization; None without.
+        quantization: description of the projections' quantization; None if they are not quantised.
         weight_bytes: bytes of the rank's weights.
         plain: description of the forms that are planned dequantised; empty if there are none.
         dequantised_bytes: bytes of the weights with all ``forms`` dequantised, as on a GPU without products for them;
@@ -145,8 +145,8 @@ class Planner:
             (``Decoder.bytes_read``).
         expert_bytes: bytes of the routed experts' weights.
         usable_bytes: usable bytes of the device without the weights; negative if the weights do not fit.
-        prefill_bytes, graph_bytes: bytes of the device left free for the longest prefill and for CUDA graphs. Further
-            bytes are for steps (per sequence), for fitting and compression, and for RoPE's tables.
+        prefill_bytes, graph_bytes: bytes of the device left free for the longest prefill and for CUDA graphs. Some more
+            are left free for steps (per sequence), for fitting and compression, and for RoPE's tables.
         cache_bytes: bytes that remain for the cache.
     """
 
@@ -177,7 +177,7 @@ class Planner:
         self.cache_bytes = self.usable_bytes - self.prefill_bytes - self.graph_bytes
 
     def plan(self, name: str, spec: KVSpec) -> Plan:
-        """The figures of a policy. Raises ValueError with all reasons why it cannot be used with the model."""
+        """Returns the figures of a policy. Raises ValueError with all reasons why the model cannot use the policy."""
         machine, shape, layout = self.machine, self.config.shape, self._layout(spec)
         need, batch = sequence_bytes(layout, self.context), self._largest_batch(layout)
         what = layout, self.context, self.hit_rate

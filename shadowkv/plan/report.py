@@ -82,7 +82,7 @@ def _dequantised(planner: Planner) -> list[str]:
 
 
 def missing(planner: Planner, plans: Sequence[Plan]) -> list[str]:
-    """For each policy with which not one sequence fits, a line about what one would need."""
+    """Returns a line for each policy with which not even one sequence fits. It says what one sequence would need."""
     lines = []
     for plan in plans:
         if plan.largest_batch.both:
@@ -154,7 +154,7 @@ def _kinds(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
 
 
 def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, Any]:
-    """The figures of the text, unrounded."""
+    """Returns the figures of ``as_text`` as a JSON object, unrounded."""
     return {
         "model": model,
         "dtype": str(planner.dtype).removeprefix("torch."),

@@ -32,7 +32,8 @@ from shadowkv.settings import add_flag
 from shadowkv.wording import counted
 
 CONCURRENCY = 2
-"""Requests in flight per running sequence of a replica: the further ones wait in its engine, already tokenized."""
+"""Requests in flight at a replica, as a multiple of its batch. Those beyond the batch wait in the engine, already
+tokenized."""
 
 MAX_BLOCKS = 10_000
 """Maximum number of pieces of a file; each is answered, and retried, as a whole. A piece is one line if the file has no
@@ -92,7 +93,7 @@ class Replica:
         self._path = path
 
     async def __call__(self, lines: dict[str, Any]) -> dict[str, list[str]]:
-        """Records, as JSON, of the lines at ``offset`` with ``size`` bytes; ``id`` is that of the record."""
+        """Answers the lines of ``size`` bytes at ``offset``. Returns their records as JSON, with the ids in ``id``."""
         places = zip(lines["id"], lines["offset"], lines["size"], strict=True)
         requests = await asyncio.to_thread(lambda: [self._read(str(id), int(at), int(size)) for id, at, size in places])
         try:

@@ -97,8 +97,8 @@ def _any_running(app_name: str) -> bool:
 class Front:
     """Forwards requests to the replicas of a deployment, and their answers to clients.
 
-    If a replica dies, an unanswered request is sent once to another replica, unless the client has already received
-    part of the answer. Otherwise the answer ends with the error of a server whose engine has died.
+    If a replica dies before the client has received any of the answer, the request is sent to another replica, at most
+    once. Otherwise the answer ends with an error, as if a server's engine had died.
     """
 
     app: FastAPI
@@ -186,7 +186,7 @@ class Front:
                 request = replace(request, avoid=replica)
 
     async def _messages(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
-        """A replica's messages; if this is closed before their end, the replica is notified."""
+        """Yields a replica's id and messages. If the generator is closed before their end, it cancels the request."""
         response = self._answers.remote(request)
         self._in_flight.add(response)
         ended = False

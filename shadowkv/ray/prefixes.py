@@ -1,4 +1,4 @@
-"""Chooses a request's replica: the one with the longest prefix of its prompt, then the one with the least load.
+"""Chooses a request's replica: the one that has received the longest prefix of its prompt, then the least loaded one.
 
 Prompts are compared as text, in blocks; tokens would need the model's tokenizer and chat template. A block's hash
 covers its text and the hash of the block before it, so that equal hashes imply equal text up to there.
@@ -16,8 +16,8 @@ BLOCK_CHARS = 256
 """Characters of JSON in a block, about the 64 tokens of a page of the prefix cache."""
 
 MAX_BLOCKS = 4096
-"""Maximum number of blocks of a prompt: a million characters. The router does not distinguish prompts that share
-these."""
+"""Maximum number of blocks of a prompt, a million characters. Prompts that share all of these are the same to the
+router."""
 
 REMEMBERED_BLOCKS = 2**17
 """Maximum number of remembered blocks of all prompts together: 32 million characters."""
@@ -28,7 +28,7 @@ PROMPT = ("messages", "prompt", "input")
 
 
 def prefix_of(body: bytes | bytearray) -> tuple[int, ...]:
-    """Hashes of the whole blocks of a request's prompt, from its beginning on; empty for a body without a prompt."""
+    """Returns the hashes of the complete blocks of a request's prompt, in order; empty for a body without a prompt."""
     try:
         fields = json.loads(body)
         if not isinstance(fields, dict) or not any(name in fields for name in PROMPT):
@@ -48,8 +48,8 @@ class PrefixTable:
     """Remembers which replicas have received which prefixes, for the most recently requested ones.
 
     Args:
-        margin: how many more running requests than the least loaded replica a replica can have and still be chosen for
-            its prefix.
+        margin: a replica is chosen for its prefix only if it has at most this many more running requests than the least
+            loaded replica.
         most: maximum number of remembered blocks.
     """
 
@@ -60,7 +60,7 @@ class PrefixTable:
         self._choices = 0
 
     def choose(self, prefix: Sequence[int], loads: Mapping[str, int]) -> str:
-        """The replica for a prompt, which is remembered as sent to it.
+        """Chooses the replica for a prompt, and remembers that this replica has received the prompt.
 
         Args:
             prefix: hashes of the prompt's blocks, from ``prefix_of``.

@@ -41,8 +41,8 @@ class Replica:
         self._id: str = serve.get_replica_context().replica_id.unique_id
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
-        """The replica's id, as soon as the request has arrived, and then the answer's ASGI messages as they come.
-        Closing this looks to the application like a client that disconnects.
+        """Yields the replica's id as soon as the request has arrived, and then the answer's ASGI messages as they come.
+        If the generator is closed, the application sees a client that disconnects.
 
         Raises EngineDead if the engine has died before any message was sent.
         """
@@ -83,7 +83,7 @@ class Replica:
                 await task
 
     async def describe(self) -> tuple[list[str], str]:
-        """Lines for the start of a server, and the model's name to clients."""
+        """Returns the lines that a server prints when it starts, and the model's name to clients."""
         return self._process.clients[0].describe(), self._served_name
 
     async def metrics(self) -> tuple[str, bytes]:

@@ -28,7 +28,7 @@ class ForwardedRequest:
         scope: its ASGI scope, as far as it can be sent.
         body: the whole body.
         prefix: hashes of its prompt's blocks, for the router.
-        avoid: a replica that has failed to answer it; None if none has.
+        avoid: id of a replica that has failed to answer the request; None if none has.
     """
 
     scope: dict[str, Any]
@@ -46,8 +46,8 @@ def sendable(scope: Scope, request_id: str, owner: str | None, tenant: str) -> d
 
 
 class PrefixRouter(RequestRouter):
-    """Chooses replicas for the front. The front sends all requests, so the requests it has sent are the replicas'
-    load."""
+    """Chooses replicas for the front. A replica's load is the number of its requests in flight. The front sends all
+    requests, so this router counts them all."""
 
     @classmethod
     def config(cls, margin: int) -> RequestRouterConfig:
@@ -63,7 +63,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, then the others in case it cannot be reached."""
+        """Returns the chosen replica, then the others, for the case that the chosen one cannot be reached."""
         args = [] if pending_request is None else pending_request.args
         request = args[0] if args else ForwardedRequest({}, b"", ())
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}

@@ -1,7 +1,7 @@
 """LoRA adapters in PEFT's format, merged into the weights while they load (arXiv:2106.09685).
 
-A matrix can be int8 with a scale per row, in ``weight`` and ``weight_scale`` as compressed-tensors names them. That
-takes a quarter of float32's bytes, for adapters that come with the project.
+A matrix can be int8 with one scale per row. Its tensors then end in ``weight`` and ``weight_scale``, as in
+compressed-tensors. The project's own adapters are stored so, because it takes a quarter of float32's bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _OTHER = "use an adapter of this model"
 
 
 class Adapter:
-    """Low-rank updates W' = W + scale · B·A of the modules that the adapter has matrices for.
+    """Low-rank updates W' = W + scale · B·A of the modules that the adapter has matrices for. W is [N, K], and r is the
+    adapter's rank.
 
     Args:
         directory: holds ``adapter_config.json`` and ``adapter_model.safetensors``.
@@ -121,7 +122,7 @@ class Adapter:
 
 
 def _wrong_fields(config: dict[str, Any]) -> list[str]:
-    """A reason for every field of the config that is invalid and that the scale or the matrices need."""
+    """Returns a reason for every invalid field, among the fields that the scale or the matrices need."""
     rank, alpha, targeted = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     names = targeted if isinstance(targeted, list) else [] if targeted is None else [targeted]
     fine = {

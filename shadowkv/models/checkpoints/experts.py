@@ -1,13 +1,16 @@
 """Splits experts' weights, which files store in several layouts, into one module per expert.
 
-Files store experts separately, as ``mlp.experts.3.up_proj.weight`` or under Mixtral's names, or joined. Joined are
-``mlp.experts.gate_up_proj`` [E, 2I, D] and ``mlp.experts.down_proj`` [E, D, I], as transformers 5 may save them. GGUF
-files, after renaming, have ``mlp.experts.gate_proj`` and ``mlp.experts.up_proj``, each [E, I, D], instead of
-``gate_up_proj``.
+Some files store each expert separately, as ``mlp.experts.3.up_proj.weight`` or under Mixtral's names. Others join all
+experts of a layer in one tensor. With E experts of inner width I and hidden size D, joined tensors are:
 
-gpt-oss's safetensors files are *interleaved*: rows of gate and up alternate. Their plain matrices are also transposed,
-[E, D, 2I] and [E, I, D]; quantised ones are not. Biases of joined experts have the matrix's name with ``_bias`` at the
-end: [E, 2I], or each [E, I], and [E, D].
+- transformers 5: ``mlp.experts.gate_up_proj`` [E, 2I, D] and ``mlp.experts.down_proj`` [E, D, I].
+- GGUF files, after renaming: ``mlp.experts.gate_proj`` and ``mlp.experts.up_proj``, each [E, I, D], instead of
+  ``gate_up_proj``.
+- gpt-oss's safetensors files are *interleaved*: rows of gate and up alternate in ``gate_up_proj``. Plain matrices are
+  also transposed, [E, D, 2I] and [E, I, D]. Quantised matrices are not.
+
+A joined bias has the matrix's name with ``_bias`` at the end. It is [E, 2I] for ``gate_up_proj``, [E, I] for
+``gate_proj`` and ``up_proj``, and [E, D] for ``down_proj``.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class _Part:
         expert: the expert's number.
         rows: the weight's rows among the expert's rows.
         of_expert: number of rows of an expert.
-        transposed: whether the tensor has the rows as columns.
+        transposed: whether the tensor stores the weight's rows as columns.
     """
 
     expert: int
@@ -54,7 +57,7 @@ class _Part:
         return len(range(self.of_expert)[self.rows]), *columns
 
     def of(self, stored: Stored) -> Stored:
-        """The weight, a view of the tensor."""
+        """Returns the weight, as a view of the tensor of all experts."""
         if isinstance(stored, Tensor):
             return (stored[self.expert].T if self.transposed else stored[self.expert])[self.rows]
         first = self.expert * self.of_expert  # quantised rows of all experts follow one another
@@ -97,14 +100,15 @@ class SeparateExperts:
         self.forms = {weight: form for name, form in forms.items() for weight in self._parts.get(name, ())}
 
     def tensors(self, tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        """Names and weights of all that is read."""
+        """Splits a stream of the files' tensors. Yields the names in ``shapes``, and their weights."""
         for name, stored in tensors:
             for weight, part in self._parts.get(name, {}).items():
                 yield weight, stored if part is None else part.of(stored)
 
 
 def _parts(name: str, shape: Shape, count: int, interleaved: bool, plain: bool) -> Iterator[tuple[str, _Part | None]]:
-    """The weights in a tensor: itself under its name, or one per expert."""
+    """Yields the name of each weight in a tensor, with its part of the tensor. A tensor of all experts has one weight
+    per expert and module. For other tensors, the only weight is the whole tensor, and its part is None."""
     joined = _JOINED.match(name)
     dimensions = 2 if name.endswith("_bias") else 3
     if joined is None or len(shape) != dimensions or shape[0] != count:  # errors name it as in the file

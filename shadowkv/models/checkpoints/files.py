@@ -19,7 +19,7 @@ MB."""
 AGAIN = "fetch it again, or use another copy of the model"
 OTHER_MODEL = "use another model"
 ALIKE = 0.65
-"""Minimum share of a name's letters that another name must have, in order, to be suggested for it."""
+"""Minimum similarity of a known name to an unknown one, as ``difflib`` measures it, for it to be suggested."""
 MAX_REASONS, MAX_REASON_CHARACTERS = 8, 1000
 
 
@@ -48,8 +48,8 @@ def join_reasons(reasons: Sequence[str]) -> str:
 
 
 def unsupported(what: str, name: str, known: Iterable[str]) -> str:
-    """The reason why ``name`` cannot be used: it lists the ``known`` names, and first the nearest one, if any is
-    near."""
+    """Returns the reason why ``name`` cannot be used. It lists the ``known`` names, and before them the nearest one if
+    any is near."""
     known = list(known)
     near = next(iter(get_close_matches(name, known, 1, ALIKE)), None)
     nearest = f"nearest: {near}; " if near else ""

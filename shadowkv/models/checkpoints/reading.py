@@ -38,7 +38,7 @@ class Reading:
 
 
 def read_ahead(readings: Iterable[Reading]) -> Generator[tuple[str, Stored]]:
-    """Names and weights, in order; raises what reading a weight raises, when its turn comes."""
+    """Yields names and weights in the order of ``readings``. An error in reading a weight is raised at its turn."""
     threads = min(MAX_THREADS, os.cpu_count() or 1)
     queue, waiting, taken = iter(readings), deque[tuple[Reading, Future[Stored]]](), 0
     upcoming = next(queue, None)
@@ -58,7 +58,8 @@ def read_ahead(readings: Iterable[Reading]) -> Generator[tuple[str, Stored]]:
 
 
 def read_bytes(file: Path, start: int, stop: int, *, pinned: bool = False) -> Tensor:
-    """Bytes ``start`` to ``stop`` of a file: uint8 [stop - start], in pinned memory for a GPU.
+    """Reads bytes ``start`` to ``stop`` of a file: uint8 [stop - start]. ``pinned`` puts them in pinned memory, from
+    which copies to a GPU are faster.
 
     Raises ModelFileError if the file is shorter.
     """

@@ -38,8 +38,8 @@ _INDEX = "model.safetensors.index.json"
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """An open .safetensors file on the CPU, whose header the library has checked; raises ModelFileError for a bad
-    one."""
+    """Opens a .safetensors file on the CPU, as a context. The library checks its header; raises ModelFileError if it is
+    not valid."""
     check_regular(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:

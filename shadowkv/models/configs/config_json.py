@@ -33,7 +33,7 @@ _LARGEST = {
     "max_position_embeddings": MAX_POSITIONS,
     "original_max_position_embeddings": MAX_POSITIONS,
 }
-"""Limits of integers, which start at 1; no model comes near, and products of numbers within them fit in 63 bits."""
+"""Largest values of integers; the smallest is 1. No model comes near, and products of such values fit in 63 bits."""
 
 SLIDING = "sliding_attention"
 LAYER_TYPES = ("full_attention", SLIDING)
@@ -64,14 +64,15 @@ _DIVISORS = ("short_factor", "long_factor")
 
 
 OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
-"""Fields of a multimodal config that can describe its text model beside the ``text_config``."""
+"""Fields that describe the text model, and that a multimodal config can have outside its ``text_config``."""
 
 
 def plain_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """A config in the form that families read; raises ValueError.
+    """Returns a config in the flat form that families read; raises ValueError.
 
-    For a multimodal model that is its ``text_config``. If RoPE is described by types of layers (transformers 5), it is
-    the RoPE of full attention, with the other type's base as ``rope_local_base_freq``.
+    Fields in the ``text_config`` of a multimodal model replace those at the top level. transformers 5 describes RoPE
+    for each type of layer. The result then has the RoPE of full attention, and the base of sliding attention as
+    ``rope_local_base_freq``.
     """
     if isinstance(text := hf.get("text_config"), dict):
         whole = {name: hf[name] for name in ("model_type", *OF_THE_WHOLE) if hf.get(name) is not None}
@@ -88,11 +89,11 @@ def plain_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) -> list[str]:
-    """A reason for every field that is missing or invalid.
+    """Returns a reason for every field that is missing or invalid.
 
     Args:
         hf: content of a config.json, or another format's fields in that form.
-        names: names of the fields in the file, where they differ from ``hf``.
+        names: key of ``hf`` -> name of the field in the file, where the two differ.
     """
     names = names or {}
     reasons = [f"{names.get(name, name)} is missing" for name in _REQUIRED if hf.get(name) is None]
@@ -140,7 +141,7 @@ def wrong_fields(hf: Mapping[str, Any], names: Mapping[str, str] | None = None) 
 
 
 def are_token_ids(value: Any) -> bool:
-    """Whether it is a token id or a list of token ids."""
+    """Whether ``value`` is a token id or a list of token ids."""
     return all(type(token) is int for token in (value if isinstance(value, list) else [value]))
 
 
@@ -167,12 +168,12 @@ def build_config(
     query_scale: float = 1.0,
     **switches: bool,
 ) -> ModelConfig:
-    """ModelConfig from ``hf``; ``switches`` are the family's ModelConfig flags.
+    """Builds the ModelConfig of ``hf``. ``switches`` are boolean fields of ModelConfig, as the family sets them.
 
     ``window`` is the kind of the layers that ``layer_types`` calls sliding. Without ``layer_types``, it is the kind of
     all layers from ``first_window`` on.
 
-    Raises ValueError that names every field that is missing or out of range, unsupported activations and MLP biases.
+    Raises ValueError that names every missing, invalid or unsupported field.
     """
     reasons = wrong_fields(hf)
     activation = hf.get("hidden_act", "silu")

@@ -8,7 +8,7 @@ from typing import Any
 from shadowkv.models.checkpoints.files import is_number, join_reasons
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts."""
+"""Fields that can have the number of experts."""
 
 _LARGEST = {
     **dict.fromkeys(_COUNTS, 1 << 12),
@@ -19,7 +19,7 @@ _LARGEST = {
     "n_group": 1 << 12,
     "topk_group": 1 << 12,
 }
-"""Limits of integers that start at 1."""
+"""Largest values of integers whose smallest value is 1."""
 
 _FROM_ZERO = {
     "shared_expert_intermediate_size": 1 << 20,
@@ -28,12 +28,12 @@ _FROM_ZERO = {
     "num_nextn_predict_layers": 1 << 10,
     "num_mtp_modules": 1 << 10,
 }
-"""Limits of integers that start at 0."""
+"""Largest values of integers whose smallest value is 0."""
 _SWITCHES = ("norm_topk_prob", "use_qk_norm", "qkv_bias")
 
 
 def expert_fields(hf: Mapping[str, Any], count: str, *required: str) -> dict[str, Any]:
-    """The entries of ``hf`` that are not null.
+    """Returns the entries of ``hf`` that are not null, with the number of experts under the name ``count``.
 
     Raises ValueError with a reason for every field that is invalid, or that is ``required`` and missing.
 
@@ -71,6 +71,7 @@ def expert_fields(hf: Mapping[str, Any], count: str, *required: str) -> dict[str
 
 
 def dense_layers(fields: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Layers with an MLP in Qwen's models: the listed ones, and all but every ``decoder_sparse_step``-th."""
+    """Returns the layers of Qwen's models that have an MLP instead of experts: those in ``mlp_only_layers``, and all
+    but every ``decoder_sparse_step``-th."""
     step, listed = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)

@@ -28,16 +28,16 @@ class ModelConfig:
         max_position: longest sequence, in tokens, that the model supports.
         experts: the experts of all layers except ``dense_layers``; None if every layer has an MLP.
         dense_layers: numbers of the layers with an MLP, in a model with experts.
-        draft_layers: number of layers after the last one that draft tokens, whose weights are not read.
+        draft_layers: number of layers that draft tokens. They follow the other layers, and their weights are not read.
         layer_kinds: the kind of every layer; empty if all layers have full attention.
-        linear: the linear attention of the layers whose kind has a state.
+        linear: the linear attention of the layers whose kind has a state; None if there are none.
         activation: activation of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
         embedding_scale: factor of embedded tokens, rounded to the dtype of the weights.
-        query_scale: factor of queries, which is multiplied into the weights of their norm as these load; scores are
-            scaled by 1/sqrt(head_dim) in addition.
+        query_scale: factor of queries, in addition to attention's 1/sqrt(head_dim). As the weights of the queries' norm
+            load, they are multiplied by it.
         qkv_bias, attention_out_bias, qk_norm, normed_heads, sinks, output_gate, post_norms: as in ``LayerSpec``.
-        wide_norms: whether weights of norms are float32 whatever the others are, so that what a family adds to them is
-            not rounded.
+        wide_norms: whether weights of norms are float32 even if others are not. Families that add 1 to these weights
+            need this, because a narrower dtype would round the sum.
         quantization: ``fp8`` if projections multiply weights and activations in fp8; None otherwise, however weights
             are stored.
         eos_token_ids: tokens that each end a generation.
@@ -131,7 +131,7 @@ class ModelConfig:
         return None if layer in self.dense_layers else self.experts
 
     def linear_of(self, layer: int) -> LinearAttention | None:
-        """The linear attention of a layer; None if it has attention."""
+        """The linear attention of a layer; None if it has softmax attention."""
         return self.linear if self.layer_kinds and self.layer_kinds[layer].state else None
 
     def with_linear(self, linear: LinearAttention) -> ModelConfig:
@@ -151,11 +151,11 @@ class ModelConfig:
         return ModelShape(self.num_layers, *heads, self.head_dim, self.layer_kinds, self.qkv_bias, self.sinks)
 
     def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
-        """The config for sequences of up to ``max_model_len``, or ``max_position``. Windows of at least that length
-        hide nothing and are removed.
+        """Returns the config for sequences of up to ``max_model_len`` tokens; None means ``max_position``. Windows of
+        at least this length hide nothing and are removed.
 
-        With ``another_base``, the weights were trained with another RoPE base than their files have. ``max_model_len``
-        then replaces ``max_position``, since only the user knows how far they reach. Raises SettingsError if
+        ``another_base`` says that the user has set another RoPE base than the files have. Then only the user knows how
+        long sequences can be, and ``max_model_len`` replaces ``max_position``. Raises SettingsError if
         ``max_model_len`` exceeds what the model supports.
         """
         config = self

@@ -66,7 +66,8 @@ def rope_from_hf(
 
 
 def unread_fields(scaling: dict[str, Any]) -> list[str]:
-    """A reason for every entry that its type of RoPE does not use; raises ValueError for an unknown type."""
+    """Returns one reason that names all entries which the type of RoPE does not use; empty if it uses all. Raises
+    ValueError for an unknown type."""
     kind = _kind(scaling)
     known = (*_ALWAYS_READ, *_REQUIRED[_SCALINGS[kind]], *_OPTIONAL[_SCALINGS[kind]])
     unread = [str(name) for name in scaling if name not in known]
@@ -77,7 +78,7 @@ def _kind(scaling: dict[str, Any]) -> str:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(_SCALINGS)}")
-    # The name in Phi-3's first release.
+    # Phi-3's first release also calls LongRoPE "yarn".
     return "longrope" if kind == "yarn" and scaling.get("long_factor") is not None else kind
 
 

@@ -1,7 +1,7 @@
-"""Gemma 3 (arXiv:2503.19786), the text model: five layers with a window per layer without one.
+"""Gemma 3 (arXiv:2503.19786), the text model: five layers with a sliding window, then one with full attention.
 
-Layers with a window have a separate RoPE. There are four norms in a layer, which multiply by 1 + w, in float32. Queries
-and keys are normalised per head. Embeddings are scaled. Of ``gemma3``, which also reads images, only the text model is
+Layers with a window have a separate RoPE. Each layer has four norms. They multiply by 1 + w, in float32. Queries and
+keys are normalised per head. Embeddings are scaled. ``gemma3`` models also read images; only their text model is
 loaded.
 """
 
@@ -47,8 +47,9 @@ _DEFAULTS: dict[str, Any] = {
 
 _OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-"""Prefixes of weights in ``gemma3`` files: ``_OTHERS`` belong to the image encoder; ``_PREFIXES`` map the text model's
-prefixes to its own names, as released or as Transformers 5 saves them."""
+"""Prefixes of weights in ``gemma3`` files. Weights with a prefix in ``_OTHERS`` belong to the image encoder.
+``_PREFIXES`` maps the text model's prefixes, as released and as Transformers 5 saves them, to those of ``gemma3_text``
+files."""
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:

@@ -21,7 +21,7 @@ _ONLY = {
     "use_routing_bias": True,
     "shared_intermediate_size": 0,
 }
-"""Fields with one value in all published configs."""
+"""Fields that have the same value in all published configs. Only this value is supported."""
 
 FIELDS = ("num_local_experts", "num_experts_per_tok", "rotary_dim", "num_mtp_modules", "attn_type_list", *_ONLY)
 

@@ -12,7 +12,7 @@ from shadowkv.models.families.weight_names import Targets, decoder_targets
 FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 FIRST_WINDOW = 28
-"""Number of layers before the first one with a window, without ``max_window_layers``, as in Transformers."""
+"""Default of ``max_window_layers``, the number of layers before the first one with a window, as in Transformers."""
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:

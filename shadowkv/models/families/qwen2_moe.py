@@ -42,8 +42,8 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 
 def _kinds(layers: int, window: LayerKind, first_full: int | None) -> tuple[LayerKind, ...]:
-    """Kinds of layers without ``layer_types``: every second one of the first layers has the window, as in
-    Transformers."""
+    """Returns the kind of each layer for a config without ``layer_types``. As in Transformers, every second one of the
+    first ``first_full`` layers has the window; None means ``FIRST_WINDOW``."""
     with_window = range(0, min(layers, qwen2.FIRST_WINDOW if first_full is None else first_full), 2)
     return tuple(window if layer in with_window else FULL for layer in range(layers))
 

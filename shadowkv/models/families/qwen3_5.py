@@ -1,9 +1,9 @@
 """Qwen3.5 and later (Qwen team, 2026), the text model: three layers of linear attention for each layer of full
 attention.
 
-Full layers gate their output, and rotate a quarter of each head. Norms multiply by 1 + w, in float32, except those of
-linear attention. With text alone, the three positions of its multimodal RoPE are equal. Of files that also hold an
-image encoder or layers that draft tokens, only the text model is loaded.
+Layers of full attention gate their output, and rotate a quarter of each head. Norms multiply by 1 + w, in float32,
+except those of linear attention. The multimodal RoPE has three positions per token, which are equal for text. Image
+encoders in the files, and layers that draft tokens, are not loaded.
 """
 
 from __future__ import annotations

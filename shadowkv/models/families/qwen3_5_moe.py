@@ -23,7 +23,7 @@ text_weight = qwen3_5.text_weight
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``qwen3_5_moe`` config; raises ValueError if it cannot be run."""
-    # No layer has an MLP, whose width configs therefore leave out.
+    # Configs leave out the width of MLPs, because no layer has one.
     config = qwen3_5.config_from_hf({"intermediate_size": hf.get("moe_intermediate_size"), **hf}, max_model_len)
     fields = expert_fields(
         hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"

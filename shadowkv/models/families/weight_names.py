@@ -10,7 +10,8 @@ from shadowkv.models.configs.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Target:
-    """Rows ``start`` to ``stop`` of a decoder's parameter: the file's numbers plus ``offset``, times ``scale``."""
+    """Where a weight goes: into rows ``start`` to ``stop`` of a decoder's parameter. The file's numbers plus ``offset``
+    are multiplied by ``scale``."""
 
     parameter: str
     start: int
@@ -30,7 +31,8 @@ def decoder_targets(
     shared_expert: str = "shared_expert",
     router: str = "gate",
 ) -> Targets:
-    """Targets of Hugging Face's names, for the parts that all families share. Linear attention is not among them.
+    """Returns the targets of Hugging Face's names, for the parts that all families share. Linear attention is not among
+    them.
 
     Args:
         config: the model.
@@ -96,7 +98,7 @@ def _mlp(
     joined_gate_up: bool = False,
     bias: bool = False,
 ) -> Targets:
-    """Targets of an MLP, the ``number``-th of several whose rows follow one another."""
+    """Returns the targets of an MLP. If parameters hold the rows of several MLPs, it is the ``number``-th of them."""
     first = 2 * number * size
     down = rows(f"{theirs}.down_proj", f"{ours}.down", number * hidden, (number + 1) * hidden, bias)
     if joined_gate_up:

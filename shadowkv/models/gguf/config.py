@@ -69,8 +69,8 @@ _STOPS = ("eos", "eot", "eom")
 def config_from_gguf(
     file: GGUFFile, max_model_len: int | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """ModelConfig of the file, with the user's overrides and limit. Raises ModelFileError if it cannot be run, and with
-    overrides SettingsError."""
+    """Returns the ModelConfig of the file, with the user's overrides and limit. Raises ModelFileError if the model
+    cannot be run, and SettingsError if it cannot be run with overrides or is limited to too long sequences."""
     if file.architecture not in ARCHITECTURES:
         reason = unsupported("GGUF architecture", file.architecture, ARCHITECTURES)
         raise ModelFileError(file.path, reason, OTHER_MODEL)
@@ -120,7 +120,7 @@ def _model_type(file: GGUFFile, hf: dict[str, Any]) -> str:
 
 
 def _complete_glm4_moe(file: GGUFFile, hf: dict[str, Any]) -> None:
-    """Fields that only the tensors show; subtracts layers that draft tokens from the number of layers."""
+    """Adds fields that only the tensors show, and subtracts layers that draft tokens from the number of layers."""
     hf["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.names
     hf["attention_bias"] = "blk.0.attn_q.bias" in file.names
     drafting = hf.get("num_nextn_predict_layers", 0)
@@ -129,7 +129,8 @@ def _complete_glm4_moe(file: GGUFFile, hf: dict[str, Any]) -> None:
 
 
 def _complete_qwen3_5(file: GGUFFile, hf: dict[str, Any]) -> None:
-    """The size of a value head, and the number of layers without those that draft tokens. Raises ModelFileError."""
+    """Adds the size of a value head, and subtracts layers that draft tokens from the number of layers. Raises
+    ModelFileError for missing or invalid fields."""
     needed = ["ssm.inner_size", *(_FIELDS[name].removeprefix("{arch}.") for name in _LINEAR)]
     if missing := [file.key(f"{{arch}}.{name}") for name in needed if file.value(f"{{arch}}.{name}") is None]:
         raise ModelFileError(file.path, f"it has no {', '.join(missing)}", OTHER_MODEL)
@@ -142,7 +143,8 @@ def _complete_qwen3_5(file: GGUFFile, hf: dict[str, Any]) -> None:
 
 
 def drafting_layers(file: GGUFFile) -> int:
-    """The number of the last layers that draft tokens, which are not layers of the model. Raises ModelFileError."""
+    """Returns the number of layers that draft tokens. They are the last in the file, and not part of the model. Raises
+    ModelFileError for an invalid number."""
     drafting = file.get("{arch}.nextn_predict_layers", int) or 0
     if not 0 <= drafting < (layers := file.get("{arch}.block_count", int) or 0):
         key = file.key("{arch}.nextn_predict_layers")
@@ -152,7 +154,7 @@ def drafting_layers(file: GGUFFile) -> int:
 
 def _scaling(file: GGUFFile) -> dict[str, Any]:
     if "rope_freqs.weight" in file.names:
-        # Llama 3.1's scaling, stored as its result: a divisor per frequency, which has LongRoPE's form.
+        # Files store Llama 3.1's scaling as one divisor per frequency, which is LongRoPE's form.
         factors = file.tensor("rope_freqs.weight").flatten().tolist()
         return {"rope_type": "longrope", "long_factor": factors, "short_factor": factors, "attention_factor": 1.0}
     if "rope_factors_long.weight" in file.names:

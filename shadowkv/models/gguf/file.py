@@ -92,7 +92,7 @@ class GGUFFile:
         return self._header.tensors[name].shape
 
     def form(self, name: str) -> Form | None:
-        """Form of a matrix, or of the matrices of all experts, as ``stored`` returns it; None for plain numbers."""
+        """Form in which ``stored`` returns a matrix, or the matrices of all experts; None for plain numbers."""
         kind = self._header.tensors[name].kind.name
         return _FORMS.get(kind) if len(self.shape(name)) in (2, 3) else None
 
@@ -102,8 +102,8 @@ class GGUFFile:
         return entry.stop - entry.start
 
     def stored(self, name: str, *, pinned: bool = False) -> Stored:
-        """A tensor in its ``form``, with the rows of experts one after the other, in pinned memory if asked for;
-        without a form, as ``tensor`` returns it. Raises as ``tensor`` does."""
+        """Reads a tensor in its ``form``, in pinned memory if ``pinned``. The rows of experts follow one another. A
+        tensor without a form is returned as ``tensor`` returns it. Raises what ``tensor`` raises."""
         shape, form, entry = self.shape(name), self.form(name), self._header.tensors[name]
         if form is None:
             return self.tensor(name)
@@ -126,9 +126,9 @@ class GGUFFile:
 
 
 def _from_mxfp4(blocks: Tensor, pinned: bool) -> QuantisedRows:
-    """Rows [N, K] from MXFP4 blocks, uint8 [N, K / 32 * 17]. A block is an exponent and 16 bytes, whose low halves have
-    the first 16 numbers and whose high halves have the others. The result has neighbouring numbers in a byte, as other
-    files do."""
+    """Converts MXFP4 blocks, uint8 [N, K / 32 * 17], to rows [N, K]. A block is an exponent and 16 bytes. The low
+    halves of the bytes have the first 16 numbers, the high halves the other 16. In the result, as in other files, each
+    byte has two neighbouring numbers."""
     blocks = blocks.view(len(blocks), -1, 17)
     codes = torch.empty(*blocks.shape[:2], 2, 8, dtype=torch.uint8, pin_memory=pinned)
     for half in range(2):

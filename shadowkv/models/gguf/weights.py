@@ -100,7 +100,7 @@ def gguf_forms(file: GGUFFile) -> dict[str, Form]:
 
 
 def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
-    """Names and weights, read ahead, quantised or as float32; unknown names pass unchanged.
+    """Yields names and weights, read ahead. A weight is in its form, or else float32. Unknown names stay unchanged.
 
     The shapes must have been checked, since rows of ``llama`` files are reordered. Norms of ``gemma3`` and Qwen3.5 are
     converted to w, as in safetensors files; GGUF files have 1 + w.
@@ -129,8 +129,8 @@ def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) ->
 
 
 def _weights(file: GGUFFile) -> list[str]:
-    """Names of the tensors that are weights of the model's layers. Layers that draft tokens are left out here for the
-    families that do not leave them out themselves."""
+    """Returns the names of the model's weights. Layers that draft tokens are left out for Qwen3.5 only; for other
+    families, ``SeparateExperts`` leaves them out."""
     names = [name for name in file.names if name not in _CONFIG_TENSORS]
     if file.architecture not in QWEN35 or not (drafting := drafting_layers(file)):
         return names
@@ -139,7 +139,7 @@ def _weights(file: GGUFFile) -> list[str]:
 
 
 def _is_flat(weight: str, shape: Sequence[int]) -> bool:
-    """Whether a weight is the only row of a matrix, without that dimension."""
+    """Whether a weight is a matrix of one row that the file stores as a vector."""
     return len(shape) == 1 and weight.endswith(".shared_expert_gate.weight")
 
 
@@ -157,8 +157,8 @@ def _hf_name(name: str, architecture: str) -> str:
 
 
 def _halves_from_pairs(stored: Stored, heads: int) -> Stored:
-    """Undoes the row order of ``llama`` files: their RoPE rotates neighbouring rows, this engine's rows half a head
-    apart."""
+    """Undoes the row order of ``llama`` files. Their RoPE rotates pairs of neighbouring rows; this engine's RoPE
+    rotates pairs of rows that are half a head apart."""
     if isinstance(stored, QuantisedRows):
         return QuantisedRows(tuple(_in_halves(tensor, heads) for tensor in stored.tensors), stored.form)
     return _in_halves(stored, heads)

@@ -23,7 +23,7 @@ OWN_FIELDS = frozenset(("role", "type"))
 """Fields of messages and content parts whose values are one of a few words that templates compare with."""
 
 CALLS = "tool_calls"
-"""Field of messages with JSON like that of tools: arbitrary keys, and words that templates look up."""
+"""Field of messages that has JSON with arbitrary keys, and with words that templates look up, as tools do."""
 
 
 class ChatEncoder:
@@ -34,7 +34,7 @@ class ChatEncoder:
     rendered prompt, strings that are still intact are the template's own.
 
     Args:
-        texts: the encoder of other texts, in which special tokens are recognised.
+        texts: the encoder of prompts that are not chats, in which special tokens are recognised.
     """
 
     def __init__(self, texts: TextEncoder) -> None:
@@ -76,7 +76,8 @@ class ChatEncoder:
 
     @cached_property
     def _renamed(self) -> tuple[TextEncoder, dict[str, str]]:
-        """A text encoder whose special tokens have names that no message can contain; and those names."""
+        """Returns a text encoder in which special tokens have other names, and a map from special tokens to these
+        names. No message can contain them."""
         secret = secrets.token_hex(16)
         names = {text: f"\ue000{secret}:{number}\ue001" for number, text in enumerate(self._special)}
         source = msgspec.json.decode(self._plain.backend.to_str())  # a second faster than json, of 150,000 tokens

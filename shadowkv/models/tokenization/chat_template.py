@@ -61,8 +61,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The prompt, of at most ``MAX_CHARACTERS``.
 
-        Raises ValueError, with the template's own message, if it refuses the messages; also if it fails, takes too long
-        or grows too large.
+        Raises ValueError if the template refuses the messages; the error has the template's own message. Raises it also
+        if the template fails, takes too long or exceeds a limit of ``template_bounds``.
         """
         try:
             with bounded():

@@ -30,11 +30,12 @@ MAX_ITEMS = 1 << 20
 """Limit for the items of a created list."""
 
 MAX_STEPS, MAX_SECONDS = 1 << 20, 2.0
-"""Limits for loop iterations and calls in one rendering, and for CPU seconds of its thread, which a busy machine does
-not change."""
+"""Limits for one rendering: for the number of loop iterations and calls, and for CPU seconds of its thread. CPU seconds
+do not depend on how busy the machine is."""
 
 MAX_WORK = 1 << 28
-"""Limit for filters and methods that can write one argument for every character of another."""
+"""Limit for the product of two arguments' sizes. Filters and methods can write one argument for every character of
+another."""
 
 MAX_BITS = 1 << 12
 """Limit for the bits of integers."""
@@ -108,8 +109,8 @@ def _too_large() -> TemplateRuntimeError:
 def _weight(value: Any) -> int:
     """Length of a value's text form, in characters.
 
-    Raises TemplateRuntimeError if it is too long, and for types whose text contains other values that this cannot
-    measure, such as namespaces and views.
+    Raises TemplateRuntimeError if the text is too long. Raises it also for types, such as namespaces and views, whose
+    text contains other values that this function cannot measure.
     """
     weight = items = 0
     pending = [value]
@@ -137,7 +138,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _listed(value: Any) -> Any:
-    """The items of an object that can only be measured by iterating."""
+    """Lists the items of an object that can only be measured by iterating. Other values are returned as they are."""
     return [*_counted(value)] if isinstance(value, (Iterator, KeysView, ValuesView, ItemsView)) else value
 
 
@@ -181,7 +182,8 @@ def as_text(value: Any) -> str:
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, with its arguments checked; Jinja's markers for extra arguments stay."""
+    """Wraps a filter so that its arguments are checked. Jinja still passes the extra arguments that the filter
+    needs."""
 
     @functools.wraps(function)
     def checked(*arguments: Any, **options: Any) -> Any:

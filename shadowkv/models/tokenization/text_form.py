@@ -21,7 +21,8 @@ PIECE_CHARS = 2**16
 """Characters after which a text is cut at the next possible place: tokenizing takes about 100 bytes per character."""
 
 WORD_CHARS = 2**19
-"""Maximum length of a piece without such a place: it takes half a second and 50 MiB."""
+"""Maximum length of a piece; a text that cannot be cut within it is refused. Tokenizing such a piece takes half a
+second and 50 MiB."""
 
 NFC_SHRINKS = 4
 """NFC shortens no text to less than a quarter of its bytes (the worst case is U+0390, two bytes from seven)."""
@@ -61,8 +62,8 @@ OTHERS = frozenset(
 """Alternatives of the patterns by which GPT-2, Llama 3, Qwen, GLM, gpt-oss and others split texts, in three groups.
 
 Each alternative matches characters of one kind. None continues with a blank after another character, or with one of
-``PUNCTUATION`` after a letter. None looks back, or depends on whether the text continues there. A text that is cut at
-such a place is therefore split like the whole text.
+``PUNCTUATION`` after a letter, so a text can be cut before these. The pieces are split like the whole text, because no
+alternative looks back or depends on whether the text continues.
 """
 
 
@@ -186,7 +187,7 @@ def _drops_nothing(split: dict[str, Any]) -> bool:
 
 
 def _is_known(split: dict[str, Any]) -> bool:
-    """Whether a text that is cut at a place is split like the whole text."""
+    """Whether the split treats the pieces of a text that is cut at ``TextForm.place`` like the whole text."""
     if split["type"] == "ByteLevel":
         return not split["add_prefix_space"]
     if split["type"] == "Digits":
@@ -195,7 +196,7 @@ def _is_known(split: dict[str, Any]) -> bool:
 
 
 def _splits_words(split: dict[str, Any]) -> bool:
-    """Whether a known split always separates the characters around a place."""
+    """Whether a known split always separates the two characters that ``TextForm.place`` matches."""
     if split["type"] == "ByteLevel":
         return bool(split["use_regex"])
     alternatives = set(_alternatives(split))
@@ -211,8 +212,8 @@ def _alternatives(split: dict[str, Any]) -> list[str]:
 
 
 def _place(added: Iterable[Any], whole: Iterable[str], signs: str) -> re.Pattern[str] | None:
-    """Matches two characters that can be cut apart without cutting any text of ``whole``; the second is a blank or a
-    sign."""
+    """Returns a pattern for two characters between which a text can be cut without cutting any text of ``whole``. The
+    second character is a blank or one of ``signs``. Returns None if some added token must be a single word."""
     if any(token.single_word for token in added):  # neighbours decide whether it is a token
         return None
     texts = {form for text in whole for form in (text, unicodedata.normalize("NFC", text))}

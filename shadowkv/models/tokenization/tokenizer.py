@@ -29,7 +29,8 @@ HARMONY_ENDS = ("<|call|>", "<|return|>")
 """Tokens that each end an answer of gpt-oss; its files may name only one of them."""
 
 LONG_TOKENS = 1_000
-"""Decoding fewer tokens takes less time than waiting for another thread."""
+"""Decoding more tokens than this releases the interpreter's lock. For fewer, waiting to get the lock back takes longer
+than decoding."""
 
 
 class DecodeStream:
@@ -78,7 +79,7 @@ class DecodeStream:
 logger = logging.getLogger(__name__)
 
 TEMPLATES = 8
-"""Number of compiled chat templates to cache: the model's, and those of requests, which a batch of chats shares."""
+"""Number of compiled chat templates to cache: the model's, and those of requests. Requests of a batch share one."""
 
 
 class Tokenizer:

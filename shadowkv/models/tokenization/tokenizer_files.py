@@ -27,7 +27,7 @@ MAX_NAMED, MAX_QUOTED = 5, 40
 """Maximum number of tokens in a warning, and of characters of each."""
 
 MAX_TIMES = 64
-"""Maximum factor by which replacements can lengthen a text; those of real models do not lengthen it, or add a blank."""
+"""Maximum factor by which replacements can lengthen a text. Those of real models add at most a blank."""
 
 _BYTES_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -43,8 +43,8 @@ def tokenizer_from_directory(
     Args:
         directory: holds ``tokenizer.json``, and optionally the other files that transformers writes for a tokenizer.
         eos_token_ids: tokens that end a generation, besides the tokenizer's own.
-        vocab_size: rows of the model's embedding, if known. No token can have a larger id, except added tokens, for
-            which some fine-tunes have no row.
+        vocab_size: rows of the model's embedding; None if unknown. Ids of tokens must be smaller. Added tokens are an
+            exception, because some fine-tunes have no rows for them.
 
     Raises FileNotFoundError without a tokenizer.json, ModelFileError for files that cannot be used.
     """
@@ -155,7 +155,8 @@ def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
 
 
 def _template(directory: Path, config_file: Path, stated: Any) -> tuple[Path, str | None]:
-    """The file of the chat template, and its source; with a separate template for tools, a template that chooses."""
+    """Returns the file of the chat template, and the template's source; the source is None if there is no template. If
+    tools have a separate template, the source chooses between both."""
     file = directory / "chat_template.jinja"
     if is_there(file):
         return file, read_text(file)
@@ -176,8 +177,8 @@ def _read_stated(file: Path) -> dict[str, Any]:
 
 
 def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
-    """A tokenizer of ``vocab_size`` tokens, of which 256 are needed for text to survive. Every byte is a token; other
-    ids decode to <id>, and eos tokens to nothing."""
+    """Makes a tokenizer of ``vocab_size`` tokens. Each of the 256 bytes is a token; with fewer tokens, texts lose
+    bytes. Ids from 256 on decode to <id>, and those of eos tokens to nothing."""
     vocab = {BYTE_ALPHABET[byte]: byte for byte in range(min(256, vocab_size))}
     vocab |= {f"<{token}>": token for token in range(256, vocab_size)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -1,7 +1,8 @@
 """AWQ (arXiv:2306.00978), packed for GEMM as AutoAWQ writes it (its ``awq/modules/linear/gemm.py``).
 
-``qweight``, int32 [K, N / 8], and ``qzeros``, int32 [G, N / 8], have eight 4-bit codes per word, of neighbouring output
-rows in the order 0 2 4 6 1 3 5 7; ``scales`` are [G, N].
+A weight has N rows, K columns, and G groups of columns. Its tensors are ``qweight``, int32 [K, N / 8], ``qzeros``,
+int32 [G, N / 8], and ``scales`` [G, N]. A word has the 4-bit codes of eight neighbouring rows, in the order 0 2 4 6 1 3
+5 7 from the lowest bits on.
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 """compressed-tensors, the format of llm-compressor (``compressors`` in vllm-project/compressed-tensors 0.20).
 
-- ``pack-quantized``: integers. ``weight_packed``, int32 [N, K * bits / 32]; ``weight_scale`` [N, G]; ``weight_shape``;
-  ``weight_zero_point``, int32 [N * bits / 32, G], if they are not symmetric.
+A weight has N rows, K columns, and G groups of columns. Its tensors are, by layout:
+
+- ``pack-quantized``, for integers: ``weight_packed``, int32 [N, K * bits / 32], ``weight_scale`` [N, G], and
+  ``weight_shape``. Asymmetric codes also have ``weight_zero_point``, int32 [N * bits / 32, G].
 - ``int-quantized``, ``float-quantized``, ``naive-quantized``: ``weight``, int8 or float8_e4m3fn [N, K], and
-  ``weight_scale``: one, one per row, or for floats one per block.
-- ``nvfp4-pack-quantized``: ``weight_packed``, uint8 [N, K / 2], ``weight_scale``, float8_e4m3fn [N, K / 16], divided by
-  ``weight_global_scale``. ``mxfp4-pack-quantized``: scales are exponents of two plus 127, uint8 [N, K / 32].
+  ``weight_scale``, one per tensor or per row. Floats can also have one per block.
+- ``nvfp4-pack-quantized``: ``weight_packed``, uint8 [N, K / 2], ``weight_scale``, float8_e4m3fn [N, K / 16], and
+  ``weight_global_scale``, by which the scales are divided.
+- ``mxfp4-pack-quantized``: ``weight_packed``, uint8 [N, K / 2], and ``weight_scale``, uint8 [N, K / 32], exponents of
+  two plus 127.
 """
 
 from __future__ import annotations
@@ -56,9 +60,9 @@ class Scheme:
         targets: names, regular expressions, or classes of modules.
         layout: one of ``FORMATS``.
         bits: bits of a code.
-        group: columns that share a scale; None if a row has at most one.
+        group: columns that share a scale, for the strategy ``group``; None for other strategies.
         symmetric: whether integers have no zero points.
-        block: size of the blocks of floats, if scales are per block.
+        block: rows and columns of a block of floats; None if scales are not per block.
     """
 
     targets: tuple[str, ...]
@@ -151,7 +155,7 @@ class CompressedTensors:
 
 
 def _scheme(name: str, group: Any, layout: Any) -> Scheme:
-    """A group of a config; raises ValueError for unsupported kinds of weights."""
+    """Reads a group of a config; raises ValueError for unsupported kinds of weights."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         raise ValueError(f"config_groups.{name} has no weights")
@@ -180,13 +184,13 @@ def _scheme(name: str, group: Any, layout: Any) -> Scheme:
 
 
 def _has_blocks(weight: Found, block: Block, scale: torch.Size) -> bool:
-    """Whether ``scale`` is the shape of scales for such blocks."""
+    """Whether a weight with one scale per ``block`` has scales of the shape ``scale``."""
     rows, columns = weight.shape
     return weight.form == float8_form(block) and scale == (-(-rows // block[0]), -(-columns // block[1]))
 
 
 def _find_integers(entries: Mapping[str, Entry]) -> Found:
-    """int8 with one scale in all, or one per row."""
+    """Finds a weight in int8, with one scale per tensor or per row."""
     weight, scale = need(entries, "weight", "weight_scale")
     if len(weight.shape) != 2 or scale.shape not in ((), (1,), (1, 1), weight.shape[:1], (weight.shape[0], 1)):
         raise ValueError(f"weight_scale is {scale}, not one scale or one per row of {weight}")
@@ -195,7 +199,7 @@ def _find_integers(entries: Mapping[str, Entry]) -> Found:
 
 
 def _find_packed(entries: Mapping[str, Entry], read: Read, scheme: Scheme) -> Found:
-    """Integers packed into words."""
+    """Finds a weight of integers that are packed into words."""
     packed, scale, shape = need(entries, "weight_packed", "weight_scale", "weight_shape")
     expect("weight_shape", shape, (2,), "I64", "I32")
     rows, columns = read("weight_shape").tolist()

@@ -35,9 +35,10 @@ class Found:
     """A quantised weight in files.
 
     Attributes:
-        shape: the shape of the numbers: [N, K], or [E, N, K] for experts, whose rows are read one after the other.
-        form: the form that it is read into; None if that is plain numbers.
-        parts: last components of its tensors' names.
+        shape: the dequantised weight's shape, [N, K]. For E experts it is [E, N, K], and their rows are read one after
+            the other.
+        form: the form that the weight is read into; None if reading dequantises it.
+        parts: the tensors that it is read from, by the last components of their names.
     """
 
     shape: tuple[int, ...]
@@ -61,18 +62,18 @@ class Format(Protocol):
     dtypes: tuple[str, ...]
 
     def find(self, module: str, entries: Mapping[str, Entry], read: Read) -> Mapping[str, Found]:
-        """The quantised weights of a module, by the last component of their names in an unquantised checkpoint; raises
-        ValueError if its tensors do not fit the format.
+        """Finds a module's quantised weights. Returns them by the last component of their names in an unquantised
+        checkpoint, such as ``weight``. Raises ValueError if the tensors do not fit the format.
 
         Args:
-            module: its name in the files.
-            entries: all of its tensors, by the last components of their names.
+            module: the module's name in the files.
+            entries: all of the module's tensors, by the last components of their names.
             read: reads the few tensors whose content is needed here.
         """
         ...
 
     def read(self, weight: Found, tensors: Mapping[str, Tensor]) -> Stored:
-        """The weight, from its tensors; raises ValueError if their numbers do not fit the format."""
+        """Builds the weight from its tensors; raises ValueError if their numbers do not fit the format."""
         ...
 
     def planned(self, module: str) -> Form | None:
@@ -104,10 +105,13 @@ def expect(name: str, entry: Entry, shape: tuple[int, ...], *dtypes: str) -> Non
 
 
 def group_size(columns: int, groups: int, stated: int | None) -> int | None:
-    """Columns that share a scale, if a row of ``columns`` has ``groups`` scales; None if it has one.
+    """Returns the number of columns that share a scale; None if a whole row shares one.
 
     Args:
-        stated: the config's group size, which decides if the last group can be incomplete.
+        columns: length of a row.
+        groups: number of scales of a row.
+        stated: the config's group size, or None. It is returned if it gives ``groups`` scales, the last of which may
+            have fewer columns. Otherwise all groups must be equal.
 
     Raises ValueError if no group size fits.
     """

@@ -20,7 +20,8 @@ MXFP4 = GroupForm("e2m1", 32, torch.float8_e8m0fnu)
 
 
 def find_fp4(entries: Mapping[str, Entry], form: GroupForm, codes: str, scales: str, factor: str | None) -> Found:
-    """A weight in tensors of these names; raises ValueError if they do not fit."""
+    """Finds a weight in the tensors with these names; raises ValueError if they do not fit. ``factor`` is None for a
+    form without one."""
     names = (codes, scales) if factor is None else (codes, scales, factor)
     found = need(entries, *names)
     packed, scale = found[:2]

@@ -1,4 +1,4 @@
-"""8-bit floats, float8_e4m3fn, with one scale in all, one per row, or one per block: Hugging Face's ``fp8`` and
+"""8-bit floats, float8_e4m3fn, with one scale per tensor, per row or per block: Hugging Face's ``fp8`` and
 ``fbgemm_fp8``.
 
 Qwen3's and DeepSeek's files have blocks (``finegrained_fp8.py`` in transformers). Other formats use the same tensors.
@@ -22,7 +22,8 @@ Block = tuple[int, int]
 """Rows and columns that share a scale."""
 
 SCALES = ("weight_scale", "weight_scale_inv")
-"""Names of scales beside ``weight``. Codes are multiplied by either: "inv" refers to the quantiser's own scale."""
+"""Names of scales beside ``weight``. Codes are multiplied by both kinds: an "inv" scale is the inverse of the
+quantiser's."""
 
 E8M0 = "F8_E8M0"
 """safetensors' name of scales that are powers of two."""
@@ -31,7 +32,7 @@ E8M0 = "F8_E8M0"
 class FP8:
     """The format as a config describes it; raises ValueError for other 8-bit floats.
 
-    Static scales of activations are not used: where activations are quantised, it is by their own maximum, which loses
+    Static scales of activations are not used. If activations are quantised, their maximum gives the scale, which loses
     less.
     """
 
@@ -59,7 +60,7 @@ class FP8:
 
 
 def block_of(size: Any, name: str) -> Block | None:
-    """A config's block size; raises ValueError if it is invalid."""
+    """Returns a config's block size, or None if it has none; raises ValueError if it is invalid."""
     if size is None:
         return None
     if isinstance(size, list) and len(size) == 2 and all(type(side) is int and side > 0 for side in size):
@@ -68,15 +69,15 @@ def block_of(size: Any, name: str) -> Block | None:
 
 
 def float8_form(block: Block | None) -> GroupForm:
-    """The form of weights with such blocks. Scales are one per row, or one per group of a block's columns, repeated for
-    each row of the block."""
+    """Returns the form of weights with one scale per ``block``; the block's scale is repeated for each of its rows.
+    With None, it is the form with one scale per row."""
     return FP8_ROWS if block is None else GroupForm("e4m3", block[1], torch.float32)
 
 
 def find_float8(module: str, entries: Mapping[str, Entry], block: Block | None) -> dict[str, Found]:
-    """``Format.find`` for a module with one scale in all, one per row, or one per block.
+    """Does what ``Format.find`` does, for a weight with one scale per tensor, per row or per ``block``.
 
-    Raises ValueError unless there is exactly one kind of scales and it fits the weight.
+    Raises ValueError unless exactly one of ``SCALES`` is there and fits the weight.
     """
     floats = [name for name, entry in entries.items() if entry.dtype == FLOAT8 and name not in SCALES]
     for name in floats:
@@ -100,7 +101,7 @@ def find_float8(module: str, entries: Mapping[str, Entry], block: Block | None) 
 
 
 def read_float8(weight: Found, tensors: Mapping[str, Tensor], block: Block | None) -> QuantisedRows:
-    """``Format.read`` for weights that ``find_float8`` has found."""
+    """Does what ``Format.read`` does, for weights that ``find_float8`` has found."""
     codes, scale = (tensors[name] for name in weight.parts)
     assert weight.form is not None
     scale = scale.float()

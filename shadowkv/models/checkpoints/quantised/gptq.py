@@ -1,8 +1,9 @@
 """GPTQ (arXiv:2210.17323) as AutoGPTQ and GPTQModel write it (``qlinear_cuda_old.py`` in AutoGPTQ 0.7).
 
-``qweight``, int32 [K * bits / 32, N], packs columns; ``qzeros``, int32 [G, N * bits / 32], packs rows; ``scales`` are
-[G, N], and ``g_idx`` [K] has the group of every column. Zero points are stored minus one in ``checkpoint_format``
-``gptq``, and unchanged in ``gptq_v2``.
+A weight has N rows, K columns, and G groups of columns. ``qweight``, int32 [K * bits / 32, N], packs several columns in
+a word. ``qzeros``, int32 [G, N * bits / 32], packs several rows in a word. ``scales`` are [G, N], and ``g_idx`` [K] has
+the group of every column. ``checkpoint_format`` ``gptq`` stores zero points minus one, ``gptq_v2`` stores them
+unchanged.
 """
 
 from __future__ import annotations

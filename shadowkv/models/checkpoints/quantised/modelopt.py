@@ -1,8 +1,9 @@
 """NVIDIA's Model Optimizer: NVFP4 with two levels of scales, and 8-bit floats, as ``export/quant_utils.py`` and
 ``qtensor/nvfp4_tensor.py`` in nvidia-modelopt 0.47 write them.
 
-NVFP4: ``weight``, uint8 [N, K / 2]; ``weight_scale``, float8_e4m3fn [N, K / 16]; ``weight_scale_2``, float32, one for
-the tensor. A number is the product of the three. The config is in config.json, or in hf_quant_config.json beside it.
+An NVFP4 weight of N rows and K columns is ``weight``, uint8 [N, K / 2], ``weight_scale``, float8_e4m3fn [N, K / 16],
+and ``weight_scale_2``, one float32. A number is the product of its code and both scales. The config is in config.json,
+or in hf_quant_config.json beside it.
 """
 
 from __future__ import annotations

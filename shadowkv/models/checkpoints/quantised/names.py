@@ -16,9 +16,9 @@ def matches(module: str, pattern: str) -> bool:
 
     Args:
         module: its name, ``model.layers.0.self_attn.q_proj``.
-        pattern: after ``re:`` a regular expression for the start of the name, as in compressed-tensors; with ``*`` a
-            glob for the whole name, as in modelopt; otherwise the name or components of it, such as
-            ``self_attn`` or ``layers.0``.
+        pattern: one of three kinds. After ``re:`` it is a regular expression for the start of the name, as in
+            compressed-tensors. With ``*`` it is a glob for the whole name, as in modelopt. Otherwise it is the name, or
+            neighbouring components of it, such as ``self_attn`` or ``layers.0``.
     """
     if pattern.startswith("re:"):
         return _compiled(pattern[3:]).match(module) is not None

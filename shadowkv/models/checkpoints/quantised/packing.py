@@ -7,14 +7,15 @@ from torch import Tensor
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Codes along rows: int32 [N, W], the first code in the lowest bits -> uint8 [N, W * 32 / bits]; ``bits`` is 4 or
-    8."""
+    """Unpacks words, int32 [N, W], to codes, uint8 [N, W * 32 / bits]. The first code is in a word's lowest bits.
+    ``bits`` is 4 or 8."""
     packed = words.contiguous().view(torch.uint8)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(1)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes, uint8 [N, K], of 4 or 8 bits -> bytes, uint8 [N, K * bits / 8], the first code in the lower half."""
+    """Packs codes of 4 or 8 bits, uint8 [N, K], into bytes, uint8 [N, K * bits / 8]. Of two 4-bit codes, the first is
+    in the lower half of the byte."""
     codes = codes.contiguous()
     return codes if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
 
@@ -24,7 +25,7 @@ def in_any_order(codes: Tensor, zeros: Tensor | None, scales: Tensor, groups: Te
 
     Args:
         codes: uint8 [N, K].
-        zeros: zero points, uint8 [N, G]; None for the middle of the codes.
+        zeros: zero points, uint8 [N, G]; None if every zero point is the middle code, 2 ** (bits - 1).
         scales: [N, G].
         groups: the group of each column, [K].
 
@@ -40,5 +41,5 @@ def in_any_order(codes: Tensor, zeros: Tensor | None, scales: Tensor, groups: Te
 
 
 def in_order(groups: Tensor, size: int) -> bool:
-    """Whether columns with these groups, [K], form groups of ``size``, one after the other."""
+    """Whether each group is ``size`` neighbouring columns, in order. ``groups`` [K] has the group of each column."""
     return torch.equal(groups.long(), torch.arange(len(groups)) // size)

@@ -33,8 +33,8 @@ SHAPES: dict[str, Form] = {
     "nvfp4": NVFP4,
     "mxfp4": MXFP4,
 }
-"""Forms of projections for random weights and plans, by the names of ``load_settings.QUANTIZATIONS``: what most
-checkpoints have."""
+"""Name in ``load_settings.QUANTIZATIONS`` -> form of projections in plans and with random weights. Most checkpoints
+have these forms."""
 
 
 def format_of(method: str, stated: Mapping[str, Any]) -> Format:

@@ -23,13 +23,13 @@ OF_CACHES = ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale")
 
 
 class QuantisedWeights:
-    """The weights of a directory.
+    """The weights of a directory whose config states a quantised ``format``.
 
-    The files decide which of them are quantised: modules that a config lists as not converted are plain numbers in the
-    files. ``renamed`` is as in ``SafetensorsWeights``.
+    The tensors in the files show which weights are quantised, not the config's list of modules that are not converted.
+    ``renamed`` is as in ``SafetensorsWeights``.
 
     Attributes:
-        shapes: the shape of every weight's numbers, by its name in an unquantised checkpoint.
+        shapes: the shape of every weight when dequantised, by its name in an unquantised checkpoint.
         forms: the forms that quantised weights are read into, by name.
         scattered: names of weights that are dequantised as they are read, since their columns' groups are in any order.
         of_caches: names of tensors of ``OF_CACHES``, which are not used.
