@@ -137,7 +137,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--unquantized-reference",
         action="store_true",
-        default=None,  # folders from before the flag have None
+        default=None,  # config.json of older folders has None
         help="generate the reference with full attention and weights in --dtype, so that what quantised weights lose "
         "counts, too",
     )
@@ -156,7 +156,7 @@ def _add_out(what: argparse._ArgumentGroup) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ValueError that lists everything that is not valid."""
+    """Raises a ValueError that lists all invalid values."""
     bad = [f"--length {length} must be at least 1" for length in getattr(args, "length", ()) if length < 1]
     bad += [
         f"--{name.replace('_', '-')} {value} must be at least 1"
@@ -188,8 +188,8 @@ def variation(text: str) -> Variation:
 
 
 def parse_budget(text: str) -> float | int:
-    """Parses a budget: with a point it is a fraction, without one a number of tokens. Raises ArgumentTypeError if it
-    can be neither, for any model."""
+    """Parses a budget: with a point it is a fraction, without one a number of tokens. Raises ArgumentTypeError if no
+    model can have this budget."""
     try:
         value = int(text) if text.lstrip("+-").isdecimal() else float(text)
     except ValueError as error:

@@ -32,7 +32,7 @@ from shadowkv.models.loader import LoadedModel
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 SAME = ("suite", "adapter", "rope_theta", "hf_overrides", "dtype", "quantization", "load_format")
-"""Flags of every suite that must be the same in every run that adds to ``--out``."""
+"""Flags that all suites have. They must have the same values in all runs that add to one ``--out``."""
 
 
 def execute(args: argparse.Namespace, arguments: Sequence[str] | None) -> int:
@@ -98,7 +98,7 @@ def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Pol
         torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
     args.dtype = str(loaded.model.dtype).removeprefix("torch.")  # auto depends on the machine
     if args.quantization != DEQUANTISED:
-        args.quantization = loaded.config.quantization  # the files can set it, too
+        args.quantization = loaded.config.quantization  # the model's files can set it, too
     names, shape = args.kv or ["full", "turbo"], loaded.config.shape
     if args.vary:
         names, notes = args.vary.expand(names, shape)
@@ -143,14 +143,14 @@ class Answerer(Protocol):
     """Answers samples: a local model or a server."""
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
-        """Predictions of the requested policies, as they arrive."""
+        """Yields predictions of the requested policies as they arrive."""
 
 
 def run(
     answerer: Answerer, samples: Sequence[Sample], policies: Sequence[Policy], folder: Path, model: str
 ) -> list[Prediction]:
-    """Answers the samples that have no answer in ``folder`` yet. Summaries are up to date however it ends, even by an
-    interrupt.
+    """Answers the samples that have no answer in ``folder`` yet. Writes the summaries at the end, even after an error
+    or an interrupt.
 
     Returns all answers in ``folder``.
     """

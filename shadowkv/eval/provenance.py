@@ -43,7 +43,7 @@ def command() -> str:
 
 def provenance() -> dict[str, str | None]:
     """Commit, command line, GPU (None without one) and versions of PyTorch and CUDA."""
-    import torch  # imported here, as a benchmark's client needs the commit alone
+    import torch  # imported here, because a benchmark's client only needs the commit
 
     return {
         "commit": commit(),
@@ -79,10 +79,10 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         spec = None if policy.spec is None else policy.spec.as_dict()
         known = config["policies"].setdefault(policy.label, spec)
         if spec is not None and known is not None:
-            # Every policy had these fields, with any parts.
+            # Older versions recorded these fields for every policy, whatever its parts.
             former = {"rank": None, "key_groups": 1, "centred": None, "mass": None, "sampled": 0.0}
             former["prefill_error"] = PREFILL_ERROR
-            known = {**KVSpec().as_dict(), **former, **known}  # newer fields had their defaults
+            known = {**KVSpec().as_dict(), **former, **known}  # fields that an older version lacked had their defaults
             known = {name: value for name, value in known.items() if name in spec or former.get(name, ...) != value}
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")

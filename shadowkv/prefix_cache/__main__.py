@@ -1,7 +1,7 @@
 """``shadowkv cache``: lists, verifies, prunes, exports and imports the snapshots of a directory.
 
-It does so too with the names under which prompts were saved, and can remove names. Servers may use the directory
-meanwhile: they find imported snapshots, and treat removed ones as misses.
+The same commands cover the names under which prompts were saved, and ``forget`` removes names. Servers may use the
+directory meanwhile: they find imported snapshots, and treat removed ones as misses.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _age(text: str) -> float:
 
 
 def _progress(total: int) -> Any:
-    """A progress bar on stderr if that is a terminal."""
+    """Returns a progress bar that counts bytes. It appears on stderr, and only if stderr is a terminal."""
     return tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False)
 
 
@@ -221,7 +221,7 @@ def _short_age(seconds: float) -> str:
 
 
 def _printable(value: object) -> str:
-    """Text from a file, escaped so that it takes one line of a terminal."""
+    """Returns at most 200 characters of a text from a file. "?" replaces characters that cannot be printed."""
     return "".join(character if character.isprintable() else "?" for character in str(value))[:200]
 
 

@@ -33,20 +33,20 @@ from shadowkv.prefix_cache.tree import Node, PrefixTree
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.002
-"""Seconds between two polls for copies on their way, while the engine has nothing else to do."""
+"""Seconds between two polls for copies in progress, while the engine is otherwise idle."""
 
 
 @dataclass(frozen=True)
 class PrefixSegment:
-    """A node of the prefix tree, pages that were computed together, as clients see it.
+    """Describes a node of the prefix tree to clients. The node has pages that were computed together.
 
     Attributes:
         uid: identifies the segment as long as it is in any tier. It does not depend on the tokens.
         first: position of the first token.
         tokens: number of tokens.
         compressed: whether the pages are in the policy's compressed form rather than exact.
-        running: whether a running request uses them.
-        tiers: where they are, out of ``device``, ``host`` and ``disk``.
+        running: whether a running request uses the pages.
+        tiers: which of the tiers ``device``, ``host`` and ``disk`` hold the pages.
     """
 
     uid: str
@@ -62,7 +62,7 @@ class PrefixCache:
 
     Args:
         host: the host tier; None without tiers below the device.
-        disk: makes the disk tier, given the callback for its events; None without one.
+        disk: returns the disk tier, given the callback that receives its events. None if there is no disk tier.
         eviction: the order in which copies are evicted from host memory.
         step_bytes: most bytes of copies to host memory that a step launches.
 
@@ -94,12 +94,15 @@ class PrefixCache:
 
     @property
     def changes(self) -> int:
-        """A counter of all changes that may change a prompt's match, or the room that it needs."""
+        """Counts all changes that may change a prompt's match, or the blocks that the match needs."""
         return self._tree.changes + self._cache.changes
 
     def look_up(self, prompt: Prompt) -> Match | None:
-        """Returns the match of a waiting prompt. It calls ``match`` again only if ``changes`` has grown. The copies to
-        restore it from stay in host memory. Call ``forget`` when the prompt no longer waits."""
+        """Returns the match of a waiting prompt. Calls ``match`` again only if ``changes`` has grown, or if a read from
+        the disk is late.
+
+        ``Lookups.hold`` keeps the match's copies in host memory. Call ``forget`` when the prompt no longer waits.
+        """
         if not self._lookups.current(prompt, self.changes):
             match = self.match(prompt)
             if self.lower is not None:
@@ -117,7 +120,8 @@ class PrefixCache:
         self._lookups.forget(prompt, None if self.lower is None else self.lower.copies)
 
     def match(self, prompt: Prompt) -> Match | None:
-        """The longest cached prefix of ``prompt``. Among equally long ones, a sequence that can be taken over."""
+        """Returns the longest cached prefix of ``prompt``, or None. Of equally long ones it prefers a sequence that the
+        request can take over."""
         best, along = self._continued(prompt), list(self._tree.along(prompt.shareable))
         for node, end in along:
             for sequence, held in node.holders.items():
@@ -132,8 +136,8 @@ class PrefixCache:
         return best
 
     def _restorable(self, lower: LowerTiers, along: list[tuple[Node, int]], best: Match | None) -> Match | None:
-        """A match from the lower tiers, if restoring it takes less time than computing what ``best`` lacks; otherwise
-        ``best``. It starts to read snapshots that are on disk."""
+        """Returns the longest match from the lower tiers that is longer than ``best`` and takes less time to restore
+        than to compute. Returns ``best`` if there is none. Starts to read the match's copies that are only on disk."""
         reached = best.tokens if best else 0
         candidates = [(end, node) for node, end in along if end * PAGE > reached]
         for end, node in sorted(candidates, key=lambda candidate: -candidate[0]):
@@ -153,10 +157,11 @@ class PrefixCache:
         return best
 
     def _continued(self, prompt: Prompt) -> Match | None:
-        """The kept sequence that a prompt continues.
+        """Returns a match with the kept sequence that a prompt continues, or None.
 
         The prompt must have all full pages of the sequence. Otherwise a conversation with an edited history would take
-        over the sequence of the original. Compressed and shared tokens cannot be cut off.
+        over the original conversation's sequence. The prompt must also have the sequence's compressed and shared
+        tokens, because these cannot be cut off.
         """
         best, limit = None, len(prompt.token_ids) - 1
         for sequence, kept in self._kept.items():
@@ -176,7 +181,7 @@ class PrefixCache:
         return best
 
     def computed(self, sequence: CachedSequence, prompt: Prompt) -> None:
-        """Records that ``sequence``, which is running, has the pages of a prompt. Others can then fork it."""
+        """Records that ``sequence``, which is running, has the pages of a prompt. Other requests can then fork it."""
         # Without the last token: it may be taken back, and a request for the same prompt computes at least one token.
         pages = self._cache.fork_point(sequence, len(prompt.token_ids) - 1) // PAGE
         self.version += 1
@@ -190,7 +195,7 @@ class PrefixCache:
                         self.lower.offload.store(node, *source)
 
     def _source(self, node: Node, sequence: CachedSequence, prompt: Prompt) -> tuple[CachedSequence, list[int]] | None:
-        """A sequence that has all pages of a node, ``sequence`` or a kept one, and its tokens."""
+        """Returns a sequence that has all pages of ``node``, and its token ids. It is ``sequence`` or a kept one."""
         for holder, held in node.holders.items():
             own = prompt if holder is sequence else self._kept.get(holder)
             if own is not None and held == node.end:
@@ -204,9 +209,10 @@ class PrefixCache:
         self._kept[sequence] = Prompt(prompt.token_ids[: sequence.length], prompt.pages)
 
     def take(self, match: Match, start: int, capacity: int) -> CachedSequence:
-        """A sequence that starts with a match, extended to ``start`` and ``capacity`` tokens.
+        """Returns a sequence that starts with a match. It has blocks for a prompt of ``start`` tokens, and for growth
+        to ``capacity`` tokens by decoding.
 
-        Raises OutOfBlocks, and the errors of restoring ``match.steps``. Then nothing has been taken.
+        Raises OutOfBlocks, and the errors of restoring ``match.steps``. After an error nothing is taken.
         """
         taken = self._take(match, start, capacity)
         if self.lower is not None:
@@ -238,7 +244,7 @@ class PrefixCache:
         return sequence
 
     def growth(self, match: Match, start: int, capacity: int) -> Blocks:
-        """The blocks that ``take`` needs."""
+        """Returns the numbers of blocks that ``take`` needs for the same arguments."""
         sequence, cache = match.sequence, self._cache
         if match.steps:
             assert self.lower is not None
@@ -254,11 +260,14 @@ class PrefixCache:
         self._cache.release(sequence)
 
     def blocks(self, spare: CachedSequence | None = None) -> Blocks:
-        """The blocks that only kept sequences other than ``spare`` hold. Any thread may call it."""
+        """Returns the numbers of blocks that would be free if all kept sequences but ``spare`` were evicted.
+
+        Any thread may call it.
+        """
         return self._cache.held(sequence for sequence in [*self._kept] if sequence is not spare)
 
     def evict(self, spare: CachedSequence | None = None) -> bool:
-        """Releases the least recently used kept sequence other than ``spare``; False if there is none."""
+        """Releases the least recently used kept sequence other than ``spare``. Returns False if there is none."""
         victim = next((sequence for sequence in self._kept if sequence is not spare), None)
         if victim is None:
             return False
@@ -291,7 +300,8 @@ class PrefixCache:
         return {"device": device, **({} if lower is None else lower.stats())}
 
     def segments(self, limit: int) -> tuple[list[PrefixSegment], int]:
-        """At most ``limit`` segments of cached prompts, and the number of all. Call it on the engine's thread."""
+        """Returns at most ``limit`` segments of cached prompts, and the number of all segments. Call it on the engine's
+        thread."""
         return segments_of(self._tree, self._kept, limit)
 
     @property
@@ -314,8 +324,8 @@ class PrefixCache:
 
     @contextmanager
     def _failing_alone(self) -> Iterator[None]:
-        """A context in which unhandled errors of the lower tiers do not fail requests: the cache goes on without these
-        tiers."""
+        """A context in which errors of the lower tiers do not fail requests. After an error the cache goes on without
+        these tiers. Errors of the accelerator are raised."""
         try:
             yield
         except torch.AcceleratorError:
@@ -334,12 +344,12 @@ class PrefixCache:
 
 
 def segments_of(nodes: Iterable[Node], kept: Collection[CachedSequence], limit: int) -> tuple[list[PrefixSegment], int]:
-    """Segments of ``nodes`` in order of their positions, and the number of all.
+    """Returns segments of ``nodes`` in order of their positions, and the number of nodes.
 
     Args:
         kept: finished sequences that the prefix cache keeps. A node's other holders are running.
-        limit: most segments to return. Those on the device come first, then those in host memory, then the others, the
-            most recently used first.
+        limit: most segments to return. Segments on the device are returned before those in host memory, and these
+            before those on disk. Within a tier, the most recently used are returned.
     """
 
     def distance(node: Node) -> tuple[bool, bool, float]:

@@ -1,6 +1,7 @@
 """``Chains``: restores chains of copies, from the disk to host memory and from there to a new sequence on the device.
 
-A chain is restored if that takes less time than computing its tokens, by the ``Speeds`` measured so far.
+A chain has the copies of a node and of its ancestors, back to the prompt's first page or to an ancestor on the device.
+The prefix cache restores a chain if this takes less time than computing its tokens, by the ``Speeds`` measured so far.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Speeds:
     def computed(self, tokens: int, seconds: float) -> None:
         """Records prompts that were computed together.
 
-        Short prompts overestimate the time per token, but less than a guess might. So they count until there is a long
-        one. Less than a page does not count, because it is the rest of a cached prompt.
+        Short prompts overestimate the time per token, but less than the initial guess might. So they count until a
+        prompt of ``LONG`` tokens is measured. Less than a page never counts: it is the uncached rest of a prompt.
         """
         if tokens >= LONG:
             self._prefill.add(tokens, seconds)
@@ -87,7 +88,7 @@ class Speeds:
 
 
 class Arriving(NamedTuple):
-    """A chain on its way to the device: the copies that are read, and their bytes."""
+    """A chain on its way to the device. ``copies`` are read for it, and have ``nbytes`` bytes together."""
 
     arrival: StreamArrival
     restoring: Restoring
@@ -127,8 +128,11 @@ class Chains:
         return [copy.fetching for copy in self._fetching if copy.fetching]
 
     def find(self, node: Node, stop: int) -> tuple[list[Step], CachedSequence | None] | None:
-        """The copies to restore, in order, for the pages of ``node`` up to ``stop``, and the sequence on the device
-        that has all earlier pages. None if a copy is missing."""
+        """Returns the chain of ``node`` up to page ``stop`` (excluded) of the prompt, and the sequence it continues.
+
+        The copies are in the order of their pages. The sequence is on the device and has all earlier pages. It is None
+        if the chain starts with the prompt's first page. Returns None if a copy is missing.
+        """
         steps: list[Step] = []
         at: Node | None = node
         while at is not None:
@@ -147,7 +151,7 @@ class Chains:
         return None
 
     def links(self, steps: Sequence[Step]) -> list[Link]:
-        """A chain as an argument for the cache's ``Snapshots``."""
+        """Returns a chain in the form that the cache's ``Snapshots`` take."""
         return [Link(step.copy.header, step.stop * PAGE) for step in steps]
 
     def seconds(self, steps: list[Step]) -> float:
@@ -157,12 +161,12 @@ class Chains:
         return self._speeds.host.seconds(nbytes) + self._speeds.disk.seconds(on_disk)
 
     def fetch(self, steps: list[Step], patience: float) -> float | None:
-        """Starts to read a chain from the disk, unless it is in host memory.
+        """Starts to read those copies of a chain from the disk that are not in host memory.
 
         Returns:
-            Until when to wait for it, by ``time.monotonic``: 0 if it is in host memory, otherwise after ``patience``
-            seconds, within ``FETCH_SECONDS`` and ``MAX_FETCH_SECONDS``. None if host memory has no room for it, or if
-            the disk has already taken longer.
+            The time, by ``time.monotonic``, until which to wait for the reads. It is 0 if the chain is in host memory.
+            A read may take ``patience`` seconds, but at least ``FETCH_SECONDS`` and at most ``MAX_FETCH_SECONDS``. None
+            if a read has taken longer, if host memory has no room, or if a file cannot be read now.
         """
         until, now = 0.0, time.monotonic()
         seconds = min(max(FETCH_SECONDS, patience), MAX_FETCH_SECONDS)
@@ -189,7 +193,11 @@ class Chains:
         return until
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
-        """A sequence restored from a chain in host memory. Raises the errors of ``Snapshots.restore``."""
+        """Starts to restore a chain in host memory, and returns the sequence. It has blocks for a prompt of ``start``
+        tokens, and for growth to ``capacity`` tokens by decoding. It shares the pages before the chain with ``parent``.
+
+        Raises the errors of ``Snapshots.restore``.
+        """
         restoring = self._cache.snapshots.restore(self.links(steps), start, capacity, parent)
         copies = [step.copy for step in steps]
         parts = [(copy.header, copy.slabs or []) for copy in copies]

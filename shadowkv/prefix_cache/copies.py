@@ -52,12 +52,13 @@ class Copies:
         if copy.slabs is not None:
             self.host.give(copy.slabs)
         copy.node.copy = None
-        if self.by_uid.get(copy.node.uid) is copy:  # else another node has been made for its file
+        if self.by_uid.get(copy.node.uid) is copy:  # otherwise another node now has its file
             del self.by_uid[copy.node.uid]
         self.tree.prune(copy.node)
 
     def leave(self, copy: Copy) -> None:
-        """Records that a use of a copy is over."""
+        """Ends one use of a copy. After the last use, an incomplete copy gives back its slabs, and is removed if it has
+        no file."""
         self.tree.changes += 1
         copy.users -= 1
         if not copy.users and not copy.ready:
@@ -68,8 +69,8 @@ class Copies:
                 self.drop(copy)
 
     def room(self, nbytes: int, spare: set[Node] | None = None) -> list[int] | None:
-        """Slabs for a copy of ``nbytes``, or None. Unused copies are evicted if that makes enough room, except those of
-        nodes in ``spare``."""
+        """Takes slabs for a copy of ``nbytes`` bytes. Evicts unused copies if that makes enough room, but never copies
+        of nodes in ``spare``. Returns None, and evicts nothing, if there cannot be enough room."""
         slabs = self.host.take(nbytes)
         if slabs is not None or self.host.slabs_of(nbytes) > self.host.num_slabs:
             return slabs
@@ -99,6 +100,6 @@ class Copies:
             self.drop(copy)
 
     def buffers(self, copy: Copy) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of a copy's slabs, for the disk tier."""
+        """Returns the bytes of a copy in its slabs, as uint8 arrays in order. The disk tier reads or writes them."""
         assert copy.slabs is not None
         return [part.numpy() for part, _ in self.host.pieces(copy.slabs, 0, copy.header.nbytes)]

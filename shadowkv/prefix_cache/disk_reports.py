@@ -54,7 +54,7 @@ class DiskReports:
 
     @property
     def opening(self) -> bool:
-        """Whether requests should wait for the initial scan of the disk: it still runs, and has not taken long."""
+        """Whether requests should wait for the initial scan of the disk. They wait at most ``OPENING_SECONDS``."""
         if not self._opened and self.disk is not None:
             scanned = self.disk.wait_scanned(0)
             self.take()
@@ -91,8 +91,8 @@ class DiskReports:
                 waiting += self._orphans.pop(file.uid, ())
 
     def _plant(self, file: FileHeader, ids: Future[np.ndarray]) -> bool:
-        """Adds the node of a file that another process wrote, or this server before a restart. Returns whether the node
-        could be added."""
+        """Adds the node of a file. Another process wrote the file, or this server wrote it before a restart. Returns
+        whether the node could be added."""
         if file.uid in self._copies.by_uid or file.start % PAGE or file.length % PAGE:
             return False
         behind = self._copies.by_uid.get(file.parent_uid) if file.parent else None

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from shadowkv.prefix_cache.tree import Node
 
 Score = Callable[["Node", float], float]
-"""A function that scores a node at a time, in seconds by the clock of ``Node.used``."""
+"""Returns a node's score. The second argument is the current time, in seconds by the clock of ``Node.used``."""
 
 EDGE, WEIGHT, HIT, SECOND = 5.0, 2.0, 3.0, 0.01
 FIRST_USE, MORE_USE, MAX_USE = 1.0, 0.1, 10.0
 
 
 def last_use(node: Node, now: float) -> float:
-    """Score for evicting the least recently used node first."""
+    """Returns the time of a node's last use. So the least recently used node is evicted first."""
     return node.used
 
 
 def keep_score(node: Node, now: float) -> float:
-    """Score of the policy ``graph``: 5 for each edge, 2 for each unit of an edge's weight, 3 for each hit, minus 0.01
-    for each second since the node's last use.
+    """Returns the score of the policy ``graph``: 5 for each edge of the node, 2 times each edge's weight, and 3 for
+    each hit, minus 0.01 for each second since the node's last use.
 
-    An edge joins a node and a node that continues it. Its weight is 1, plus 0.1 for each hit of the latter, up to 10.
+    An edge joins a node to its parent. Its weight is 1, plus 0.1 for each hit of the child, and at most 10.
     This is the block graph of aither-kvcache, without importance (attention is not tracked below the device) and
     without labels that are never evicted (tokens have no roles here).
     """
@@ -56,20 +56,19 @@ class Eviction:
         self._score, self._clock, self._last = POLICIES[policy], clock, 0.0
 
     def _now(self) -> float:
-        """A time that increases with every call, even if the clock is coarse."""
+        """Returns a time that increases with every call, even if the clock is coarse."""
         self._last = max(self._clock(), math.nextafter(self._last, math.inf))
         return self._last
 
     def touch(self, node: Node, hits: int = 0) -> None:
-        """Records a use of a node and its ancestors. ``hits`` is the number of requests that need not compute them."""
+        """Records a use of a node and its ancestors, by ``hits`` requests that need not compute their pages."""
         now = self._now()
         for touched in (node, *node.ancestors):
             touched.used = now
             touched.hits += hits
 
     def order(self, nodes: Iterable[Node]) -> list[Node]:
-        """Nodes in eviction order. A node comes after all nodes that continue it, because they are useless without
-        it."""
+        """Returns the nodes in eviction order. A node comes after its children, because they are useless without it."""
         now = self._now()
         deepest_first = sorted(nodes, key=lambda node: -node.first)
         scores = {node: self._score(node, now) for node in deepest_first}

@@ -76,8 +76,8 @@ class HostTier:
         self._free += slabs
 
     def pieces(self, slabs: list[int], start: int, stop: int) -> Iterator[tuple[Tensor, slice]]:
-        """Bytes ``start`` to ``stop`` of the slabs' contents as uint8 tensors, each with its range within these
-        bytes."""
+        """Yields bytes ``start`` to ``stop`` of the slabs' contents: a uint8 tensor for each slab, with its range,
+        counted from ``start``."""
         at = start
         while at < stop:
             number, offset = divmod(at, self.slab_bytes)
@@ -87,15 +87,15 @@ class HostTier:
 
 
 class Mover:
-    """Copies on a separate stream of the device. On a CPU it copies synchronously."""
+    """Copies between slabs and the device, on streams of its own. On a CPU it copies synchronously."""
 
     def __init__(self, host: HostTier, device: torch.device) -> None:
         self.host, self.device = host, device
         self._stream, self._bus = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
 
     def down(self, reading: Reading, slabs: list[int]) -> Iterator[int]:
-        """Copies a reading into slabs. It yields the number of bytes of each layer after launching its copy, then 0
-        until all have arrived. Callers must run it to its end or call ``finish``."""
+        """Copies a reading into slabs. Yields a layer's number of bytes after the copy of this layer is launched. Then
+        yields 0 until all layers have arrived. Callers must run it to its end or call ``finish``."""
         header = reading.header
         self._follow()
         with self._on_stream():
@@ -115,7 +115,7 @@ class Mover:
 
     def up(self, restoring: Restoring, chain: list[tuple[SnapshotHeader, list[int]]]) -> StreamArrival | None:
         """Copies a chain from slabs to a restored sequence. A layer crosses the bus while the previous one is put in
-        place, and prefill may read each layer as soon as it has arrived.
+        place. Prefill may read each layer as soon as it has arrived. On a CPU it copies at once and returns None.
 
         Args:
             chain: header and slabs of each snapshot of the chain.

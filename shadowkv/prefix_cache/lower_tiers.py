@@ -1,9 +1,9 @@
 """``LowerTiers``: snapshots of the prefix tree's nodes in host memory and on disk, the tiers below the device.
 
 A node is copied to host memory as soon as its pages are computed, while the device goes on, and from there to the disk.
-So evicted nodes already have a copy. A node comes back the same way: it is read from the disk when a request that needs
-it arrives, and copied to the device when the request is admitted, each layer before its prefill. All calls are on the
-engine's thread, except the disk tier's reports.
+So evicted nodes already have a copy. A node comes back the same way. It is read from the disk when a request that needs
+it arrives. It is copied to the device when the request is admitted: each layer arrives before prefill computes that
+layer. All calls are on the engine's thread, except the disk tier's reports.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class LowerTiers:
 
     Args:
         tree: the prefix tree. Snapshots found on disk are added as nodes.
-        host: the host tier. It may hold only copies on their way to and from the disk.
-        disk: makes the disk tier; None without one.
+        host: the host tier. It may be so small that it only has room for copies on their way to and from the disk.
+        disk: returns the disk tier, given the callback that receives its events. None if there is no disk tier.
         device_counts, speeds: statistics of the device and measured speeds, updated here.
         eviction: the order in which copies are evicted from host memory.
         step_bytes: most bytes of copies that a step launches.
@@ -120,7 +120,7 @@ class LowerTiers:
         return tiers if self.disk is None else tiers | {"disk": self.disk.stats()}
 
     def abandon(self) -> None:
-        """Drops all reads on the device, whatever state it is in, and closes the disk tier. Do not use the tiers
+        """Drops all reads on the device, even if the device has failed, and closes the disk tier. Do not use the tiers
         afterwards."""
         self.offload.abandon()
         if self.saves is not None:

@@ -1,5 +1,5 @@
-"""``Prompt`` and ``Match``, a request's question to the prefix cache and the answer; and ``Lookups``, the answers for
-waiting requests."""
+"""``Prompt`` is what a request asks the prefix cache for, and ``Match`` is the answer. ``Lookups`` stores the answers
+for waiting requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Step:
-    """A copy to restore, and the page up to which it is used."""
+    """A copy to restore. Its pages are used up to page ``stop`` (excluded) of the prompt."""
 
     copy: Copy
     stop: int
@@ -45,11 +45,11 @@ class Match:
     """A cached prefix of a prompt.
 
     Attributes:
-        sequence: the sequence on the device that has the prefix, or the part of it before ``steps``; None if ``steps``
-            have all of it.
+        sequence: the sequence on the device that has the prefix. If there are ``steps``, it has the tokens before
+            them, and is None if they start with the first token.
         tokens: tokens of the prefix. At least one token of the prompt remains to be computed.
         takes_over: whether to take over the sequence, which is not in use, instead of forking it.
-        steps: copies to restore from the lower tiers.
+        steps: copies to restore from the lower tiers, in the order of their pages.
         until: when to stop waiting for reads from the disk, by ``time.monotonic``; 0 if all steps are in host memory.
     """
 
@@ -61,7 +61,7 @@ class Match:
 
     @property
     def ready(self) -> bool:
-        """Whether no read from the disk is in progress for it."""
+        """Whether the match can be used at once, because it needs no read from the disk."""
         return not self.until
 
 
@@ -100,7 +100,7 @@ class Lookups:
         self._found[prompt] = match, changes
 
     def hold(self, prompt: Prompt, match: Match | None, copies: Copies) -> None:
-        """Makes a prompt hold the copies of a match, instead of those that it held before."""
+        """Makes a prompt hold the copies of a match instead of its former copies. It holds none if they do not fit."""
         held = self._held.get(prompt, ())
         restored = tuple(step.copy for step in match.steps) if match else ()
         if restored == held:

@@ -32,7 +32,7 @@ CLOSING_SECONDS = 0.001
 
 @dataclass(eq=False)
 class Job:
-    """A copy on its way to host memory."""
+    """A copy on its way to host memory. ``moves`` launches it layer by layer (``Mover.down``)."""
 
     copy: Copy
     reading: Reading
@@ -43,7 +43,7 @@ class Offload:
     """A queue of copies to make.
 
     Attributes:
-        job: the copy on its way to host memory.
+        job: the copy on its way to host memory; None if there is none.
     """
 
     def __init__(self, cache: KVCache, copies: Copies, mover: Mover, disk: DiskTier | None) -> None:
@@ -55,7 +55,7 @@ class Offload:
 
     def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
         """Queues a node to be copied to host memory. ``sequence`` has all its pages. ``token_ids`` are those of the
-        whole prompt."""
+        whole prompt. Does nothing if the node has a copy, or if its parent has none."""
         if node.copy or not self._copies.host.num_slabs or (node.parent and not node.parent.copy):
             return
         start, stop = node.first * PAGE, node.end * PAGE
@@ -69,8 +69,8 @@ class Offload:
         self._waiting.append((copy, reading))
 
     def write(self, copy: Copy, evicted: bool = False) -> None:
-        """Queues a copy to be written to the disk again, if ``Copy.can_be_written``: the disk refused it, could not
-        write it, or lost it."""
+        """Queues a copy to be written to the disk again, if ``Copy.can_be_written(evicted)``. The disk has refused it
+        before, failed to write it, or lost it."""
         if self._disk is not None and copy.can_be_written(evicted):
             self._write(self._disk, copy)
 
@@ -191,7 +191,7 @@ class Offload:
                 self._copies.leave(copy)
 
     def abandon(self) -> None:
-        """Drops all reads on the device, whatever state it is in."""
+        """Drops all reads on the device, even if the device has failed."""
         readings = [reading for _, reading in self._waiting] + ([] if self.job is None else [self.job.reading])
         with suppress(RuntimeError):
             self._mover.finish()

@@ -1,14 +1,17 @@
-"""Names of pages and snapshots: a chain of hashes over the pages of a prompt; and ``CacheKey``, with which it starts.
+"""Names of pages and snapshots: a chain of hashes over the pages of a prompt. The chain starts with a ``CacheKey``.
 
 ::
 
-    origin  = H("shadowkv origin", key digest, H("shadowkv salt", salt))      the last is zeros without a salt link 0  =
-    origin link i  = H("shadowkv page", link i - 1, ids of tokens of page i)         64 tokens, little-endian uint32
-    name    = the last link in hex; the last page may be incomplete
+    origin = H("shadowkv origin", key digest, H("shadowkv salt", salt))
+    link 0 = origin
+    link i = H("shadowkv page", link i - 1, token ids of page i)
 
-``H`` is BLAKE2b of 20 bytes whose *personalisation* is the first argument. One pass over a prompt names every prefix
-that ends at a page boundary. Prompts with another key or salt share no link. So two prompts share the pages, from the
-first on, whose names are equal.
+``H`` is BLAKE2b of 20 bytes whose *personalisation* is the first argument. Without a salt, zeros replace its hash. A
+page has 64 token ids as little-endian uint32; a prompt's last page may have fewer. The name of a page, and of a
+snapshot that ends with it, is the page's link in hex.
+
+One pass over a prompt names every prefix that ends at a page boundary. Prompts with another key or salt share no link.
+So two prompts share exactly those first pages whose names are equal.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class CacheKey:
         return _hash(b"shadowkv key", canonical(self.facts).encode()).hex()
 
     def origin(self, salt: str | None = None) -> str:
-        """The first link of all names with this key and salt."""
+        """Returns the first link of all names with this key and salt."""
         return origin(self.digest, salt)
 
 
@@ -78,19 +81,20 @@ def canonical(value: Any) -> str:
 
 
 def origin(key_digest: str, salt: str | None = None) -> str:
-    """The link before the first page. It includes a hash of the salt, from which the salt cannot be recovered."""
+    """Returns the link before the first page. It includes only a hash of the salt, which does not reveal the salt."""
     hashed = bytes(LINK_BYTES) if salt is None else _hash(b"shadowkv salt", salt.encode("utf-8", "surrogatepass"))
     return _hash(b"shadowkv origin", bytes.fromhex(key_digest), hashed).hex()
 
 
 def next_link(link: str, page: bytes | memoryview) -> str:
-    """The link after ``link`` for a page with these ids, as little-endian uint32."""
+    """Returns the link after ``link``. ``page`` has the next page's token ids as little-endian uint32."""
     return _hash(b"shadowkv page", bytes.fromhex(link), page).hex()
 
 
 def page_names(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
-    """Length and name of each prefix that ends at a page boundary, and of all tokens if those do not; shortest
-    first. With a page's name in place of the origin, the prefixes of what follows that page."""
+    """Yields number of tokens and name of each prefix that ends at a page boundary, shortest first. If the tokens end
+    within a page, all tokens come last. To continue a prompt, pass the name of its last
+    full page as ``origin``."""
     ids = memoryview(id_bytes(token_ids))
     link, width = origin, 4 * PAGE
     for begin in range(0, len(ids), width):
@@ -100,7 +104,7 @@ def page_names(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
 
 
 def new_uid() -> str:
-    """A new random id for the bytes of a snapshot. Two snapshots of the same tokens may differ by rounding."""
+    """Returns a new random id for the bytes of a snapshot. Two snapshots of the same tokens may differ by rounding."""
     return secrets.token_hex(16)
 
 
@@ -108,7 +112,7 @@ class PageNames(list[str]):
     """Names of a growing sequence's full pages.
 
     Args:
-        origin: the link before the first page. A unique one for sequences that must not be shared.
+        origin: the link before the first page. It is unique for sequences that must not be shared.
     """
 
     def __init__(self, origin: str) -> None:
@@ -116,14 +120,15 @@ class PageNames(list[str]):
         self.origin = origin
 
     def extend_to(self, token_ids: Sequence[int]) -> PageNames:
-        """Adds the names of further full pages of the sequence, whose ids are ``token_ids``. Returns itself."""
+        """Adds names until every full page of ``token_ids``, the whole sequence, has one. Returns itself."""
         new = token_ids[len(self) * PAGE : len(token_ids) // PAGE * PAGE]
         self += [name for _, name in page_names(self[-1] if self else self.origin, new)]
         return self
 
 
 def common_pages(names: Sequence[str], prompt: Sequence[str], first: int = 0) -> int:
-    """Number of pages that pages with ``names``, the first of which is page ``first``, share with a prompt's pages."""
+    """Returns how many of a node's pages a prompt has. ``names`` are the names of the node's pages. They start at page
+    ``first`` of the prompt. ``prompt`` has the names of all pages of the prompt."""
     low, high = 0, min(len(names), len(prompt) - first)
     while low < high:  # binary search, because a name depends on all pages before it
         middle = (low + high + 1) // 2
@@ -135,7 +140,7 @@ def common_pages(names: Sequence[str], prompt: Sequence[str], first: int = 0) ->
 
 
 def id_bytes(token_ids: TokenIds) -> bytes:
-    """Ids as little-endian uint32. Raises ValueError for an id outside of that range."""
+    """Returns ids as little-endian uint32. Raises ValueError for anything but a flat list of integers of 32 bits."""
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"token ids must be a flat list of integers, not {ids.dtype} of shape {ids.shape}")

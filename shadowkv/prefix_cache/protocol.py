@@ -20,10 +20,10 @@ SAVE_NAME = "[A-Za-z0-9._-]{1,64}"
 """Regular expression of names under which clients save prompts. They are valid file names without a path."""
 
 OWNER_DIGITS = 16
-"""Hex digits of a save's owner, in servers that separate their API keys."""
+"""Hex digits of a save's owner. Only servers that separate their API keys have owners."""
 
 KEPT_NAME = f"(?:[0-9a-f]{{{OWNER_DIGITS}}}[.])?{SAVE_NAME}"
-"""Regular expression of names on the disk, which start with the owner if there is one."""
+"""Regular expression of names on the disk. In servers that have owners, a name starts with its owner and a dot."""
 
 _SNAPSHOT_NAME, _SAVE_NAME, _KEPT_NAME = map(re.compile, (SNAPSHOT_NAME, SAVE_NAME, KEPT_NAME))
 
@@ -52,8 +52,8 @@ class Saved:
 
     Attributes:
         tokens: number of tokens, from the prompt's first on.
-        nbytes: bytes of their files.
-        snapshots: names of their snapshots. Each continues the one before.
+        nbytes: bytes of the snapshots' files.
+        snapshots: names of the snapshots. Each continues the one before.
     """
 
     tokens: int

@@ -59,6 +59,7 @@ class _Restoring:
     """A saved prompt on its way to host memory.
 
     Attributes:
+        kept: the name's save and its chain.
         asked: whether its files have been requested from the disk.
     """
 
@@ -73,7 +74,8 @@ class _Expecting:
 
     Attributes:
         until: when to stop waiting, by ``time.monotonic``.
-        looking: the search on the disk for snapshots that are not known. It is repeated at ``next_look``.
+        looking: the search on the disk for snapshots that are not known; None between two searches.
+        next_look: when to search again, by ``time.monotonic``.
     """
 
     names: tuple[str, ...]
@@ -165,7 +167,7 @@ class Saves:
         self._requests = []
 
     def _save(self, saving: _Saving) -> Saved | SaveError | None:
-        """The result, None while it is on its way."""
+        """Returns the result; None while files are still being written."""
         if saving.keeping is not None:
             saved, keeping = saving.keeping
             if not keeping.done():
@@ -193,8 +195,8 @@ class Saves:
         )
 
     def _reaches_disk(self, node: Node, again: set[Node]) -> bool:
-        """Whether a node and its ancestors are on the disk or on their way there. Queues each once more if it is
-        neither."""
+        """Whether a node and its ancestors are on the disk or on their way there. First queues those that are not, at
+        most once for each node."""
         return all(self._node_reaches_disk(link, again) for link in [*reversed([*node.ancestors]), node])
 
     def _node_reaches_disk(self, node: Node, again: set[Node]) -> bool:
@@ -220,7 +222,7 @@ class Saves:
         return any(self._disk.lookup(link.names[-1]) and not self._is_there(link) for link in (node, *node.ancestors))
 
     def _restore(self, restoring: _Restoring) -> Saved | SaveError | None:
-        """The result, None while it is on its way."""
+        """Returns the result; None while files are still being read."""
         if not restoring.kept.done():
             return None
         if (failure := _failure(restoring.kept, f"{restoring.name!r} cannot be read")) is not None:
@@ -247,7 +249,7 @@ class Saves:
         )
 
     def _expect(self, expecting: _Expecting) -> bool | None:
-        """Whether the prefix tree has the snapshots; None while they may still come."""
+        """Returns whether the prefix tree has the snapshots; None while they may still come."""
         now, complete, looking = time.monotonic(), False, expecting.looking
         if looking is not None and looking.done():
             complete = not looking.cancelled() and looking.exception() is None and looking.result()
@@ -268,7 +270,7 @@ class Saves:
 
 
 def _failure(done: Future[Any], what: str) -> SaveError | None:
-    """The error of a future that has failed; None if it has not."""
+    """Returns the error of a finished future; None if it has not failed."""
     if done.cancelled():
         return NotDone(f"{what}: the server is stopping")
     error = done.exception()

@@ -11,7 +11,7 @@ class TierStats:
     """The use of a tier now, and its counts since the start. Counts that do not apply to a tier are 0.
 
     Attributes:
-        used_bytes: bytes in use: on the device those of all sequences, on disk those of all files, of any server.
+        used_bytes: bytes in use. On the device all sequences count, and on disk the files of all servers.
         total_bytes: size of the tier, or the limit on its use.
         hit_tokens: prompt tokens that were found in this tier and not computed.
         evictions: sequences, copies or files that were evicted to make room.
@@ -23,7 +23,7 @@ class TierStats:
         corrupt: corrupt files, which were not served.
         write_errors, read_errors: files that could not be written or read.
         pinned_bytes: bytes of files that names keep.
-        files: number of files, of any server.
+        files: number of files of all servers.
         misses: reads that failed.
     """
 

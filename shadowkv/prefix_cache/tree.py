@@ -1,9 +1,9 @@
-"""A radix tree over pages of token ids. It knows which sequences on the device have them, and their copies in lower
-tiers.
+"""A radix tree over pages of token ids. It records which sequences on the device have the pages, and which copies of
+them are in lower tiers.
 
-A node has pages that were computed together. It continues a page of its parent. A page's name depends on all tokens up
-to its end, so a prompt finds every node on its path by the names of its own pages. Several nodes have the same tokens
-if several requests computed them at once. Then the longest match is used.
+A node has pages that were computed together, and starts after one of its parent's pages. A page's name depends on all
+tokens up to its end, so a prompt finds every node on its path by the names of its own pages. Several nodes have the
+same tokens if several requests computed these at once. Then the longest match is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shadowkv.prefix_cache.page_names import PageNames, common_pages, new_uid
 
 @dataclass(eq=False)
 class Node:
-    """Pages ``first`` to ``end`` of a prompt.
+    """Pages ``first`` to ``end`` (excluded) of a prompt.
 
     Attributes:
         parent: the node that it continues; None at the root.
@@ -35,7 +35,7 @@ class Node:
         holders: sequences that have its pages, and the page up to which each has them.
         children: nodes that continue one of its pages.
         origin: the link from which its page names start (``page_names.py``).
-        uid: identifies the exact bytes on which its children were computed.
+        uid: random id of its pages' exact bytes. Its children were computed on these bytes.
         copy: the copy of its pages in lower tiers, or None. A node with a copy stays, even without a holder.
         used: time of its last use, in seconds by the clock of ``Eviction``.
         hits: number of requests that did not have to compute its pages.
@@ -60,7 +60,7 @@ class Node:
 
     @property
     def ancestors(self) -> Iterator[Node]:
-        """Its parent, the parent's parent, and so on."""
+        """Yields its parent, the parent's parent, and so on."""
         node = self.parent
         while node is not None:
             yield node
@@ -82,14 +82,14 @@ class Copy:
 
     Attributes:
         node: the node whose pages it has.
-        header: which arrays the bytes are.
-        token_ids: uint32 [length - start].
+        header: says which arrays the bytes hold.
+        token_ids: ids of the node's tokens, uint32 [length - start]; both numbers are in ``header``.
         slabs: its slabs in the host tier, or None.
         file: its file in the disk tier, or None.
         ready: whether ``slabs`` hold all bytes. Otherwise they are still on their way from the device or the disk.
         users: number of transfers and prompts that use its slabs or wait for them.
-        from_disk: whether it has come from the disk since its last use.
-        evicted: whether the disk has evicted it. Then it is not written there again.
+        from_disk: whether its bytes were read from the disk and not restored since.
+        evicted: whether the disk has evicted it. Then only a request to save the prompt writes it there again.
         fetching: the read from the disk that is in progress, or None.
         retry_at: earliest time of the next read from the disk, by ``time.monotonic``. It is later after a failed read.
         writing: the write to the disk that is in progress, or None.
@@ -150,10 +150,11 @@ class PrefixTree:
         return self._paths.get(sequence, [])
 
     def along(self, names: Sequence[str]) -> Iterator[tuple[Node, int]]:
-        """Nodes on a prompt's path, in order of their first pages, each with the page up to which it matches."""
+        """Yields the nodes on a prompt's path in order of their first pages, and the page (excluded) up to which each
+        matches. ``names`` are the names of the prompt's pages."""
         reached = 0
         for first, name in enumerate(names):
-            if first > reached:  # a node starts after a page of another node
+            if first > reached:  # no node matches the page before, so none can follow it
                 return
             for node in self._by_first.get(name, ()):
                 end = first + common_pages(node.names, names, first)
@@ -161,7 +162,7 @@ class PrefixTree:
                 yield node, end
 
     def hold(self, sequence: CachedSequence, names: PageNames, pages: int) -> list[Node]:
-        """Records that ``sequence`` can be forked after any of the first ``pages`` of ``names``. Returns its path."""
+        """Records that ``sequence`` can be forked after any of its first ``pages`` pages. Returns its path."""
         self.changes += 1
         compressed = bool(sequence.path)
         path = self._paths.setdefault(sequence, [])
@@ -184,7 +185,7 @@ class PrefixTree:
 
     @staticmethod
     def _can_grow(node: Node, end: int) -> bool:
-        """Whether pages from ``end`` on can be added to the node: it ends there and has only one holder."""
+        """Whether pages from ``end`` on can be added to the node: it ends there, and only one holder uses it."""
         return len(node.holders) == 1 and not node.children and node.copy is None and node.end == end
 
     def fork(self, child: CachedSequence, parent: CachedSequence, pages: int) -> None:
@@ -203,7 +204,7 @@ class PrefixTree:
         node.holders[sequence] = end
 
     def cut(self, sequence: CachedSequence, pages: int) -> None:
-        """Records that ``sequence`` has only its first ``pages`` pages."""
+        """Records that ``sequence`` was cut to its first ``pages`` pages."""
         self.changes += 1
         for node in list(self._paths[sequence]):
             if node.first >= pages:
@@ -232,8 +233,8 @@ class PrefixTree:
         return node
 
     def prune(self, node: Node | None) -> None:
-        """Removes pages without holder, copy and children: the last pages of a node, or the whole node, and then those
-        of its parent."""
+        """Removes the last pages of a node that neither a holder nor a child needs. If no page is left, removes the
+        node and prunes its parent. Keeps a node that has a copy."""
         while node is not None and node.copy is None:
             held = [*node.holders.values(), *(child.first for child in node.children)]
             if held:

@@ -1,1 +1,1 @@
-"""Fidelity: how close policies are to full attention along its own text, in distributions, attention and selection."""
+"""Fidelity: how close policies are to full attention along the text that full attention generates."""

@@ -4,6 +4,9 @@ selected.
 The exact attention mass that a policy misses, and the error of its output, use the policy's own queries against all
 keys and values in full attention's cache. For generated tokens they therefore include the effect of the policy's
 earlier errors.
+
+Shapes: B sequences, H kv heads, H_q query heads, G query heads per kv head, S positions, d dimensions of a head, and k
+chunks that a step can select.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ SIZES = (1, 2, 4)
 
 
 def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
-    """Softmax over all positions in a cache of dense sequences, float32 [B, H, G, S]; 0 past a sequence's end.
+    """Returns the exact attention weights over all positions of dense sequences, float32 [B, H, G, S]. They are 0 past
+    a sequence's end.
 
     Args:
         q: queries [B, H_q, d], before RoPE.
@@ -38,8 +42,8 @@ def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatc
 
 
 def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Tensor:
-    """Which of the first ``length`` positions a step attended to, bool [B, H, length]; positions past a sequence's end
-    count as attended."""
+    """Returns which of the first ``length`` positions a step attended to, bool [B, H, length]. Positions past a
+    sequence's end count as attended."""
     shape, compressed = cache.shape, seen.batch.compressed
     attended = torch.ones(len(seen.q), shape.num_kv_heads, length, dtype=torch.bool, device=seen.q.device)
     if compressed is None or seen.selected is None:
@@ -57,7 +61,7 @@ def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Ten
 
 
 class AttentionLoss:
-    """Means of attention losses over steps, for each layer and row.
+    """Means of attention losses over steps, for each layer and sequence (row).
 
     Args:
         exact: the cache of full attention, which decodes each step first.
@@ -72,7 +76,7 @@ class AttentionLoss:
         self._steps = [0] * cache.shape.num_layers
 
     def take(self, seen: Attended) -> None:
-        """Adds one layer of a step."""
+        """Adds the losses of one layer in a step."""
         assert self.exact.batch is not None, "full attention comes first"
         step = cast(DecodeBatch, self.exact.batch.groups[self.exact.place(seen.layer)[0].number][0])
         weights = exact_weights(self.exact, seen.layer, seen.q, step)
@@ -83,13 +87,13 @@ class AttentionLoss:
         self._steps[seen.layer] += 1
 
     def mass_recall(self) -> Tensor:
-        """Share of the exact softmax on the tokens that were read, mean over query heads, [layers, rows] of the layers
-        with attention."""
+        """Returns the share of the exact softmax that is on tokens that were read, [layers, rows]. It is a mean over
+        query heads. Layers without attention are left out."""
         return self._mean(self._recall)
 
     def output_error(self) -> Tensor:
-        """Norm of the difference to the exact output, divided by the exact output's norm, all heads joined,
-        [layers, rows] of the layers with attention."""
+        """Returns the relative error of attention's output, [layers, rows]: the norm of its difference to the exact
+        output, divided by the exact output's norm. All heads are joined. Layers without attention are left out."""
         return self._mean(self._error)
 
     def _mean(self, sums: Tensor) -> Tensor:
@@ -98,10 +102,10 @@ class AttentionLoss:
 
 
 class Reuse:
-    """How often a step selects chunks that earlier steps selected: hits in buffers that evict the least recently used
-    chunk. There is one buffer per size, layer, row and kv head.
+    """Measures how often a step selects chunks that earlier steps selected. It counts hits in simulated buffers that
+    evict the least recently used chunk. There is one buffer per size, layer, row and kv head.
 
-    It is computed from the selections alone, so that it is also available for policies with values on the device.
+    It needs only the selections, so it also works for policies that have no such buffer.
 
     Args:
         chunks: chunks of the longest sequence.
@@ -115,7 +119,7 @@ class Reuse:
         self._selected = torch.zeros(layers, rows, dtype=torch.int64, device=device)
 
     def take(self, layer: int, selected: Tensor) -> None:
-        """Adds a step's chunks int64 [B, H, k], -1 for none. The first step of a layer only fills the buffers."""
+        """Adds a step's chunks, int64 [B, H, k]. -1 is no chunk. A layer's first step only fills its buffers."""
         used, nobody = self._used[layer], self._used.shape[-1] - 1
         places = selected.where(selected >= 0, nobody)
         if self._steps[layer]:
@@ -131,8 +135,8 @@ class Reuse:
         used[..., nobody] = 0
 
     def hit_rates(self) -> Tensor | None:
-        """Hit rates after the first step, [sizes, layers, rows] of the layers that select; None if later steps selected
-        nothing."""
+        """Returns hit rates after the first step, [sizes, layers, rows]. Layers that do not select are left out. None
+        if there are no other layers, or if one selected nothing after its first step."""
         layers = [layer for layer, steps in enumerate(self._steps) if steps]
         selected = self._selected[layers]
         return (self._hits[:, layers] / selected).cpu() if layers and selected.all() else None

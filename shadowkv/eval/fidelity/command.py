@@ -21,7 +21,7 @@ from shadowkv.models.loader import LoadedModel
 
 
 def cut(args: argparse.Namespace, loaded: LoadedModel) -> list[Prompt]:
-    """The prompts that the command asks for; raises ValueError if they are too long or too many."""
+    """Returns the prompts that the command asks for. Raises ValueError if they are too long or too many."""
     need, max_position = args.prompt_tokens + args.new_tokens, loaded.config.max_position
     if need > max_position:
         raise ValueError(f"--prompt-tokens and --new-tokens make {need} tokens, {loaded.name} takes {max_position}")
@@ -69,7 +69,7 @@ def _write_outputs(measured: Sequence[Measured], model: str, tokens: int, folder
 
 
 def write_divergence_ablation(field: str, measured: Sequence[Measured], model: str, tokens: int, folder: Path) -> None:
-    """Mean KL over prompts of ``tokens`` tokens against the values of ``field``."""
+    """Writes the mean KL over prompts of ``tokens`` tokens against the values of ``field``."""
     samples: dict[tuple[int, str], list[list[float]]] = {}
     for result in measured:
         samples.setdefault((tokens, result.policy), [[]])[0].append(result.mean_kl)

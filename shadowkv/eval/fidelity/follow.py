@@ -1,5 +1,5 @@
-"""Runs policies along the tokens that full attention generates, from one prefill and step by step, and measures their
-losses. A twin of a policy keeps all generated tokens exact."""
+"""Runs policies along the tokens that full attention generates, and measures their losses at each step. Policies that
+compute prompts alike share a prefill. A twin of a policy keeps all generated tokens exact."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ExactTails(Policy):
 
 
 def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
-    """All ``policies``, each followed by its twin for ``tokens`` generated tokens if the policy compresses.
+    """Returns ``policies``, and after each policy that compresses its twin for ``tokens`` generated tokens.
 
     Raises ValueError if none of them compresses.
     """
@@ -57,14 +57,14 @@ def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """KL(reference || logits) of the distributions of logits [n, V], in nats, [n]."""
-    log_p, log_q = (x.double().log_softmax(-1) for x in (reference, logits))  # float32 makes small ones negative
+    """Returns KL(reference || logits) in nats, [n], of the distributions that logits [n, V] stand for."""
+    log_p, log_q = (x.double().log_softmax(-1) for x in (reference, logits))  # float32 makes small KLs negative
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def acceptance_rate(reference: Tensor, logits: Tensor) -> Tensor:
-    """Σ min(p, q) of the distributions of logits [n, V], in [0, 1], [n]: the probability that a token drawn from one is
-    accepted as a draft for the other (Leviathan et al., arXiv:2211.17192)."""
+    """Returns Σ min(p, q), [n], of the next-token distributions for logits [n, V]. It is the probability that a token
+    drawn from one is accepted as a draft for the other (Leviathan et al., arXiv:2211.17192)."""
     return torch.minimum(*(x.double().softmax(-1) for x in (reference, logits))).sum(-1)
 
 
@@ -83,7 +83,7 @@ class Follower:
         assert policy.spec is not None, "the policy is local"
         self.policy, rows = policy, len(prompts)
         if isinstance(policy, ExactTails):
-            capacity += policy.tokens  # its policy then has as many compressed pages
+            capacity += policy.tokens  # the twin then has as many compressed pages as its policy
         self.cache = open_cache_as(ObservedCache, loaded, policy.spec, capacity, rows)
         self.runner = Runner(loaded.model, self.cache)
         self.sequences: list[CachedSequence] = []
@@ -100,13 +100,14 @@ class Follower:
             self.cache.observe = self._observe
 
     def decode(self, tokens: list[int]) -> Tensor:
-        """Appends each sequence's next token; logits [B, V] of the token after it."""
+        """Appends each sequence's next token. Returns the logits [B, V] of the tokens after these."""
         return self.runner.decode(self.sequences, tokens)
 
     def follow(self, tokens: list[int], reference: Tensor, measuring: bool) -> None:
-        """Appends the next tokens and compares the logits after them with full attention's, [B, V].
+        """Appends the next tokens, and compares the logits after them with full attention's.
 
         Args:
+            reference: full attention's logits [B, V] after the same tokens.
             measuring: whether attention is compared, too.
         """
         self.measuring = measuring
@@ -124,10 +125,10 @@ class Follower:
             self.reuse.take(seen.layer, seen.selected)
 
     def measured(self, prompts: Sequence[Prompt], surprise: Tensor) -> Iterator[Measured]:
-        """The policy's results on every prompt.
+        """Yields the policy's results on every prompt.
 
         Args:
-            surprise: full attention's own surprise at the same tokens, [steps, B].
+            surprise: full attention's negative log-probabilities of the same tokens, [steps, B].
         """
         kl, agrees, own = torch.stack(self.kl), torch.stack(self.agrees).float(), torch.stack(self.surprise)
         acceptance = torch.stack(self.acceptance)
@@ -165,11 +166,12 @@ def follow(
     progress: Callable[[], object] = lambda: None,
     leading: LoadedModel | None = None,
 ) -> list[Measured]:
-    """Results of all ``policies`` on ``prompts``, which are decoded together.
+    """Returns the results of all ``policies`` on ``prompts``. The prompts are decoded together.
 
     Args:
         loaded: the model of the policies.
-        leading: the model whose full attention they follow, with the same tokens and heads; None for ``loaded``.
+        leading: the model whose full attention the policies follow. It has the tokenizer and heads of ``loaded``. None
+            means ``loaded``.
         steps: number of tokens that full attention generates.
         every: attention is compared at every ``every``-th step.
         progress: called once per step.
@@ -192,8 +194,8 @@ def follow(
 
 
 def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity: int) -> Tensor:
-    """Prefills a prompt into a new sequence of every follower, once per model; the first follower's logits [V] of its
-    last token."""
+    """Prefills a prompt into a new sequence of every follower. Each model computes the prompt once. Returns the first
+    follower's logits [V] of the prompt's last token."""
     logits_by_model = []
     for model in dict.fromkeys(follower.runner.model for follower in followers):
         storing = [
@@ -214,6 +216,6 @@ def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity
 
 
 def prompts_at_once(loaded: LoadedModel, policies: Sequence[Policy], capacity: int) -> int:
-    """Number of prompts whose sequences of ``capacity`` tokens fit in memory under full attention and all policies."""
+    """Returns how many prompts fit in memory, each with ``capacity`` tokens under full attention and every policy."""
     specs = [policy.spec for policy in policies if policy.spec is not None]
     return sequences_that_fit(loaded, [KVSpec(), *specs], capacity)

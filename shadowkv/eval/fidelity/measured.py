@@ -25,12 +25,12 @@ class Measured:
         top1_agreement: share of steps at which both rank the same token first.
         acceptance_rates: per step, the probability that full attention accepts a token drafted by the policy,
             Σ min(p, q) over the vocabulary.
-        perplexity, full_perplexity: the policy's and full attention's perplexity on those tokens.
-        attended_tokens: per kv head, in the last step.
+        perplexity, full_perplexity: the policy's and full attention's perplexity on the generated tokens.
+        attended_tokens: tokens that a kv head attends to in the last step.
         least_kept_energy: smallest share of the keys' energy that a layer kept, if keys are low-rank.
         mass_recall: per layer, share of the exact softmax on the tokens that were read.
         output_error: per layer, relative error of attention's output.
-        hit_rates: per buffer size, then per layer; None if nothing, or everything, is selected.
+        hit_rates: per buffer size, then per layer (``Reuse``). None if no chunks are selected, or all are read.
     """
 
     prompt: str
@@ -57,7 +57,7 @@ class Measured:
 
 
 def read_measured(path: Path) -> list[Measured]:
-    """The results of earlier runs; raises ValueError for any other file."""
+    """Returns the results of earlier runs; none if there is no file. Raises ValueError for a file of another form."""
     if not path.exists():
         return []
     try:

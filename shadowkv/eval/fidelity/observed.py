@@ -22,9 +22,10 @@ class Attended:
 
     Attributes:
         layer: the layer's number.
-        q: queries [B, H_q, d], before RoPE.
+        q: queries [B, H_q, d], before RoPE: B sequences, H_q query heads, d dimensions.
         batch: the batch of the queries.
-        selected: chunks int64 [B, H, k], -1 for none and in dense rows; None if all rows are dense.
+        selected: the k chunks that each of H kv heads selects, int64 [B, H, k]. -1 is no chunk, and fills the rows of
+            dense sequences. None if all sequences are dense.
         out: outputs [B, H_q, d].
     """
 
@@ -36,8 +37,8 @@ class Attended:
 
 
 def spread(batch: DecodeBatch, x: Tensor, compressed: Tensor) -> Tensor:
-    """``x`` [B, ...] with the rows of compressed sequences replaced by ``compressed`` [R, ...]; each sequence has one
-    segment."""
+    """Returns ``x`` [B, ...] with the rows of the R compressed sequences replaced by ``compressed`` [R, ...]. Each
+    sequence must have one segment."""
     return compressed if batch.sequence is None else x.index_copy(0, batch.sequence, compressed)
 
 
@@ -55,21 +56,21 @@ class ObservedCache(KVCache):
     _selected: list[Tensor]
 
     def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
-        """As usual, but in one micro-batch, so that an observer sees all rows when it is called."""
+        """Returns ``KVCache``'s plan, but with one micro-batch, so that an observer sees all rows at once."""
         plan = super().plan_decode(sequences)
         return replace(plan, groups=tuple(replace(group, micro_batches=1) for group in plan.groups))
 
     def exact_layers(self) -> None:
-        """None: an op that runs whole layers cannot call an observer between them."""
+        """Returns None, so that no op runs whole layers: it could not call the observer between them."""
         return None
 
     def _keep(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
-        """The selection hook, called for some of the rows at a time."""
+        """Stores the selection of some of the rows. It is the cache's selection hook."""
         self._selected.append(selected.chunks)
         return selected
 
     def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """As usual, with a call of the observer at the end."""
+        """Does the same as ``KVCache.start``, and calls the observer at the end."""
         step = batch.groups[self.place(layer)[0].number][0]
         if not isinstance(step, DecodeBatch):
             return super().start(layer, q, batch, sinks)

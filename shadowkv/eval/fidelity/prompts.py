@@ -13,19 +13,19 @@ from shadowkv.wording import counted
 
 ESSAYS, FILES = "essays", "files"
 NAMED = (ESSAYS, *TEXTS_OF_LINES)
-"""Kinds of texts that are known by name; ``FILES`` are the user's."""
+"""Kinds of texts that have a name. ``FILES`` is the kind of the user's own files."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens, and their origin: the text's name and the index of the first token in it."""
+    """A prompt's tokens. ``name`` is ``TEXT:PLACE``, the text's name and the index of the first token in the text."""
 
     name: str
     tokens: list[int]
 
 
 def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: int, tokens: int) -> list[Prompt]:
-    """``count`` prompts of ``tokens`` tokens each from every kind of texts.
+    """Returns ``count`` prompts of ``tokens`` tokens each from every kind of texts.
 
     Args:
         sources: files, or kinds of ``NAMED``; None means ``ESSAYS``.
@@ -47,7 +47,7 @@ def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: in
 
 
 def kind_of(prompt: str) -> str:
-    """The kind of text of a prompt's name."""
+    """Returns the kind of text that a prompt was cut from. ``prompt`` is its name."""
     text = prompt.rpartition(":")[0]
     return text if text in NAMED else FILES
 
@@ -61,7 +61,7 @@ def sha256_by_kind(prompts: Sequence[Prompt]) -> dict[str, str]:
 
 
 def cut_prompts(texts: Mapping[str, str], tokenizer: Tokenizer, count: int, tokens: int) -> list[Prompt]:
-    """``count`` prompts of ``tokens`` tokens each, evenly spread over all non-overlapping ones.
+    """Cuts all texts into prompts of ``tokens`` tokens. Returns ``count`` of these, evenly spread.
 
     Raises ValueError if the texts are too short.
     """

@@ -49,17 +49,17 @@ FIGURES: dict[str, Figure] = {
     "least_kept_energy": lambda result: result.least_kept_energy,
     **{name: _over_layers(figure) for name, figure in LAYER_FIGURES.items()},
 }
-"""Columns of fidelity.csv; figures of layers are means over layers."""
+"""Columns of fidelity.csv. Figures that are measured for every layer are means over layers."""
 
 
 def over_prompts(measured: Sequence[Measured], figure: Figure) -> tuple[float, float] | None:
-    """Mean over prompts and its standard error, NaN for a single prompt; None if the policy has no such figure."""
+    """Returns a figure's mean over prompts and standard error, NaN for a single prompt. None if it has no values."""
     values = [value for result in measured if (value := figure(result)) is not None]
     return mean_and_error(values) if values else None
 
 
 def layer_means(measured: Sequence[Measured], figure: LayerFigure) -> list[tuple[float, float]]:
-    """Mean and standard error for every layer; empty if the policy has no such figure."""
+    """Returns a figure's mean over prompts and its standard error for every layer. Empty if it has no values."""
     values = [value for result in measured if (value := figure(result)) is not None]
     return [mean_and_error(layer) for layer in zip(*values)]
 
@@ -95,7 +95,7 @@ def _layer_rows(measured: Sequence[Measured], model: str) -> Iterator[list[Cell]
 
 
 def markdown(measured: Sequence[Measured], model: str, tokens: int) -> str:
-    """summary.md: a table for each kind of texts."""
+    """Returns the text of summary.md: a table for each kind of texts."""
     kinds = by_kind(measured)
     tables = [
         _table(of_kind, model, tokens, "" if len(kinds) == 1 else f" of {kind}") for kind, of_kind in kinds.items()

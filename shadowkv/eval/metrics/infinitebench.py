@@ -14,7 +14,7 @@ from shadowkv.eval.metrics.overlap import common_subsequence, f1, harmonic, with
 
 
 def kv_retrieval(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the value is a word of the answer."""
+    """Returns 1 if the value, the only reference, is a word of the answer."""
     return float(references[0] in _words(prediction, "\n:\"'.,?!{}"))
 
 
@@ -25,7 +25,7 @@ def first_integer(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def code_run(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the answer's last word is the integer."""
+    """Returns 1 if the answer's last word is the reference, an integer."""
     words = _words(prediction, "\n.`'\":")
     try:
         return float(int(words[-1]) == int(references[0]))
@@ -34,8 +34,8 @@ def code_run(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def code_debug(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the answer begins with the letter, or names the letter or the function after "is:"; ``references`` are both,
-    letter last."""
+    """Returns 1 if the answer begins with the letter, or names the letter or the function after "is:". ``references``
+    are the function and the letter."""
     letter = references[-1]
     if prediction[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0
@@ -44,9 +44,10 @@ def code_debug(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def longbook_choice(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the chosen letter is right: the first character, what follows "answer is", or the first lone letter.
+    """Returns 1 if the chosen letter is right. It is the first character, what follows "answer is", or the first lone
+    letter.
 
-    ``references``: the answer's text and its letter.
+    ``references`` are the right answer's text and its letter.
     """
     if prediction[:1] and prediction[0] in "ABCD":
         return float(prediction[0] in references)
@@ -58,7 +59,7 @@ def longbook_choice(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def longdialogue_qa(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the name, in capitals, is a word of the answer."""
+    """Returns 1 if the reference, a name in capitals, is a word of the answer in any case."""
     return float(references[0] in [word.upper() for word in _words(prediction, "\n:\"'.,?!{}")])
 
 

@@ -1,7 +1,5 @@
-"""LongBench's metrics (arXiv:2308.14508, table 1), after its published scoring; of several references the best one
-counts.
-
-As there, Chinese text is split into words by ``jieba``.
+"""LongBench's metrics (arXiv:2308.14508, table 1), after its published scoring. Of several references the best one
+counts. ``jieba`` splits Chinese text into words, as in LongBench.
 """
 
 from __future__ import annotations
@@ -17,12 +15,13 @@ from shadowkv.installation import adding
 
 
 def best(metric: Callable[[str, str], float]) -> Callable[[str, tuple[str, ...]], float]:
-    """The metric's largest value over the references."""
+    """Returns a metric that is the largest value of ``metric`` over the references."""
     return lambda prediction, references: max(metric(prediction, reference) for reference in references)
 
 
 def first_line(metric: Callable[[str, str], float]) -> Callable[[str, str], float]:
-    """The metric on the answer's first line, for few-shot tasks, whose answers continue with another example."""
+    """Returns a metric that scores only the answer's first line. After few-shot prompts, answers continue with another
+    example."""
     return lambda prediction, reference: metric(prediction.lstrip("\n").split("\n")[0], reference)
 
 
@@ -47,9 +46,10 @@ def rouge_l_zh(prediction: str, reference: str) -> float:
 
 
 def classification(prediction: str, references: tuple[str, ...]) -> float:
-    """1 divided by the number of classes in the first line, if the right one is among them.
+    """Returns 1 divided by the number of classes that the answer's first line names, or 0 if it lacks the right one.
 
-    ``references`` are the right class, then all classes; names that are part of the right one's do not count.
+    ``references`` are the right class, then all classes. A class whose name is part of the right class's name does not
+    count.
     """
     right, answer = references[0], prediction.lstrip("\n").split("\n")[0]
     named = {name for name in references if name in answer and (name == right or name not in right)}
@@ -57,7 +57,7 @@ def classification(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """Share of the answer's numbers that are the paragraph's."""
+    """Returns the share of the answer's numbers that are the number in ``reference``, a paragraph's name."""
     number = re.search(r"\d+", reference)
     return count(prediction, number.group() if number else reference)
 
@@ -69,14 +69,14 @@ def count(prediction: str, reference: str) -> float:
 
 
 def code_similarity(prediction: str, reference: str) -> float:
-    """Edit similarity, in whole per cent, of the first line that is neither a comment nor a fence."""
+    """Returns the edit similarity of the answer's first line that is neither a comment nor a fence, rounded to 0.01."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100 if line and reference else 0.0
 
 
 def _sentences(text: str) -> list[list[str]]:
-    # As in that package, a sentence of white space only is one empty word.
+    # As in the package ``rouge``, a sentence of white space only is one empty word.
     return [sentence.split() or [""] for sentence in text.split(".") if sentence]
 
 

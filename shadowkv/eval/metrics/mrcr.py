@@ -1,4 +1,4 @@
-"""MRCR's metric, and how alike two answers are by the same measure."""
+"""MRCR's metric, and the similarity of two answers that it is based on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def similarity(answer: str, other: str) -> float:
 
 
 def mrcr(prediction: str, references: tuple[str, ...]) -> float:
-    """0 if the answer does not begin with the prefix, else the similarity of what follows and the text (openai/mrcr).
+    """Returns the similarity of the text and the answer after its prefix (openai/mrcr). Returns 0 if the answer does
+    not begin with the prefix.
 
     Args:
         references: the prefix, and the text.
@@ -25,5 +26,5 @@ def mrcr(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def own_turn(answer: str) -> str:
-    """The answer up to the user's next turn."""
+    """Returns the answer up to the user's next turn."""
     return answer.split(NEXT_TURN)[0]

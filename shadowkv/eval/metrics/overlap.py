@@ -20,7 +20,7 @@ def english_words(text: str) -> list[str]:
 
 
 def without_chinese_punctuation(text: str) -> str:
-    """Lower case, without space and punctuation, Chinese or ASCII."""
+    """Returns a text in lower case, without white space and without Chinese and ASCII punctuation."""
     text = text.lower().translate(str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION))
     return "".join(text.split())
 
@@ -32,7 +32,7 @@ def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def common_subsequence(left: Sequence[str], right: Sequence[str]) -> list[int]:
-    """Positions in ``left`` of a longest common subsequence; if there are several, that of the first words."""
+    """Returns the positions in ``left`` of a longest common subsequence. The backtracking chooses one of several."""
     lengths = [[0] * (len(right) + 1) for _ in range(len(left) + 1)]
     for i, word in enumerate(left):
         for j, other in enumerate(right):
@@ -51,7 +51,7 @@ def common_subsequence(left: Sequence[str], right: Sequence[str]) -> list[int]:
 
 
 def harmonic(hits: int, predicted: int, reference: int) -> float:
-    """F1 of ``hits`` among ``predicted`` and ``reference`` words."""
+    """Returns F1 for numbers of words: ``hits`` of the ``predicted`` words are among the ``reference`` words."""
     return 2 * hits / (predicted + reference) if hits else 0.0
 
 

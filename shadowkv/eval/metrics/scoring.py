@@ -1,4 +1,4 @@
-"""Scores of an answer against its references, by the metric's name; all are in [0, 1]."""
+"""The metrics by name. A metric scores an answer against its references, in [0, 1]."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shadowkv.eval.records.predictions import Sample
 
 Metric = Callable[[str, tuple[str, ...]], float]
 LOOP = 256
-"""Minimum length of a loop in characters, about 64 tokens: shorter repetitions, such as rulers and tables, are
-legitimate."""
+"""Minimum length of a loop in characters, about 64 tokens. Shorter repetitions are legitimate, for example horizontal
+rules and tables."""
 
 
 def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
@@ -44,7 +44,7 @@ def ends_in_loop(text: str) -> bool:
 
 
 def no_loop(prediction: str, references: tuple[str, ...]) -> float:
-    """1 unless the answer ends in a loop; there is no right answer."""
+    """Returns 1 unless the answer ends in a loop. It ignores ``references``, because there is no right answer."""
     return float(not ends_in_loop(prediction))
 
 

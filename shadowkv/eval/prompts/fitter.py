@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
 
-# A prompt this full is not filled further. Steps aim between this and 1, since each costs a tokenization.
+# A prompt that fills this share of its budget is full enough. Each try costs a tokenization, so tries aim between this
+# share and 1.
 FULL = 0.97
 
 
@@ -56,7 +57,8 @@ class PromptFitter:
         self._start = 32  # units to try first: the last prompt's
 
     def frame(self, text: str, answer_prefix: str = "", history: Sequence[tuple[str, str]] = ()) -> str:
-        """The prompt as the model sees it: without a template a history has headers, ``User:`` and ``Assistant:``."""
+        """Returns the prompt as the model sees it. Without a chat template, turns of a history begin with ``User:`` and
+        ``Assistant:``."""
         if not self._chat and not history:
             return text + answer_prefix
         turns = (*history, (text, answer_prefix))
@@ -74,11 +76,11 @@ class PromptFitter:
         return len(self._tokenizer.encode(prompt))
 
     def fill(self, build: Callable[[int], Question], least: int = 0, most: int | None = None) -> tuple[str, Question]:
-        """The prompt of ``build(units)`` with as many units as fit, and its question.
+        """Returns the prompt with as many units of text as fit, and its question, ``build(units)``.
 
-        ``build`` gets at least ``least`` and at most ``most`` units; tokens grow about linearly with them. A prompt is
-        usually tokenized twice, because the slope is measured and the search starts at the last prompt's number of
-        units. Raises TooShortError if ``least`` units do not fit.
+        ``build`` gets at least ``least`` and at most ``most`` units, and tokens must grow about linearly with them. The
+        search starts at the last prompt's number of units and measures the tokens per unit, so it usually tokenizes
+        two prompts. Raises TooShortError if ``least`` units do not fit.
         """
         question = build(least)
         prompt = self.frame(question.text, question.answer_prefix, question.history)
@@ -104,8 +106,8 @@ class PromptFitter:
         return prompt, question
 
     def cut(self, text: str) -> str:
-        """The framed prompt of ``text``; if it is too long, its middle is cut out (as in LongBench and
-        InfiniteBench)."""
+        """Returns the framed prompt of ``text``. If it is too long, the middle of ``text`` is cut out, as in LongBench
+        and InfiniteBench."""
         prompt = self.frame(text)
         excess = self.count(prompt) - self.budget
         if excess <= 0:
@@ -113,7 +115,7 @@ class PromptFitter:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         keep = len(ids)
         while excess > 0:
-            # Tokens at the seam may merge differently once they are text again: hence the loop.
+            # Text around the seam may be tokenized differently than before, so the prompt is counted again.
             keep -= excess
             if keep < 2:
                 raise TooShortError(f"a prompt of {self.budget} tokens is all frame")

@@ -36,24 +36,25 @@ STATES = ("open", "paid", "shipped", "returned", "cancelled")
 
 
 def logs(seed: str, characters: int) -> str:
-    """At least ``characters`` of log files, each of ``SECTION`` lines after a header with its name: access logs of web
-    servers in the combined format, and syslogs.
+    """Returns at least ``characters`` characters of log files: access logs of web servers in the combined format, and
+    syslogs. Each has a header with its name, and ``SECTION`` lines.
 
-    A ``seed`` gives the same text in every process; more ``characters`` only add lines.
+    A ``seed`` gives the same text in every process. More ``characters`` only add lines.
     """
     return _text(_log_lines(random.Random(f"logs/{seed}")), characters)
 
 
 def tables(seed: str, characters: int) -> str:
-    """At least ``characters`` of tables, each of ``SECTION`` rows after a title: CSV and Markdown in turn.
+    """Returns at least ``characters`` characters of tables, CSV and Markdown in turn. Each has a title and ``SECTION``
+    rows.
 
-    A ``seed`` gives the same text in every process; more ``characters`` only add rows.
+    A ``seed`` gives the same text in every process. More ``characters`` only add rows.
     """
     return _text(_table_lines(random.Random(f"tables/{seed}")), characters)
 
 
 def _text(lines: Iterator[str], characters: int) -> str:
-    """The first lines that together have ``characters``."""
+    """Returns the first lines that together have at least ``characters`` characters."""
     parts: list[str] = []
     while characters > 0:
         parts.append(next(lines) + "\n")
@@ -173,4 +174,4 @@ TABLES: tuple[tuple[str, tuple[str, ...], Callable[[random.Random], tuple[str, .
     ("readings of sensors", ("sensor", "time", "place", "temperature", "humidity", "pressure"), _reading),
     ("shipments", ("shipment", "from", "to", "kilograms", "days", "driver"), _shipment),
 )
-"""Titles, columns and the maker of a row."""
+"""Title, columns and a function that makes a row, for each kind of table."""

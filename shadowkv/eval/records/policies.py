@@ -1,5 +1,5 @@
-"""The policies of an evaluation: presets x budgets, with labels for files and tables; and the variations of
-``--vary``."""
+"""The policies of an evaluation: every preset with every budget, and the variations of ``--vary``. Labels name the
+policies in files and tables."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ class Policy:
     spec: KVSpec | None
 
     def budget(self, length: int) -> float | None:
-        """Share of a context of ``length`` tokens that a step can select."""
+        """Returns the share of ``length`` tokens of context that a step can select; None if a server has the cache."""
         if self.spec is None:
             return None
         return round(float(self.spec.budget_tokens(np.asarray(length))) / length, 6)
 
 
 def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: ModelShape) -> list[Policy]:
-    """Policies of ``names``, each once: with the budget in its name, or else with each of ``budgets``.
+    """Returns the policies of ``names`` with each of ``budgets``, without repetition.
 
-    Full attention has no budget. Raises SettingsError for invalid policies.
+    A budget in a name replaces ``budgets``. A policy that selects nothing, such as full attention, has no budget.
+    Raises SettingsError for invalid policies.
     """
     from shadowkv.kvcache.parts import resolve  # which imports PyTorch: --help works without
 
@@ -59,7 +60,7 @@ def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: 
 
 
 def without_field(name: str, field: str) -> tuple[str, str | None]:
-    """A policy's name or label without one of its fields, and the field's value in it."""
+    """Returns a policy's name or label without a field, and the field's value in it; None if it has no such field."""
     kv, at, budget = name.partition("@")
     preset_name, _, changes = kv.partition(":")
     fields = dict(change.split("=", 1) for change in changes.split(",") if change)
@@ -96,10 +97,11 @@ class Variation:
         return variation
 
     def expand(self, names: Sequence[str], shape: ModelShape) -> tuple[list[str], list[str]]:
-        """The policies with the values in place of ``names``, and messages about values that were left out.
+        """Replaces each of ``names`` by one policy per value. Returns the policies, and messages about values that were
+        left out.
 
         ``full``, policies that set the field themselves, and policies to which no value applies stay as they are.
-        Raises ValueError if that is all of them.
+        Raises ValueError if then no policy sets the field.
         """
         from shadowkv.kvcache.parts import resolve  # which imports PyTorch: --help works without
 

@@ -47,13 +47,13 @@ class Prediction:
         budget: share of ``length`` that a step can select; None if a server has the cache.
         predictions: answers, one per turn.
         score: mean of the turns' scores, in [0, 1].
-        attended_tokens: per kv head, in the last step; None if a server has the cache.
+        attended_tokens: tokens that a kv head attends to in the last step; None if a server has the cache.
         least_kept_energy: smallest share of the keys' energy that a layer kept, if keys are low-rank.
-        output_tokens: tokens of the answers, all turns together, without end tokens. A server's own count, if it has
-            one; otherwise None, as in folders from before the field.
-        seconds: the policy's own time: decoding and prefill of later turns, divided by the number of samples in the
-            batch; for a server the whole request.
-        prefill_seconds: the first prompt's prefill, which includes storing it for all requested policies.
+        output_tokens: tokens of the answers, all turns together, without end tokens. For a server, its own count. None
+            if the server does not count tokens, and in older folders.
+        seconds: time of decoding and of later turns' prefill under this policy, divided by the number of samples in
+            the batch. For a server, the time of all requests of the sample.
+        prefill_seconds: time of the first prompt's prefill, which stores the prompt for all requested policies.
     """
 
     task: str
@@ -77,9 +77,9 @@ class Prediction:
 
 
 class PredictionFile:
-    """predictions.jsonl: its content, and new lines, each written to disk before the next sample begins.
+    """Reads predictions.jsonl, and appends lines to it. A line is written as soon as there is a prediction.
 
-    A last line that a crash truncated is dropped; any other invalid line raises ValueError.
+    A last line that a crash truncated is dropped. Any other invalid line raises ValueError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,11 +132,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces ``path`` by ``text``."""
+    """Replaces the file ``path`` with one that contains ``text``."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces ``path`` by ``value`` as JSON."""
+    """Replaces the file ``path`` with one that contains ``value`` as JSON."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

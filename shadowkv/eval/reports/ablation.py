@@ -1,4 +1,4 @@
-"""Results of an ablation (``--vary``): a table and a plot of a figure against the values of the varied field."""
+"""Results of an ablation (``--vary``): a table and a plot of a figure for each value of the varied field."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write_ablation(
 
 
 def points(field: str, samples: dict[tuple[int, str], list[list[float]]]) -> list[Point]:
-    """One point for each length and label of a policy, from the figures of its samples in a list per task."""
+    """Returns one point for each length and policy. ``samples`` are as for ``write_ablation``."""
     return [
         Point(length, *without_field(label, field), *mean_and_error(*tasks), sum(map(len, tasks)))
         for (length, label), tasks in samples.items()
@@ -130,7 +130,7 @@ def plot_variation(field: str, words: str, all_points: Sequence[Point], share: b
 
 
 def _order(points: Sequence[Point]) -> Callable[[str], float]:
-    """A sort key: numbers by size, names in order of appearance."""
+    """Returns a sort key for values: numbers by size, names in order of appearance."""
     came = list(dict.fromkeys(point.value for point in points if point.value is not None))
     try:
         return {value: float(value) for value in came}.__getitem__

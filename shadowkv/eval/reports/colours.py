@@ -32,17 +32,17 @@ OTHERS = "#9467bd"
 
 MARKERS = "os^DvP*X<>"
 STEP, LIGHTEST = 0.25, 0.6
-"""How much white each further variation of a preset gets, and the maximum."""
+"""Share of white that each further variation of a preset adds to its colour, and the largest share."""
 
 
 def colour(policy: str) -> str:
-    """The colour of a policy's preset, as ``#rrggbb``; the policy can have changed fields and a budget."""
+    """Returns the colour of a policy's preset, as ``#rrggbb``. Changed fields and a budget do not matter."""
     return PRESETS.get(re.split(r"[:@ ]", policy)[0], OTHERS)
 
 
 def styles(policies: Iterable[str]) -> dict[str, dict[str, str]]:
-    """``color`` and ``marker`` of each policy in a plot. Variations of a preset share its colour, get lighter one after
-    another, and have different markers."""
+    """Returns ``color`` and ``marker`` of each policy in a plot. Variations of a preset have ever lighter shades of its
+    colour, and different markers."""
     families: dict[str, list[str]] = {}
     for policy in policies:
         families.setdefault(colour(policy), []).append(policy)

@@ -20,9 +20,9 @@ class Row:
     """A policy's answers to the samples of a length and task.
 
     Attributes:
-        pairs: number of answers to samples that full attention has answered, too.
-        similarity: mean of ``metrics.mrcr.similarity`` to full attention's answer to the same sample, over the pairs.
-        interval: 95 % interval of it; NaN for a single pair.
+        pairs: number of answers to samples that full attention has answered too.
+        similarity: mean over the pairs of ``metrics.mrcr.similarity`` to full attention's answer to the same sample.
+        interval: 95 % interval of ``similarity``; NaN for a single pair.
     """
 
     length: int
@@ -34,7 +34,7 @@ class Row:
 
 
 def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
-    """A row per length, task and policy other than full attention, if it has pairs."""
+    """Yields a row per length, task and policy. Full attention and policies without pairs have no row."""
     for (length, task), cell in by_cell(predictions).items():
         baseline = cell.get(BASELINE, {})
 

@@ -42,7 +42,7 @@ class Row:
 
 
 def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
-    """A row per length, task and policy; figures that predictions lack are left out."""
+    """Yields a row per length, task and policy. Figures that the predictions do not have are left out."""
     for (length, task), cell in by_cell(predictions).items():
         for label in filter(cell.__contains__, labels(predictions)):
             means = {name: values(cell, label, figure) for name, figure in FIGURES.items()}
@@ -83,7 +83,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _agreement(baseline: Answers) -> Callable[[Prediction], float | None]:
-    """F1 of words with full attention's answer to the same sample."""
+    """Returns a figure: F1 of an answer's words and those of full attention's answer to the same sample, or None."""
     return lambda p: qa_f1(p.predictions[0], baseline[p.sample].predictions[0]) if p.sample in baseline else None
 
 

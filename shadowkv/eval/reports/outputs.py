@@ -1,4 +1,4 @@
-"""Writes everything that is regenerated from all predictions: tables, plots, and the cells of needle tests."""
+"""Writes all outputs that are made from the predictions: tables, plots, and the cells of needle tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shadowkv.eval.reports.summary import labels, write_summary
 from shadowkv.eval.suites import mrcr, niah, open_ended
 
 DARK = 35
-"""Distance from the middle of a heatmap's colours, in points, from which black numbers are hard to read."""
+"""Distance of a score from 50, in points. From this distance on, a heatmap's colour is dark and its number white."""
 
 
 def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -> None:
@@ -51,7 +51,7 @@ def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -
 
 
 def needle_cells(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """One object per task, policy, length and depth: its mean score in [0, 1] and its number of samples."""
+    """Returns one object per task, policy, length and depth, with the mean score in [0, 1] and number of samples."""
     cells: dict[tuple[str, str, int, float], list[float]] = {}
     for p in predictions:
         cells.setdefault((p.task, p.policy, p.length, niah.depth_of(p.id)), []).append(p.score)

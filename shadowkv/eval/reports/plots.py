@@ -15,8 +15,8 @@ from shadowkv.eval.reports.summary import by_cell, labels, score, scores_by_task
 
 
 def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> None:
-    """Plots a panel per length, a row per task, and a dot per policy with its standard error. The dot is the paired
-    difference to full attention, or the score if there is no full attention or nothing else."""
+    """Plots a panel per length, a row per task, and a dot per policy with its standard error. A dot is the paired
+    difference to full attention. It is the score if full attention is missing, or is the only policy."""
     cells = by_cell(predictions)
     tasks = list(dict.fromkeys(task for _, task in cells))
     lengths = sorted({length for length, _ in cells})
@@ -76,7 +76,7 @@ def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> N
 
 
 def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float]]:
-    """Mean attended tokens, mean score and its error in per cent, for each policy; fewest tokens first."""
+    """Returns mean attended tokens, mean score and its error in per cent for each policy, fewest tokens first."""
     points = []
     for label in labels(predictions):
         chosen = [p for p in predictions if p.policy == label and p.attended_tokens is not None]
@@ -101,7 +101,7 @@ def add_legend(figure: Any) -> None:
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
-    """A figure and its panels, row by row, each ``size`` inches."""
+    """Returns a figure and its panels row by row. Each panel is ``size`` inches wide and high."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -112,9 +112,9 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any,
 
 
 def set_logarithmic(axis: Any, which: str, base: int = 10) -> None:
-    """Makes an axis, ``x`` or ``y``, logarithmic; its data must be drawn. Labels are at powers of ``base``; for base
-    10, also at 2 and 5 times these, unless the data spans three decades. If that gives fewer than two labels, they are
-    at even steps."""
+    """Makes an axis, ``x`` or ``y``, logarithmic. Call it after the data is drawn. Labels are at powers of ``base``.
+    For base 10 they are also at 2 and 5 times these powers, unless the axis spans three decades. If this gives fewer
+    than two labels, labels are at even steps."""
     from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
 
     getattr(axis, f"set_{which}scale")("log", base=base)

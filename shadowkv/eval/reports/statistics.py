@@ -1,7 +1,7 @@
 """Means with their standard errors, and paired differences with their 95 % intervals.
 
 Values come in strata, one per task. Tasks are chosen, not drawn, so differences between their means are not part of the
-error of the overall mean. With equally many values per task its error is ``sqrt(sum(error of a task ** 2)) / number of
+overall mean's error. If all tasks have equally many values, this error is ``sqrt(sum(error of a task ** 2)) / number of
 tasks`` (stratified sampling; Cochran, Sampling Techniques, section 5.3).
 """
 
@@ -19,7 +19,7 @@ Estimate = tuple[float, float]
 
 
 def mean_and_error(*strata: Sequence[float]) -> tuple[float, float]:
-    """Mean of all values, and its standard error from the deviations within each stratum; NaN for a single value."""
+    """Returns the mean of all values, and its standard error from the deviations within strata, NaN for one value."""
     groups = _with_spread(strata)
     count = sum(map(len, groups))
     mean = sum(map(sum, groups)) / count
@@ -33,9 +33,9 @@ def mean_and_error(*strata: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the mean of paired differences: percentiles of the means of resamples (Efron's bootstrap).
+    """Returns the 95 % interval of the mean of paired differences, by Efron's percentile bootstrap.
 
-    Each stratum is resampled separately. Deterministic. A single pair has no interval: (NaN, NaN).
+    Each stratum is resampled separately, with a fixed seed. A single pair has no interval: (NaN, NaN).
     """
     arrays = [np.asarray(differences, np.float64) for differences in _with_spread(strata)]
     count = sum(map(len, arrays))
@@ -52,17 +52,17 @@ def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
 
 
 def _with_spread(strata: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-    """The strata; if one has a single value, which shows no deviation, one stratum of all values. Errors are then
-    larger."""
+    """Returns the strata. A stratum with a single value shows no deviation. If there is one, returns all values as one
+    stratum, which makes errors larger."""
     return strata if all(len(values) > 1 for values in strata) else [[value for values in strata for value in values]]
 
 
 def rounded(numbers: tuple[float, float] | None) -> list[float | str]:
-    """Cells of a CSV; empty if there is no number."""
+    """Returns two cells of a CSV. A cell is empty if there is no number."""
     return ["" if math.isnan(number) else round(number, 6) for number in numbers or (math.nan, math.nan)]
 
 
 def with_error(estimate: Estimate, scale: float, sign: str = "") -> str:
-    """An estimate times ``scale`` as text; with ``sign="+"`` positive numbers have a sign, too."""
+    """Returns an estimate times ``scale`` as text. With ``sign="+"``, positive numbers have a sign too."""
     mean, error = estimate
     return f"{scale * mean:{sign}.1f}" + ("" if math.isnan(error) else f" ± {scale * error:.1f}")

@@ -32,14 +32,16 @@ class Row:
     """A policy's answers to the samples of a length and task.
 
     Attributes:
-        length, task: the samples'; ``ALL`` means all tasks of a length.
+        length, task: length and task of the samples. The task ``ALL`` means all tasks of a length.
         policy, kv, budget: as in a prediction.
-        samples, pairs: number of answers, and of those to samples that full attention has answered, too.
-        score: in [0, 1].
-        difference: to full attention's score, over the pairs; None for full attention itself and without pairs.
-        interval: 95 % interval of the difference; NaN for a single pair.
-        output_tokens: tokens of an answer, all turns together; None if predictions do not have them.
-        output_tokens_difference: to full attention's, over the pairs.
+        samples: number of answers.
+        pairs: number of answers to samples that full attention has answered too.
+        score: mean score, in [0, 1].
+        difference: mean difference to full attention's score, over the pairs. None for full attention itself, and if
+            there are no pairs.
+        interval: 95 % interval of ``difference``; NaN for a single pair.
+        output_tokens: mean tokens of an answer, all turns together; None if predictions do not have them.
+        output_tokens_difference: mean difference to full attention's ``output_tokens``, over the pairs.
     """
 
     length: int
@@ -67,7 +69,7 @@ def write_summary(predictions: Sequence[Prediction], model: str, folder: Path, s
 
 
 def summarise(predictions: Sequence[Prediction]) -> list[Row]:
-    """A row per length, task and policy; ``ALL`` comes after a length's other tasks, and full attention comes first."""
+    """Returns a row per length, task and policy. ``ALL`` is the last task, and full attention the first policy."""
     summary = []
     for (length, task), cell in by_cell(predictions).items():
         for label in labels(predictions):
@@ -97,7 +99,7 @@ def summarise(predictions: Sequence[Prediction]) -> list[Row]:
 
 
 def by_cell(predictions: Sequence[Prediction]) -> Cells:
-    """Answers by length and task, then by policy, then by sample; ``ALL`` has all tasks of a length."""
+    """Returns answers by length and task, then by policy, then by sample. ``ALL`` has all tasks of a length."""
     cells: Cells = defaultdict(lambda: defaultdict(dict))
     for p in predictions:
         cells[p.length, p.task][p.policy][p.sample] = p
@@ -124,7 +126,7 @@ def output_tokens(prediction: Prediction) -> int | None:
 
 
 def values(cell: dict[str, Answers], label: str, figure: Figure, paired: bool = False) -> list[list[float]]:
-    """A figure of a policy's answers, in a list per task; samples without it are left out.
+    """Returns a figure of a policy's answers, in a list per task. Samples without the figure are left out.
 
     Args:
         cell: answers by policy.
@@ -149,7 +151,7 @@ def scores_by_task(predictions: Sequence[Prediction]) -> list[list[float]]:
 
 
 def rows(summary: Sequence[Row], model: str) -> list[tuple[str | int | float, ...]]:
-    """Rows of summary.csv: scores in [0, 1]; missing values, such as a single sample's error, are empty."""
+    """Returns the rows of summary.csv. Scores are in [0, 1]. Missing values, such as one sample's error, are empty."""
     return [
         (
             *(model, row.kv, row.length, "" if row.budget is None else row.budget, row.task),
@@ -162,7 +164,7 @@ def rows(summary: Sequence[Row], model: str) -> list[tuple[str | int | float, ..
 
 
 def markdown(summary: Sequence[Row], model: str) -> str:
-    """summary.md: a table with scores in per cent."""
+    """Returns the text of summary.md: a table with scores in per cent."""
     policies = sorted(dict.fromkeys(row.policy for row in summary), key=lambda label: label != BASELINE)
     head = ["length", "task", "samples", *policies]
     table = [head, ["---:", "---", *(["---:"] * (len(head) - 2))]]

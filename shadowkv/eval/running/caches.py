@@ -28,13 +28,13 @@ Cache = TypeVar("Cache", bound=KVCache)
 
 
 def open_cache(loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int = 1) -> KVCache:
-    """A cache for ``slots`` sequences of ``capacity`` tokens each; resolves ``spec``. The model's layers use the
-    cache's ops from now on."""
+    """Returns a cache for ``slots`` sequences of ``capacity`` tokens each, and resolves ``spec``. The model's layers
+    use the cache's ops from now on."""
     return open_cache_as(KVCache, loaded, spec, capacity, slots)
 
 
 def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> Cache:
-    """``open_cache`` for a subclass of KVCache."""
+    """Does the same as ``open_cache``, but returns a cache of class ``kind``."""
     layout, device = _layout(loaded, spec, capacity), next(loaded.model.parameters()).device
     return kind(
         layout,
@@ -47,9 +47,10 @@ def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity
 
 
 def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: int) -> int:
-    """Number of sequences of ``capacity`` tokens that free memory holds under all ``specs`` at once; 1 on a CPU.
+    """Returns how many sequences of ``capacity`` tokens fit in free memory, each under all ``specs`` at once.
 
-    A CPU is as fast one by one. The margins are the engine's: a share of the GPU's memory, and of the host's.
+    On a CPU this is 1, because a batch is no faster there. Like the engine, it leaves a share of the GPU's memory and
+    of the host's free.
     """
     parameter = next(loaded.model.parameters())
     if parameter.device.type == "cpu":
@@ -72,8 +73,9 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
 
 
 def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False) -> Tensor:
-    """A whole prefill of admitted sequences, including the entire last layer if it is ``scored``: logits [n, V] of each
-    one's last token. If it takes more than a second, a progress bar shows on a terminal."""
+    """Prefills admitted sequences. Returns logits [n, V] of the last token of each of the n sequences; V is the size of
+    the vocabulary. If ``scored``, the last layer's attention and MLP compute all tokens instead of only each sequence's
+    last one. After a second it shows a progress bar on a terminal."""
     run, tokens = steps_of_prefill(model, cache, work, scored), sum(len(ids) for _, ids in work)
     each = tokens / pieces(len(model.layers), tokens, cache.device)  # work of all layers, in tokens
     bar = tqdm(desc="reading", total=tokens, unit="token", unit_scale=True, leave=False, disable=None, delay=1)
@@ -90,10 +92,10 @@ def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[
 def prefill_all(
     model: Decoder, caches: Sequence[KVCache], prompt: list[int], capacity: int
 ) -> tuple[list[CachedSequence], Tensor]:
-    """A prompt in a new sequence of every cache, and logits [caches, V] of its last token.
+    """Returns a new sequence with the prompt in every cache, and logits [caches, V] of the prompt's last token.
 
-    The prompt is computed once for all caches with the same prefill attention, and stored once for all caches that
-    store it alike: a copy takes a thousandth of the time of recomputing the low-rank form.
+    The prompt is computed once for all caches with the same prefill attention. It is compressed once for all caches
+    that store it alike, and copied: a copy takes a thousandth of the time of computing the low-rank form again.
     """
     alike = [
         next((first for first in range(n) if cache.snapshots.stored_alike(caches[first].snapshots, len(prompt))), n)
@@ -116,7 +118,7 @@ def prefill_all(
 
 
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
-    """Tokens that the last step attended to, and the smallest value of each of the cache's diagnostics in any layer."""
+    """Returns the number of tokens that the last step attended to, and each diagnostic's minimum over layers."""
     attended: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(sequence.length)}
     least = {f"least_{name}": round(float(x.min()), 4) for name, x in diagnostics(cache, sequence).items()}
     return {**attended, **least}

@@ -25,10 +25,10 @@ from shadowkv.wording import counted
 
 
 class Answering:
-    """A policy's cache for ``slots`` sequences of ``capacity`` tokens, with sequences that answer together: every step
+    """A policy's cache for ``slots`` sequences of ``capacity`` tokens. The sequences answer together: every step
     decodes all unfinished ones.
 
-    Decode steps are CUDA graphs if the engine's would be.
+    Decode steps are CUDA graphs where the engine would use them.
     """
 
     def __init__(self, loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> None:
@@ -40,11 +40,11 @@ class Answering:
     def answers(
         self, first: list[int], turns: Sequence[Sequence[list[int]]], limit: int, ends: Collection[int]
     ) -> list[list[list[int]]]:
-        """Greedy answers of every sequence, by turn.
+        """Returns the tokens of every sequence's answers, one answer per turn, decoded greedily.
 
         Args:
-            first: per sequence, the token after its prompt, which is already in the cache.
-            turns: per sequence, the tokens of every later turn, which follow the answers; all have equally many turns.
+            first: per sequence, the first token of its first answer. The prompt is already in the cache.
+            turns: per sequence, the tokens of every later turn. Sequences have the same number of turns.
             limit: maximum tokens of an answer.
             ends: tokens that end an answer and are not part of it.
         """
@@ -52,7 +52,7 @@ class Answering:
         for turn in zip(*turns, strict=True):
             work = []
             for sequence, tokens, answer in zip(self.sequences, turn, answers, strict=True):
-                # The token that reached the limit was chosen, but is not in the cache yet. End tokens never get there.
+                # The last token of an answer that reached the limit is not in the cache yet. End tokens never are.
                 new = [*(answer[-1][-1:] if len(answer[-1]) == limit else []), *tokens]
                 length = sequence.length
                 self.cache.extend(sequence, length + len(new), sequence.capacity)
@@ -84,13 +84,13 @@ class Answering:
             if not going:
                 return answers
             rows, newest = going, [answers[row][-1] for row in going]
-            # One wait per step, for all rows; the next step may overwrite the logits.
+            # Waits once per step for all rows, before the next step may overwrite the logits.
             tokens = self.runner.decode([self.sequences[row] for row in rows], newest).argmax(-1).tolist()
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """A sample's turns as tokens, and ``need``: the tokens of the turns and the longest possible answers."""
+    """A sample's turns as tokens. ``need`` is the number of tokens of the turns and of the longest possible answers."""
 
     sample: Sample
     turns: list[list[int]]
@@ -102,7 +102,7 @@ class Forks:
 
     Args:
         loaded: the model.
-        batch: number of samples to answer together; None means as many as memory holds, on a CPU 1.
+        batch: number of samples to answer together. None means as many as fit in memory, and 1 on a CPU.
     """
 
     def __init__(self, loaded: LoadedModel, batch: int | None = None) -> None:
@@ -112,7 +112,7 @@ class Forks:
         self._capacity = self._slots = 0
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
-        """Predictions of each batch, policy after policy; raises ValueError for a sample that is too long."""
+        """Yields predictions batch by batch, policy by policy. Raises ValueError for a sample that is too long."""
         groups = [list(group) for _, group in groupby(work, lambda asked: _kind(*asked))]
         largest_group = max(map(len, groups), default=0)
         for group in groups:

@@ -1,5 +1,5 @@
-"""Answers samples with an OpenAI-compatible completions endpoint, greedily, within the limits of the samples and the
-server; also loads the tokenizer that measures prompts."""
+"""Answers samples with an OpenAI-compatible completions endpoint, greedily. It also loads the tokenizer that measures
+prompts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shadowkv.wording import counted
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """The tokenizer of a catalogue name, directory, .gguf file or hub id. A directory's model may be one that only the
-    server can run.
+    """Returns the tokenizer of a catalogue name, directory, .gguf file or hub id. Only the server needs to be able to
+    run the model.
 
     Raises OSError or ValueError as ``load_model`` does.
     """
@@ -64,7 +64,7 @@ class Remote:
         self.max_model_len: int | None = getattr(served[self.model], "max_model_len", None)  # vLLM and this server do
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
-        """Predictions as they arrive; raises ValueError for a sample that is refused or too long for the server."""
+        """Yields predictions as they arrive. Raises ValueError for a sample that the server refuses or cannot hold."""
         with ThreadPoolExecutor(self.concurrency) as threads:
             futures: list[Future[Prediction]] = [
                 threads.submit(self._answer, sample, policy) for sample, policies in work for policy in policies

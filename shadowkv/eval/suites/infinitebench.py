@@ -1,7 +1,7 @@
 """InfiniteBench (Zhang et al., arXiv:2402.13718): 12 tasks beyond 100K tokens, from their official files.
 
-Prompts, token limits and metrics are the published ones (github.com/OpenBMB/InfiniteBench, MIT); prompts are those for
-plain completion, its templates for YaRN-Mistral and Yi.
+Prompts, token limits and metrics are the published ones (github.com/OpenBMB/InfiniteBench, MIT). The prompts are its
+templates for YaRN-Mistral and Yi, which are for plain completion.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ TASKS: tuple[str, ...] = tuple(_TASKS)
 def samples(
     task: str, tokenizer: Tokenizer, length: int, count: int, seed: int, data: Path, chat: bool = False
 ) -> list[Sample]:
-    """At most ``count`` samples of a task, chosen by ``seed``, in the file's order.
+    """Returns at most ``count`` samples of a task, chosen by ``seed``, in the file's order.
 
     Args:
         task: one of ``TASKS``.
@@ -131,7 +131,7 @@ def samples(
 
 
 def _fields(task: str, row: dict[str, Any]) -> dict[str, str]:
-    """The fields of the prompt."""
+    """Returns the fields of the task's template."""
     fields = {"context": row["context"], "input": row["input"], **dict(zip("ABCD", row.get("options") or ()))}
     if task == "math_find":
         fields["target"] = _search(r"The .+ of", row["input"]).lower().removesuffix(" of")
@@ -149,7 +149,7 @@ def _search(pattern: str, text: str) -> str:
 
 
 def _references(row: dict[str, Any]) -> tuple[str, ...]:
-    """Answers as text; with options, the right one and its letter."""
+    """Returns the answers as text. If the row has options, these are the right option and its letter."""
     answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
     options = row.get("options")
     if options and len(answers) == 1:

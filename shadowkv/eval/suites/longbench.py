@@ -27,7 +27,7 @@ class Dataset:
         prompt: template with the fields ``context`` and ``input`` of a row.
         max_new_tokens: limit for an answer.
         metric: name in ``metrics.scoring.METRICS``.
-        chat: whether a chat template applies; few-shot and code prompts are to be continued instead.
+        chat: whether a chat template may be used. It is not used where the answer continues the prompt: few-shot, code.
     """
 
     prompt: str

@@ -16,11 +16,11 @@ from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 NEEDLES = {"mrcr_2needle": 2, "mrcr_4needle": 4, "mrcr_8needle": 8}
-"""How often the request comes, by task."""
+"""How often the request that is asked about comes, by task."""
 TASKS: tuple[str, ...] = tuple(NEEDLES)
 PREFIX_LENGTH = 10
 ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
-ANSWER_MARGIN = 1.25  # new tokens over those of the longest of some answers
+ANSWER_MARGIN = 1.25  # limit of new tokens, as a multiple of the longest of some right answers
 
 
 def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int, chat: bool) -> list[Sample]:
@@ -50,9 +50,10 @@ def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int,
 
 
 def conversation(needles: int, turns: int, rng: random.Random) -> Question:
-    """A conversation of ``turns`` requests and answers, ``needles`` of them to one request, and the last question.
+    """Returns a conversation of ``turns`` requests with answers, and the last question. ``needles`` of the turns have
+    the same request, which the question is about.
 
-    The references are the prefix and the text that it belongs before.
+    The references are the prefix, and the text that must follow it.
     """
     requests = [(kind, topic) for kind in KINDS for topic in TOPICS]
     kind, topic = requests.pop(rng.randrange(len(requests)))
@@ -71,7 +72,7 @@ def conversation(needles: int, turns: int, rng: random.Random) -> Question:
 
 
 def _answer_tokens(tokenizer: Tokenizer) -> int:
-    """A limit for answers that a right one stays below."""
+    """Returns a limit of new tokens that no right answer reaches."""
     rng = random.Random("mrcr")
     prefix = "".join(rng.choices(string.ascii_letters + string.digits, k=PREFIX_LENGTH))
     texts = (piece(rng.choice(tuple(KINDS)), rng.choice(TOPICS), rng) for _ in range(64))

@@ -1,5 +1,5 @@
-"""Needles in a haystack, by depth and length: one needle, several that are asked for together, or another one in each
-turn on the same cache.
+"""Needles in a haystack, by depth and length. A task asks for one needle, for several together, or for another one in
+each turn on the same cache.
 
 The wording is RULER's (arXiv:2404.06654). Several needles are spread from the depth to the end, as in the usual test.
 ``niah_multiturn`` is ShadowKV's multi-turn test (arXiv:2410.21465, section 5.2).
@@ -94,7 +94,7 @@ def _conversation(
     order = rng.sample(range(number), number)
     asked = [order] if questions == 1 else [[index] for index in order]
     turns = [_question([keys[index] for index in indices]) for indices in asked]
-    # Tokens outside the first prompt: later questions, and all answers.
+    # Tokens outside the first prompt: later questions and all answers.
     rest = sum(map(filler.count, turns[1:])) + TOKENS_PER_ANSWER * number
 
     def build(sentences: list[str]) -> str:
@@ -112,7 +112,7 @@ def _question(keys: list[str]) -> str:
 
 
 def _hide(needles: list[str], sentences: list[str], depth: float) -> list[str]:
-    """Sentences with the first needle at ``depth`` per cent and the others evenly spread between it and the end."""
+    """Returns the sentences with needles. The first is at ``depth`` per cent, the others evenly spread after it."""
     step = (100 - depth) / len(needles)
     text, done = [], 0
     for number, needle in enumerate(needles):

@@ -1,9 +1,9 @@
-"""Open-ended answers: summaries and explanations of source files, logs, tables and essays, as long as the model makes
-them.
+"""Open-ended answers: summaries and explanations of source files, logs, tables and essays. The model decides their
+length.
 
 There is no right answer. The suite measures how long answers are, because longer answers can cost the time that sparse
-attention saves per step. It also measures whether answers end by themselves and without a loop, and how much they share
-with full attention's.
+attention saves per step. It also measures whether answers end by themselves and without a loop, and how many words they
+share with full attention's answers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Task:
     """A question about a text.
 
     Attributes:
-        kind: of the text: ``ESSAYS``, or a name in ``TEXTS_OF_LINES``.
-        introduction, question: texts before and after it.
+        kind: kind of the text: ``ESSAYS``, or a name in ``TEXTS_OF_LINES``.
+        introduction, question: words before and after the text.
     """
 
     kind: str
@@ -116,9 +116,9 @@ def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int,
 
 
 def _units(kind: str, length: int, seed: str) -> tuple[Sequence[str], str]:
-    """Sentences from a random place in the essays, or lines of another kind of text; and the separator between them.
+    """Returns sentences from a random place in the essays, or lines of another kind of text, and their separator.
 
-    They do not depend on the task: both tasks about the same kind of text get the same texts.
+    They do not depend on the task: both tasks about a kind of text get the same texts.
     """
     characters = CHARACTERS_PER_TOKEN * length
     if kind != ESSAYS:

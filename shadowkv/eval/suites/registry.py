@@ -1,4 +1,4 @@
-"""The suites by name, and their samples from the command's arguments."""
+"""The suites by name. A suite makes its samples from the command's arguments."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def open_ended_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[S
 
 
 def _together(make: Callable[[int, str], list[Sample]], lengths: Sequence[int], tasks: Sequence[str]) -> list[Sample]:
-    """Samples of every length and task, in that order, made in threads, since most of the time is spent in the
-    tokenizer."""
+    """Returns the samples of every length and task, in this order. It makes them in threads, because most of the time
+    is spent in the tokenizer."""
     with ThreadPoolExecutor() as threads:
         futures = [threads.submit(make, length, task) for length in lengths for task in tasks]
         try:
@@ -109,7 +109,7 @@ def folder(args: argparse.Namespace) -> Path:
 
 
 def chosen(tasks: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The requested tasks, without repetition; all if none are given. Raises ValueError for an unknown task."""
+    """Returns the requested tasks without repetition; all if none are given. Raises ValueError for unknown tasks."""
     unknown = [task for task in tasks or () if task not in known]
     if unknown:
         raise ValueError(f"--tasks {unknown[0]} is not one of {', '.join(known)}")

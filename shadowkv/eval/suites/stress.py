@@ -1,9 +1,10 @@
-"""Stress tests where sparse attention fails first: answers that need many places of the context, or a long one word by
-word.
+"""Stress tests where sparse attention fails first. Answers need many places of the context, or repeat a long part of it
+word by word.
 
-``needles_64`` asks for 64 needles at once, ``table_to_json`` for rows of a long table, ``long_copy`` for a marked part
-verbatim. An answer needs far more tokens than one step can select, so the selection has to move with it; retrieving one
-needle does not test that (cf. SCBench, arXiv:2412.10319). All text is made up; no data is needed.
+``needles_64`` asks for 64 needles at once, ``table_to_json`` for rows of a long table, and ``long_copy`` for a verbatim
+copy of a marked part. An answer needs far more of the context than one step can select, so the selection has to change
+from step to step. Retrieving one needle does not test this (cf. SCBench, arXiv:2412.10319). All text is made up, so no
+data is needed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from shadowkv.models.tokenization.tokenizer import Tokenizer
 NEEDLES = 64
 ROWS = 16  # rows asked for
 LINES, WORDS_PER_LINE = 24, 10  # in the span to copy
-ANSWER_MARGIN = 1.25  # new tokens over those of a perfect answer
+ANSWER_MARGIN = 1.25  # limit of new tokens, as a multiple of a perfect answer
 
 
 def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Sample]:
-    """``count`` samples of a kind, scored by the share of needles, rows or lines that the answer reproduces exactly.
+    """Returns ``count`` samples of a kind. Their score is the share of needles, rows or lines that are exactly right.
 
     Args:
         kind: one of ``KINDS``.
@@ -52,7 +53,7 @@ def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int)
 
 
 def needles(units: int, rng: random.Random) -> Question:
-    """Codes of names, one per line; the prompt asks for ``NEEDLES`` of them."""
+    """Returns a text of ``units`` lines with the code of a name each. The prompt asks for ``NEEDLES`` of the codes."""
     names = _distinct(units, rng)
     codes = [str(rng.randint(10**6, 10**7 - 1)) for _ in names]
     asked = rng.sample(range(units), NEEDLES)
@@ -100,7 +101,7 @@ def long_copy(units: int, rng: random.Random) -> Question:
     )
 
 
-# Minimum number of units (names, rows, lines) of a question.
+# For each kind, the function that makes a question, and the minimum number of its units (names, rows, lines).
 KINDS: dict[str, tuple[Callable[[int, random.Random], Question], int]] = {
     "needles_64": (needles, NEEDLES),
     "table_to_json": (table_to_json, ROWS),
@@ -121,7 +122,7 @@ def _seeded(build: Callable[[int, random.Random], Question], seed: str) -> Calla
 
 
 def _lines(count: int, vocabulary: list[str], rng: random.Random) -> Iterator[str]:
-    """Distinct lines over a few words, so that a word does not reveal where in the text it is."""
+    """Yields distinct lines that share a few words, so that no word reveals its place in the text."""
     seen: set[str] = set()
     while len(seen) < count:
         line = " ".join(rng.choices(vocabulary, k=WORDS_PER_LINE))

@@ -1,7 +1,7 @@
 """Exports snapshots and names to a tar file, and imports them. ``shadowkv cache export`` and ``import`` call it.
 
-In the file, a snapshot comes after its ancestors, and a name after the snapshots that it keeps. An import trusts
-nothing in an archive without a check.
+In the file, a snapshot comes after its ancestors, and a name after the snapshots that it keeps. An import checks
+everything in the file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def export_snapshots(
 ) -> None:
     """Writes snapshots to a new tar file, then the names that keep them. Each snapshot is verified first.
 
-    Raises OSError, including FileExistsError, and BadSnapshot. Then the new file is removed.
+    Raises OSError, including FileExistsError, and BadSnapshot. After an error the new file is removed.
     """
     if target.exists():
         raise FileExistsError(f"{target} is there already; name another file or move it away")
@@ -163,8 +163,8 @@ def _take_name(directory: Path, name: str, data: bytes) -> str:
 
 
 def _used(directory: Path, snapshots: Sequence[str]) -> list[FileHeader]:
-    """The chain of these snapshots, or an empty list if one is missing. They are marked as used now, so that no server
-    evicts them before it sees the name that keeps them."""
+    """Returns the chain of these snapshots, or an empty list if one is missing. Marks them as used now, so that no
+    server evicts them before it sees the name that keeps them."""
     index = Index()
     for name in snapshots:
         try:

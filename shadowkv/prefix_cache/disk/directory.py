@@ -30,8 +30,8 @@ SUFFIX = file_name("")
 
 
 class Index:
-    """Headers of snapshots' files by name, and the time when any process last read or wrote each file, in seconds since
-    1970. Any thread may call its methods. They do not wait for the disk."""
+    """Headers of snapshots' files by name, with each file's last use. A use is a read or a write by any process, in
+    seconds since 1970. Any thread may call the methods, which do not wait for the disk."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class Index:
                 self._used[name] = max(seconds, self._used[name])
 
     def get(self, name: str) -> FileHeader | None:
-        """The header of a file."""
+        """Returns the header of a file; None if the index does not have it."""
         return self._headers.get(name)
 
     def known(self) -> set[str]:
@@ -95,8 +95,8 @@ class Index:
             return [(header, self._used[name]) for name, header in self._headers.items()]
 
     def chain(self, name: str) -> list[FileHeader]:
-        """A snapshot after all its ancestors, from a prompt's first token on. Empty if one of them is missing, or is
-        not the one that the next was computed on."""
+        """Returns a snapshot's ancestors, from the prompt's first token on, and then the snapshot itself. Empty if one
+        is missing, or was not computed on the one before it."""
         chain: list[FileHeader] = []
         with self._lock:
             while name:
@@ -108,7 +108,7 @@ class Index:
         return chain[::-1]
 
     def fits(self, header: FileHeader) -> bool:
-        """Whether a snapshot's parent is in the index, and is the one that it was computed on."""
+        """Whether the index has the parent that a snapshot was computed on. True if the snapshot has no parent."""
         if not header.parent:
             return True
         parent = self._headers.get(header.parent)
@@ -122,10 +122,10 @@ class Index:
         )
 
     def by_age(self, keep: Collection[str] = ()) -> list[tuple[FileHeader, float]]:
-        """All files except those to ``keep``, in eviction order, each with its last use.
+        """Returns all files except those in ``keep``, in eviction order, each with its last use.
 
-        Snapshots without a usable parent come first, then the least recently used. A use of a snapshot counts as a use
-        of its ancestors too, and a snapshot comes before its ancestors.
+        Snapshots without a usable parent come first, then the least recently used. A snapshot comes before its
+        ancestors, because a use of it counts as a use of its ancestors.
         """
         files = self.with_uses()
         used = {header.name: seconds for header, seconds in files}
@@ -155,8 +155,8 @@ class Directory(Index):
         self._barred: set[str] = set()
 
     def look(self, name: str) -> FileHeader | None:
-        """Reads the header of a file and adds it to the index. None if the file is missing or bad. Waits for the
-        disk."""
+        """Reads the header of a file and adds it to the index. Returns None if the file is missing or bad. Waits for
+        the disk."""
         try:
             header, status = read_header(self.path, name, self.files)
         except FileNotFoundError:
@@ -176,7 +176,7 @@ class Directory(Index):
     def look_for_changes(self, go_on: Callable[[], bool]) -> None:
         """Looks for files that other processes have added or removed. Stops when ``go_on`` returns False. Raises
         OSError if the directory cannot be listed."""
-        known = self.known()  # read before the listing, else a file written in between would seem lost
+        known = self.known()  # read before the listing: a file written in between would otherwise seem lost
         there = snapshot_names(self.path, self.files)
         for name in known - there:
             self.lost(name)
@@ -219,7 +219,7 @@ class Directory(Index):
             self._report("bad", header)
 
     def touch(self, name: str) -> None:
-        """Records that a file is used now, and if possible also on the disk."""
+        """Records in the index that a file is used now, and on the disk if that is possible."""
         now = time.time()
         self.use(name, now)
         with suppress(OSError):  # the file is read-only or gone, so its age on the disk does not matter
@@ -268,7 +268,7 @@ class Scanner:
 
 
 def snapshot_names(directory: Path, files: FileSystem) -> set[str]:
-    """Names of the snapshots in a directory, by their file names. Raises OSError."""
+    """Returns the names of the snapshots in a directory. Reads no file. Raises OSError."""
     names = (name.removesuffix(SUFFIX) for name in files.names(directory) if name.endswith(SUFFIX))
     return {name for name in names if is_snapshot_name(name)}
 

@@ -49,11 +49,12 @@ def write_snapshot(
 ) -> FileHeader | None:
     """Writes a file. Returns its header with the checksums, or None if a file with its name exists and stays.
 
-    ``slabs`` are the bytes of all layers in order, split anywhere. The next one is requested only after the previous
-    one was used. ``replace_existing`` is called when the file is complete, ``go_on`` before each slab.
+    ``slabs`` are the bytes of all layers in order, split anywhere. The next slab is requested only after the previous
+    one was used. ``go_on`` is called before each slab, and returns whether to continue. ``replace_existing`` is called
+    when the file is complete, and returns whether to replace a file with the same name.
 
     Raises OSError if the file cannot be written, InterruptedError if ``go_on`` returns False, and ValueError if data or
-    ids do not match ``header``. Then the file is removed.
+    ids do not match ``header``. After an error the file is removed.
     """
     files = files or FileSystem()
     ids = id_bytes(token_ids)
@@ -89,7 +90,7 @@ def write_snapshot(
 
 
 def temporary_path(directory: Path) -> Path:
-    """A new name for an unfinished file of this process."""
+    """Returns a new path for an unfinished file of this process."""
     return directory / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 
@@ -100,16 +101,17 @@ def _write(files: FileSystem, descriptor: int, data: memoryview, offset: int) ->
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """The bytes of a buffer, without copying. Raises ValueError or TypeError if they are not contiguous."""
+    """Returns the bytes of a buffer, without copying. Raises ValueError or TypeError if they are not contiguous."""
     view: memoryview[Any] = memoryview(cast(Any, buffer))  # NumPy's types do not declare arrays as buffers
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 class SnapshotFile:
-    """A file open for reading. Its bytes stay even if the name is removed or replaced. ``temporary`` is its name if it
-    is not published yet.
+    """A file open for reading. Its bytes stay readable even if the name is removed or replaced. ``temporary`` is the
+    path of a file that is not published yet.
 
-    Raises FileNotFoundError, other OSErrors, and BadSnapshot if the header is wrong. Methods raise the last two.
+    Raises FileNotFoundError, other OSErrors, and BadSnapshot if the header is wrong. Methods raise OSError and
+    BadSnapshot.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class SnapshotFile:
         return np.frombuffer(raw, "<u4")
 
     def expect(self, token_ids: TokenIds) -> None:
-        """Raises BadSnapshot if the file has other tokens, and ValueError if their number differs."""
+        """Raises BadSnapshot if the file has other tokens than these, and ValueError if these are too few or many."""
         ids = id_bytes(token_ids)
         if len(ids) != 4 * self.header.tokens:
             raise ValueError(f"{len(ids) // 4} token ids for tokens {self.header.start} to {self.header.length}")
@@ -147,7 +149,7 @@ class SnapshotFile:
             raise BadSnapshot(self.path, "it is of other tokens")
 
     def read_into(self, buffers: Sequence[Buffer], readers: Workers | None = None) -> None:
-        """Fills ``buffers`` with the data of all layers. ``readers`` read blocks in parallel.
+        """Fills ``buffers`` with the data of all layers. ``readers`` read blocks in parallel; None reads one by one.
 
         Raises ValueError if the buffers have another size. After an error the buffers' contents are invalid. Buffers
         are never written to after the call has returned.
@@ -190,7 +192,7 @@ class SnapshotFile:
             raise BadSnapshot(self.path, "the checksum of its data is another")
 
     def stream(self) -> BinaryIO:
-        """A separate file object that reads all bytes from the first on."""
+        """Returns a separate file object that reads the file from its first byte on."""
         return os.fdopen(os.dup(self._descriptor), "rb")
 
     def _read(self, offset: int, size: int) -> bytes:
@@ -227,6 +229,6 @@ class SnapshotFile:
 
 
 def read_header(directory: Path, name: str, files: FileSystem | None = None) -> tuple[FileHeader, os.stat_result]:
-    """Header and status of a file. Raises the errors of ``SnapshotFile``."""
+    """Returns header and status of a file. Raises the errors of ``SnapshotFile``."""
     with SnapshotFile(directory, name, files) as file:
         return file.header, file.status

@@ -1,5 +1,5 @@
-"""The header of a snapshot's file, a safetensors header. ``files.py`` writes and reads headers, ``directory.py`` holds
-those of all files.
+"""The header of a snapshot's file, a safetensors header. ``files.py`` writes and reads headers. ``directory.py`` keeps
+the headers of all files.
 
 ``__metadata__`` determines the whole header. The tensors are ``layer.000`` … of ``layer_bytes`` uint8 each, in order
 and without gaps, then ``token_ids`` as uint32. Spaces pad the header to a multiple of 4,096 bytes. To check a header,
@@ -73,8 +73,8 @@ class FileHeader:
             ``header``.
         key: digest of everything that the bytes depend on (``CacheKey``).
         facts: what the digest was made of, in readable form.
-        created: in seconds since 1970.
-        checksum: xxh3-128 of the data of all layers. It is known after they have been written.
+        created: time of creation, in seconds since 1970.
+        checksum: xxh3-128 of the data of all layers. It is known once the data is written.
         token_checksum: xxh3-128 of the token ids.
     """
 
@@ -183,7 +183,8 @@ def _encode_without_checksum(header: FileHeader) -> bytes:
 
 
 def header_bytes(path: Path, prefix: bytes, size: int) -> int:
-    """Length of the whole header, by the first 8 bytes of a file of ``size`` bytes. Raises BadSnapshot."""
+    """Returns the number of bytes of the whole header, including ``prefix``, the file's first 8 bytes. ``size`` is the
+    number of bytes of the file. Raises BadSnapshot if the file or the header cannot have this size."""
     if len(prefix) < 8:
         raise BadSnapshot(path, f"cut off after {len(prefix)} bytes")
     (length,) = struct.unpack("<Q", prefix)

@@ -44,8 +44,8 @@ class Inventory(Index):
                 self.bad[name] = BadSnapshot(path / file_name(name), f"it cannot be read, {error.strerror}")
 
     def named(self, text: str) -> str:
-        """The only snapshot whose name starts with ``text``, which may be a file name. Raises ValueError if there is
-        none, or more than one."""
+        """Returns the only snapshot whose name starts with ``text``, which may be a file name. Raises ValueError if
+        none or several start with it."""
         text = Path(text).name.removesuffix(file_name(""))
         matching = [name for name in [*self.known(), *self.bad] if name.startswith(text)]
         if len(matching) == 1 and text:
@@ -78,7 +78,8 @@ class Inventory(Index):
         return save.is_of(self.chain(save.snapshots[-1]))
 
     def bad_names(self, bad: Collection[str]) -> dict[str, str]:
-        """Faults by name: a name's file is bad, or a snapshot that it keeps is missing or in ``bad``."""
+        """Returns the faults by saved name: the name's file is bad, or a snapshot that it keeps is missing or is one of
+        the ``bad`` ones."""
         problems = {name: str(error) for name, error in self.bad_saves.items()}
         for name, save in self.saves.items():
             if not self.is_there(save) or not set(bad).isdisjoint(save.snapshots):
@@ -108,8 +109,8 @@ class Inventory(Index):
     def surplus(
         self, limit: float | None = None, age: float | None = None, keep: Collection[str] = ()
     ) -> list[FileHeader]:
-        """Files to remove, in order, so that at most ``limit`` bytes stay, and no file that was unused for ``age``
-        seconds. Files to ``keep`` are not among them."""
+        """Returns the files to remove, in eviction order. Then at most ``limit`` bytes stay, and no file that was
+        unused for ``age`` seconds. None is no limit. Files in ``keep`` always stay."""
         surplus, total = [], self.bytes
         for header, used in self.by_age(keep):
             over = limit is not None and total > limit
@@ -123,7 +124,8 @@ class Inventory(Index):
         FileSystem().remove(self.path / file_name(name))
 
     def chains(self, names: Sequence[str]) -> list[FileHeader]:
-        """Snapshots and their ancestors, each once and after its ancestors. Raises ValueError if one is unusable."""
+        """Returns the snapshots and their ancestors, each once and after its own ancestors. Raises ValueError if one is
+        unusable."""
         headers: dict[str, FileHeader] = {}
         for name in names:
             if name in self.bad:

@@ -2,7 +2,7 @@
 
 ``names/NAME.json`` lists the snapshots of a prompt from its first token on. It has neither the tokens nor the salt. No
 server evicts listed snapshots, and ``prune`` does not remove them, until the name is saved again or forgotten. The list
-has all ancestors, so that they are kept by servers that have not seen the snapshots' files yet.
+has all ancestors, so that servers keep them even before they have read the snapshots' files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FOLDER, SUFFIX = "names", ".json"
 FORMAT = "shadowkv-name-1"
 
 CLOCK_NANOSECONDS = 2 * 10**9
-"""A listing may lack changes that were made less than this before it."""
+"""Nanoseconds. A folder that changed less than this before it was listed is listed again, because the listing may lack
+changes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Save:
         key: digest of what the snapshots' bytes depend on.
         tokens: number of saved tokens, from the prompt's first on.
         snapshots: names of the snapshots. Each continues the one before.
-        saved: in seconds since 1970.
+        saved: time of saving, in seconds since 1970.
     """
 
     format: str
@@ -63,11 +64,11 @@ class Save:
 
     @classmethod
     def new(cls, key: str, tokens: int, snapshots: tuple[str, ...]) -> Save:
-        """A save made now."""
+        """Returns a save with the current time."""
         return cls(FORMAT, key, tokens, snapshots, int(time.time()))
 
     def is_of(self, chain: Sequence[FileHeader]) -> bool:
-        """Whether ``chain`` has the listed snapshots, with its key and number of tokens."""
+        """Whether ``chain`` is exactly the listed snapshots, of this key, and the last one has the last saved token."""
         return (
             tuple(header.name for header in chain) == self.snapshots
             and all(header.key == self.key for header in chain)
@@ -76,7 +77,7 @@ class Save:
 
 
 def name_file(name: str) -> str:
-    """A name's file, relative to the directory of snapshots. Raises ValueError for an invalid name."""
+    """Returns the path of a name's file below the directory of snapshots. Raises ValueError for an invalid name."""
     return f"{FOLDER}/{check_kept_name(name)}{SUFFIX}"
 
 
@@ -85,7 +86,7 @@ class Names:
 
     def __init__(self, directory: Path, files: FileSystem) -> None:
         self._directory, self._files, self._folder = directory, files, directory / FOLDER
-        # The folder's time of change and its pins, in one attribute because several threads set both.
+        # The folder's time of change, its pins, and its bad names. Several threads set them, so they are one attribute.
         self._known: tuple[int | None, frozenset[str], frozenset[str]] = None, frozenset(), frozenset()
 
     @property
@@ -98,7 +99,7 @@ class Names:
         return self._directory / name_file(name)
 
     def read(self, name: str) -> Save:
-        """The save of a name. Raises UnknownName, UnusableName if its file is corrupt, and OSError."""
+        """Returns the save of a name. Raises UnknownName, UnusableName if its file is corrupt, and OSError."""
         path = self.path(name)
         try:
             descriptor = self._files.open(path)
@@ -152,7 +153,7 @@ class Names:
         self._files.remove(path)
 
     def all(self) -> tuple[dict[str, Save], dict[str, UnusableName]]:
-        """All saves by name, and the faults of names with a bad file. Raises OSError."""
+        """Returns all saves by name, and the faults of names with a bad file. Raises OSError."""
         saves: dict[str, Save] = {}
         bad: dict[str, UnusableName] = {}
         try:
@@ -174,7 +175,7 @@ class Names:
         return saves, bad
 
     def refresh(self) -> frozenset[str]:
-        """The current ``pins``. They are read again if the folder has changed. Raises OSError."""
+        """Returns the current ``pins``. Reads the names again if the folder has changed. Raises OSError."""
         try:
             changed = self._files.stat(self._folder).st_mtime_ns
         except FileNotFoundError:

@@ -89,12 +89,14 @@ class DiskTier:
         self._name_reader = Workers(1, "cache-names")
 
     def lookup(self, name: str) -> FileHeader | None:
-        """A snapshot that is known to exist. Its ancestors may be missing. It does not wait, and counts nothing."""
+        """Returns the header of a snapshot if it is known to exist, or None. Its ancestors may be missing. Does not
+        wait for the disk."""
         header = self._directory.get(name)
         return header if header is not None and header.key == self.key.digest else None
 
     def chain(self, name: str) -> list[FileHeader]:
-        """A snapshot after all its ancestors. Empty if not all are known to exist. It does not wait."""
+        """Returns a snapshot's ancestors in order, and then the snapshot. Empty if not all are known to exist. Does not
+        wait for the disk."""
         return self._directory.chain(name) if self.lookup(name) is not None else []
 
     def look(self, names: Iterable[str]) -> Future[bool]:
@@ -140,7 +142,8 @@ class DiskTier:
         return self._restorer.submit(restore)
 
     def _using(self, header: FileHeader, use: Callable[[SnapshotFile], Result]) -> Result:
-        """Calls ``use`` with the file, which must have this header. Records faults of the file."""
+        """Calls ``use`` with the file. Raises SnapshotGone if the file now has another ``uid``. Records faults of the
+        file."""
         directory, name = self._directory, header.name
         try:
             with SnapshotFile(directory.path, name, directory.files) as file:
@@ -168,17 +171,17 @@ class DiskTier:
             raise
 
     def put(self, header: FileHeader, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
-        """Queues a snapshot to be written. The result is whether it is on the disk: False if it was refused, has
-        failed, or another snapshot has its name.
+        """Queues a snapshot to be written. The result is whether it is on the disk. It is False if the snapshot was
+        refused, could not be written, or if another snapshot has its name.
 
         Ids and slabs may be changed only after the future is done.
 
         Args:
             header: has this tier's key. Its parent must be on the disk, or queued before it.
             token_ids: ids of the tokens from ``start`` to ``length``.
-            slabs: bytes of all layers in order, split anywhere. The writing thread iterates them, and requests the next
-                one after using the previous one. If they can be iterated again, like a list, a write that finds the
-                disk full is tried twice.
+            slabs: bytes of all layers in order, split anywhere. The writing thread requests the next slab after it has
+                used the previous one. If slabs can be iterated again, like a list, a write that finds the disk full is
+                tried twice.
 
         Raises:
             ValueError: the header has another key.
@@ -201,9 +204,9 @@ class DiskTier:
         return self._writer.keep(name, save)
 
     def kept(self, name: str) -> Future[tuple[Save, list[FileHeader]]]:
-        """The save of a name, and its chain.
+        """Reads the save of a name, and its chain.
 
-        The future raises UnknownName, also if a snapshot is gone, UnusableName, and OSError.
+        The future raises UnknownName if nothing is saved or a snapshot is gone, UnusableName, and OSError.
         """
         return self._name_reader.submit(self._kept, name)
 

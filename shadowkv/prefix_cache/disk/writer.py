@@ -60,7 +60,7 @@ class Writer:
         self._thread = Workers(1, "cache-write")
 
     def put(self, header: FileHeader, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
-        """Queues a snapshot. The result is whether it is on the disk. Data and ids may be changed after that."""
+        """Queues a snapshot. The result is whether it is on the disk. Ids and slabs may be changed once it is known."""
         size = header.nbytes
         with self._lock:
             full = bool(self._waiting) and sum(self._waiting.values()) + size > self._queue_bytes
@@ -222,7 +222,7 @@ class Writer:
         return size + kept <= limit and self._evict(over, keep) >= over
 
     def _evict(self, size: int, keep: set[str]) -> int:
-        """Evicts files of ``size`` bytes or slightly more, if there are enough. Returns the number of bytes."""
+        """Evicts files until at least ``size`` bytes are freed, if there are enough. Returns the freed bytes."""
         freed = 0
         for _ in range(EVICTION_ROUNDS if self._complete() else 0):
             for header, used in self._directory.by_age(keep | self._names.refresh()):

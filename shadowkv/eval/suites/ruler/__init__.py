@@ -1,8 +1,8 @@
 """RULER (Hsieh et al., arXiv:2404.06654): 13 synthetic tasks of any length, in its default configuration.
 
 Templates, beginnings of answers and token limits are the published ones (github.com/NVIDIA/RULER, Apache-2.0). Samples
-differ only by being stricter: keys, names and words are never repeated by accident, and in every task prompt and answer
-fit the length together.
+are only stricter than RULER's: keys, names and words are never repeated by accident, and in every task prompt and
+answer together fit the length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shadowkv.eval.suites.ruler.aggregation import CommonWords, FrequentWords
 from shadowkv.eval.suites.ruler.variable_tracking import VariableTracking
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
-# Number of consecutive questions whose own documents are too long, after which the length is too short for the task.
+# If the own documents of more than this number of consecutive questions are too long, the length is too short.
 PATIENCE = 20
 
 
@@ -29,15 +29,15 @@ class Generator(Protocol):
     """A task: questions about as many units of text (words, sentences, documents) as fit the length.
 
     Attributes:
-        least: units that a question needs.
-        most: number of available units, or None.
+        least: minimum number of units of a question.
+        most: number of available units; None if there is no limit.
     """
 
     least: int
     most: int | None
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """The question with an index; ``rng`` is fresh and the same on each call."""
+        """Returns question ``index`` with ``units`` units. Every call for an index gets the same, fresh ``rng``."""
         ...
 
 
@@ -82,7 +82,7 @@ def samples(
         task: one of ``TASKS``.
         tokenizer: the model's tokenizer, which measures prompts and answers.
         length: maximum tokens of prompt and answer together. Prompts fill at least 0.9 of what the answer leaves,
-            except if the words run out (``cwe``) or documents are long compared with it (``qa_1``, ``qa_2``).
+            except if there are too few words (``cwe``) or if documents are long for the length (``qa_1``, ``qa_2``).
         seed: gives the same samples in every process; a larger ``count`` only adds samples.
         data: folder with the task's files; missing ones are looked up in installed packages (``data.py``).
         chat: whether to use the tokenizer's chat template, with the answer's beginning after the assistant's header.

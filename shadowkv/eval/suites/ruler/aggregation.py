@@ -19,8 +19,9 @@ COMMON_TEMPLATE = (
 )
 COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 COMMON = 10
-# Repetitions of common and of other words, from 4096 tokens on and below. The example has its number of words first.
+# Repetitions of common words and of other words: from 4096 tokens on, and for shorter samples.
 REPEATS, SHORT_REPEATS = (30, 3), (6, 1)
+# Number of words in the solved example, and their repetitions.
 EXAMPLE, SHORT_EXAMPLE = (40, (10, 3)), (20, (3, 1))
 
 
@@ -66,7 +67,7 @@ FREQUENT_TEMPLATE = (
 FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
 NOISE = "..."
 LETTERS = 6
-TOKENS_PER_NEW_WORD = 50  # of the length
+TOKENS_PER_NEW_WORD = 50  # tokens of the length for each distinct word
 MIN_WORDS = 100  # from here on the fourth word is rarer than the third and more frequent than the fifth
 
 
@@ -81,7 +82,7 @@ class FrequentWords:
         self._distinct = max(length // TOKENS_PER_NEW_WORD, 4)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Shuffled words; the answer is ranks 2 to 4."""
+        """Returns a question about shuffled words. The answer is the words of ranks 2 to 4."""
         vocabulary: dict[str, None] = {NOISE: None}
         while len(vocabulary) < self._distinct:
             vocabulary["".join(rng.choices(string.ascii_lowercase, k=LETTERS))] = None

@@ -32,7 +32,8 @@ WONDERWORDS = Wheel("wonderwords", "wonderwords", "assets")
 
 
 def find(file: str, wheel: Wheel, data: Path | None) -> Path:
-    """The file in ``data``, or else in the installed wheel; raises FileNotFoundError that says what to do."""
+    """Returns the path of a file in ``data`` or, if it is missing there, in the installed wheel. Raises
+    FileNotFoundError that says what to do."""
     folders = [] if data is None else [data]
     spec = importlib.util.find_spec(wheel.module)
     folders += [Path(place) / wheel.folder for place in (spec and spec.submodule_search_locations) or ()]

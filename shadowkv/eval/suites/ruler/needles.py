@@ -35,8 +35,9 @@ class Config:
 
     Attributes:
         hay: text around the needles; ``needle`` means more needles, one unit each.
-        keys, values: their form.
-        num_keys, num_values: every key has a needle for each of its ``num_values`` values.
+        keys, values: form of keys and values.
+        num_keys: number of keys that may be asked for.
+        num_values: number of values of a key. Each value has its own needle.
         num_queries: number of keys asked for.
     """
 

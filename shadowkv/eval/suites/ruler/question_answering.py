@@ -84,7 +84,7 @@ class QuestionAnswering:
         item = self._items[index]
         documents = list(item.own)
         documents += rng.sample(item.near, min(len(item.near), max(units - len(documents), 0)))
-        # Spares are drawn for documents that are already included.
+        # More documents are drawn than needed, because some may be included already.
         taken = set(documents)
         spare = rng.sample(self._documents, min(len(self._documents), units + len(taken)))
         documents += [document for document in spare if document not in taken][: max(units - len(documents), 0)]
