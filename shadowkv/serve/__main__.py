@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess
 
 CONCURRENCY = 2
-"""Batch requests in flight per running sequence: the further ones wait in the engine, already tokenized."""
+"""Batch requests in flight per sequence that the engine can run. The surplus waits in the engine, already tokenized."""
 
 
 def main(
     argv: Sequence[str] | None = None, start: Callable[[EngineConfig, str | None], EngineProcess] | None = None
 ) -> int:
-    """Runs the command line, with a real engine or the process that ``start`` makes; returns the exit code."""
+    """Runs the command line; returns the exit code. ``start`` starts the engine process (default: ``start_engine``)."""
     return run_until_stopped(partial(_run, start or start_engine), parse(argv))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of a command line; ends the process with a one-line error if they are not valid."""
+    """Parses the flags of a command line; ends the process with a one-line error if they are not valid."""
     parser = Parser(prog="shadowkv serve", description=__doc__)
     add_arguments(parser)
     text = "number of HTTP processes in front of the engine; limits hold for all together (default: %(default)s)"

@@ -67,7 +67,7 @@ class Body(BaseModel):
             text = "{param} is not supported" + ("; leave it out or pass {neutral}" if name in NEUTRAL else "")
             neutral = " or ".join(repr(value) for value in NEUTRAL.get(name, ()))
             raise PydanticCustomError("unsupported", text, {"param": name, "neutral": neutral})
-        self.__pydantic_extra__ = {}  # unused, and of any size and depth
+        self.__pydantic_extra__ = {}  # extra values are not used, and can have any size and depth
         return self
 
     def finish(self) -> None:
@@ -127,7 +127,7 @@ _attachments: ContextVar[Attachments | None] = ContextVar("attachments", default
 
 
 def attachments() -> Attachments:
-    """Where to find documents; raises HasDocuments if this process does not read documents."""
+    """Returns where to find documents; raises HasDocuments if this process does not read documents."""
     if (here := _attachments.get()) is None:
         raise HasDocuments("documents are not read here; send their text")
     return here

@@ -280,8 +280,8 @@ class ServerSettings:
         return self.served_model_name[0] if self.served_model_name else own
 
     def first_name(self, asked: str | None) -> str | None:
-        """The model's name in answers: the first served name if a request uses another one, else the name that it
-        ``asked`` for."""
+        """The model's name in the answer to a request that ``asked`` for a name. The further served names become the
+        first one; all other names, and None, stay as they are."""
         return self.served_model_name[0] if asked in self.served_model_name[1:] else asked
 
     def tool_format(self, template: str | None) -> ToolFormat | None:

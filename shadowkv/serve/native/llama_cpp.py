@@ -33,7 +33,7 @@ SAMPLING = (
     + ("presence_penalty", "frequency_penalty")
     + ("grammar", "json_schema", "return_progress")
 )
-"""Parameters that a completion has under the same name, and checks."""
+"""Parameters that a completion has under the same name. The completion checks them."""
 
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
 
@@ -134,8 +134,9 @@ def _pieces(prompt: Any) -> list[Any]:
 
 
 def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
-    """llama.cpp's ``logit_bias`` as OpenAI's object, and its entries whose tokens are given by a text. Entries are
-    pairs, in a list or an object: a token id or a text, and a number. false means minus infinity and becomes -100."""
+    """Splits llama.cpp's ``logit_bias`` into OpenAI's object, and the entries that give their tokens as a text. Entries
+    are pairs, in a list or an object: a token id or a text, and a number. false means minus infinity and becomes
+    -100."""
     if value is None:
         return None, []
     if not isinstance(value, list | dict):
