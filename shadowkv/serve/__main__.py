@@ -75,7 +75,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
                 listener = stack.enter_context(bound_socket(args))
             process = start(config, args.compare)
             stack.callback(process.stop, STOP_SECONDS)  # does nothing after ``serve`` has stopped it
-            if args.input is None and args.api_server_count == 1:  # with more, metrics are shared first
+            if args.input is None and args.api_server_count == 1:  # otherwise ``Workers`` sets up shared metrics first
                 import_module("shadowkv.serve.app")  # takes a second, while the engine loads
             engine = process.clients[0]
             settings.check_template(engine.tokenizer.chat_template)

@@ -133,8 +133,8 @@ class BatchFiles:
             )
 
     def begin(self, requests: Mapping[str, str]) -> set[str]:
-        """Makes the partial file. With ``resume``, it begins with the answers of earlier runs. Returns the custom_ids of
-        these answers.
+        """Makes the partial file. With ``resume``, it begins with the answers of earlier runs. Returns the custom_ids
+        of these answers.
 
         ``requests`` maps each request's custom_id to the id of its record. An answer is dropped if its custom_id has a
         different request by now. Failures are dropped, too, since their causes may have been fixed. Raises ValueError,

@@ -47,7 +47,7 @@ class BatchRun:
         skipped: lines that earlier runs have answered.
         failed: records of this run that are no answers.
         tokens: generated tokens.
-        reasons: for each reason of a failure, the number of failures, and a text that names the first.
+        reasons: for each reason of failures, their number, and a text with the custom_id of the first.
         start: when the run began, in seconds of ``monotonic``.
     """
 

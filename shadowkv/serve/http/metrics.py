@@ -214,7 +214,7 @@ class Metrics(ConnectionMetrics):
 
         try:
             yield see
-        except (EngineBusy, RequestError) as error:  # the request never started, or one of its choices did not
+        except (EngineBusy, RequestError) as error:  # never started
             if isinstance(error, EngineBusy):
                 self._refused.inc()
             reason = reason or ("abort" if last is not None else "")

@@ -55,7 +55,7 @@ class RequestLog:
     Args:
         app: the application that answers.
         log: whether requests are logged.
-        tracing: sends a span per request; None sends none.
+        tracing: sends the spans of requests; None sends none.
     """
 
     def __init__(self, app: ASGIApp, log: bool, tracing: Tracing | None) -> None:

@@ -35,7 +35,8 @@ class Server(uvicorn.Server):
     """uvicorn's server, which on shutdown also stops the engine or whatever else produces the answers.
 
     The first signal closes the listening sockets and gives running requests ``shutdown_timeout`` seconds to finish. A
-    second signal ends the process immediately. A second SIGHUP is ignored, because shell and terminal can send one each.
+    second signal ends the process immediately. A second SIGHUP is ignored, because shell and terminal can send one
+    each.
 
     Args:
         app: its state has ``settings``, ``metrics`` and ``counts``, as ``build_app`` sets them.

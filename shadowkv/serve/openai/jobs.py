@@ -59,6 +59,10 @@ class Job:
     Attributes:
         request: the request as a completion or a chat, to which all other APIs are converted.
         body: the request as received.
+        choices: the requests to the engine, ``n`` for each prompt, prompt by prompt.
+        reasoning, parsers: each choice's parsers of reasoning and of tool calls; None where there is nothing to parse.
+        echo: for each prompt, the text that its choices begin with; None without an echo.
+        deadline: when the request times out, in seconds of ``time.monotonic``; None sets no limit.
         thinking_tokens: reasoning tokens of all choices so far.
         last_outputs: the latest output of each choice, by its index.
         prompt_scores: log-probabilities of each choice's prompt tokens, if requested.
@@ -85,8 +89,8 @@ class Job:
         self.thinking_tokens = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
-        """The engine's outputs for each choice; raises ApiError if one fails. It ends only when other servers can find
-        the prompts that they continue."""
+        """Yields the index of a choice and its next output, as the engine generates them. Raises ApiError if a choice
+        fails. Ends only when other servers can find the prompts that they will continue."""
         prompts = self.choices[:: self.request.n]
         await self.remote_prefill.receive(sum(len(prompt.prompt_token_ids) for prompt in prompts))
         timeout = None if self.deadline is None else self.deadline - time.monotonic()
@@ -117,7 +121,7 @@ class Job:
         await self.remote_prefill.send(prompts)
 
     def _with_prompt(self, index: int, output: TextOutput) -> TextOutput:
-        """A choice's first output, with the prompt prepended if the request asks for an echo."""
+        """Returns a choice's first output, with the prompt in front if the request asks for an echo."""
         if self.echo is None:
             return output
         most = self.choices[index].params.logprobs

@@ -31,8 +31,8 @@ ANY_OBJECT = '{"type": "object"}'
 
 
 def format_text(value: Any) -> str | None:
-    """The constraint of a ``response_format`` as text; None for plain text. Its schema is in ``json_schema``, as in
-    OpenAI's API, or beside ``type``, as in llama.cpp's and SGLang's. Raises PydanticCustomError."""
+    """Returns the constraint of a ``response_format`` as text; None for plain text. A schema is in ``json_schema``, as
+    in OpenAI's API, or beside ``type``, as in llama.cpp's and SGLang's. Raises PydanticCustomError."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None

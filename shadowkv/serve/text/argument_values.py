@@ -28,7 +28,7 @@ WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 """Words for JSON values, in any case: templates also show models Python's words."""
 
 ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
-"""Exceptions of parsing a text as a value."""
+"""Exceptions that parsing a text as a value can raise."""
 
 
 class ValueWriter:
@@ -45,7 +45,7 @@ class ValueWriter:
         self._is_open = False
 
     def add(self, text: str) -> str:
-        """The JSON that is certain after more text."""
+        """Takes more of the value's text; returns the JSON that is certain by now."""
         self._held += text
         if self._types == OPTIONAL_STRING and len(self._held.strip()) > max(map(len, WORDS)):
             self._is_string = True
@@ -56,7 +56,7 @@ class ValueWriter:
         return opening + json.dumps(held, ensure_ascii=False)[1:-1]
 
     def end(self) -> str:
-        """The rest of the JSON, at the value's end."""
+        """Returns the rest of the JSON, at the value's end."""
         return f'{self.add("")}"' if self._is_string else json_value(self._held, self._types)
 
 
