@@ -119,7 +119,7 @@ def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
     """Raises the limit of open files to what ``connections`` connections need; returns how many connections are
     possible.
 
-    If the system allows fewer, raises SettingsError, or with ``or_fewer`` logs a warning and returns how many it
+    If the system allows fewer, raises SettingsError. With ``or_fewer``, logs a warning instead and returns how many it
     allows.
     """
     try:

@@ -36,8 +36,7 @@ the engine has ended, and ends the process, too."""
 
 @dataclass(frozen=True)
 class WorkerLaunch:
-    """What a further process serves.
-
+    """What a further process needs to know in order to serve.
     Attributes:
         sockets: folder of the engines' sockets.
         shared: folder of the counts that all HTTP processes share. The first process removes it. If that process was

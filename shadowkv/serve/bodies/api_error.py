@@ -55,7 +55,7 @@ MAX_CHARS = 800
 
 
 class ApiError(Exception):
-    """The error of a request. ``counts`` are extra fields of the error, which clients can calculate with."""
+    """The error of a request. ``counts`` become extra fields of the error's body, such as numbers of tokens."""
 
     def __init__(
         self,

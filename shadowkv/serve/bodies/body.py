@@ -91,7 +91,7 @@ def wrong(message: str) -> PydanticCustomError:
 
 
 def bounded(chars: int, value: Any) -> Any:
-    """The JSON value, if it has at most ``chars`` characters and is not nested too deeply; raises otherwise."""
+    """Returns a JSON value unchanged; raises if it has more than ``chars`` characters or is nested too deeply."""
     level, depth, values = [value], 0, 0
     while level:
         depth += 1
@@ -134,8 +134,8 @@ def attachments() -> Attachments:
 
 
 def read_body(raw: bytes | bytearray, model: type[B], documents: Attachments | None = None) -> B:
-    """The request in a body. Raises ApiError, or its subclass HasDocuments if the body has documents and ``documents``
-    is None."""
+    """Returns the request in a body. Raises ApiError, or its subclass HasDocuments if the body has documents and
+    ``documents`` is None."""
     _check_counts(raw)
     try:
         value = parse_json(raw)

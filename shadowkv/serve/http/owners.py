@@ -21,7 +21,7 @@ TENANT = "shadowkv.tenant"
 """Key in a request's ASGI scope for its tenant. Set if another process has chosen the tenant."""
 
 IPV6_NETWORK_BITS = 64
-"""Network part of an IPv6 address; a client can choose the rest (RFC 4291, 2.5.1)."""
+"""Number of bits in the network part of an IPv6 address; a client can choose the rest (RFC 4291, 2.5.1)."""
 
 _prompt_owner: ContextVar[str | None] = ContextVar("prompt_owner", default=None)
 _tenant: ContextVar[str] = ContextVar("tenant", default="")

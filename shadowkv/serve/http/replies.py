@@ -33,7 +33,7 @@ PROMPTLY = 0.05
 full queue, the response has the error's status."""
 
 TURNS = 8
-"""Turns of the event loop after which an immediate refusal is known."""
+"""Turns of the event loop that the first chunk gets even after ``PROMPTLY``; an immediate refusal needs no more."""
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -55,8 +55,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def reply(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
-    """The response that ``work`` makes, or an error response if it raises; ``work`` is cancelled if the client
-    disconnects."""
+    """Returns the response that ``work`` makes, or an error response if ``work`` raises. ``work`` is cancelled if the
+    client disconnects."""
 
     async def answer() -> Response:
         try:

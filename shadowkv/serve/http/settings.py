@@ -45,7 +45,8 @@ LOGS, LIMITS, STORAGE = "logs and metrics", "limits", "storage"
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """One value of a flag with several values: a name, or as in vLLM a JSON list of names; raises ArgumentTypeError."""
+    """Parses one argument of a flag that takes several: a name, or as in vLLM a JSON list of names. Raises
+    ArgumentTypeError."""
     if not text.startswith("["):
         return (text,)
     try:
@@ -290,7 +291,7 @@ class ServerSettings:
         return tool_format(self.tool_call_parser or thoughts, template)
 
     def check_trust(self, chat_template: str | None) -> None:
-        """Raises ApiError if a request has a chat template and the server does not trust these."""
+        """Raises ApiError if a request has its own chat template and the server does not run clients' templates."""
         if chat_template is not None and not self.trust_request_chat_template:
             reason = "a chat template is a program, and this server does not run templates of clients"
             raise ApiError(f"{reason} (--trust-request-chat-template)", param="chat_template")

@@ -104,9 +104,9 @@ class LlamaRequest(NativeRequest):
 
 
 def _prompts(value: Any) -> tuple[Any, tuple[int, ...]]:
-    """The pieces of all prompts, each a text or token ids, and the number of pieces of each prompt. A prompt is a text,
-    an object with a text, a list of token ids, or a list of texts and token ids. ``value`` is one prompt or a list of
-    prompts."""
+    """Splits prompts into pieces. Returns the pieces of all prompts, each a text or token ids, and the number of pieces
+    of each prompt. ``value`` is one prompt or a list of prompts. A prompt is a text, an object with a text, a list of
+    token ids, or a list of texts and token ids."""
     if not isinstance(value, list | dict):
         return value, (1,)
     prompts = value if isinstance(value, list) and not _is_sequence(value) else [value]
@@ -284,7 +284,8 @@ class LlamaCompletions(Completions):
         return {"id": token, "token": text, "logprob": max(logprob, LOWEST), "bytes": list(text.encode())}
 
     def _selected(self, job: Job, answer: dict[str, Any]) -> dict[str, Any]:
-        """The answer, reduced to the ``response_fields`` if there are any: ``a/b`` is field b of a."""
+        """Returns the answer with only the requested ``response_fields``, or with all fields if none are requested. The
+        name ``a/b`` means the field b of a."""
         fields: Sequence[str] = _body(job).response_fields
         if not fields:
             return answer

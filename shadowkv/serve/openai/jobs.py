@@ -221,9 +221,9 @@ class Job:
         return _usage(outputs, outputs if has_begun else [])
 
     def metrics_of(self, index: int) -> dict[str, float]:
-        """Times of a choice, in milliseconds, under vLLM's names: from the start of prefill to the first token,
-        generation after that, and the wait in the queue. Also the mean time between tokens, if there are two, and
-        tokens per second of work."""
+        """Times of a choice, in milliseconds, under vLLM's names: from the start of prefill to the first token, from
+        there to the last token, and in the queue. Also the mean time between tokens, if there are at least two, and the
+        tokens per second since the start of prefill."""
         output = self.last_outputs[index]
         times, tokens = output.times, output.completion_tokens
         scheduled = times.arrival if times.scheduled is None else times.scheduled
@@ -331,8 +331,8 @@ class RemotePrefill:
         self._sent: list[str] = []
 
     async def receive(self, tokens: int) -> None:
-        """Waits for prompts of ``tokens`` tokens that another server has computed, as long as waiting is faster than
-        computing."""
+        """Waits until this server can find the prompts that another server has computed, ``tokens`` tokens in all. It
+        waits at most about as long as computing them would take."""
         if self._params.do_remote_prefill and not await self._engine.expect(
             tuple(self._params.remote_snapshots), tokens
         ):

@@ -76,9 +76,9 @@ COMPLETION_TOKENS = 16
 
 
 def prompts_of(value: Any) -> list[str | Tokens]:
-    """Every form of ``prompt`` that the OpenAI API accepts, as a list of texts and token ids.
+    """Converts every form of ``prompt`` that the OpenAI API accepts to a list of texts and token ids.
 
-    This is not a union type, which would try a list of a million tokens as each member and report an error per item.
+    A union type is not used: pydantic would try a list of a million tokens as each member and report an error per item.
     """
     prompts = value if isinstance(value, list) and value and type(value[0]) is not int else [value]
     at_most(MAX_PROMPTS, "prompts", len(prompts))
@@ -345,7 +345,7 @@ class GenerationRequest(Sampling):
 
     @property
     def parses_calls(self) -> bool:
-        """Whether the model decides if it calls tools, in its own format."""
+        """Whether the model decides itself if it calls tools. It then writes calls in its own format."""
         return False
 
     @property

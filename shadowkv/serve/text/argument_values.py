@@ -18,7 +18,7 @@ KINDS: dict[type, str] = {
     list: "array",
     type(None): "null",
 }
-"""JSON schema's names of the types of values."""
+"""JSON Schema's names of Python's types."""
 
 ANYTHING = frozenset(KINDS.values())
 STRING = frozenset(("string",))
@@ -61,9 +61,9 @@ class ValueWriter:
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """The JSON of a text as a value of one of ``types``. Valid JSON is kept; words and Python's dictionaries and lists
-    are translated. As in vLLM, null is accepted for any type but a string, and a text of none of the ``types`` becomes
-    a string."""
+    """Converts a text to the JSON of a value of one of ``types``. Valid JSON is kept; words and Python's dictionaries
+    and lists are translated. As in vLLM, null is accepted for any type but a string, and a text of none of the
+    ``types`` becomes a string."""
     core = text.strip()
     word = WORDS.get(core.lower())
     if word is not None and _is_of(json.loads(word), types):

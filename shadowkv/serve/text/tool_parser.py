@@ -26,8 +26,8 @@ def call_id() -> str:
 
 @dataclass
 class CallPart:
-    """A part of a call, or a whole call: the first part has ``id`` and ``name``; ``arguments`` (JSON) come in
-    pieces."""
+    """A part of a call, or a whole call. Only the first part has ``id`` and ``name``. The parts' ``arguments``, joined,
+    are the JSON of the arguments."""
 
     index: int
     id: str | None = None
