@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess
 
 CONCURRENCY = 2
-"""Batch requests in flight per running sequence: the further ones wait in the engine, already tokenized."""
+"""Batch requests in flight per sequence that the engine can run. The surplus waits in the engine, already tokenized."""
 
 
 def main(
     argv: Sequence[str] | None = None, start: Callable[[EngineConfig, str | None], EngineProcess] | None = None
 ) -> int:
-    """Runs the command line, with a real engine or the process that ``start`` makes; returns the exit code."""
+    """Runs the command line; returns the exit code. ``start`` starts the engine process (default: ``start_engine``)."""
     return run_until_stopped(partial(_run, start or start_engine), parse(argv))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of a command line; ends the process with a one-line error if they are not valid."""
+    """Parses the flags of a command line; ends the process with a one-line error if they are not valid."""
     parser = Parser(prog="shadowkv serve", description=__doc__)
     add_arguments(parser)
     text = "number of HTTP processes in front of the engine; limits hold for all together (default: %(default)s)"
@@ -75,7 +75,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
                 listener = stack.enter_context(bound_socket(args))
             process = start(config, args.compare)
             stack.callback(process.stop, STOP_SECONDS)  # does nothing after ``serve`` has stopped it
-            if args.input is None and args.api_server_count == 1:  # with more, metrics are shared first
+            if args.input is None and args.api_server_count == 1:  # otherwise ``Workers`` sets up shared metrics first
                 import_module("shadowkv.serve.app")  # takes a second, while the engine loads
             engine = process.clients[0]
             settings.check_template(engine.tokenizer.chat_template)

@@ -60,11 +60,12 @@ def build_app(
     *,
     counts: Counts | None = None,
 ) -> FastAPI:
-    """The application.
+    """Builds the application.
 
     Args:
         served_name: the model's name in answers; ``settings`` has further names that requests can use.
-        compared: another engine of the same model; its model name has ``@`` and its policy appended.
+        compared: a second engine of the same model, with another policy. Requests choose it by the model name
+            ``{served_name}@{policy}``. None: there is one engine.
         counts: counts of open connections and requests, in this process and others; None if this is the only one.
     """
     settings = settings or ServerSettings()
@@ -78,7 +79,7 @@ def build_app(
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
 
     async def drop() -> None:
-        """Refuses bodies and texts that are being read or tokenized, or wait for that."""
+        """Refuses all bodies that are being read and texts that are being tokenized, also those that wait for it."""
         bodies.close()
         documents.close()
         drop_long()
@@ -147,12 +148,12 @@ def add_middleware(
 
 
 def ready_app(engines: Sequence[EngineClient], served_name: str, settings: ServerSettings, counts: Counts) -> FastAPI:
-    """The application for ``engines[0]``, in a process that does nothing else. The answers of a second engine, if any,
-    are compared with the first one's."""
+    """Builds the application for a process that does nothing else. It serves ``engines[0]``. If there is a second
+    engine, the page compares the answers of both."""
     app = build_app(engines[0], served_name, settings, *engines[1:], counts=counts)
     give_back_large_blocks()
     gc.collect()
-    gc.freeze()  # a garbage collection of all objects of the libraries stops every stream for 0.15 s
+    gc.freeze()  # otherwise, a garbage collection of the libraries' objects stops every stream for 0.15 s
     return app
 
 

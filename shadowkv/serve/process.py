@@ -30,7 +30,7 @@ close."""
 
 
 def run_until_stopped(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """The exit code of a command that runs until it is done or a signal ends it. The log is set up as in the server."""
+    """Runs a command until it is done or a signal ends it; returns the exit code. Sets up the log first."""
     set_up_log()
     exit_on_signals()
     try:
@@ -52,9 +52,9 @@ def exit_on_signals() -> None:
 def stops_repeated() -> Iterator[None]:
     """A context in which no signal that ends the process is lost.
 
-    Python drops a signal's exception if it is raised in a finalizer, a callback or C code, as in imports. Half a second
-    later the signal is therefore raised again, for whatever handles it by then, unless the exception is still
-    propagating. If an import has turned it into another error, this context raises the original one.
+    Python drops a signal's exception if it is raised in a finalizer, a callback or C code, as in imports. The signal is
+    therefore raised again after half a second, unless its exception is still propagating. Whatever handles the signal
+    by then gets it. If an import has turned the exception into another error, this context raises the original one.
 
     This must be the first context that an exception leaves, so that no signal interrupts the release of resources.
     """
@@ -70,12 +70,13 @@ def stops_repeated() -> Iterator[None]:
 
 
 class _Interrupted(KeyboardInterrupt):
-    """The exception of SIGINT: a subclass, since Python's own exceptions have no weak references. Once a plain
-    KeyboardInterrupt has left an ``exec``, the interpreter ends by SIGINT, whatever exit status the command has."""
+    """The exception that SIGINT raises. It is a subclass, since Python's own exceptions cannot have weak references.
+    Also, a plain KeyboardInterrupt that has left an ``exec`` makes the interpreter end by SIGINT, whatever exit status
+    the command has."""
 
 
 class _Terminated(SystemExit):
-    """The exception of the other signals, a subclass for the same reason."""
+    """The exception that the other signals raise. It is a subclass, so that it can have weak references."""
 
 
 class _Stop:
@@ -83,7 +84,7 @@ class _Stop:
 
     Attributes:
         repeats: whether the signal is raised again if its exception was dropped.
-        raised: a weak reference to the exception, which is alive while it propagates.
+        raised: a weak reference to the signal's exception. It returns None once the exception no longer propagates.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
     """Raises the limit of open files to what ``connections`` connections need; returns how many connections are
     possible.
 
-    If the system allows fewer, raises SettingsError, or with ``or_fewer`` logs a warning and returns how many it
+    If the system allows fewer, raises SettingsError. With ``or_fewer``, logs a warning instead and returns how many it
     allows.
     """
     try:

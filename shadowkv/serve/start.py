@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags of a command line and of its config file; prints a note for each flag that has no effect. Invalid flags
-    end the process with a one-line error. Fields of ``EngineConfig`` and ``ServerSettings`` are checked later, by these
-    classes."""
+    """Parses the flags of a command line and of its config file. Prints a note for each flag that has no effect.
+    Invalid flags end the process with a one-line error. Fields of ``EngineConfig`` and ``ServerSettings`` are checked
+    later, by these classes."""
     args = parser.parse_with_file(arguments)
     try:
         for note in vllm_notes(args):
@@ -123,8 +123,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def start_engine(config: EngineConfig, compare: str | None, **module: str) -> EngineProcess:
-    """The process of an engine and, with ``compare``, of a second engine with that policy. Both share the weights. The
-    second one has room for two sequences: a running one and a cached one. ``module`` as for ``EngineProcess``."""
+    """Starts the process of an engine and, with ``compare``, of a second engine with that policy. Both share the
+    weights. The second one has room for two sequences: a running one and a cached one. ``module`` as for
+    ``EngineProcess``."""
     print(f"loading {config.model}", file=sys.stderr, flush=True)
     # Imported here: --help does not need PyTorch, whose import takes seconds.
     from shadowkv.engine.process.launch import EngineProcess

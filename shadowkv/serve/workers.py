@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
-"""How long a process may take to end beyond its requests' time, in seconds: clients read the rest of their answers."""
+"""Seconds that a process has to end after ``shutdown_timeout``: clients read the rest of their answers."""
 
 DRAIN = "drain"
 """Message that makes a process accept no more connections and end once its requests have. Any other message says why
@@ -36,11 +36,11 @@ the engine has ended, and ends the process, too."""
 
 @dataclass(frozen=True)
 class WorkerLaunch:
-    """What a further process serves.
-
+    """What a further process needs to know in order to serve.
     Attributes:
         sockets: folder of the engines' sockets.
-        shared: folder of the counts that all HTTP processes share; the first process removes it, or else the others do.
+        shared: folder of the counts that all HTTP processes share. The first process removes it. If that process was
+            killed, the others do.
         row: the process's row in ``Counts``.
     """
 
@@ -70,7 +70,7 @@ class _Worker:
 
 
 class Workers:
-    """The HTTP processes that serve one engine's clients on one socket, besides this one. A context, which ends them.
+    """The further HTTP processes, which serve clients on the same socket as this one. Leaving the context ends them.
 
     They end with this process, however it ends. A process that ends by itself is not restarted: its requests are
     aborted, and the other processes continue.

@@ -196,7 +196,7 @@ def _asks(turns: list[Turn]) -> list[Turn]:
 
 
 def begun(turns: list[Turn]) -> bool:
-    """Whether the last message is the assistant's, which is then continued."""
+    """Whether the last message is the assistant's. The answer then continues it."""
     return turns[-1].role == "assistant"
 
 

@@ -29,7 +29,8 @@ BUSY_SECONDS = 0.5
 
 
 class LineAnswers:
-    """Answers requests with an engine under its model's name, and counts them in ``metrics``."""
+    """Answers the requests of batch lines with an engine, and counts them in ``metrics``, if given. ``model`` is the
+    model's name in the answers."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class LineAnswers:
         self._endpoints = {kind.url: kind(engine.tokenizer, settings) for kind in kinds}
 
     async def record(self, request: LineRequest) -> dict[str, Any]:
-        """The record of a request's answer or error; raises ApiError if the engine is gone, so that no further line can
-        be answered."""
+        """Returns the record of a request's answer or error. Raises ApiError if the engine is gone: then no further
+        line can be answered."""
         try:
             status, body = 200, await self._patiently(request)
         except Exception as failure:
@@ -57,7 +58,7 @@ class LineAnswers:
         return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
     async def _patiently(self, request: LineRequest) -> dict[str, Any]:
-        """The answer; while the queue is full, it tries again and again."""
+        """Returns the answer. While the engine's queue is full, it tries again every ``BUSY_SECONDS``."""
         while True:
             with suppress(EngineBusy):
                 return await self._answer(request)
@@ -79,8 +80,8 @@ class LineAnswers:
 
 
 async def answer_with(answers: LineAnswers, run: BatchRun, concurrency: int) -> None:
-    """Answers every line that has no answer, ``concurrency`` at a time; raises ApiError if the engine dies, OSError if
-    the disk is full."""
+    """Answers all lines that earlier runs have not answered, ``concurrency`` at a time. Raises ApiError if the engine
+    dies, and OSError if the disk is full."""
     with run.writing():
         requests = run.requests()  # one iterator for all workers
 

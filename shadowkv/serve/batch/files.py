@@ -17,12 +17,12 @@ from filelock import FileLock, Timeout
 from shadowkv.wording import counted
 
 DIGEST = "batch_req_digest_"
-"""Prefix of record ids that identify requests; ids of earlier versions are random, without this prefix."""
+"""Prefix of a record's id that is a digest of its request. Earlier versions made random ids, without this prefix."""
 
 
 class Sink:
-    """Appends lines to a file. A line that does not fit is removed again, and OSError raised. On exit, all lines are
-    synced to disk."""
+    """Appends lines to a file. If a line cannot be written in full, its beginning is removed and OSError is raised. On
+    exit, all lines are synced to disk."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("ab", buffering=0)
@@ -71,7 +71,7 @@ class BatchFiles:
 
     @property
     def rewritten(self) -> Path:
-        """The partial file of a resumed run, until all answers of earlier runs are copied to it."""
+        """The file to which a resumed run copies the answers of earlier runs. It then becomes the partial file."""
         return self.partial.with_name(self.partial.name + ".new")
 
     @property
@@ -98,8 +98,8 @@ class BatchFiles:
             self._check_answers()
             yield
         finally:
-            # The file is removed while it is locked, so that it is not another run's. No run waits for the lock.
-            with suppress(OSError):  # Windows removes it when it is released
+            # The file is removed while it is locked: later it could be another run's lock. No run waits for the lock.
+            with suppress(OSError):  # Windows removes the file when the lock is released
                 self.lock.unlink()
             lock.release()
 
@@ -133,11 +133,12 @@ class BatchFiles:
             )
 
     def begin(self, requests: Mapping[str, str]) -> set[str]:
-        """Makes the partial file, with the answers of earlier runs if requested; returns their custom_ids.
+        """Makes the partial file. With ``resume``, it begins with the answers of earlier runs. Returns the custom_ids
+        of these answers.
 
-        An answer is kept unless ``requests`` (custom_id: id of its record) has a different request under its custom_id.
-        Failures are not kept, since their causes may have been fixed. Raises ValueError, without any change, if a line
-        of an earlier run is not a record.
+        ``requests`` maps each request's custom_id to the id of its record. An answer is dropped if its custom_id has a
+        different request by now. Failures are dropped, too, since their causes may have been fixed. Raises ValueError,
+        without any change, if a line of an earlier run is not a record.
         """
         answered: set[str] = set()
         if not self.resume:
@@ -158,7 +159,8 @@ class BatchFiles:
         return answered
 
     def kept(self, count: int) -> str:
-        """After an interrupted run: says how many answers there are, and where."""
+        """Returns the message for an interrupted run: how many of its lines have a record, and in which file. ``count``
+        is that number. If it is 0, the partial file is removed."""
         if not count:
             self.partial.unlink(missing_ok=True)
             return "no answers yet"
@@ -171,7 +173,7 @@ class BatchFiles:
 
 
 def _rename(source: Path, target: Path) -> None:
-    """A durable rename: it also syncs the new name to disk."""
+    """Renames a file and syncs the new name to disk."""
     source.replace(target)
     if os.name == "posix":  # other systems cannot open a folder
         folder = os.open(target.parent, os.O_RDONLY)
@@ -182,7 +184,8 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _answers(record: dict[str, Any], request: str | None) -> bool:
-    """Whether a record is a successful answer, and to the request with this id if one is given."""
+    """Whether a record is a successful answer. If ``request``, the id of a request's record, is given, the answer must
+    be to that request."""
     name, response, request_then = record["custom_id"], record.get("response"), str(record.get("id"))
     changed = request is not None and request_then.startswith(DIGEST) and request_then != request
     return name is not None and response is not None and response.get("status_code") == 200 and not changed

@@ -30,7 +30,7 @@ class LineRequest:
     """A line to answer.
 
     Attributes:
-        id: id of its record.
+        id: id of the record of its answer.
         offset, size: position and length of the line in the file, in bytes.
     """
 
@@ -67,7 +67,8 @@ class BatchLines:
         self._seen: set[str] = set()
 
     def read(self, number: int, line: bytes, offset: int) -> LineRequest | dict[str, Any] | None:
-        """A line's request; None if it is already answered; an error record if the line is not a request."""
+        """Returns a line's request. Returns None if an earlier run has answered it, and an error record if the line is
+        not a request."""
         try:
             request = self._parse(line, offset)
         except BadLine as bad:
@@ -103,8 +104,8 @@ class BatchLines:
 
 
 def _requests(files: BatchFiles) -> dict[str, str]:
-    """The digests of the file's requests, by custom_id. The first of several requests with one custom_id counts; the
-    others are refused."""
+    """Returns the digest of each request in the file by its custom_id. If several requests have the same custom_id, the
+    first one counts; the others are refused."""
     digests: dict[str, str] = {}
     with files.input.open("rb") as source:
         for line in source:

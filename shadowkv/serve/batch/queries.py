@@ -1,4 +1,5 @@
-"""Queries of the stored records of a request's owner: one record by id, or a page of a list."""
+"""Looks up stored records for the routes: one record by id, or a page of a list. A request sees only the records of its
+owner."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ PAGE, MOST = 20, 100
 
 
 async def of_record(request: Request, store: RecordStore, kind: Kind, id: str) -> Record:
-    """The owner's record with an id; raises ApiError if there is none."""
+    """Returns the owner's record with an id; raises ApiError if there is none."""
     return await asyncio.to_thread(store.get, owner_of(request), kind, id)
 
 
@@ -30,13 +31,13 @@ async def listed(
     before: str | None = None,
     purpose: str | None = None,
 ) -> dict[str, Any]:
-    """A page of the owner's records, as the query's parameters say: ``limit``, ``order`` and ``after``.
+    """Returns a page of the owner's records. The query's parameters ``limit``, ``order`` and ``after`` choose the page.
 
     Args:
-        shown: a record's form in the answer.
-        after: name of the parameter with the id that the page follows.
-        before: name of the parameter with the id that the page precedes, for lists that can be read backwards.
-        purpose: restricts a list of files to one purpose.
+        shown: converts a record to its form in the answer.
+        after: name of the query parameter with an id; the page begins after its record.
+        before: name of the query parameter with an id; the page ends before its record. None: no such parameter.
+        purpose: restricts a list of files to one purpose; None lists all.
     """
     query = request.query_params
     text = query.get("limit", str(PAGE))

@@ -36,12 +36,19 @@ class BatchFailed(Exception):
 
 @dataclass
 class BatchRun:
-    """One pass over a file; raises ValueError and OSError if earlier answers are invalid or cannot be copied.
+    """One pass over a file. The constructor raises ValueError if earlier answers are invalid, and OSError if they
+    cannot be copied.
 
     Attributes:
         urls, line_limit: as for ``BatchLines``.
         shows_progress: whether a progress bar (or lines in a log) is written.
         total: lines that are not empty.
+        done: records that this run has written.
+        skipped: lines that earlier runs have answered.
+        failed: records of this run that are no answers.
+        tokens: generated tokens.
+        reasons: for each reason of failures, their number, and a text with the custom_id of the first.
+        start: when the run began, in seconds of ``monotonic``.
     """
 
     files: BatchFiles
@@ -61,13 +68,14 @@ class BatchRun:
 
     @property
     def written(self) -> int:
-        """Bytes of the answers so far."""
+        """Bytes of all records so far."""
         path = self.files.partial if self.files.partial.exists() else self.files.target
         return path.stat().st_size
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A context in which records can be written. On exit every line has a record, and the output is in place."""
+        """A context in which records can be written. When it is left without an error, every line must have a record:
+        the partial file becomes the output."""
         with self.files.input.open("rb") as source:
             self.total = sum(1 for line in source if line.strip())
         with (
@@ -85,8 +93,8 @@ class BatchRun:
         self.files.finish()
 
     def requests(self) -> Iterator[LineRequest]:
-        """The requests to answer, line by line, so that a file of long prompts is never in memory as a whole. Lines
-        that are not requests get error records."""
+        """Yields the requests to answer, line by line: a file of long prompts is never in memory as a whole. Writes
+        error records for lines that are not requests."""
         offset = 0
         with self.files.input.open("rb") as source:
             for number, line in enumerate(source, 1):
@@ -98,7 +106,7 @@ class BatchRun:
                         self.write(request_or_record)
                     else:
                         self.skipped += 1
-                        self._bar.total = self.total - self.skipped  # estimates the time of the remaining requests
+                        self._bar.total = self.total - self.skipped  # the bar estimates the time left
                 offset += len(line)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -126,12 +134,13 @@ class BatchRun:
         self.reasons[reason] = count + 1, first
 
     def why(self) -> Iterator[str]:
-        """A line per reason for failures: their number, and the custom_id of the first, if it has one."""
+        """Yields a line per reason for failures: the number of failures, and the custom_id of the first, if it has
+        one."""
         for reason, (count, first) in self.reasons.items():
             yield f"{count} failed{first}: {reason}"
 
     def kept(self) -> str:
-        """After an interrupted run: says how many answers there are, and where."""
+        """Returns the message for an interrupted run: how many of its lines have a record, and in which file."""
         return self.files.kept(len(self.lines.answered) + self.done)
 
 

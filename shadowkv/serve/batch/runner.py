@@ -1,8 +1,8 @@
-"""Answers the batches that clients have sent to a server, beside its other requests: one batch per API key at a time,
-in at most half of the running sequences.
+"""Answers the batches that clients have sent to a server, beside its other requests.
 
-Batches and their answers so far are in the storage folder. If that outlives the server (--storage-dir), the next server
-continues them.
+Each API key has one batch in progress at a time. A batch uses at most half of the sequences that the engine can run.
+Batches and their answers so far are in the storage folder. If that folder outlives the server (--storage-dir), the next
+server continues them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class BatchRunner:
             logger.error("a batch failed", exc_info=error)
 
     async def _answer(self, record: Record) -> None:
-        """Answers a batch, and continues one that was interrupted; its record says how it has ended."""
+        """Answers a batch, or continues an interrupted one. Records how it ended."""
         set_tenant(record.owner or BATCHES)
         if self._keeps_keys_apart:
             set_prompt_owner(record.owner)
@@ -181,16 +181,16 @@ class BatchRunner:
         return "completed"
 
     async def _count(self, record: Record, source: Path, run: BatchRun) -> dict[str, Any]:
-        """Records a batch's progress. From now on its answers count towards its owner's limit. Raises ApiError if they
-        exceed it."""
+        """Records a batch's progress and the size of its files, which counts towards its owner's limit. Raises ApiError
+        if the limit is exceeded."""
 
         def count(value: dict[str, Any]) -> bool:
             answered = len(run.lines.answered)
             value["counts"].update(total=run.total, completed=answered + run.done - run.failed, failed=run.failed)
             return True
 
-        # In the end there are two files, or the results, which are shorter than the requests and their records
-        # together.
+        # This also leaves room for what the batch becomes in the end. A batch of messages becomes a file of results,
+        # which is shorter than its requests and their records together. Other batches become at most two files.
         beside = source.stat().st_size if record.kind == "message_batch" else 2 * MIN_BYTES
         value: dict[str, Any] = (await self._change(record, count, beside + run.written)).value
         return value
@@ -215,8 +215,8 @@ class BatchRunner:
         await self._change(record, end, content)
 
     def _split(self, record: Record, answers: Path) -> tuple[str | None, str | None, dict[str, int]]:
-        """Splits the answers into files of successes and of failures. Returns their ids, None for an empty file, and
-        the counts."""
+        """Splits the records into a file of successes and a file of failures. Returns the ids of both files (None for
+        an empty one), and the counts."""
         ids: list[str | None] = [None, None]
         counts = [0, 0]
         with self._store.new_file() as output, self._store.new_file() as errors:
@@ -275,8 +275,8 @@ def _is_answer(record: dict[str, Any]) -> bool:
 
 
 def write_results(source: Path, answers: Path, results: Path, ending: str) -> dict[str, int]:
-    """Writes the results of a batch of messages from its requests and their records; returns the number of each
-    outcome."""
+    """Writes the results of a batch of messages, one line per request. Requests without a record have expired if
+    ``ending`` is "expired"; otherwise they were canceled. Returns the number of requests of each outcome."""
     missing = "expired" if ending == "expired" else "canceled"
     counts = {"completed": 0, "failed": 0, "canceled": 0, "expired": 0}
     left = dict.fromkeys(json.loads(line)["custom_id"] for line in _lines(source))

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 TAG = "\0"
-"""Prefix of the tags of unions. pydantic puts tags into its paths, which bodies do not have."""
+"""Prefix of the tags of pydantic unions. pydantic puts these tags into the paths of its errors; the prefix marks them,
+so that they are left out."""
 
 MAX_REASONS = 5
 """Maximum number of reasons to report: the first ones are the informative ones."""
@@ -35,7 +36,7 @@ MESSAGES_KINDS = {
 """Anthropic's error types by status; two more cover all other statuses."""
 
 OWN_KINDS = frozenset(("refused", "wrong", "unsupported", "response_format"))
-"""pydantic error types of this package's validators, which add nothing to the message."""
+"""pydantic error types of this package's validators. Messages do not repeat them, since they add nothing."""
 
 LLAMA_PATHS = frozenset(("/completion", "/completions", "/apply-template", "/props", "/slots"))
 """llama.cpp's own paths."""
@@ -54,7 +55,7 @@ MAX_CHARS = 800
 
 
 class ApiError(Exception):
-    """The error of a request. ``counts`` are extra fields of the error, which clients can calculate with."""
+    """The error of a request. ``counts`` become extra fields of the error's body, such as numbers of tokens."""
 
     def __init__(
         self,
@@ -70,7 +71,8 @@ class ApiError(Exception):
         self.message, self.status, self.param, self.code = _short(message), status, param and _short(param), code
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The error with an API's own parameter names; ``names`` maps the names used here to that API's."""
+        """Returns the error with another API's parameter names. ``names`` maps the names used here to the names of that
+        API."""
 
         def name(match: re.Match[str]) -> str:
             return names.get(match[0], match[0])
@@ -104,8 +106,8 @@ def _short(text: str) -> str:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """One error for all of pydantic's errors. ``param`` and ``code``, which is pydantic's type, are those of the
-    first."""
+    """Returns one error for all of pydantic's errors. ``param`` is the parameter of the first one. ``code`` is
+    pydantic's type of the first one, or None for a type of this package."""
     reasons = []
     for error in errors[:MAX_REASONS]:
         param, reason = _param(error), error["msg"] + _given(error)
@@ -119,7 +121,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _given(error: Any) -> str:
-    """The refused value, if it is short and the message does not have it."""
+    """Returns the text that repeats the refused value; empty if the value is long or the message already has it."""
     value = error.get("input")
     if error["type"] in ("value_error", "missing") or not isinstance(value, int | float | str):
         return ""

@@ -67,7 +67,7 @@ class Body(BaseModel):
             text = "{param} is not supported" + ("; leave it out or pass {neutral}" if name in NEUTRAL else "")
             neutral = " or ".join(repr(value) for value in NEUTRAL.get(name, ()))
             raise PydanticCustomError("unsupported", text, {"param": name, "neutral": neutral})
-        self.__pydantic_extra__ = {}  # unused, and of any size and depth
+        self.__pydantic_extra__ = {}  # extra values are not used, and can have any size and depth
         return self
 
     def finish(self) -> None:
@@ -91,7 +91,7 @@ def wrong(message: str) -> PydanticCustomError:
 
 
 def bounded(chars: int, value: Any) -> Any:
-    """The JSON value, if it has at most ``chars`` characters and is not nested too deeply; raises otherwise."""
+    """Returns a JSON value unchanged; raises if it has more than ``chars`` characters or is nested too deeply."""
     level, depth, values = [value], 0, 0
     while level:
         depth += 1
@@ -127,15 +127,15 @@ _attachments: ContextVar[Attachments | None] = ContextVar("attachments", default
 
 
 def attachments() -> Attachments:
-    """Where to find documents; raises HasDocuments if this process does not read documents."""
+    """Returns where to find documents; raises HasDocuments if this process does not read documents."""
     if (here := _attachments.get()) is None:
         raise HasDocuments("documents are not read here; send their text")
     return here
 
 
 def read_body(raw: bytes | bytearray, model: type[B], documents: Attachments | None = None) -> B:
-    """The request in a body. Raises ApiError, or its subclass HasDocuments if the body has documents and ``documents``
-    is None."""
+    """Returns the request in a body. Raises ApiError, or its subclass HasDocuments if the body has documents and
+    ``documents`` is None."""
     _check_counts(raw)
     try:
         value = parse_json(raw)

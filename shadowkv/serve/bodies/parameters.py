@@ -137,7 +137,7 @@ class Unknown:
     ``MAX_UNKNOWN`` names in all.
 
     Attributes:
-        collects: whether ``take`` returns the names instead of the log, in a process without a log.
+        collects: whether names are kept for ``take`` and not logged, as in a process without a log.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Unknown:
             logger.warning("requests have the unknown parameter %r, which has no effect (logged once)", name)
 
     def take(self) -> list[str]:
-        """The names since the last call, if ``collects`` is set."""
+        """Returns the names that were recorded since the last call. Without ``collects``, there are none."""
         new, self._new = self._new, []
         return new
 

@@ -34,10 +34,12 @@ IDLE_SECONDS = 60.0
 """Seconds after which an idle process ends, which frees the memory that its longest body took."""
 
 SECONDS, SECONDS_PER_MIB = 10.0, 0.25
-"""Time limit for reading a body, in seconds plus seconds per MiB; a body of 32 MiB takes about one second."""
+"""Time limit for reading a body: ``SECONDS``, plus ``SECONDS_PER_MIB`` per MiB. A body of 32 MiB takes about one
+second."""
 
 MEMORY_BYTES, MEMORY_PER_BYTE = 2**29, 24
-"""Memory limit of a process, in bytes plus bytes per byte of the longest body; a body of token ids takes about 12."""
+"""Memory limit of a process in bytes: ``MEMORY_BYTES``, plus ``MEMORY_PER_BYTE`` per byte of the longest allowed body.
+A body of token ids takes about 12 bytes per byte."""
 
 
 class BodyReader:
@@ -62,7 +64,8 @@ class BodyReader:
         self._closed = False
 
     async def read(self, raw: bytes | bytearray, model: type[B], tenant: str = "") -> B:
-        """The request in a body; the tenants take turns with long ones. Raises ApiError."""
+        """Returns the request in a body. Tenants take turns: one with many bodies does not hold up the others. Raises
+        ApiError."""
         if len(raw) <= SHORT_BYTES:
             return await in_thread(tenant, partial(read_body, raw, model))
         return await self.apart(raw, partial(read_body, model=model), tenant)
@@ -132,7 +135,7 @@ class _Process:
         return self._killed.is_set() or not self.is_running
 
     def read(self, raw: bytes | bytearray, work: Callable[[bytes], T], seconds: float) -> T | ApiError:
-        """The process's result for a body. If there is none, the process is ended and the result is an ApiError that
+        """Returns the process's result for a body. If the process sends none, it is killed, and the returned ApiError
         says why."""
         if self._process is None:
             self._process, self._connection = start_process("shadowkv.serve.bodies.reader_process")

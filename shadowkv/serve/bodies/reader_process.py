@@ -1,7 +1,7 @@
 """``python -m shadowkv.serve.bodies.reader_process FD``: the process that reads long bodies for the server.
 
-FD is the socket to the server (``reader.py``). For each body the process receives its limit of memory with a function,
-and then the body. It sends back the function's result or its ApiError, and the names of unknown parameters. It ends
+FD is the socket to the server (``reader.py``). For each body the process receives a memory limit and a function, and
+then the body itself. It sends back the function's result or its ApiError, and the names of unknown parameters. It ends
 when the connection is closed, so that it does not outlive the server.
 """
 

@@ -34,8 +34,8 @@ MIN_BODY_RATE = 500
 """Minimum rate of a body, in bytes per second averaged over ``client_body_timeout``; Apache's MinRate is the same."""
 
 UNSENT_BYTES = 2**14
-"""How much of an unsent answer the system buffers. With a larger buffer it takes longer to notice that a client does
-not read."""
+"""Maximum number of unsent bytes of an answer that the operating system buffers. With a larger buffer it takes longer
+to notice that a client does not read."""
 
 HEADER_PIECE = 4096
 """Bytes after which a header's length is checked."""
@@ -104,9 +104,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._socket = transport.get_extra_info("socket")
-        # Writing counts as paused as soon as anything is buffered here. The timer then sees every case, including a
-        # small answer and one on a closing connection. TLS pauses at its limit instead of above it: with 0 it would
-        # never resume.
+        # Writing counts as paused as soon as anything is buffered here. The timer then covers all answers, also small
+        # ones and those on a closing connection. TLS pauses when the buffer reaches the limit, not when it exceeds the
+        # limit: with 0 it would never resume.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0)
         if hasattr(socket, "TCP_NOTSENT_LOWAT") and self._socket.family in (socket.AF_INET, socket.AF_INET6):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -162,8 +162,8 @@ class Connection(H11Protocol):
     # -- what the client sends -------------------------------------------------------------------------------------
 
     def _owes(self) -> Owed | None:
-        """What the client has to send: optionally another request, the rest of a header, the rest of a body, or
-        nothing."""
+        """What the client has to send: another request (if it wants), the rest of a header, the rest of a body, or
+        nothing (None)."""
         if self.transport.is_closing():
             return None
         if self.cycle is None or self.cycle.response_complete:
@@ -171,7 +171,8 @@ class Connection(H11Protocol):
         return "body" if self.cycle.more_body else None
 
     def _watch_reading(self) -> None:
-        """Starts the timer when the client has to send something new; uvicorn has the timer for ``request``."""
+        """Starts a timer if the client now has to send something else than before. For ``request``, uvicorn's
+        keep-alive timer is used."""
         owed = self._owes(), self.cycle
         if owed == self._owed:
             return
@@ -236,8 +237,8 @@ class Connection(H11Protocol):
         return self.config.counts.connections > self.config.settings.max_connections
 
     def _make_room(self) -> None:
-        """Closes this process's connection that has waited longest for its client to send something. If every other one
-        is being answered, the new connection is the surplus one."""
+        """Closes the connection of this process that has waited longest for its client to send something. If all other
+        connections are being answered, marks the new one as surplus instead."""
         oldest = next(iter(self.config.owing))
         if oldest is self:
             self._surplus = True
@@ -320,8 +321,8 @@ class BodyWriter:
 
 
 def _to_origin_form(scope: Scope) -> None:
-    """Replaces a target with a host, as proxies receive it, by its path; the host becomes the Host header (RFC 9112,
-    3.2.2)."""
+    """Replaces the target ``http://host/path``, the form that clients send to proxies, by ``/path``. The host becomes
+    the Host header (RFC 9112, 3.2.2)."""
     root = scope["root_path"].encode()
     match = ABSOLUTE_FORM.fullmatch(scope["raw_path"].removeprefix(root))
     if match is None:

@@ -11,8 +11,8 @@ class Counts:
 
     All processes share one table in memory, int64 [processes, 1 + keys], whose first column counts connections. Each
     process writes its own row and reads all rows. There is no lock, because a killed or stopped process could keep it.
-    A request is counted before the limit is checked: of two concurrent requests for one place neither may get in, but
-    never both.
+    A request is counted before the limit is checked: two concurrent requests for the last place may both be refused,
+    but are never both admitted.
 
     Args:
         keys: number of API keys.
@@ -40,7 +40,7 @@ class Counts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that started the others, which also does the work that must be done only once."""
+        """Whether this is the process that started the others. It also does the work that must be done only once."""
         return self._row == 0
 
     @property

@@ -35,7 +35,8 @@ SAVES = {
 """Status and code of each failure to save or restore a prompt by name."""
 
 RETRY_SECONDS = 2
-"""Seconds after which a client should retry, if the queue is full or its key has reached its request limit."""
+"""Seconds after which a client should retry, if the queue is full or the client's API key has reached its limit of
+requests."""
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client disconnected before it was complete; only the log shows it."""
@@ -93,7 +94,7 @@ def error_response(error: ApiError, path: str) -> JSONResponse:
 
 
 def too_large(message: str, path: str) -> JSONResponse:
-    """The response to a body that is too large, sent to ``path``."""
+    """The response to a request for ``path`` whose body is too large."""
     return _Lingering(ApiError(message, status=413, code="body_too_large").body(path), 413, {"Connection": "close"})
 
 
@@ -141,7 +142,7 @@ def handle_errors(app: FastAPI) -> None:
     async def on_bug(request: Request, error: Exception) -> Response:
         # Starlette raises it again after the answer, and the server logs it.
         response = error_response(ApiError(INTERNAL_ERROR, status=500), request.url.path)
-        if (record := current_record()) is not None:  # sent from outside the middleware that adds the id
+        if (record := current_record()) is not None:  # this response does not pass the middleware that adds the id
             response.headers["X-Request-Id"] = record.id
         return response
 

@@ -15,8 +15,8 @@ ASKED, REPORTED = "endpoint-load-metrics-format", "endpoint-load-metrics"
 
 
 async def load_report(request: Request, engine: EngineClient) -> dict[str, str]:
-    """The load header, if the request asks for it in the format ``TEXT`` or ``JSON``; else no header. Raises
-    EngineDead."""
+    """Returns the load header if the request asks for it in the format ``TEXT`` or ``JSON``, and no header otherwise.
+    Raises EngineDead."""
     kind = request.headers.get(ASKED, "").upper()
     if kind not in ("TEXT", "JSON"):
         return {}

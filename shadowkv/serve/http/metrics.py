@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 20)
 REQUEST_SECONDS = (0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
-"""Histogram buckets. The highest are minutes, since a prefill of a million tokens takes that long."""
+"""Histogram buckets, in seconds. The highest are minutes, since a prefill of a million tokens takes that long."""
 
 PREFIX_GAUGES = {
     "used_bytes": ("used_bytes", "Bytes that sequences or copies use; on the device, running sequences included."),
@@ -74,7 +74,7 @@ class ConnectionMetrics:
     """Metrics of connections and of the requests that come over them, in a separate registry.
 
     Args:
-        shared: the metrics cover all processes whose environment has the same PROMETHEUS_MULTIPROC_DIR.
+        shared: whether the metrics cover all processes whose environment has the same PROMETHEUS_MULTIPROC_DIR.
         prefix: prefix of all names, except those of process metrics.
     """
 
@@ -277,7 +277,7 @@ class _EngineFigures(Collector):
     """Metrics of the engine.
 
     Attributes:
-        stats: the engine's latest statistics; None leaves its metrics out.
+        stats: the engine's latest statistics. With None, the engine's configuration is the only metric.
     """
 
     def __init__(self, engine: EngineClient, model: str, prefix: str) -> None:

@@ -1,5 +1,5 @@
-"""ASGI middleware, from the outside in: the request id and log line, HEAD requests, and the guard. The guard checks the
-host, the API key, the key's number of requests, and the size of the body."""
+"""ASGI middleware, from the outside in: path prefixes, the request id and log line, HEAD requests, and the guard. The
+guard checks the host, the API key, the key's number of requests, and the size of the body."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ MAX_DIGITS = 18
 
 
 class RequestLog:
-    """Outermost ASGI middleware. It adds an ``X-Request-Id`` to every answer, logs every request at its end, and counts
-    requests by status.
+    """ASGI middleware that adds an ``X-Request-Id`` to every answer, logs every request at its end, and counts requests
+    by status.
 
     Args:
         app: the application that answers.
         log: whether requests are logged.
-        tracing: the destination of spans, if any.
+        tracing: sends the spans of requests; None sends none.
     """
 
     def __init__(self, app: ASGIApp, log: bool, tracing: Tracing | None) -> None:
@@ -128,7 +128,7 @@ def _field(text: str) -> str:
 
 class RootPath:
     """ASGI middleware that removes ``--root-path`` from the front of a path, if a proxy has not removed it. The
-    application uses it in the links that it makes."""
+    application adds the root path to the links that it makes."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root
@@ -265,8 +265,8 @@ def _host(header: bytes) -> str:
 
 
 def _matching_key(credentials: bytes, bare: bytes, keys: Sequence[bytes]) -> int | None:
-    """Index of the key in an Authorization header, whose scheme is case-insensitive (RFC 9110, 11.1), or in x-api-key;
-    None if no key matches."""
+    """Returns the index of the key in ``keys`` that a request has; None if no key matches. ``credentials`` is the value
+    of its Authorization header, whose scheme is case-insensitive (RFC 9110, 11.1); ``bare`` that of x-api-key."""
     scheme, _, given = credentials.partition(b" ")
     given = given.lstrip(b" ") if scheme.lower() == b"bearer" else b""
     # Comparing takes the same time for all keys of one length, and every key is compared.

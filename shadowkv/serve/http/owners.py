@@ -12,23 +12,23 @@ from starlette.types import Scope
 from shadowkv.prefix_cache.protocol import OWNER_DIGITS
 
 OWNER = "shadowkv.owner"
-"""Key of a request's owner in its ASGI scope."""
+"""Key in a request's ASGI scope for its owner."""
 
 PROMPT_OWNER = "shadowkv.prompt_owner"
-"""Key of the owner of a request's cached prompts in its ASGI scope, if another process has checked the API key."""
+"""Key in a request's ASGI scope for the owner of its cached prompts. Set if another process has checked the API key."""
 
 TENANT = "shadowkv.tenant"
-"""Key of a request's tenant in its ASGI scope, if another process has chosen it."""
+"""Key in a request's ASGI scope for its tenant. Set if another process has chosen the tenant."""
 
 IPV6_NETWORK_BITS = 64
-"""Network part of an IPv6 address; a client can choose the rest (RFC 4291, 2.5.1)."""
+"""Number of bits in the network part of an IPv6 address; a client can choose the rest (RFC 4291, 2.5.1)."""
 
 _prompt_owner: ContextVar[str | None] = ContextVar("prompt_owner", default=None)
 _tenant: ContextVar[str] = ContextVar("tenant", default="")
 
 
 def digest(key: bytes) -> str:
-    """A digest that replaces an API key in everything that can outlive the server."""
+    """Returns the digest that stands for an API key in everything that can outlive the server."""
     return hashlib.sha256(b"shadowkv key" + key).hexdigest()[:OWNER_DIGITS]
 
 
@@ -38,7 +38,7 @@ def set_owner(scope: Scope, owner: str) -> None:
 
 
 def owner_of(request: Request) -> str:
-    """The owner of the data that a request stores; "" without API keys, when all clients share."""
+    """The owner of the data that a request stores; "" without API keys: all clients then share their data."""
     return str(request.scope.get(OWNER, ""))
 
 

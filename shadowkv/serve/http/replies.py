@@ -29,14 +29,15 @@ CLIENT_CLOSED_REQUEST = 499
 """Status of an answer whose client disconnected."""
 
 PROMPTLY = 0.05
-"""Seconds during which a stream can still fail with a status, as when the queue is full."""
+"""Seconds that a stream waits for its first chunk before it sends the status 200. If an error comes first, such as a
+full queue, the response has the error's status."""
 
 TURNS = 8
-"""Turns of the event loop after which an immediate refusal is known."""
+"""Turns of the event loop that the first chunk gets even after ``PROMPTLY``; an immediate refusal needs no more."""
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``; if the client disconnects, ``work`` is cancelled and the result is None."""
+    """Returns the result of ``work``. If the client disconnects first, ``work`` is cancelled and the result is None."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -54,8 +55,8 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def reply(request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
-    """The response that ``work`` makes, or an error response if it raises; ``work`` is cancelled if the client
-    disconnects."""
+    """Returns the response that ``work`` makes, or an error response if ``work`` raises. ``work`` is cancelled if the
+    client disconnects."""
 
     async def answer() -> Response:
         try:
@@ -85,8 +86,8 @@ class Events:
     sign_of_life: bytes = b": keep-alive\n\n"
 
     async def encoded(self, first: asyncio.Future[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
-        """All events, beginning with a chunk that has already been requested. An error becomes an event before the end,
-        since the status has already been sent."""
+        """Yields all events. ``first`` is the first chunk, which has been requested before. An error becomes an event
+        before the end, since the status has already been sent."""
         try:
             yield self._event(await first)
             async for chunk in self.chunks:

@@ -50,8 +50,8 @@ class RequestRecord:
         began: its arrival, in seconds of ``time.monotonic``.
         began_ns: its arrival, in nanoseconds since 1970.
         status: the answer's status; 500 until the answer begins.
-        cut: in one word, why the answer is incomplete, although its status can be 200; None if it is complete, even if
-            it is an error.
+        cut: one word that says why the answer is incomplete; its status may be 200 nevertheless. None for a complete
+            answer, also for a complete error.
         generation: the generation for the request, if any.
     """
 
@@ -82,7 +82,7 @@ class RequestRecord:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds that the first started choice spent in the queue; None before that."""
+        """Shortest time that a choice spent in the queue, in seconds; None before a choice has left the queue."""
         outputs = () if self.generation is None else self.generation.last_outputs.values()
         waited = [
             output.times.scheduled - output.times.arrival for output in outputs if output.times.scheduled is not None

@@ -26,7 +26,7 @@ CONNECTION_SECONDS = 5
 POLL_SECONDS = 0.05
 
 HANGUP = getattr(signal, "SIGHUP", None)
-"""Sent by a terminal as it closes; Windows has no such signal."""
+"""The signal that a terminal sends as it closes; None on Windows, which does not have it."""
 WAITING_CONNECTIONS = 2048
 """The listen backlog: connections that the system establishes before the server accepts them."""
 
@@ -34,8 +34,9 @@ WAITING_CONNECTIONS = 2048
 class Server(uvicorn.Server):
     """uvicorn's server, which on shutdown also stops the engine or whatever else produces the answers.
 
-    The first signal closes the listening sockets and gives running requests ``drain`` seconds to finish. The second
-    signal ends the process immediately, except SIGHUP, which both shell and terminal can send.
+    The first signal closes the listening sockets and gives running requests ``shutdown_timeout`` seconds to finish. A
+    second signal ends the process immediately. A second SIGHUP is ignored, because shell and terminal can send one
+    each.
 
     Args:
         app: its state has ``settings``, ``metrics`` and ``counts``, as ``build_app`` sets them.

@@ -45,7 +45,8 @@ LOGS, LIMITS, STORAGE = "logs and metrics", "limits", "storage"
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """One value of a flag with several values: a name, or as in vLLM a JSON list of names; raises ArgumentTypeError."""
+    """Parses one argument of a flag that takes several: a name, or as in vLLM a JSON list of names. Raises
+    ArgumentTypeError."""
     if not text.startswith("["):
         return (text,)
     try:
@@ -280,8 +281,8 @@ class ServerSettings:
         return self.served_model_name[0] if self.served_model_name else own
 
     def first_name(self, asked: str | None) -> str | None:
-        """The model's name in answers: the first served name if a request uses another one, else the name that it
-        ``asked`` for."""
+        """The model's name in the answer to a request that ``asked`` for a name. The further served names become the
+        first one; all other names, and None, stay as they are."""
         return self.served_model_name[0] if asked in self.served_model_name[1:] else asked
 
     def tool_format(self, template: str | None) -> ToolFormat | None:
@@ -290,7 +291,7 @@ class ServerSettings:
         return tool_format(self.tool_call_parser or thoughts, template)
 
     def check_trust(self, chat_template: str | None) -> None:
-        """Raises ApiError if a request has a chat template and the server does not trust these."""
+        """Raises ApiError if a request has its own chat template and the server does not run clients' templates."""
         if chat_template is not None and not self.trust_request_chat_template:
             reason = "a chat template is a program, and this server does not run templates of clients"
             raise ApiError(f"{reason} (--trust-request-chat-template)", param="chat_template")

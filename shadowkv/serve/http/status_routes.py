@@ -66,7 +66,7 @@ def status_routes(
     Args:
         has_metrics: whether ``/metrics`` is enabled.
         engine: the engine whose health is the server's.
-        engines: all engines, by their models' names to clients.
+        engines: all engines, by the model names that clients use.
     """
     router = APIRouter()
     about = {"object": "model", "created": int(time.time()), "owned_by": "shadowkv"}

@@ -33,7 +33,7 @@ SAMPLING = (
     + ("presence_penalty", "frequency_penalty")
     + ("grammar", "json_schema", "return_progress")
 )
-"""Parameters that a completion has under the same name, and checks."""
+"""Parameters that a completion has under the same name. The completion checks them."""
 
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
 
@@ -104,9 +104,9 @@ class LlamaRequest(NativeRequest):
 
 
 def _prompts(value: Any) -> tuple[Any, tuple[int, ...]]:
-    """The pieces of all prompts, each a text or token ids, and the number of pieces of each prompt. A prompt is a text,
-    an object with a text, a list of token ids, or a list of texts and token ids. ``value`` is one prompt or a list of
-    prompts."""
+    """Splits prompts into pieces. Returns the pieces of all prompts, each a text or token ids, and the number of pieces
+    of each prompt. ``value`` is one prompt or a list of prompts. A prompt is a text, an object with a text, a list of
+    token ids, or a list of texts and token ids."""
     if not isinstance(value, list | dict):
         return value, (1,)
     prompts = value if isinstance(value, list) and not _is_sequence(value) else [value]
@@ -134,8 +134,9 @@ def _pieces(prompt: Any) -> list[Any]:
 
 
 def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
-    """llama.cpp's ``logit_bias`` as OpenAI's object, and its entries whose tokens are given by a text. Entries are
-    pairs, in a list or an object: a token id or a text, and a number. false means minus infinity and becomes -100."""
+    """Splits llama.cpp's ``logit_bias`` into OpenAI's object, and the entries that give their tokens as a text. Entries
+    are pairs, in a list or an object: a token id or a text, and a number. false means minus infinity and becomes
+    -100."""
     if value is None:
         return None, []
     if not isinstance(value, list | dict):
@@ -283,7 +284,8 @@ class LlamaCompletions(Completions):
         return {"id": token, "token": text, "logprob": max(logprob, LOWEST), "bytes": list(text.encode())}
 
     def _selected(self, job: Job, answer: dict[str, Any]) -> dict[str, Any]:
-        """The answer, reduced to the ``response_fields`` if there are any: ``a/b`` is field b of a."""
+        """Returns the answer with only the requested ``response_fields``, or with all fields if none are requested. The
+        name ``a/b`` means the field b of a."""
         fields: Sequence[str] = _body(job).response_fields
         if not fields:
             return answer

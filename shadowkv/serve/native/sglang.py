@@ -34,7 +34,7 @@ ONE_OR_MORE: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "
 
 
 class GenerateSampling(Body):
-    """``sampling_params``; all other parameters in it are checked as a completion's."""
+    """The parameters in ``sampling_params`` that a completion names differently. The completion checks all others."""
 
     max_new_tokens: int = NEW_TOKENS
     min_new_tokens: int | None = None

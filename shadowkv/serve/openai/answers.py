@@ -105,7 +105,7 @@ Selections = list[TokenSelections | None]
 
 
 class Generated(Answer, Generic[Kind, Choice]):
-    """Texts generated for one prompt."""
+    """Texts generated for one request."""
 
     id: str
     object: Kind

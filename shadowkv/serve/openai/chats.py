@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 END_TOKENS = 16
-"""How many final tokens of a prompt are searched for an opening of the answer, such as ``<think>``, that some templates
-write."""
+"""Number of tokens at the end of a prompt in which parsers look for an opening of the answer. Some templates write such
+an opening, for instance ``<think>``."""
 
 
 class Chat(Endpoint):
@@ -101,8 +101,8 @@ def conversation_tokens(
     parse_special: bool | None = None,
     add_special_tokens: bool | None = None,
 ) -> list[int]:
-    """Token ids of a conversation's prompt; raises ApiError, at the latest for one with many more tokens than
-    ``limit``. The flags are those of ``encode_chat``."""
+    """Token ids of a conversation's prompt. The flags are those of ``encode_chat``. Raises ApiError if the template
+    refuses the messages, and for prompts with many more tokens than ``limit``; a slightly longer prompt may pass."""
     try:
         turns, variables = template_input(conversation, tokenizer.chat_template)
         return tokenizer.encode_chat(

@@ -26,7 +26,7 @@ from shadowkv.serve.text.tokenization import check_prompt, encode
 from shadowkv.serve.text.tool_parser import CallPart
 
 NO_PARTS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-"""Message fields that are always null."""
+"""Message fields that are null, except for ``reasoning`` if the answer has some."""
 
 
 class Choices(Endpoint):

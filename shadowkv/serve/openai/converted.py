@@ -22,8 +22,8 @@ SHARED = (Sampling.model_fields.keys() | {"chat_template_kwargs"}) - {"model", "
 
 
 def few_parts(value: Any) -> Any:
-    """The list of items, messages or blocks, unless it has too many parts in total. This check runs before any part is
-    validated."""
+    """Returns the list of items, messages or blocks; raises if it has too many parts in total. This check runs before
+    any part is validated."""
     level, count = value if isinstance(value, list) else [], 0
     while level:
         lists = [item.get(name) for item in level if isinstance(item, dict) for name in PART_LISTS]

@@ -1,5 +1,5 @@
-"""Endpoints that generate text. ``Endpoint`` has what differs between them, prompts and answers; ``Responder`` has what
-they share, from a checked body to a job for the engine and its response."""
+"""Endpoints that generate text. ``Endpoint`` defines what differs between them: prompts and answers. ``Responder`` does
+what they share: it makes a job for the engine from a checked body, and a response from the job."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Endpoint(ABC):
         return request
 
     def new_id(self, body: Any, request_id: str | None) -> str:
-        """The id of an answer, made of the ``request_id`` of the request or of HTTP, or a random one."""
+        """The id of an answer: the endpoint's prefix with ``request_id``, or with a random id if that is None."""
         return f"{self.id_prefix}{request_id or uuid.uuid4().hex}"
 
     @abstractmethod
@@ -73,12 +73,12 @@ class Endpoint(ABC):
 
     @abstractmethod
     def prompts(self, request: Any, limit: int) -> list[list[int]]:
-        """Token ids of every prompt; raises ApiError, at the latest for a prompt with many more tokens than
-        ``limit``."""
+        """Token ids of every prompt. Raises ApiError for a prompt with many more tokens than ``limit``; a slightly
+        longer one may pass."""
 
     def opening(self, request: Any, prompt: list[int]) -> list[int]:
-        """Token ids to append to a prompt: the opening of an answer that the model cannot write itself under a
-        grammar."""
+        """Token ids to append to a prompt: an opening of the answer that the grammar does not let the model write
+        itself."""
         return []
 
     def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
@@ -112,7 +112,8 @@ class Responder:
 
     Attributes:
         engines: engines by model name.
-        served_name: the model that answers if a request names none; ``metrics`` counts its work alone.
+        served_name: the model that answers if a request names none.
+        metrics: counts the work of ``served_name`` alone.
     """
 
     engines: Mapping[str, EngineClient]
@@ -232,8 +233,8 @@ def engine_request(
     tenant: str = "",
     priority: int = 0,
 ) -> ClientRequest:
-    """A request to the engine, which takes turns as ``tenant`` and shares cached prompts only with requests of the same
-    ``owner``; raises ApiError if it could never be served."""
+    """Makes a request to the engine. It is scheduled as one of ``tenant``, and shares cached prompts only with requests
+    of the same ``owner``. Raises ApiError if it could never be served."""
     if owner is not None:
         params = replace(params, cache_salt=f"{owner}/{params.cache_salt or ''}")
     try:

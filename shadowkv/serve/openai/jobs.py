@@ -59,6 +59,10 @@ class Job:
     Attributes:
         request: the request as a completion or a chat, to which all other APIs are converted.
         body: the request as received.
+        choices: the requests to the engine, ``n`` for each prompt, prompt by prompt.
+        reasoning, parsers: each choice's parsers of reasoning and of tool calls; None where there is nothing to parse.
+        echo: for each prompt, the text that its choices begin with; None without an echo.
+        deadline: when the request times out, in seconds of ``time.monotonic``; None sets no limit.
         thinking_tokens: reasoning tokens of all choices so far.
         last_outputs: the latest output of each choice, by its index.
         prompt_scores: log-probabilities of each choice's prompt tokens, if requested.
@@ -85,8 +89,8 @@ class Job:
         self.thinking_tokens = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
-        """The engine's outputs for each choice; raises ApiError if one fails. It ends only when other servers can find
-        the prompts that they continue."""
+        """Yields the index of a choice and its next output, as the engine generates them. Raises ApiError if a choice
+        fails. Ends only when other servers can find the prompts that they will continue."""
         prompts = self.choices[:: self.request.n]
         await self.remote_prefill.receive(sum(len(prompt.prompt_token_ids) for prompt in prompts))
         timeout = None if self.deadline is None else self.deadline - time.monotonic()
@@ -117,7 +121,7 @@ class Job:
         await self.remote_prefill.send(prompts)
 
     def _with_prompt(self, index: int, output: TextOutput) -> TextOutput:
-        """A choice's first output, with the prompt prepended if the request asks for an echo."""
+        """Returns a choice's first output, with the prompt in front if the request asks for an echo."""
         if self.echo is None:
             return output
         most = self.choices[index].params.logprobs
@@ -217,9 +221,9 @@ class Job:
         return _usage(outputs, outputs if has_begun else [])
 
     def metrics_of(self, index: int) -> dict[str, float]:
-        """Times of a choice, in milliseconds, under vLLM's names: from the start of prefill to the first token,
-        generation after that, and the wait in the queue. Also the mean time between tokens, if there are two, and
-        tokens per second of work."""
+        """Times of a choice, in milliseconds, under vLLM's names: from the start of prefill to the first token, from
+        there to the last token, and in the queue. Also the mean time between tokens, if there are at least two, and the
+        tokens per second since the start of prefill."""
         output = self.last_outputs[index]
         times, tokens = output.times, output.completion_tokens
         scheduled = times.arrival if times.scheduled is None else times.scheduled
@@ -327,8 +331,8 @@ class RemotePrefill:
         self._sent: list[str] = []
 
     async def receive(self, tokens: int) -> None:
-        """Waits for prompts of ``tokens`` tokens that another server has computed, as long as waiting is faster than
-        computing."""
+        """Waits until this server can find the prompts that another server has computed, ``tokens`` tokens in all. It
+        waits at most about as long as computing them would take."""
         if self._params.do_remote_prefill and not await self._engine.expect(
             tuple(self._params.remote_snapshots), tokens
         ):

@@ -33,7 +33,7 @@ def token_name(token_id: int) -> str:
 
 
 def width(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs]) -> int:
-    """Characters of the steps' tokens."""
+    """Number of characters in the texts of the steps' tokens."""
     return sum(len(token_text(tokenizer, step.token_id)) for step in steps)
 
 
@@ -58,8 +58,8 @@ def _with_fewer(step: TokenLogprobs, most: int | None) -> TokenLogprobs:
 def prompt_logprobs(
     tokenizer: Tokenizer, scores: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's form of a prompt's log-probabilities: by token id, the prompt's own token first. Its ``rank`` is null if
-    it is not among the reported most likely tokens."""
+    """Log-probabilities of a prompt in vLLM's form: for each position a dictionary by token id, which begins with the
+    prompt's own token. That token has the ``rank`` None if it is not among the reported most likely tokens."""
     return [None if step is None else _by_id(tokenizer, step) for step in scores]
 
 

@@ -222,7 +222,7 @@ class Conversation(Body):
 
     @property
     def remote_prompt(self) -> array[int] | None:
-        """The prompt's token ids, if another server has already rendered the messages."""
+        """The prompt's token ids if another server has already rendered the messages; otherwise None."""
         return None
 
     @property
@@ -244,8 +244,8 @@ class Conversation(Body):
 
 
 def template_input(conversation: Conversation, template: str | None) -> tuple[list[Turn], dict[str, Any]]:
-    """Messages and other variables for the conversation's own chat template, or else for ``template`` (Jinja
-    source)."""
+    """Returns the messages and the other variables for the chat template: the conversation's own template, or
+    ``template`` (Jinja source) if it has none."""
     turns, tools = _with_names(conversation.messages or []), conversation.tools
     variables = conversation.template_variables
     if conversation.chat_template is not None:

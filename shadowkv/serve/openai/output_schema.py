@@ -31,8 +31,8 @@ ANY_OBJECT = '{"type": "object"}'
 
 
 def format_text(value: Any) -> str | None:
-    """The constraint of a ``response_format`` as text; None for plain text. Its schema is in ``json_schema``, as in
-    OpenAI's API, or beside ``type``, as in llama.cpp's and SGLang's. Raises PydanticCustomError."""
+    """Returns the constraint of a ``response_format`` as text; None for plain text. A schema is in ``json_schema``, as
+    in OpenAI's API, or beside ``type``, as in llama.cpp's and SGLang's. Raises PydanticCustomError."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
@@ -126,9 +126,9 @@ def _refusal(message: str) -> PydanticCustomError:
 
 
 def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) -> str:
-    """The JSON schema, as JSON text, of an answer that calls tools, as in vLLM. For a named function it is the schema
-    of the arguments. Otherwise it is a list of objects with ``name`` and ``parameters``, with one item unless calls can
-    be ``parallel``."""
+    """Returns the JSON schema of an answer that calls tools, as JSON text. As in vLLM, for a named function it is the
+    schema of the arguments. Otherwise it describes a list of objects with ``name`` and ``parameters``; the list has one
+    item unless calls can be ``parallel``."""
     functions = [tool["function"] for tool in tools if choice.name in (None, tool["function"]["name"])]
     if choice.name is not None and functions:
         return json.dumps(functions[0]["parameters"])

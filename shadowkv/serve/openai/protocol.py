@@ -76,9 +76,9 @@ COMPLETION_TOKENS = 16
 
 
 def prompts_of(value: Any) -> list[str | Tokens]:
-    """Every form of ``prompt`` that the OpenAI API accepts, as a list of texts and token ids.
+    """Converts every form of ``prompt`` that the OpenAI API accepts to a list of texts and token ids.
 
-    This is not a union type, which would try a list of a million tokens as each member and report an error per item.
+    A union type is not used: pydantic would try a list of a million tokens as each member and report an error per item.
     """
     prompts = value if isinstance(value, list) and value and type(value[0]) is not int else [value]
     at_most(MAX_PROMPTS, "prompts", len(prompts))
@@ -137,7 +137,7 @@ class RepetitionDetection(Body):
 
     @property
     def params(self) -> RepetitionDetectionParams:
-        """The same as the engine's parameters; raises PydanticCustomError."""
+        """The parameters in the engine's form; raises PydanticCustomError."""
         try:
             return RepetitionDetectionParams(self.max_pattern_size, self.min_pattern_size, self.min_count)
         except ValueError as error:
@@ -174,9 +174,9 @@ SnapshotName = Annotated[str, Field(pattern=f"^{SNAPSHOT_NAME}$")]
 
 
 class KVTransferParams(Body):
-    """How a request is split between servers. It says whether another server continues its prompt, or has computed it
-    and as which snapshots. It can also have the token ids of a chat's prompt, if another server has rendered the
-    messages. Fields of vLLM's connectors are dropped unread."""
+    """How a request is split between servers. With ``do_remote_decode``, another server continues the prompt. With
+    ``do_remote_prefill``, another server has computed it and saved it as ``remote_snapshots``. ``prompt_token_ids`` are
+    a chat's prompt, if another server has rendered the messages. Fields of vLLM's connectors are dropped unread."""
 
     prompt_token_ids: TokenIds | None = None
     do_remote_decode: bool = False
@@ -298,10 +298,10 @@ class GenerationRequest(Sampling):
         return self.prompt_logprobs
 
     def truncated(self, prompt: list[int], max_model_len: int, default_max_tokens: int) -> list[int]:
-        """A prompt's last tokens, or its first, as ``truncate_prompt_tokens`` says.
+        """Cuts a prompt to its last ``truncate_prompt_tokens`` tokens, or to its first (``truncation_side``).
 
-        -1 leaves room for the answer; if the answer's length is the server's default, it reserves at most half of the
-        context. Raises ApiError if ``truncate_prompt_tokens`` exceeds the context.
+        -1 leaves room for the answer. If the request does not limit the answer, that room is ``default_max_tokens``,
+        but at most half of the context. Raises ApiError if ``truncate_prompt_tokens`` exceeds the context.
         """
         most = self.truncate_prompt_tokens
         if most is None:
@@ -339,13 +339,13 @@ class GenerationRequest(Sampling):
 
     @property
     def calls_are_forced(self) -> bool:
-        """Whether the schema is that of tool calls. Calls are written on one line, as in the training data of models:
-        if any white space is allowed, small models write nothing else."""
+        """Whether the schema is that of tool calls. Calls are written on one line, as in the training data of models.
+        If any white space were allowed, small models would write nothing but white space."""
         return False
 
     @property
     def parses_calls(self) -> bool:
-        """Whether the model decides if it calls tools, in its own format."""
+        """Whether the model decides itself if it calls tools. It then writes calls in its own format."""
         return False
 
     @property
@@ -477,7 +477,7 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @property
     def echoed(self) -> str:
-        """What ``echo`` puts before the answer: the last message, if that is the assistant's, too."""
+        """The text that ``echo`` puts before the answer: the last message if it is the assistant's, otherwise none."""
         last = self.messages[-1]
         return last["content"] if self.echo and last["role"] == "assistant" else ""
 

@@ -43,8 +43,8 @@ UNSERVED = ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/audio/trans
 
 
 class Invocation(Body):
-    """Body of Amazon SageMaker's ``/invocations``: a chat if it has ``messages``, otherwise a completion. It is then
-    read again as that."""
+    """Body of Amazon SageMaker's ``/invocations``: a chat if it has ``messages``, otherwise a completion. The body is
+    then read again as one of these."""
 
     is_read_again = True
 
@@ -106,8 +106,8 @@ def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
 
 
 def token_routes(engine: EngineClient, served_name: str, settings: ServerSettings) -> APIRouter:
-    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM; lm_eval needs no other tokenizer.
-    Tokenization and the formatting of answers run in threads."""
+    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM. With them, lm_eval needs no tokenizer of its
+    own. Tokenization and the formatting of answers run in threads."""
     router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
 
     def tokenize_content(body: TokenizeRequest, content: str) -> Response:

@@ -13,7 +13,7 @@ from shadowkv.serve.bodies.body import Body
 
 
 def union_by_type(kinds: dict[str, type[Body]], what: str, default: str | None = None) -> Any:
-    """The union, as a type.
+    """Returns the union as a type, for annotations.
 
     Args:
         kinds: bodies by their ``type``.

@@ -21,7 +21,7 @@ DOCUMENT_SECONDS = 60.0
 _DIVIDED = "\ufffe"
 """PDFium's mark for a word that a hyphen divides at the end of a line."""
 _OTHERS = re.compile("(?<=[^\\W\\d_])[\u2010\u00ad]\r\n(?=[^\\W\\d_])")
-"""Other divided words: their hyphens, U+2010 (which browsers write) and soft hyphens, are not hyphens to PDFium."""
+"""Divisions of words that PDFium does not mark: those with U+2010 (which browsers write) or a soft hyphen."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Routes of the chat page at ``/``: its static files, with headers that block all other content, and its requests
-besides the API, for a document's text and the server's statistics."""
+"""Routes of the chat page at ``/``: its static files, with headers that block all other content, the text of a
+document, and the server's statistics. For everything else, the page uses the public APIs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ NOT_FOUND = 404
 
 
 class Background:
-    """The unfinished background responses of this process, which are all in ``store``."""
+    """Answers the background responses that this process has received. ``store`` has all of them."""
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
@@ -39,8 +39,8 @@ class Background:
         self._answering: dict[str, asyncio.Task[None]] = {}
 
     async def begin(self, owner: str, items: list[Any], output: ResponseOutput) -> dict[str, Any]:
-        """Starts a response to the items of an input and returns it, without an answer. Raises ApiError if it cannot be
-        stored, or if the owner has too many unfinished ones."""
+        """Starts a response to the input ``items`` and returns it, still without an answer. Raises ApiError if it
+        cannot be stored, or if the owner has too many unfinished ones."""
         if [*self._owners.values()].count(owner) >= MAX_OF_AN_OWNER:
             reason = f"at most {MAX_OF_AN_OWNER} responses can run in the background at once"
             raise ApiError(reason, status=429, code="rate_limit_exceeded")
@@ -133,8 +133,8 @@ class Background:
     async def _change(
         self, record: Record, response: dict[str, Any], states: tuple[str, ...], content: int | None = None
     ) -> dict[str, Any]:
-        """Stores ``response`` in place of one whose status is in ``states``; returns the stored response. ``content``
-        as for ``RecordStore.change``."""
+        """Replaces the record's response by ``response``, if its status is in ``states``. Returns the response that is
+        stored then. ``content`` as for ``RecordStore.change``."""
 
         def change(value: dict[str, Any]) -> bool:
             if value["response"]["status"] in states:

@@ -36,7 +36,8 @@ class History:
         self._store, self._owner, self._limit = store, owner, limit
 
     def continued(self, raw: bytes, previous: str) -> bytes:
-        """The body with the conversation up to the response ``previous`` in front of its ``input``; raises ApiError."""
+        """Returns the body with a longer ``input``: the conversation up to the response ``previous``, and then the
+        body's own input. Raises ApiError if that conversation is not stored or too long."""
         turns, id = [_items(decode_body(_plain(raw))["input"])], previous
         size = len(raw)
         while id is not None:
@@ -76,7 +77,7 @@ class History:
         return value
 
     async def add(self, raw: bytes, answer: dict[str, Any]) -> None:
-        """Stores an answer and the input of its body; without room for them, ``store`` in the answer becomes false."""
+        """Stores an answer and the input of its body. If that fails, ``store`` in the answer becomes false."""
         try:
             await asyncio.to_thread(self._add, raw, answer)
         except ApiError:

@@ -40,7 +40,7 @@ class Format(Body):
     def _check_schema(self) -> Format:
         if self.type == "json_schema":
             checked_schema({"schema": self.schema_})
-        else:  # without effect and of any depth, and not repeated in answers
+        else:  # these have no effect and can be deeply nested, so answers do not repeat them
             self.name = self.description = self.schema_ = self.strict = None
         return self
 
@@ -165,7 +165,7 @@ class ResponsesRequest(ConvertedChat, Sampling):
         return self._keep if self.store else None
 
     def kept_by(self, keep: Keep) -> None:
-        """Stores the answer with ``keep``, unless the request says otherwise."""
+        """Sets the function that stores the answer. It is not called if the request has ``store`` false."""
         self._keep = keep
 
     def as_chat(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Stores clients' data in a folder that all HTTP processes share: an SQLite database, and files beside it.
 
-Every record belongs to an owner, which is an API key, and counts towards that owner's limit. Responses are stored by
-default, and the oldest are evicted when room is needed. Only their owner removes files and open batches.
+Every record belongs to an owner, which is an API key, and counts towards that owner's limit. When room is needed, the
+owner's responses and ended OpenAI batches are evicted, the least recently used first. Files, open batches and
+Anthropic's batches are never evicted: only their owner removes them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["file", "response", "batch", "message_batch"]
 
 MIN_BYTES = 4096
-"""Minimum size of a record in bytes, since a record without content takes room, too."""
+"""Minimum number of bytes that a record counts for: one without content takes room, too."""
 
 OUTPUT = "batch_output"
 """Purpose of the files that batches write."""
@@ -94,8 +95,8 @@ class RecordStore:
                 database.execute(statement)
 
     def _remove_leftovers(self, folder: Path, begin: float) -> None:
-        """Removes files of killed servers that have no record, unless they were written after ``begin``, since other
-        processes of this server are already writing."""
+        """Removes files without a record, which killed servers have left. Files written after ``begin`` stay: other
+        processes of this server may already be writing them."""
         with self._transaction(folder) as database:
             kept = {id for (id,) in database.execute("SELECT id FROM records WHERE kind != 'response'")}
         for pattern in ("files/new-*", "files/*/file-*", "batches/*"):
@@ -164,13 +165,13 @@ class RecordStore:
         is_open: bool = False,
         room_of: Record | None = None,
     ) -> Record:
-        """Stores a record, which replaces one with the same id, and returns it.
+        """Stores a record and returns it. It replaces a record with the same id.
 
         Args:
             value: written as JSON.
             content: bytes of a file beside the record.
             is_open: whether the record is unfinished work.
-            room_of: another record of the owner, whose size is reduced by this record's size.
+            room_of: another record of the owner that has reserved room for this one. Its size shrinks by this record's.
 
         Raises ApiError if the owner's limit leaves no room.
         """
@@ -215,8 +216,8 @@ class RecordStore:
     def _make_room(
         self, database: sqlite3.Connection, owner: str, size: int, grown: str = ""
     ) -> list[tuple[Kind, str]]:
-        """Removes the least recently used records until ``size`` more bytes fit, except the record with id ``grown``,
-        which needs them. Returns the removed records' kinds and ids."""
+        """Removes responses and ended OpenAI batches, the least recently used first, until ``size`` more bytes fit. The
+        record with the id ``grown`` stays: it needs these bytes. Returns the kinds and ids of the removed records."""
         removed: list[tuple[Kind, str]] = []
         (used,) = database.execute("SELECT COALESCE(SUM(bytes), 0) FROM records WHERE owner = ?", (owner,)).fetchone()
         of_oldest = "WHERE owner = ? AND kind IN ('response', 'batch') AND NOT open AND id != ? ORDER BY used LIMIT 1"
@@ -231,7 +232,7 @@ class RecordStore:
         return removed
 
     def get(self, owner: str, kind: Kind, id: str) -> Record:
-        """The owner's record with an id; raises ApiError if there is none."""
+        """Returns the owner's record with an id; raises ApiError if there is none."""
         key = (owner, kind, id)
         with self._transaction() as database:
             row = database.execute(f"SELECT created, value {OF_KEY}", key).fetchone()
@@ -250,8 +251,8 @@ class RecordStore:
         newest_first: bool = True,
         purpose: str | None = None,
     ) -> list[Record]:
-        """Up to ``limit`` records, and one more if there are more, after the record with the id ``after``. ``purpose``
-        restricts files to one purpose."""
+        """Returns the records after the one with the id ``after`` (None: from the beginning of the list). There are at
+        most ``limit`` + 1, so that the caller sees whether more follow. ``purpose`` restricts files to one purpose."""
         order = "DESC" if newest_first else "ASC"
         values: list[Any] = [owner, kind]
         where = "owner = ? AND kind = ?"

@@ -18,7 +18,7 @@ KINDS: dict[type, str] = {
     list: "array",
     type(None): "null",
 }
-"""JSON schema's names of the types of values."""
+"""JSON Schema's names of Python's types."""
 
 ANYTHING = frozenset(KINDS.values())
 STRING = frozenset(("string",))
@@ -28,7 +28,7 @@ WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 """Words for JSON values, in any case: templates also show models Python's words."""
 
 ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
-"""Exceptions of parsing a text as a value."""
+"""Exceptions that parsing a text as a value can raise."""
 
 
 class ValueWriter:
@@ -45,7 +45,7 @@ class ValueWriter:
         self._is_open = False
 
     def add(self, text: str) -> str:
-        """The JSON that is certain after more text."""
+        """Takes more of the value's text; returns the JSON that is certain by now."""
         self._held += text
         if self._types == OPTIONAL_STRING and len(self._held.strip()) > max(map(len, WORDS)):
             self._is_string = True
@@ -56,14 +56,14 @@ class ValueWriter:
         return opening + json.dumps(held, ensure_ascii=False)[1:-1]
 
     def end(self) -> str:
-        """The rest of the JSON, at the value's end."""
+        """Returns the rest of the JSON, at the value's end."""
         return f'{self.add("")}"' if self._is_string else json_value(self._held, self._types)
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """The JSON of a text as a value of one of ``types``. Valid JSON is kept; words and Python's dictionaries and lists
-    are translated. As in vLLM, null is accepted for any type but a string, and a text of none of the ``types`` becomes
-    a string."""
+    """Converts a text to the JSON of a value of one of ``types``. Valid JSON is kept; words and Python's dictionaries
+    and lists are translated. As in vLLM, null is accepted for any type but a string, and a text of none of the
+    ``types`` becomes a string."""
     core = text.strip()
     word = WORDS.get(core.lower())
     if word is not None and _is_of(json.loads(word), types):

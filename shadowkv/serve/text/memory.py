@@ -12,7 +12,7 @@ _library = ctypes.CDLL(None)
 
 
 def give_back_large_blocks() -> None:
-    """From now on, large blocks return to the system as soon as they are freed."""
+    """Makes the C library return large blocks to the system as soon as they are freed, from now on."""
     if hasattr(_library, "mallopt"):
         _library.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 

@@ -31,7 +31,7 @@ class ReasoningParser(TextReader):
         return self._said is self._thought
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
-        """The reasoning and the answer text that are certain after more text."""
+        """Takes more generated text; returns the reasoning and the answer text that are certain by now."""
         self._go_on(text, last)
         thought, answer = "".join(self._thought), "".join(self._answer)
         self._thought.clear()

@@ -14,7 +14,7 @@ from shadowkv.serve.text.tool_parser import ToolParser
 NOT_IN_NAMES = " \t\r\n<>"
 
 END = ""
-"""Marks the end of the answer among the followers of a tag."""
+"""Stands for the end of the answer in ``value_ends``."""
 
 
 class TaggedCalls(ToolParser):
@@ -26,7 +26,7 @@ class TaggedCalls(ToolParser):
     Attributes:
         outer: tags around calls.
         begins: marks that can begin a call.
-        value_ends: tags that can end a value -> tags of which one must follow, after optional white space.
+        value_ends: for each tag that can end a value, the tags of which one must follow (after optional white space).
         untyped: types of arguments whose schema names no type.
     """
 
@@ -93,7 +93,8 @@ class TaggedCalls(ToolParser):
                 return True
 
     def _is_value_end(self, tag: str) -> Reading[bool | None]:
-        """Whether the next tag ends a value; None if the answer ends before that is known. Reads on."""
+        """Whether ``tag``, which comes next, ends a value; None if the answer ends before that is known. Reads past the
+        tag to find out."""
         self._at += len(tag)
         yield from self._blanks()
         followers = self.value_ends[tag]
@@ -108,8 +109,8 @@ class TaggedCalls(ToolParser):
 
 class Qwen3Coder(TaggedCalls):
     """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``, with each tag and value on
-    its own line. As in vLLM the outer tags may be missing. The tag that ends a value may be missing, too: the
-    function's end ends the value, and so does another of its parameters that has no value yet."""
+    its own line. As in vLLM the outer tags may be missing. The tag that ends a value may be missing, too. The value
+    then ends at the function's end tag, or at the tag of another parameter of the function that has no value yet."""
 
     _TAGS: ClassVar = {"</parameter>": ("<parameter=", "</function>", "</tool_call>"), "</function>": ("</tool_call>",)}
     value_ends: ClassVar = {

@@ -42,7 +42,7 @@ class TextReader(ABC):
         self._begin = self._at
 
     def _next(self) -> Reading[str]:
-        """The next character, without consuming it; empty at the end."""
+        """Returns the next character without consuming it; empty at the end."""
         while self._at == len(self._text) and not self._ended:
             yield
         return self._text[self._at : self._at + 1]
@@ -61,7 +61,7 @@ class TextReader(ABC):
         return self._text.startswith(literal, self._at)
 
     def _passed(self, literal: str) -> Reading[bool]:
-        """Reads ``literal`` if it comes next, and any white space after it."""
+        """Reads ``literal``, and any white space after it, if it comes next. Returns whether it did."""
         if not (yield from self._sees(literal)):
             return False
         self._at += len(literal)
@@ -76,7 +76,7 @@ class TextReader(ABC):
         return self._text[self._begin + begin : self._at]
 
     def _until(self, *marks: str, emit: Callable[[], None] | None = None) -> Reading[bool]:
-        """Emits the text up to the first of ``marks``, without white space before it; False if none follows.
+        """Emits the text up to the first of ``marks``, without white space before it. Returns whether a mark follows.
 
         Args:
             emit: emits the text that has been read, by default as plain text.

@@ -35,8 +35,8 @@ long. English has four to five characters per token, so one part is enough. Runs
 hundred."""
 
 MARGIN = 1.25
-"""Tolerance for a part of a text: it can have a few more tokens than within the whole text, as its last word may be
-half of a longer token."""
+"""Tolerance for the token count of a part of a text. A part can have a few tokens more than it has within the whole
+text, since the cut may split a token."""
 
 WORD_CHARS = 256
 """A part ends at the end of a word, if one ends within this many characters."""
@@ -47,8 +47,9 @@ _in_flight: set[Event] = set()
 
 
 async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
-    """The result of ``work``, run on a thread that the tenants share. If its ``size`` exceeds ``LONG``, only a few run
-    at a time, and ``work`` is stopped when its caller is cancelled. Raises ApiError if ``drop_long`` stops it."""
+    """Runs ``work`` on a thread that the tenants share, and returns its result. ``size`` is the number of characters or
+    token ids to process. If it exceeds ``LONG``, at most ``TURNS`` such calls run at a time, and ``work`` is stopped
+    when the caller is cancelled. Raises ApiError if ``drop_long`` stops it."""
     if size <= LONG:
         return await in_thread(tenant, work)
     async with _turns.of(tenant):

@@ -131,7 +131,7 @@ class Named(ToolParser):
 
 
 def mistral_id() -> str:
-    """A new call's id, in the form that Mistral's templates require of earlier messages."""
+    """Returns the id of a new call. Mistral's templates require this form of ids in earlier messages."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(MISTRAL_ID_CHARS))
 
 
@@ -142,11 +142,11 @@ class ToolFormat:
     Attributes:
         parser: the parser of the format.
         signs: strings that, if all are in a chat template, show that the model writes the format.
-        others: strings of other formats that have the same signs.
+        others: strings that, if one is in a chat template, show another format with the same signs.
         new_id: makes ids of calls.
         reasoning: the reasoning parser, if the format's own marks separate reasoning. Answers are then parsed even
             without tools, and special tokens are part of the parsed text.
-        opening: from the end of a prompt, the text to append before an answer that follows a schema.
+        opening: maps the end of a prompt to the text to append to it, before an answer that follows a schema.
     """
 
     parser: type[ToolParser]
@@ -183,8 +183,8 @@ REASONING_PARSERS = (*TAGGED, HARMONY_THOUGHTS)
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat | None:
-    """The format with a name or, without a name, that of the chat template; None if the template has tools in an
-    unknown format."""
+    """Returns the format with a name. Without a name, returns the format that the chat template shows: ``GENERIC`` if
+    the template has no tools, None if it has tools in an unknown format."""
     if name is not None:
         return FORMATS[name]
     others = None if names_tools(template) else GENERIC

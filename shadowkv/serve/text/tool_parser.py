@@ -13,21 +13,21 @@ from typing import Any
 from shadowkv.serve.text.text_reader import Reading, TextReader
 
 INSIDE, OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
-"""Characters that change the state of a JSON value, inside a string and outside."""
+"""Characters that a search for the end of a JSON value stops at: inside a string, and outside of strings."""
 
 ARGUMENTS = ("arguments", "parameters")
 """Names of a call's arguments: Hermes and Mistral use the first, Llama the second."""
 
 
 def call_id() -> str:
-    """A new call's id, as vLLM makes them."""
+    """Returns the id of a new call, in vLLM's form."""
     return f"chatcmpl-tool-{uuid.uuid4().hex}"
 
 
 @dataclass
 class CallPart:
-    """A part of a call, or a whole call: the first part has ``id`` and ``name``; ``arguments`` (JSON) come in
-    pieces."""
+    """A part of a call, or a whole call. Only the first part has ``id`` and ``name``. The parts' ``arguments``, joined,
+    are the JSON of the arguments."""
 
     index: int
     id: str | None = None
@@ -54,7 +54,8 @@ class ToolParser(TextReader):
         self._parts: list[CallPart] = []
 
     def push(self, text: str, last: bool = False) -> tuple[str, list[CallPart]]:
-        """The output that is certain after more text: text outside of calls, and at most one part of each call."""
+        """Takes more generated text; returns the output that is certain by now: text outside of calls, and at most one
+        part of each call."""
         self._go_on(text, last)
         said, self._said = "".join(self._said), []
         parts, self._parts = self._parts, []
