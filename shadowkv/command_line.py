@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
     def _near(self, flag: str) -> str | None:
         """Returns the most similar flag that --help lists, or None if none is similar. It suggests no hidden flag,
-        because hidden flags have no effect."""
+        because hidden flags are ignored or refused."""
         listed = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
         return next(iter(get_close_matches(flag, listed, 1, ALIKE)), None)
 
@@ -177,8 +177,8 @@ def _as_text(value: Any) -> str:
 def one_line(error: BaseException, **renamed: str) -> str:
     """Returns the message of an error in one line, with all its reasons. Without a message it returns the error's type.
 
-    Settings in the message are replaced by their flags. ``renamed`` has the flags that are not the setting's name with
-    dashes.
+    Names of settings in the message become names of flags. A setting's flag is its name with dashes, unless
+    ``renamed`` has another flag for it.
     """
     text = error.as_flags(renamed) if isinstance(error, NamesSettings) else str(error)
     first, *reasons = [line.strip().removeprefix("- ") for line in text.splitlines() if line.strip()] or [

@@ -1,8 +1,8 @@
 """``tq3_0``, the block format of a fork of llama.cpp, byte for byte: 32 dimensions in 14 bytes.
 
-A block is multiplied by fixed signs and a Hadamard matrix, divided by its largest entry, and coded in 3 bits. Its bytes
-are the lower two bits of all codes (8 bytes), their upper bits (4 bytes), and the scale in float16. Within a byte,
-earlier codes have the lower bits.
+A block is multiplied by fixed signs and a Hadamard matrix, divided by its scale, and coded in 3 bits. The scale is the
+block's largest absolute entry / 2.1573, the largest level. A block's bytes are the lower two bits of all codes (8
+bytes), their upper bits (4 bytes), and the scale in float16. Within a byte, earlier codes have the lower bits.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SHRINK = 0.17677669529663688
 
 class TQ3Rows(RowCodec):
     """Rows in blocks of 32. The largest entry of a block is coded as the outermost level. Codes are chosen with the
-    scale before it is rounded to float16. A NaN makes its whole block zero.
+    scale before it is rounded to float16. If rows are rotated, a NaN makes its whole block zero.
 
-    ``encode`` and ``decode`` rotate rows by butterflies in the order of the format, so that bytes agree.
-    ``rotation_matrix`` is for callers that rotate queries or outputs instead.
+    ``encode`` and ``decode`` rotate rows with a fast Walsh-Hadamard transform. It adds in the fork's order, so the
+    bytes equal the fork's. ``rotation_matrix`` is for callers that rotate queries or outputs instead.
 
     Attributes:
         levels: the level of each code, in units of a block's scale.

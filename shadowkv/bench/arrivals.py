@@ -27,8 +27,8 @@ class Arrival:
     seed: int
 
     def prompt(self, vocab_size: int) -> list[int]:
-        """Draws the prompt's token ids [input_length], each below ``vocab_size``. They depend only on the seed, so
-        every replay of a trace has the same prompts."""
+        """Draws the prompt's token ids [input_length], each below ``vocab_size``. They depend only on the seed, the
+        length and ``vocab_size``, so every replay of a trace with the same vocabulary size has the same prompts."""
         return random.Random(self.seed).choices(range(vocab_size), k=self.input_length)
 
 

@@ -306,7 +306,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds every flag."""
     add = parser.add_argument
     add("--streams", type=int, default=256, help="number of concurrent streams (default: %(default)s)")
-    add("--rate", type=float, help="tokens per second of all streams (default: the two standard runs)")
+    add(
+        "--rate",
+        type=float,
+        help="tokens per second of all streams (default: search for the highest rate with one event per token, then "
+        "measure overload)",
+    )
     text = (
         "length of an answer in tokens; a stream then sends its next request (default: one answer lasts the whole run)"
     )

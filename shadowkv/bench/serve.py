@@ -1,7 +1,7 @@
 """Measures a running server through OpenAI's completions API, as ``vllm bench serve`` does.
 
 Prompts are random token ids. Answers are streamed and have a set length. Ctrl-C ends a run and prints the results so
-far.
+far. With ``--find-rate`` it prints none: the same command continues the search.
 
     shadowkv bench serve --base-url http://localhost:8000/v1 --num-prompts 48 \\
         --random-input-len 61184 --random-output-len 256 --out result.json
@@ -154,7 +154,7 @@ def parse_percentiles(text: str) -> list[float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag; flags that vLLM also has have its names and meanings."""
+    """Adds every flag. A flag that vLLM has too keeps vLLM's name and meaning."""
     add = parser.add_argument
     add("--base-url", default="http://localhost:8000/v1", help="server, with or without /v1 (default: %(default)s)")
     add("--model", help="name of the model (default: the first that the server lists)")
@@ -162,7 +162,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=int, default=48, help="number of requests (default: %(default)s)")
     add("--random-input-len", type=int, default=1024, help="length of a prompt in tokens (default: %(default)s)")
     add("--random-output-len", type=int, default=128, help="length of an answer in tokens (default: %(default)s)")
-    text = "requests per second, at random intervals; --find-rate starts with it (default: all at once)"
+    text = (
+        "requests per second, at random intervals; --find-rate starts with it "
+        "(default: all at once; with --find-rate: 1)"
+    )
     add("--request-rate", type=float, default=math.inf, help=text)
     text = "1 is a Poisson process, less is more bursty, inf is even (default: 1)"
     add("--burstiness", type=float, default=1.0, help=text)
@@ -177,14 +180,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace-in", type=Path, metavar="FILE", help="replay the arrivals of this file instead of random ones")
     text = f"limits in ms, of {', '.join(LIMITED)}; goodput counts the requests per second that meet all of them"
     add("--goodput", nargs="+", type=parse_goodput, default=[], metavar="NAME:MS", help=text)
-    text = "find the highest rate at which 99 %% of the requests meet --goodput; rates in --out are not run again"
+    text = (
+        "find the highest rate at which 99 %% of the requests meet --goodput; rates that the --out file already has "
+        "are not measured again"
+    )
     add("--find-rate", action="store_true", help=text)
     text = f"metrics to print percentiles of: {', '.join(METRICS)} (default: ttft,tpot,itl)"
     add("--percentile-metrics", type=parse_metrics, default=list(METRICS[:3]), metavar="NAMES", help=text)
     text = "percentiles to print (default: 99)"
     add("--metric-percentiles", type=parse_percentiles, default=[99.0], metavar="NUMBERS", help=text)
     add("--out", type=Path, metavar="FILE", help="write the result and the times of every request to this JSON file")
-    text = "as --out, to a file that is named by rate, model and time, as in vLLM"
+    text = "write the result to a file in --result-dir; its name has the rate, model and time, as in vLLM"
     add("--save-result", action="store_true", help=text)
     add("--result-dir", type=Path, default=Path(), metavar="DIR", help="directory for --save-result (default: .)")
     add("--result-filename", metavar="NAME", help="file name for --save-result")
@@ -278,7 +284,11 @@ def result_file(args: argparse.Namespace, model: str) -> Path | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmark; returns the exit status: 1 if some requests failed, 2 if none could be sent."""
+    """Runs the benchmark and returns the exit status.
+
+    It is 1 if some requests failed or were interrupted, or if ``--find-rate`` finds no rate. It is 2 for invalid flags,
+    if nothing could be measured, or if a search failed or was interrupted.
+    """
     try:
         check(args)
         result, errors = bench(args)

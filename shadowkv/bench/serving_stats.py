@@ -73,7 +73,8 @@ def figures(
     metrics: Sequence[str] = METRICS[:3],
     percentiles: Sequence[float] = (99,),
 ) -> dict[str, Any]:
-    """Computes rates in tokens per second and times in ms, of requests that ran between ``start`` and ``end``.
+    """Computes rates and times, of requests that ran between ``start`` and ``end``. Rates are in tokens per second, and
+    ``request_throughput`` is in requests per second. Times in names that end with ``_ms`` are in ms, others in seconds.
 
     ``clients`` is the number of requests in flight together. ``metrics`` are the names in ``METRICS`` to report with
     mean, median, standard deviation and ``percentiles``. Figures without measurements are None.

@@ -38,7 +38,8 @@ class OpChoice:
 
 @dataclass(frozen=True)
 class Choices:
-    """The backends of all ops, by name, and the model, policy and device that they were chosen for."""
+    """The backends of all ops, in the order of ``CALLS``, and the model, policy and device that they were chosen
+    for."""
 
     model: str
     kv: str

@@ -102,7 +102,8 @@ class EngineConfig:
     """An engine's settings. Every field is a flag of the same name with dashes.
 
     Raises:
-        SettingsError: some values have a wrong type or are invalid. The message lists all of them.
+        SettingsError: some values have a wrong type or are invalid. The message lists all of them. If any type is
+            wrong, it lists only values of wrong types.
     """
 
     model: str = setting(
@@ -133,15 +134,17 @@ class EngineConfig:
         None,
         MODEL,
         "quantization of the weights: fp8 converts them to 8 bits at load (GPUs of Ada, Hopper or later), none "
-        "dequantises them to --dtype, the other methods are for random weights and plans (default: as in the files)",
+        "dequantises them to --dtype, the other methods apply only to random weights (--load-format dummy) and to "
+        "'shadowkv plan' (default: as in the files)",
         "-q",
         choices=QUANTIZATIONS,
     )
     attention_backend: str = setting(
         "auto",
         MODEL,
-        "kernels of exact attention: shadowkv uses no other package, flashinfer and flash-attn use that package where "
-        "it can run, auto uses FlashInfer, if installed, for heads of 256 dimensions and shadowkv otherwise",
+        "kernels of exact attention. shadowkv: this project's kernels only. flashinfer or flash-attn: the named "
+        "package, where it can run. auto: FlashInfer for heads of 256 dimensions if it is installed, otherwise "
+        "shadowkv",
         choices=ATTENTION_BACKENDS,
         parse=parse_attention_backend,
         metavar="|".join(ATTENTION_BACKENDS),
@@ -195,7 +198,8 @@ class EngineConfig:
         1024,
         SCHEDULING,
         "maximum number of waiting requests of one client (an API key, or else an address); all clients together can "
-        "have twice as many; further requests are refused",
+        "have twice as many, and a client without a waiting request is accepted up to four times as many; further "
+        "requests are refused",
         metavar="N",
         check=at_least(1),
     )
@@ -310,8 +314,8 @@ class EngineConfig:
     kv_offload_gib: float = setting(
         0.0,
         PREFIX_CACHE,
-        "pinned host memory for copies of cached prompts (default: 0; with --kv-disk-dir enough for two of the longest "
-        "sequences, 1 to 16)",
+        "pinned host memory for copies of cached prompts (default: 0. With --kv-disk-dir: room for two sequences of "
+        "the maximum length, at least 1 GiB and at most 16 GiB)",
         metavar="GIB",
         check=finite(0),
     )

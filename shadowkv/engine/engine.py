@@ -1,8 +1,8 @@
 """The engine: admits, prefills, decodes and finishes requests, one step at a time.
 
-A step decodes one token for every running sequence. Admitted short prompts are prefilled in the same pass. A prompt
-that is too long for this pass is prefilled before it, in rounds, as far as the time between two tokens allows. Requests
-join and leave between steps. ``LLM`` and ``process/core.py`` call ``Engine.step``.
+A step decodes one token for every running sequence. Admitted short prompts are prefilled in the same pass. A longer
+prompt is prefilled in rounds. Each step runs one round before its decode pass. The round takes the time that the token
+gap leaves. Requests join and leave between steps. ``LLM`` and ``process/core.py`` call ``Engine.step``.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ Scores = list[TokenLogprobs | None]
 TOKEN_GAP = 0.08
 """Target seconds between two tokens of a sequence while prompts are computed. With it, 99 of 100 gaps are below 0.1 s.
 
-The prefill gets all the time that the decode step leaves, because a step of few sequences costs nearly as much as a
-step of many. Decode steps of 4 to 12 ms then get 5 to 15 % of the time. If a prefill had only the time of three decode
-steps between two of them, decode steps would get a quarter. A prompt that fits into the gap is part of one step."""
+A round of prefill takes all the time that the decode step leaves, because a step of few sequences costs nearly as much
+as a step of many. Decode steps of 4 to 12 ms then take 5 to 15 % of the time. If a round only took three times as long
+as a decode step, decode steps would take a quarter. A prompt that fits into the gap is computed in one step."""
 
 QUEUED_TOKEN_GAP = 0.25
 """``TOKEN_GAP`` while more requests wait than run and the cache has room for them. Each step of the few running
@@ -73,12 +73,13 @@ requests delays all waiting ones, and steps of a full batch yield more tokens. O
 PACKED_TOKEN_GAP = 0.03
 """``TOKEN_GAP`` for a step with several prompts. Packing prompts saves little, because a few hundred tokens already
 keep a GPU's arithmetic busy, and each added prompt makes all requests wait longer. A burst is different: if all waiting
-short prompts would take longer than ``QUEUED_TOKEN_GAP``, a step packs prompts for ``QUEUED_TOKEN_GAP`` seconds, and
-all of them are computed sooner."""
+short prompts would take longer than ``QUEUED_TOKEN_GAP``, a step takes as many prompts as fit into
+``QUEUED_TOKEN_GAP``. All of them are then computed sooner."""
 
 PREFILL_PER_DECODE = {"cpu": 3.0, "cuda": 1.0}
-"""Minimum time of a round of prefill, as a multiple of a decode step's time, by device type. It applies if decode steps
-take most of the token gap. Tokens then come later than the gap says, but fuller batches soon make up for it."""
+"""Minimum time of a round of prefill, as a multiple of a decode step's time, by device type. It applies if a decode
+step takes more than a quarter of the token gap on a CPU, or more than half of it on a GPU. Tokens then come later than
+the gap says, but fuller batches soon make up for it."""
 
 IDLE_PREFILL_SECONDS = 0.1
 """Seconds of a round of prefill while no sequence decodes. It is limited because aborts and Ctrl-C take effect between
@@ -110,7 +111,8 @@ class EngineStats:
 
 
 class Engine:
-    """A model, its KV cache and the requests in flight. Not thread-safe, except where a method says so.
+    """A model, its KV cache and the requests in flight. Not thread-safe, except where a method or property
+    says so.
 
     Args:
         loaded: the model, if it is already loaded.
@@ -264,12 +266,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a request waits, is prefilled or runs."""
         return bool(self.scheduler.waiting or self.scheduler.running or self.prefill_queue.in_flight)
 
     @property
     def num_running(self) -> int:
-        """Requests that own a sequence."""
+        """Number of requests that own a sequence. Any thread can read it."""
         return len(self.scheduler.running) + self.prefill_queue.num_requests
 
     def num_running_of(self, tenant: str) -> int:

@@ -42,14 +42,15 @@ class RequestTimes(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass(frozen=True)
 class LayerSelections:
-    """The cells that one layer of a group of layers attended to most, in ascending order.
+    """The cells with the largest attention weights in one layer of a group. They are in order of position.
 
     Attributes:
         layers: the group's range of layers [first, end).
         layer: the reported layer, one of the group.
         cells: numbers of cells. Cell n holds the ``cell`` positions from ``n * cell`` on.
         weights: the attention weight of each cell's selected tokens, a mean over query heads. The softmax is over all
-            selected tokens; if ``everything`` is True, over all tokens outside ``exact``.
+            selected tokens. If ``TokenSelections.everything`` is True, it is over all tokens outside
+            ``TokenSelections.exact``.
     """
 
     layers: tuple[int, int]
@@ -68,8 +69,8 @@ class TokenSelections:
         everything: whether the step attended to all tokens: the sequence is dense, or the policy does not select.
         exact: ranges of positions [first, end) that the weights leave out, because every layer attends to them: the
             sink and the newest tokens. Outliers are not reported.
-        groups: for each group of layers, the weights of the tokens outside ``exact``: of the selected ones, or of all
-            if ``everything`` is True. Without such tokens a group has no cells.
+        groups: for each group of layers, the weights of tokens outside the ranges of ``exact``. They are the selected
+            tokens, or all tokens if ``everything`` is True. Without such tokens a group has no cells.
     """
 
     length: int
@@ -92,7 +93,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         cached_tokens: prompt tokens that the prefix cache had.
         times: times of the request's events so far.
         logprobs: one per new token, if requested.
-        prompt_logprobs: one per prompt token, None for the first; on the first output, if requested.
+        prompt_logprobs: one per prompt token, None for the first, if requested. They are on the first output that is
+            not progress (``is_progress``).
         selections: one per new token, if requested; None for the first, which the prefill chose.
         prefilled: number of prompt tokens that are cached or computed so far, if requested (``return_progress``). It is
             set on outputs without tokens during the prefill, and on the output of the first token.

@@ -1,4 +1,5 @@
-"""Chooses a request's replica: the one that has received the longest prefix of its prompt, then the least loaded one.
+"""Chooses the replica that has received the longest prefix of the prompt. Among equals, it chooses the least loaded
+one. A replica with too many more requests than the least loaded one is not chosen for its prefix.
 
 Prompts are compared as text, in blocks; tokens would need the model's tokenizer and chat template. A block's hash
 covers its text and the hash of the block before it, so that equal hashes imply equal text up to there.

@@ -79,7 +79,8 @@ def build_app(
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
 
     async def drop() -> None:
-        """Refuses all bodies that are being read and texts that are being tokenized, also those that wait for it."""
+        """Refuses all bodies that are being read or wait to be read, and all texts that are being tokenized or wait for
+        that."""
         bodies.close()
         documents.close()
         drop_long()

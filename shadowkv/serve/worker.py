@@ -26,7 +26,7 @@ from shadowkv.serve.workers import DRAIN, WorkerLaunch, counts_file
 
 
 class _WorkerServer(Server):
-    """A server that the first process stops, instead of signals."""
+    """A server that ignores signals. The first process stops it."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -1,4 +1,5 @@
-"""The forward pass: the only loop over a model's layers. ``runner.py`` calls it.
+"""The forward pass: the loop over a model's layers. Only ``FusedLayers``, which decodes on a CPU, does without it.
+``runner.py`` calls it, and evaluations call ``prefill``, too.
 
 A flow is tokens that pass the layers together, with the cache's batch of these tokens: a decode step, a micro-batch, a
 prompt, a block of a long prompt, or a step with prompts. The caller can pause the loop at every yield, or capture it in
@@ -134,8 +135,8 @@ def prefill(
     released.
 
     Args:
-        work: for each sequence, the sequence (with several caches, a tuple of one sequence per cache) and its new
-            tokens.
+        work: pairs of a sequence and its new tokens. With several caches, the first entry of a pair is a tuple with one
+            sequence per cache.
         scored: whether to return final hidden states too.
         step: a decode step of other sequences in the same pass. The weights are then read once, and running sequences
             wait for one pass instead of two. The new tokens must fit into a block, and ``scored`` must be False.

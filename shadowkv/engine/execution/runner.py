@@ -32,7 +32,8 @@ class Runner:
     """A model and the cache that its attention reads.
 
     Args:
-        graphs_up_to: most sequences of a decode step, if decode steps are CUDA graphs; None for eager steps.
+        graphs_up_to: maximum number of sequences of a decode step that runs as a CUDA graph; None to run every step
+            eagerly.
 
     Attributes:
         sampler: chooses tokens from the logits.
@@ -85,7 +86,8 @@ class Runner:
 
         Args:
             batch: rows of the step; None for the plan's.
-            rows: padded tokens of prompts that stay exact; 0 for a step without prompts.
+            rows: number of prompt tokens in the step, including padding; the prompts must stay exact. 0 for a step
+                without prompts.
         """
         assert self.graphs is not None
         with suppress(torch.OutOfMemoryError):  # steps of this shape run without a graph
@@ -137,8 +139,8 @@ class Runner:
             record: a context in which the step runs, without a CUDA graph. If this runs out of memory, because graphs
                 hold some, the step runs again, unrecorded.
             prompts: n other sequences and their new tokens (at most a block) for the same pass. Logits are then
-                [B + n, V]. The pass is a CUDA graph if all prompts stay exact. If it raises, these sequences can only
-                be released, and the step can run without them.
+                [B + n, V]. The pass is a CUDA graph if all prompts stay exact and its shape has a graph. If it raises,
+                these sequences can only be released, and the step can run without them.
         """
         if sources is not None and any(source >= 0 for source in sources):
             self.model.group.copy_first(self.chosen)  # only rank 0 chooses tokens
@@ -207,7 +209,8 @@ class Runner:
 
         Args:
             plan: the step's plan.
-            numbers: the plan's numbers, int64 on the device; None for those in ``plan``.
+            numbers: the plan's numbers, page ids and lengths for example, packed into one int64 tensor on the device.
+                None to upload them from ``plan``.
             inputs: int64 [2, B], ``tokens`` and ``sources`` as in ``decode``.
             prompts: prompts that stay exact, in the same pass. There is then one row of logits for each entry of
                 ``prompts.rows``.

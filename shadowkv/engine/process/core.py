@@ -35,8 +35,8 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 TENANTS = 2
-"""Limit on the waiting requests of all tenants together, as a multiple of ``max_queued_seqs``. ``max_queued_seqs`` is
-the limit of one tenant. The limit on all is twice as high for a tenant that has no waiting request."""
+"""A tenant can have ``max_queued_seqs`` waiting requests. All tenants together can have ``TENANTS`` times as many. A
+tenant without a waiting request can still queue one until there are ``2 * TENANTS`` times as many."""
 
 HELD_SECONDS = 0.002
 """How long the engine thread waits for a command while all sequences wait for their grammars."""
@@ -177,8 +177,8 @@ class EngineCore:
             self._commands.put(partial(self._begin, client.decode(), command.number, self._question(command)))
 
     def _question(self, question: messages.Question) -> Callable[[Future[Any]], None]:
-        """Returns a function for the engine thread. It answers the question: it settles the future that it is called
-        with."""
+        """Returns a function that the engine thread calls with a future. The function settles the future with the
+        answer."""
         engine = self.engine
         if isinstance(question, messages.Segments):
             most = question.most

@@ -1,5 +1,5 @@
-"""Attention over all tokens on Hopper, in Shard's formats: keys are latents of mixed widths, values are vector codes
-(``csrc/kernels/attend_mixed_sm90/``)."""
+"""Attention over all tokens on Hopper, in the formats of the policy Shard (``baselines/shard.py``). Keys are latents of
+mixed widths, values are vector codes. The kernel is in ``csrc/kernels/attend_mixed_sm90/``."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def attend_coded(
     Basis entries under 6e-5 lose bits, keys over 65504 overflow. Values are rotated back by the codec's own Hadamard
     matrix. ``values.rotation`` is not read.
 
-    Pages, states and positions are read on the device and are not checked. A page's latents are contiguous on the
-    device, as are a page's codes of all heads. Every 16 consecutive latents share one width.
+    Pages, states and positions are read on the device and are not checked. A page's latents must be contiguous
+    on the device, and so must a page's codes of all heads. Every 16 consecutive latents must share one width.
 
     Raises:
         ValueError: keys or values in other formats.

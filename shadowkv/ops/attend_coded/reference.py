@@ -1,8 +1,8 @@
 """Attention over all tokens in PyTorch.
 
 Coded rows without a state are not rotated back. Instead, queries are multiplied by the codec's rotation, and the output
-is rotated back once (TurboQuant, arXiv:2504.19874). The scores of mean keys, which are added for centred keys, are our
-own. Low-rank keys are rebuilt from latents.
+is rotated back once (TurboQuant, arXiv:2504.19874). For centred keys, the score of the mean key is added. TurboQuant
+does not have this step. Low-rank keys are rebuilt from latents.
 """
 
 from __future__ import annotations

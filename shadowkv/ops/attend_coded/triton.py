@@ -43,7 +43,7 @@ def attend_coded(
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, for dense rows and the codecs that ``StoredForm`` supports.
 
-    16-bit queries are multiplied with float16 levels. The rows of a head in a page are contiguous.
+    16-bit queries are multiplied with float16 levels. The rows of a head in a page must be contiguous.
 
     Raises:
         ValueError: another codec.
@@ -86,8 +86,8 @@ def thread_blocks(units: int, pages: int, device: torch.device) -> int:
 
 
 def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], int]:
-    """Returns the kernel's arguments for centred keys: ``rope_products``, RoPE's tables, and the rows' first positions.
-    Then returns the number of frequencies, or 0 if keys are not centred."""
+    """Returns a pair. The first is the kernel's arguments for centred keys: ``rope_products``, RoPE's tables, and the
+    rows' first positions. The second is the number of frequencies, or 0 if keys are not centred."""
     if not isinstance(keys, CentredKeys):
         return (q, q, q, q, q, q, q, keys.pages), 0
     rotary = keys.rotary

@@ -25,10 +25,10 @@ NEEDS_LENGTHS = ("packed", "windowed")
 
 FASTER_AT = {"causal": (256,), "packed": (256,)}
 """Head dims at which FlashInfer is faster, by form. On an H200 with 256 dimensions, FlashInfer takes less than half of
-PyTorch's time for one sequence, and less than 0.7 of Triton's time for packed sequences. With 64 or 128 dimensions, our
-kernel takes 0.93 to 1.06 times FlashInfer's time for one sequence. For packed sequences, our kernel takes 1.06 to 1.26
-times FlashInfer's time with 128 dimensions, and 0.86 to 1.0 times with 64. This gain is too small to wait for
-FlashInfer to compile its kernels."""
+PyTorch's time for one sequence, and less than 0.7 of Triton's time for packed sequences. With 64 or 128 dimensions, it
+takes 0.94 to 1.08 times our kernel's time for one sequence. For packed sequences, it takes 0.79 to 0.94 times our
+kernel's time with 128 dimensions, and 1.0 to 1.16 times with 64. With 128 dimensions, FlashInfer thus saves at most
+21 % for packed sequences. Compiling its kernels takes too long for that."""
 
 WORKSPACE = 128 * 2**20
 """Bytes for partial results, as the library recommends."""

@@ -15,7 +15,7 @@ ROWS = 16
 def gather_context(
     rope_keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor, sources: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference. The last dimension of every tensor is contiguous. Rows that are not needed are not
+    """Same as the reference. The last dimension of every tensor must be contiguous. Rows that are not needed are not
     written."""
     (rows,), (_, heads, dim) = sources.shape, rope_keys.shape
     keys, gathered = (x.new_empty(rows, heads, dim) for x in (rope_keys, values))

@@ -26,9 +26,9 @@ def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     - of these, after a softmax over them, the shortest prefix with a total probability of at least ``top_p``, and
     - of these, the tokens that are at least ``min_p`` times as likely as the first.
 
-    Then probabilities of kept tokens are summed in the order of token ids. The sampled token is the first one with
-    which the sum exceeds ``uniform`` times the total. It depends on its row alone and is the same in every backend,
-    because probabilities are whole numbers (``weights.py``).
+    The weights of the kept tokens are summed in order of token id. The sampled token is the first one with which the
+    sum exceeds ``uniform`` times the total. It depends on its row alone. It is the same in every backend, because
+    weights are whole numbers (``weights.py``).
 
     Args:
         logits: float32 [B, V], V from 1 to 2**22, rows contiguous. -inf is never sampled if any logit is finite.
@@ -37,7 +37,7 @@ def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
             ignored unless it is above 0 and below V. top_p: in (0, 1]. min_p: in [0, 1]. uniform: in [0, 1).
 
     Returns:
-        int64 [B], always in [0, V). The token of a row with NaN or infinity is arbitrary.
+        int64 [B], always in [0, V). The token of a row with NaN or +inf is arbitrary.
     """
     sampled = [_sample(row, *numbers) for row, numbers in zip(logits, parameters.tolist(), strict=True)]
     return torch.stack(sampled) if sampled else torch.empty(0, dtype=torch.int64, device=logits.device)

@@ -18,7 +18,7 @@ COLDEST = 2.0**-16
 represents it exactly."""
 
 LARGEST = torch.finfo(torch.float32).max
-"""NaN and infinite logits are replaced by this. The token of such a row is arbitrary, but in the vocabulary."""
+"""NaN and +inf logits are replaced by this. The token of such a row is arbitrary, but in the vocabulary."""
 
 UNIT_BITS = 40
 UNIT = 2**UNIT_BITS

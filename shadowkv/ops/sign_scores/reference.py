@@ -40,13 +40,14 @@ def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Makes the sketches of keys, which are codes and scales.
 
     Args:
-        x: float32 [..., d] with d a multiple of 8, centred keys multiplied by their sequence's map.
+        x: float32 [..., d] with d a multiple of 8, centred keys, multiplied by their sequence's matrix in ``maps``
+            (``sketch_queries``).
 
     Returns:
-        Two planes uint8 [..., S] with S = ``plane_bytes(d)``, the upper bits (1 for positive) and the lower bits of
-        codes from 0 to 3. Bit j of byte b < d/8 belongs to dimension j d/8 + b. Other bytes are 0. And scales uint8
-        [...] from ``encode_scale``. ``x`` is about (code - 1.5) * scale. A key that is 0 or not finite has the least
-        scale.
+        Three tensors. The first two are planes, uint8 [..., S] with S = ``plane_bytes(d)``. Codes are from 0 to 3. One
+        plane has the upper bit of each code, which is 1 for numbers of at least 0. The other has the lower bit. Bit j
+        of byte b < d/8 belongs to dimension j d/8 + b. Other bytes are 0. The third tensor has the scales, uint8 [...],
+        from ``encode_scale``. ``x`` is about (code - 1.5) * scale. A key that is 0 or not finite has the least scale.
     """
     norm = x.norm(dim=-1, keepdim=True)
     sigma = (norm / math.sqrt(x.shape[-1])).clamp_min(torch.finfo(torch.float32).tiny)
@@ -68,8 +69,8 @@ def encode_scale(scale: Tensor) -> Tensor:
 
     Returns:
         uint8 [...] from 1 to 247, rounded to nearest after rounding to float16. From 2**-14 to 61440, the largest, the
-        relative error is at most 1/16. Below 2**-14, the error is at most 2**-18. The least scale is 2**-17. Smaller
-        numbers, negative ones and NaN get it, too.
+        relative error is at most 1/16. From 2**-18 to 2**-14, the error is at most 2**-18 + 2**-25. Smaller numbers,
+        negative ones and NaN become 2**-17, the least scale.
     """
     half = scale.nan_to_num(0.0).clamp(0.0, LARGEST_SCALE).half().view(torch.int16)
     return (((half >> SCALE_SHIFT - 1) + 1) >> 1).clamp(min=1).to(torch.uint8)
@@ -95,12 +96,12 @@ def plane_bits(plane: Tensor, dim: int) -> Tensor:
 
 
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
-    """Scores runs of 8 tokens. A run's score is the largest product of any of its tokens' signs with any query of its
-    kv head, in 4 bits.
+    """Scores runs of 8 tokens. Queries are rounded to 4 bits. A token's score for a query is the product of its signs
+    and the query, times its scale. A run's score is the largest score of its tokens, for any query of its kv head.
 
-    Queries are scaled to length 1, so that the query heads of a kv head are comparable without a softmax. On attention
-    of real prompts, an eighth of all runs chosen this way has as much of the softmax as an eighth chosen by softmax
-    shares.
+    Queries are scaled to length 1, so that the query heads of a kv head are comparable without a softmax. On real
+    prompts, these scores choose an eighth of the runs. These runs have as much attention weight as the eighth that
+    exact softmax weights choose.
 
     Args:
         queries: of B sequences and H_q query heads.

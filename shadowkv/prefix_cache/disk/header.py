@@ -39,7 +39,7 @@ _UID = re.compile(r"[0-9a-f]{32}")
 
 
 class BadSnapshot(Exception):
-    """A corrupt file: some byte is not as it was written. It is never served.
+    """A file that is corrupt, of another version or renamed. It is never served.
 
     Attributes:
         path: path of the file.
@@ -61,7 +61,7 @@ class FileHeader:
 
     Attributes:
         name: file name without its suffix.
-        origin: the link from which page names start, a hash of key and salt (``page_names.py``).
+        origin: hash of the key and the salt. The hash chain of page names starts with it (``page_names.py``).
         parent: name of the snapshot that it continues, "" if it starts with a prompt's first token.
         uid: identifies the exact bytes.
         parent_uid: uid of the parent that it was computed on, "" without a parent.

@@ -142,11 +142,13 @@ class ToolFormat:
     Attributes:
         parser: the parser of the format.
         signs: strings that, if all are in a chat template, show that the model writes the format.
-        others: strings that, if one is in a chat template, show another format with the same signs.
+        others: strings of other formats that have the same signs. A template with one of these strings does not have
+            this format.
         new_id: makes ids of calls.
         reasoning: the reasoning parser, if the format's own marks separate reasoning. Answers are then parsed even
             without tools, and special tokens are part of the parsed text.
-        opening: maps the end of a prompt to the text to append to it, before an answer that follows a schema.
+        opening: for answers that must follow a schema: a function that takes the end of the prompt and returns the text
+            to append to the prompt.
     """
 
     parser: type[ToolParser]

@@ -16,7 +16,7 @@ INSIDE, OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
 """Characters that a search for the end of a JSON value stops at: inside a string, and outside of strings."""
 
 ARGUMENTS = ("arguments", "parameters")
-"""Names of a call's arguments: Hermes and Mistral use the first, Llama the second."""
+"""JSON fields that can hold a call's arguments. Hermes and Mistral use the first, Llama the second."""
 
 
 def call_id() -> str:
@@ -89,8 +89,10 @@ class ToolParser(TextReader):
         return self.calls > before
 
     def _call(self) -> Reading[bool]:
-        """Reads ``{"name": …, "arguments": {…}}``, its fields in any order. Anything else is left as text; returns
-        whether a call was emitted."""
+        """Reads ``{"name": …, "arguments": {…}}``, its fields in any order. Returns whether a call was emitted.
+
+        Text of another form is left as text. If the form breaks after a call was emitted, the call stays.
+        """
         name, arguments, is_open = None, None, False
         self._at += 1
         while True:
