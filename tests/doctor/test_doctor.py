@@ -43,7 +43,7 @@ def test_the_backends_are_those_that_an_engine_has(capsys: pytest.CaptureFixture
 
 def test_backends_of_plugins_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        raise NotImplementedError("a doctor runs nothing")
+        return x * weight
 
     def register() -> None:
         registry.register("rms_norm", "mine", rms_norm)

@@ -36,6 +36,14 @@ from shadowkv.wording import GIB
 SHAPE = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_dim=64)
 ROPE = RopeConfig(head_dim=64)
 LLAMA = ModelShape(num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=128)
+
+
+def llama(vocab_size: int = 1000) -> SimpleNamespace:
+    """What sizing reads of the config of Llama-3.1-8B, with another vocabulary."""
+    widths = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": vocab_size}
+    return SimpleNamespace(shape=LLAMA, experts=None, linear=None, has_mlps=True, **widths)
+
+
 SPECS = {
     **{name: preset(name) for name in PRESETS},
     "small": preset("shadowkv", rank=9, budget=32, outliers=3),
@@ -130,15 +138,7 @@ def test_either_tier_can_be_the_limit() -> None:
 
 @pytest.mark.parametrize(("name", "layer_bytes"), [("full", 16384 * 4096), ("turbo", 900 * 16384)])
 def test_staging_is_three_layers_of_the_longest_sequence(name: str, layer_bytes: int) -> None:
-    model = SimpleNamespace(
-        shape=LLAMA,
-        experts=None,
-        linear=None,
-        has_mlps=True,
-        hidden_size=4096,
-        intermediate_size=14336,
-        vocab_size=1000,
-    )
+    model = llama()
     layout = make_layout(preset(name), LLAMA, torch.bfloat16).resized(16384)
     more = working_bytes(model, layout, 3, offload=True) - working_bytes(model, layout, 3)
     assert more == staging_bytes(layout) == pytest.approx(3 * layer_bytes, rel=0.35 if name == "turbo" else 0)
@@ -146,7 +146,7 @@ def test_staging_is_three_layers_of_the_longest_sequence(name: str, layer_bytes:
 
 def test_fetches_take_scratch_for_every_chunk_that_a_step_selects_in_every_layer() -> None:
     """Addresses from and to of every miss, of short rows twice, and an entry: 8 bytes each."""
-    model = SimpleNamespace(shape=LLAMA, experts=None, linear=None, has_mlps=True, vocab_size=1000)
+    model = llama()
     logits = step_bytes(model, make_layout(preset("turbo"), LLAMA, torch.bfloat16))
     for kv, numbers in (("turbo-host", 5), ("shadowkv", 3)):
         layout = make_layout(preset(kv, budget=1024), LLAMA, torch.bfloat16)
@@ -154,21 +154,13 @@ def test_fetches_take_scratch_for_every_chunk_that_a_step_selects_in_every_layer
 
 
 def test_a_step_takes_logits_and_what_sampling_works_in() -> None:
-    model = SimpleNamespace(shape=LLAMA, experts=None, linear=None, has_mlps=True, vocab_size=128256)
+    model = llama(128256)
     assert step_bytes(model, make_layout(preset("turbo"), LLAMA, torch.bfloat16)) == 4 * 4 * 128256 + 4 * 8192 + 8 * 5
 
 
 def test_bases_that_are_decoded_to_compress_and_to_read_are_left_room() -> None:
     """Of low-rank-mixed keys: 64 pages are projected at a time, and each sequence of a step has its basis decoded."""
-    model = SimpleNamespace(
-        shape=LLAMA,
-        experts=None,
-        linear=None,
-        has_mlps=True,
-        hidden_size=4096,
-        intermediate_size=14336,
-        vocab_size=1000,
-    )
+    model = llama()
     mixed, int4 = (make_layout(preset(f"turbo:keys=low-rank-{x}"), LLAMA, torch.bfloat16) for x in ("mixed", "int4"))
     basis = 160 * 1024
     pages, latents = 64 * 64 * 4 * 1024, 64 * 64 * 40 * 160
@@ -180,9 +172,7 @@ def test_bases_that_are_decoded_to_compress_and_to_read_are_left_room() -> None:
 
 @pytest.mark.parametrize("tokens", [1000, 100_000, 1_000_000])
 def test_prefill_reserve_is_the_prompts_and_a_block_in_the_mlp(tokens: int) -> None:
-    config = SimpleNamespace(
-        shape=LLAMA, experts=None, linear=None, has_mlps=True, hidden_size=4096, intermediate_size=14336
-    )
+    config = llama()
     stored = max(tokens, 16000)  # several layers of a short prompt
     elements = tokens * (4096 + 16) + 2 * stored * 3 * 1024 + min(tokens, 8192) * (5 * 4096 + 3 * 14336)
     if tokens > 8192:  # a block overtakes it, of which several layers are stored together
@@ -191,9 +181,7 @@ def test_prefill_reserve_is_the_prompts_and_a_block_in_the_mlp(tokens: int) -> N
 
 
 def test_attention_of_a_very_long_prompt_takes_more_than_its_mlp() -> None:
-    config = SimpleNamespace(
-        shape=LLAMA, experts=None, linear=None, has_mlps=True, hidden_size=4096, intermediate_size=14336
-    )
+    config = llama()
     attending = 2 * 8192 * (4096 + 3 * 4096 + 2 * 1024) + drawing_bytes(LLAMA, 8192, 2_000_000)
     assert block_bytes(config, 2_000_000, torch.bfloat16) == attending
     assert block_bytes(config, 1_000_000, torch.bfloat16) == 2 * 8192 * (5 * 4096 + 3 * 14336)
@@ -218,15 +206,7 @@ def test_tables_of_rope_are_counted() -> None:
 
 def test_four_sequences_of_a_million_tokens_fit_beside_a_prefill() -> None:
     """With ``turbo`` on the 139.8 GiB of an H200, 99 % of them, beside 15 GiB of weights and a GiB of PyTorch's own."""
-    model = SimpleNamespace(
-        shape=LLAMA,
-        experts=None,
-        linear=None,
-        has_mlps=True,
-        hidden_size=4096,
-        intermediate_size=14336,
-        vocab_size=128256,
-    )
+    model = llama(128256)
     layout = Layout(preset("turbo"), LLAMA, torch.bfloat16, 1_000_384)
     usable = int((0.99 * 139.8 - 15 - 1) * GIB)
     assert largest_batch(model, layout, 1_000_000, 1_000_384, usable, None).both == 4

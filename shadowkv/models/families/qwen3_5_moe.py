@@ -1,5 +1,5 @@
-"""Qwen3.5 with experts, 35B-A3B, 122B-A10B and 397B-A17B: Qwen3.5's layers, a softmax over all experts, and a gated
-shared expert that takes every token."""
+"""Qwen3.5 with experts, such as 35B-A3B. It has Qwen3.5's layers, a softmax over all experts, and a gated shared expert
+that takes every token."""
 
 from __future__ import annotations
 
