@@ -5,7 +5,8 @@
 
 The page's further sections are kept as they are.
 
-A yes means the client parsed the answer correctly; the model's quality is not judged.
+"yes" means that the client parsed the answer correctly; the model's quality is not judged. "–" means that the client
+cannot ask for it, or that another row covers it.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ def page(rows: dict[str, dict[str, str]], versions: dict[str, str], model: str) 
     lines = [
         "# Clients",
         "",
-        f"What {len(rows)} clients of the OpenAI API and of Anthropic's could do with a server of `{model}` on "
-        f"{date.today().isoformat()}; `make test-slow` tries them again, and "
-        "`python scripts/client_matrix.py --out docs/clients.md` writes this page.",
+        f"{len(rows)} clients of the OpenAI and Anthropic APIs, tested against a server of `{model}` on "
+        f"{date.today().isoformat()}. `make test-slow` tests them again. "
+        "`python scripts/client_matrix.py --out docs/clients.md` writes this table.",
         "",
         f"| client | version | {' | '.join(CASES)} |",
         f"| --- | --- |{' --- |' * len(CASES)}",
