@@ -260,7 +260,7 @@ METHODS = (
 def table() -> list[str]:
     """Lines of Markdown."""
     lines = [
-        "| method | `shadowkv/` | `shadowkv/ops/`, beside a reference | `csrc/` | `tests/` |",
+        "| method | `shadowkv/` | `shadowkv/ops/` (and a reference each) | `csrc/` | `tests/` |",
         "| --- | --- | --- | --- | --- |",
     ]
     for method in METHODS:

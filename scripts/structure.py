@@ -1,5 +1,4 @@
-"""Writes docs/structure.md: where each method is, and one line per folder, from the folders' own docstrings;
-``--check`` only compares."""
+"""Writes docs/structure.md: where each method is, and one line per folder. ``--check`` only compares."""
 
 from __future__ import annotations
 
@@ -15,31 +14,33 @@ TARGET = ROOT / "docs" / "structure.md"
 FOLDERS = ("shadowkv", "scripts", "training", "benchmarks", "robustness")
 INTRODUCTION = """# Structure
 
-How a request travels: `serve` → `engine/process` (to another process, and back), or `LLM` → `engine.Engine.step` →
-`Scheduler` (admission) → `Runner` (prefill, decode) → `models.Decoder` → `layers` → `KVCache.append / attend /
-finish_prefill` → parts → `ops`.
-Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf`,
-`kvcache ← prefix_cache ← engine`, `kvcache ← baselines`, `serve ← ray`, `eval ← bench`, and `cli` above all of them.
-Within a package too there are no circles (`[tool.importlinter]` in `pyproject.toml`, which `make lint` checks).
-`models/` and `eval/` at the top are links to `shadowkv/models/` and `shadowkv/eval/`. `benchmarks/` measures,
-`robustness/` breaks what it can, `training/` makes adapters, `scripts/` is what a developer runs.
+A request passes `serve` → `engine/process` (another process) → `engine.Engine.step` → `Scheduler` (admission) →
+`Runner` (prefill, decode) → `models.Decoder` → `layers` → `KVCache.append / start / finish_prefill` → parts → `ops`.
+From Python, `LLM` calls `Engine.step` in its own process.
 
-A policy is a `KVSpec`, keys × index × values × place × prefill; the cache knows no method by name. A sequence owns all
+Imports point one way: `ops ← kvcache ← layers ← models ← engine ← serve, eval, plan, hf`,
+`kvcache ← prefix_cache ← engine`, `kvcache ← baselines`, `serve ← ray`, `eval ← bench`. `cli` imports all of them.
+There are no import cycles within a package either. `make lint` checks this (`[tool.importlinter]` in `pyproject.toml`).
+
+`models/` and `eval/` at the top are links to `shadowkv/models/` and `shadowkv/eval/`. `benchmarks/` measures speed,
+`robustness/` injects faults, `training/` makes adapters, and `scripts/` has tools for developers.
+
+A policy is a `KVSpec`: keys × index × values × place × prefill. The cache knows no method by name. A sequence owns all
 its pages from admission on. Exact pages, compressed pages and the host tier share one set of page tables over all
-layers (`kvcache/memory/arenas.py` says what a page id is).
+layers (`kvcache/memory/arenas.py` defines page ids).
 
 ## Where a method is
 
-An op is a folder with a file for each backend: `reference.py`, in PyTorch, which takes every case, and those that the
-table names, which say what they take (`supports`) where that is not all. CUDA without a source in `csrc/` is PyTorch's
-own kernels. An engine has one `Ops`, the backends chosen for it, which its layers, its cache and its sampler call
-(`give_ops` in `engine/startup/loading.py`). More tests of CUDA and Triton are in `tests/ops`.
+An op is a folder with a file for each backend. `reference.py` is PyTorch and takes every case. The table names the other
+backends. A backend that does not take every case has a function `supports`. Where `csrc` has no CUDA source, CUDA means
+PyTorch's own kernels. An engine has one `Ops`, the backends chosen for it. Its layers, its cache and its sampler call
+these (`give_ops` in `engine/startup/loading.py`). `tests/ops` has more tests of CUDA and Triton.
 """
 FOLDERS_OF_CODE = """
 ## Folders
 
-One line per folder, from its docstring (`python scripts/structure.py` writes this file, `make lint` checks it). What a
-module is says its own docstring.
+One line per folder, from the folder's docstring. Each module has a docstring of its own. `python scripts/structure.py`
+writes this file, and `make lint` checks it.
 """
 
 
