@@ -1,10 +1,10 @@
 """README's RULER table again, from a fresh clone: runs what it was made with, and shows each figure beside the recorded
 one, on the same samples.
 
-    make reproduce                                   # SmolLM2's columns, in results/reproduce
+    make reproduce                                   # SmolLM2's rows, in results/reproduce
     python -m benchmarks.reproduce --out DIR --length 16384 --samples 2 --kv full
 
-Needs the extra ``eval``, which ``make reproduce`` installs, and for Qwen's columns its GGUF file (``--qwen``). Goes on
+Needs the extra ``eval``, which ``make reproduce`` installs, and for Qwen's rows its GGUF file (``--qwen``). Goes on
 where it was stopped.
 """
 
