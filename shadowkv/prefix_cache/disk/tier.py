@@ -230,7 +230,13 @@ class DiskTier:
         """Statistics of the tier."""
         directory = self._directory
         pinned_bytes = directory.size(directory.names.pins)
-        return self.counts.now(directory.bytes, self.limit_bytes, pinned_bytes, directory.num_files)
+        return self.counts.now(
+            directory.bytes,
+            self.limit_bytes,
+            pinned_bytes=pinned_bytes,
+            files=directory.num_files,
+            other_files=directory.num_files - directory.num_files_of(self.key.digest),
+        )
 
     def close(self, timeout: float = 10.0) -> bool:
         """Closes the tier. Queued writes are done within ``timeout`` seconds, and queued reads are cancelled.
