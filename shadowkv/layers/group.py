@@ -107,8 +107,11 @@ class Group:
         if self.size == 1:
             return [value]
         values: list[Value] = [value] * self.size
-        with _failing():
-            torch.distributed.all_gather_object(values, value)
+        for rank in range(self.size):
+            own = [value]
+            with _failing():
+                torch.distributed.broadcast_object_list(own, rank, device=torch.device("cpu"))
+            values[rank] = own[0]
         return values
 
     def least(self, counts: Mapping[str, int]) -> dict[str, int]:

@@ -67,7 +67,7 @@ class DiskReports:
             kind, file = self._events.popleft()
             assert self.disk is not None
             if file.key != self.disk.key.digest:
-                continue  # of another model
+                continue  # of another model, policy or number of ranks
             copy, stored = self._copies.by_uid.get(file.uid), kind in ("found", "stored")
             if copy is None:
                 if stored:

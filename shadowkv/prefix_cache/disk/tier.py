@@ -214,8 +214,8 @@ class DiskTier:
         save = self._directory.names.read(name)
         if save.key != self.key.digest:
             raise UnusableName(
-                f"what is saved as {name!r} is of another model or policy (key {save.key[:10]}, this server's is "
-                f"{self.key.digest[:10]})"
+                f"what is saved as {name!r} is of another model, policy or number of GPUs (key {save.key[:10]}, this "
+                f"server's is {self.key.digest[:10]})"
             )
         for snapshot in save.snapshots:  # also known ones: another server may have rewritten them
             self._directory.look(snapshot)
