@@ -40,9 +40,8 @@ def open_mover(ranks: Ranks, cache: KVCache, nbytes: int, own: RankCache) -> tup
     ``join_tiers``. Returns it with the caches of all ranks, of which ``own`` is rank 0's. Raises MemoryError if the
     memory cannot be allocated, RankFailure if another rank fails."""
     with ranks.together():
-        caches = ranks.group.gather(own)
-        host = HostTier(nbytes, cache.device, shared=ranks.memory.fileno())
-        ranks.group.agree(nbytes)
+        host = HostTier(ranks.group.agree(nbytes), cache.device, shared=ranks.memory.fileno())
+        caches = ranks.group.gather(own)  # last: so rank 0 waits until all ranks have the memory
     return DriverMover(ranks, cache, host, caches), caches
 
 
@@ -53,9 +52,10 @@ def join_tiers(
     device. ``memory`` is the descriptor of the slabs. Raises MemoryError if they cannot be mapped or pinned."""
     if not offload_bytes(config, cache.layout):
         return None
-    group.gather(RankCache.of(config, loaded, cache))
-    nbytes = group.agree(0)
-    return RankMover(Mover(cache, HostTier(nbytes, cache.device, shared=memory), group.rank))
+    own = RankCache.of(config, loaded, cache)
+    host = HostTier(group.agree(0), cache.device, shared=memory)
+    group.gather(own)
+    return RankMover(Mover(cache, host, group.rank))
 
 
 @dataclass(frozen=True)
