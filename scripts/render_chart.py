@@ -20,8 +20,7 @@ HEADER = """\
 #   kubectl create secret generic shadowkv --from-literal=api-keys=KEY --from-literal=hf-token=TOKEN
 #   kubectl apply -f deploy/kubernetes.yaml
 # The secret has to be there: without keys the server would answer anybody.
-# For two GPUs: --tensor-parallel-size=2 among the args, without --kv-offload-gib, --kv-disk-dir and --kv-disk-gib, and
-# nvidia.com/gpu: 2 in limits.
+# For two GPUs: --tensor-parallel-size=2 among the args, and nvidia.com/gpu: 2 in limits.
 """
 
 

@@ -36,7 +36,7 @@ from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.prefix_cache.cache import PrefixCache, Prompt
 from shadowkv.prefix_cache.eviction import POLICIES, Eviction
-from shadowkv.prefix_cache.host import HostTier
+from shadowkv.prefix_cache.host import HostTier, Mover
 from shadowkv.prefix_cache.page_names import PageNames, origin
 
 SYSTEM, SHORTEST, LONGEST, TURN = 8, 16, 64, (1, 8)
@@ -110,7 +110,7 @@ def replay(policy: str, trace: Trace, host_share: float) -> dict[str, float]:
     clock = SimpleNamespace(seconds=0.0)
     page_bytes = cache.layout.snapshot_layer_bytes(longest) * PAGE // longest
     host = HostTier(int(host_share * trace.document_tokens) // PAGE * page_bytes, torch.device("cpu"), page_bytes)
-    prefixes = PrefixCache(cache, host, eviction=Eviction(policy, lambda: clock.seconds))
+    prefixes = PrefixCache(cache, Mover(cache, host), eviction=Eviction(policy, lambda: clock.seconds))
     scheduler, base, prompt_tokens = Scheduler(cache, 1, longest, prefixes), origin(40 * "0"), 0
     for number, (clock.seconds, tokens) in enumerate(trace):
         prompt = Prompt(tokens, PageNames(base).extend_to(tokens))

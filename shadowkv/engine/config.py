@@ -314,8 +314,8 @@ class EngineConfig:
     kv_offload_gib: float = setting(
         0.0,
         PREFIX_CACHE,
-        "pinned host memory for copies of cached prompts (default: 0. With --kv-disk-dir: room for two sequences of "
-        "the maximum length, at least 1 GiB and at most 16 GiB)",
+        "pinned host memory for copies of cached prompts, of all GPUs together (default: 0. With --kv-disk-dir: room "
+        "for two sequences of the maximum length, at least 1 GiB and at most 16 GiB)",
         metavar="GIB",
         check=finite(0),
     )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shadowkv.engine.execution.sampler import NO_TOKEN
 from shadowkv.engine.outputs import NOTHING_FOLLOWS, ErrorCode, TokenLogprobs, TokenOutput
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
+from shadowkv.engine.parallel.tiers import open_mover as open_rank_mover
 from shadowkv.engine.request import Request, RequestError, SchemaTimeout
 from shadowkv.engine.request_factory import RequestFactory
 from shadowkv.engine.sampling_params import SamplingParams
@@ -43,7 +45,7 @@ from shadowkv.engine.startup.loading import (
     load_engine_parts,
     sampling_of_directory,
 )
-from shadowkv.engine.startup.prefix_cache import check_disk_dir, open_prefix_cache
+from shadowkv.engine.startup.prefix_cache import check_disk_dir, open_mover, open_prefix_cache
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -162,7 +164,8 @@ class Engine:
                 self.runner = Runner(loaded.model, self.cache, graphs_up_to(config, self.cache))
             else:
                 loaded, self.cache, self.runner, self.notes = load_driver(config, self._ranks)
-            prefix_cache, origin = open_prefix_cache(config, loaded, self.cache)
+            make = open_mover if self._ranks is None else partial(open_rank_mover, self._ranks)
+            prefix_cache, origin = open_prefix_cache(config, loaded, self.cache, make)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
         self.model_path = str(loaded.path or config.model)
         self.model_config = loaded.config
@@ -317,7 +320,7 @@ class Engine:
                 outputs += self._decode(wait and not outputs and not self.prefill_queue.in_flight)
             self.scheduler.prefix_cache.advance(idle=not self.num_running and not outputs)
         if self._ranks is not None:
-            self._ranks.check()
+            self._ranks.flush()  # copies go on, even if no step follows soon
         return outputs
 
     @property

@@ -102,6 +102,18 @@ class Group:
             torch.distributed.broadcast_object_list(values, 0, device=torch.device("cpu"))
         return values[0]
 
+    def gather(self, value: Value) -> list[Value]:
+        """Returns the values of all ranks, in their order, on every rank. They must be picklable."""
+        if self.size == 1:
+            return [value]
+        values: list[Value] = [value] * self.size
+        for rank in range(self.size):
+            own = [value]
+            with _failing():
+                torch.distributed.broadcast_object_list(own, rank, device=torch.device("cpu"))
+            values[rank] = own[0]
+        return values
+
     def least(self, counts: Mapping[str, int]) -> dict[str, int]:
         """Returns the minimum of each count over all ranks."""
         if self.size == 1:

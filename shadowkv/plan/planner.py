@@ -61,7 +61,7 @@ class Machine:
         gpu_memory_gib: memory of the GPU.
         gpu_memory_utilization: share of the GPU's memory to use, weights included.
         host_memory_gib: pinned host memory for values; None for as much as the batch needs.
-        kv_offload_gib: further host memory, for copies of cached prompts.
+        kv_offload_gib: further host memory, for copies of cached prompts, of all ranks together.
         device_bandwidth_tbs: bandwidth of device memory in TB/s (1e12).
         host_bandwidth_gbs: bandwidth of the GPU's zero-copy reads from host memory in GB/s (1e9).
     """

@@ -16,7 +16,8 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
     """The plans as text: the model, the machine, a description of each policy, and a table."""
     machine, shape, config = planner.machine, planner.config.shape, planner.config
     host = "as much as the batch needs" if machine.host_memory_gib is None else f"{machine.host_memory_gib:g} GiB"
-    copies = f", and {machine.kv_offload_gib:g} GiB for copies of cached prompts" if machine.kv_offload_gib else ""
+    offload_gib = machine.kv_offload_gib / planner.shard.size
+    copies = f", and {offload_gib:g} GiB for copies of cached prompts" if offload_gib else ""
     head = [
         f"model    {model}: {shape.num_layers} layers, {shape.num_query_heads} query and {shape.num_kv_heads} kv heads "
         f"of {shape.head_dim}, hidden size {config.hidden_size}, {planner.weights}",
@@ -34,7 +35,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         *(f"policy   {plan.kv}: {describe(plan.spec, shape)}" for plan in plans),
         "",
     ]
-    rows = [("", [plan.kv for plan in plans]), *_rows(plans, machine.kv_offload_gib)]
+    rows = [("", [plan.kv for plan in plans]), *_rows(plans, offload_gib)]
     if planner.replicas > 1:
         largest, count = [plan.largest for plan in plans], planner.replicas
         rows += [

@@ -23,7 +23,7 @@ from shadowkv.prefix_cache.chains import Speeds
 from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.eviction import Eviction
-from shadowkv.prefix_cache.host import HostTier
+from shadowkv.prefix_cache.host import Mover
 from shadowkv.prefix_cache.lower_tiers import STEP_BYTES, LowerTiers
 from shadowkv.prefix_cache.matches import Lookups, Match, Prompt
 from shadowkv.prefix_cache.saves import Saves
@@ -61,7 +61,7 @@ class PrefixCache:
     """Finds cached prefixes of prompts, and keeps finished sequences. It evicts the least recently used of these.
 
     Args:
-        host: the host tier; None without tiers below the device.
+        mover: copies between the device and the host tier; None without tiers below the device.
         disk: returns the disk tier, given the callback that receives its events. None if there is no disk tier.
         eviction: the order in which copies are evicted from host memory.
         step_bytes: most bytes of copies to host memory that a step launches.
@@ -75,7 +75,7 @@ class PrefixCache:
     def __init__(
         self,
         cache: KVCache,
-        host: HostTier | None = None,
+        mover: Mover | None = None,
         disk: Callable[[Callable[[str, FileHeader], None]], DiskTier] | None = None,
         eviction: Eviction | None = None,
         step_bytes: int = STEP_BYTES,
@@ -85,9 +85,9 @@ class PrefixCache:
         self._lookups = Lookups()
         self.version, self.counts, self.speeds = 0, Counts(), Speeds()
         self.lower: LowerTiers | None = None
-        if host is not None:
+        if mover is not None:
             eviction = eviction or Eviction()
-            self.lower = LowerTiers(cache, self._tree, host, disk, self.counts, self.speeds, eviction, step_bytes)
+            self.lower = LowerTiers(cache, self._tree, mover, disk, self.counts, self.speeds, eviction, step_bytes)
 
     def __len__(self) -> int:
         return len(self._kept)

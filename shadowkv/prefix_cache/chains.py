@@ -18,7 +18,7 @@ from shadowkv.kvcache.snapshots.header import Link
 from shadowkv.kvcache.snapshots.layers import Restoring
 from shadowkv.prefix_cache.copies import Copies
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.host import Mover, StreamArrival
+from shadowkv.prefix_cache.host import Arrival, Mover, Place
 from shadowkv.prefix_cache.matches import Step
 from shadowkv.prefix_cache.stats import Counts
 from shadowkv.prefix_cache.tree import Copy, Node
@@ -90,7 +90,7 @@ class Speeds:
 class Arriving(NamedTuple):
     """A chain on its way to the device. ``copies`` are read for it, and have ``nbytes`` bytes together."""
 
-    arrival: StreamArrival
+    arrival: Arrival
     restoring: Restoring
     copies: list[Copy]
     nbytes: int
@@ -156,8 +156,8 @@ class Chains:
 
     def seconds(self, steps: list[Step]) -> float:
         """Expected seconds to restore a chain."""
-        nbytes = sum(step.copy.header.nbytes for step in steps)
-        on_disk = sum(step.copy.header.nbytes for step in steps if not step.copy.on_host)
+        nbytes = sum(step.copy.nbytes for step in steps)
+        on_disk = sum(step.copy.nbytes for step in steps if not step.copy.on_host)
         return self._speeds.host.seconds(nbytes) + self._speeds.disk.seconds(on_disk)
 
     def fetch(self, steps: list[Step], patience: float) -> float | None:
@@ -184,7 +184,7 @@ class Chains:
             if self._disk is None or copy.file is None or now < copy.retry_at:
                 return None
             if copy.slabs is None:
-                copy.slabs = self._copies.room(copy.header.nbytes, spare)
+                copy.slabs = self._copies.room(copy.nbytes, spare)
             if copy.slabs is None:
                 return None
             copy.users += 1
@@ -198,26 +198,18 @@ class Chains:
 
         Raises the errors of ``Snapshots.restore``.
         """
-        restoring = self._cache.snapshots.restore(self.links(steps), start, capacity, parent)
         copies = [step.copy for step in steps]
-        parts = [(copy.header, copy.slabs or []) for copy in copies]
-        began, nbytes = time.monotonic(), sum(copy.header.nbytes for copy in copies)
-        try:
-            arrival = self._mover.up(restoring, parts)
-        except BaseException:
-            self._mover.finish()
-            self._cache.release(restoring.sequence)
-            raise
+        places, nbytes = [Place(copy.slabs or [], copy.parts) for copy in copies], sum(copy.nbytes for copy in copies)
+        restoring, arrival = self._mover.restore(self.links(steps), places, start, capacity, parent)
         for step, copy in zip(steps, copies, strict=True):
             tier = "disk" if copy.from_disk else "host"
             self._counts[tier].add(hit_tokens=(step.stop - copy.node.first) * PAGE)
             copy.from_disk = False
         if parent is not None:
             self._counts["device"].add(hit_tokens=copies[0].node.first * PAGE)
-        if arrival is None:
-            self._arrived(nbytes, time.monotonic() - began)
+        if arrival.done:
+            self._arrived(nbytes, arrival.seconds)
         else:
-            restoring.sequence.pending_layers = arrival
             for copy in copies:
                 copy.users += 1
             self.arriving.append(Arriving(arrival, restoring, copies, nbytes))
@@ -243,7 +235,7 @@ class Chains:
             copy.file = None
         else:
             copy.ready = copy.from_disk = True
-            self._speeds.disk.add(copy.header.nbytes, done.result())
+            self._speeds.disk.add(copy.nbytes, done.result())
         self._copies.leave(copy)
 
     def _arrived(self, nbytes: int, seconds: float) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +16,17 @@ from shadowkv.prefix_cache.stats import Counts
 from shadowkv.prefix_cache.tree import Copy, Node, PrefixTree
 
 
+def only_part(header: SnapshotHeader) -> tuple[int, ...]:
+    """The parts of a copy (``Copy.parts``) if there is one rank."""
+    return (header.nbytes,)
+
+
+def pieces(header: SnapshotHeader, parts: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the number and the bytes of the equal pieces that the file of a copy has: ``SnapshotHeader.pieces``, or
+    one piece with the parts of several ranks."""
+    return header.pieces if len(parts) == 1 else (1, sum(parts))
+
+
 class Copies:
     """Copies of a tree's nodes in host memory, on disk or on their way there. Only the engine's thread uses them.
 
@@ -22,12 +35,21 @@ class Copies:
         host: the host tier.
         counts: statistics of host memory, to which evictions are added here.
         eviction: the order in which copies are evicted.
+        parts: returns the parts of a copy with this header (``Copy.parts``).
 
     Attributes:
         by_uid: all copies by their nodes' uids.
     """
 
-    def __init__(self, tree: PrefixTree, host: HostTier, counts: Counts, eviction: Eviction) -> None:
+    def __init__(
+        self,
+        tree: PrefixTree,
+        host: HostTier,
+        counts: Counts,
+        eviction: Eviction,
+        parts: Callable[[SnapshotHeader], tuple[int, ...]] = only_part,
+    ) -> None:
+        self.parts = parts
         self.host, self.tree, self.counts, self.eviction = host, tree, counts, eviction
         self.by_uid: dict[str, Copy] = {}
 
@@ -42,7 +64,8 @@ class Copies:
     ) -> Copy:
         """Adds a copy of a node that has none. Arguments as for ``Copy``."""
         self.tree.changes += 1
-        node.copy = self.by_uid[node.uid] = Copy(node, header, token_ids, file=file, users=users)
+        parts = self.parts(header)
+        node.copy = self.by_uid[node.uid] = Copy(node, header, token_ids, parts, file=file, users=users)
         return node.copy
 
     def drop(self, copy: Copy) -> None:
@@ -102,4 +125,4 @@ class Copies:
     def buffers(self, copy: Copy) -> list[npt.NDArray[np.uint8]]:
         """Returns the bytes of a copy in its slabs, as uint8 arrays in order. The disk tier reads or writes them."""
         assert copy.slabs is not None
-        return [part.numpy() for part, _ in self.host.pieces(copy.slabs, 0, copy.header.nbytes)]
+        return [part.numpy() for part, _ in self.host.pieces(copy.slabs, 0, copy.nbytes)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.snapshots.header import SnapshotHeader
-from shadowkv.prefix_cache.copies import Copies
+from shadowkv.prefix_cache.copies import Copies, pieces
 from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.page_names import PageNames
@@ -67,7 +67,7 @@ class DiskReports:
             kind, file = self._events.popleft()
             assert self.disk is not None
             if file.key != self.disk.key.digest:
-                continue  # of another model
+                continue  # of another model, policy or number of ranks
             copy, stored = self._copies.by_uid.get(file.uid), kind in ("found", "stored")
             if copy is None:
                 if stored:
@@ -104,10 +104,11 @@ class DiskReports:
             return False
         try:
             header = SnapshotHeader.from_json(json.dumps(dict(file.contents)))
+            parts = self._copies.parts(header)
         except ValueError as error:
             logger.warning("the snapshot %s is not served: %s", file.name, error)
             return False
-        size = header.start, header.length, *header.pieces
+        size = header.start, header.length, *pieces(header, parts)
         if size != (file.start, file.length, file.layers, file.layer_bytes) or header.form != self._form:
             logger.warning("the snapshot %s is not served: its header is of another", file.name)
             return False

@@ -1,21 +1,29 @@
 """The host tier: bytes of snapshots in slabs of host memory, which is pinned if the device is a GPU.
 
-``Mover`` copies between slabs and the device, layer by layer, while the device computes.
+``Mover`` copies between slabs and the device, layer by layer, while the device computes. With tensor parallelism all
+ranks have the same slabs, in shared memory. Rank 0 decides what is in them, and each rank has a mover for its own part
+of the copies.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import IO, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.memory.arenas import pin
-from shadowkv.kvcache.snapshots.header import SnapshotHeader
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.kvcache.snapshots.header import Link, SnapshotHeader
 from shadowkv.kvcache.snapshots.layers import Reading, Restoring
 
 SLAB_BYTES = 2**22
@@ -25,22 +33,33 @@ ALIGNMENT = 256
 """Alignment of staging memory, in bytes."""
 
 
+def shared_file() -> IO[bytes]:
+    """Returns a new, empty file in memory. Processes that inherit its descriptor can share slabs."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("shadowkv-host-tier"), "r+b")
+    return tempfile.TemporaryFile()  # macOS has no files in memory
+
+
 class HostTier:
     """A pool of slabs.
 
     Args:
         nbytes: bytes of all slabs, rounded down to whole slabs.
         device: the device that copies to and from the slabs.
+        shared: descriptor of a file (``shared_file``) that has the slabs, for all processes that map it; None for
+            memory of this process alone. Only one of the processes may take and give slabs.
 
     Raises:
         MemoryError: there is not enough memory.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, slab_bytes: int = SLAB_BYTES) -> None:
+    def __init__(
+        self, nbytes: int, device: torch.device, slab_bytes: int = SLAB_BYTES, shared: int | None = None
+    ) -> None:
         self.slab_bytes, self.num_slabs = slab_bytes, nbytes // slab_bytes
         try:
-            memory = np.zeros((self.num_slabs, slab_bytes), np.uint8)
-        except MemoryError as error:
+            memory = _allocate(self.total_bytes, shared).reshape(self.num_slabs, slab_bytes)
+        except (MemoryError, OSError) as error:
             raise MemoryError(f"cannot allocate {nbytes / 2**30:.1f} GiB of host memory for snapshots") from error
         if device.type == "cuda" and self.num_slabs:
             weakref.finalize(self, pin(memory))
@@ -86,17 +105,70 @@ class HostTier:
             at += count
 
 
+def _allocate(nbytes: int, shared: int | None) -> np.ndarray:
+    """Returns zeros uint8 [nbytes]. They are the contents of the file ``shared`` unless that is None."""
+    if shared is None or not nbytes:
+        return np.zeros(nbytes, np.uint8)
+    if os.fstat(shared).st_size < nbytes:
+        os.ftruncate(shared, nbytes)
+    return np.frombuffer(mmap.mmap(shared, nbytes), np.uint8)
+
+
+class Place(NamedTuple):
+    """Where a copy is in host memory: its slabs, and the bytes of each rank's part (``Copy.parts``)."""
+
+    slabs: list[int]
+    parts: tuple[int, ...]
+
+
+class Arrival(Protocol):
+    """A restored sequence on its way to the device."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all its layers have arrived. The slabs are not read any more then."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the copies took, after all layers have arrived."""
+
+
+class Arrived(NamedTuple):
+    """The arrival of a sequence that was restored at once, on a CPU."""
+
+    seconds: float
+    done: bool = True
+
+
 class Mover:
-    """Copies between slabs and the device, on streams of its own. On a CPU it copies synchronously."""
+    """Copies between slabs and the device, on streams of its own. On a CPU it copies synchronously.
 
-    def __init__(self, host: HostTier, device: torch.device) -> None:
-        self.host, self.device = host, device
-        self._stream, self._bus = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
+    Args:
+        cache: the cache of this rank.
+        rank: tensor-parallel rank of this process. It copies this rank's part of each copy.
+    """
 
-    def down(self, reading: Reading, slabs: list[int]) -> Iterator[int]:
+    def __init__(self, cache: KVCache, host: HostTier, rank: int = 0) -> None:
+        self.cache, self.host, self.device, self._rank = cache, host, cache.device, rank
+        gpu = self.device.type == "cuda"
+        self._stream, self._bus = (torch.cuda.Stream(self.device) if gpu else None for _ in range(2))
+
+    def parts(self, header: SnapshotHeader) -> tuple[int, ...]:
+        """Returns the bytes of each rank's part of a copy (``Copy.parts``). ``header`` is rank 0's."""
+        return (header.nbytes,)
+
+    def open(self, sequence: CachedSequence, start: int, stop: int) -> Reading:
+        """Opens a reading of a sequence's tokens ``start`` to ``stop`` (``Snapshots.open_reading``)."""
+        return self.cache.snapshots.open_reading(sequence, start, stop)
+
+    def close(self, reading: Reading) -> None:
+        """Closes a reading. Its copies must have arrived, or ``finish`` was called."""
+        reading.close()
+
+    def down(self, reading: Reading, place: Place) -> Iterator[int]:
         """Copies a reading into slabs. Yields a layer's number of bytes after the copy of this layer is launched. Then
         yields 0 until all layers have arrived. Callers must run it to its end or call ``finish``."""
-        header = reading.header
+        header, begin = reading.header, self._begin(place)
         self._follow()
         with self._on_stream():
             staging = torch.empty(_widest(header), dtype=torch.uint8, device=self.device)
@@ -104,7 +176,7 @@ class Mover:
             span = header.span(layer)
             with self._on_stream():
                 reading.read_layer(layer, staging)
-                for slab, part in self.host.pieces(slabs, span.start, span.stop):
+                for slab, part in self.host.pieces(place.slabs, begin + span.start, begin + span.stop):
                     slab.copy_(staging[part], non_blocking=True)
             yield span.stop - span.start
         if self._stream is None:
@@ -113,12 +185,34 @@ class Mover:
         while not arrived.query():
             yield 0
 
-    def up(self, restoring: Restoring, chain: list[tuple[SnapshotHeader, list[int]]]) -> StreamArrival | None:
+    def restore(
+        self,
+        links: Sequence[Link],
+        places: Sequence[Place],
+        start: int,
+        capacity: int,
+        parent: CachedSequence | None,
+    ) -> tuple[Restoring, Arrival]:
+        """Starts to restore a chain of copies in ``places``. Other arguments are as for ``Snapshots.restore``.
+
+        Raises the errors of ``Snapshots.restore`` and of the copies. After an error nothing is taken.
+        """
+        restoring, began = self.cache.snapshots.restore(links, start, capacity, parent), time.monotonic()
+        try:
+            arrival = self.up(restoring, [(link.header, place) for link, place in zip(links, places, strict=True)])
+        except BaseException:
+            self.finish()
+            self.cache.pools.release(restoring.sequence)
+            raise
+        restoring.sequence.pending_layers = arrival
+        return restoring, Arrived(time.monotonic() - began) if arrival is None else arrival
+
+    def up(self, restoring: Restoring, chain: list[tuple[SnapshotHeader, Place]]) -> StreamArrival | None:
         """Copies a chain from slabs to a restored sequence. A layer crosses the bus while the previous one is put in
         place. Prefill may read each layer as soon as it has arrived. On a CPU it copies at once and returns None.
 
         Args:
-            chain: header and slabs of each snapshot of the chain.
+            chain: header and place of each snapshot of the chain.
         """
         last = len(chain) - 1
         of_all = ((layer, link) for layer in range(chain[0][0].num_layers) for link in range(len(chain)))
@@ -152,10 +246,14 @@ class Mover:
                 arrived.append(cast(torch.cuda.Event, free[number % 2]))
         return StreamArrival(self.device, began, arrived)
 
-    def _cross(self, link: tuple[SnapshotHeader, list[int]], layer: int, staging: Tensor) -> None:
-        header, slabs = link
-        span = header.span(layer)
-        for slab, part in self.host.pieces(slabs, span.start, span.stop):
+    def _begin(self, place: Place) -> int:
+        """Offset of this rank's part in the slabs of a copy."""
+        return sum(place.parts[: self._rank])
+
+    def _cross(self, link: tuple[SnapshotHeader, Place], layer: int, staging: Tensor) -> None:
+        header, place = link
+        span, begin = header.span(layer), self._begin(place)
+        for slab, part in self.host.pieces(place.slabs, begin + span.start, begin + span.stop):
             staging[part].copy_(slab, non_blocking=True)
 
     def finish(self) -> None:

@@ -21,7 +21,7 @@ from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.disk_reports import DiskReports
 from shadowkv.prefix_cache.eviction import Eviction
-from shadowkv.prefix_cache.host import HostTier, Mover
+from shadowkv.prefix_cache.host import Mover
 from shadowkv.prefix_cache.matches import Step
 from shadowkv.prefix_cache.offload import Offload
 from shadowkv.prefix_cache.saves import Saves
@@ -37,7 +37,8 @@ class LowerTiers:
 
     Args:
         tree: the prefix tree. Snapshots found on disk are added as nodes.
-        host: the host tier. It may be so small that it only has room for copies on their way to and from the disk.
+        mover: copies between the device and the host tier. The host tier may be so small that it only has room for
+            copies on their way to and from the disk.
         disk: returns the disk tier, given the callback that receives its events. None if there is no disk tier.
         device_counts, speeds: statistics of the device and measured speeds, updated here.
         eviction: the order in which copies are evicted from host memory.
@@ -55,7 +56,7 @@ class LowerTiers:
         self,
         cache: KVCache,
         tree: PrefixTree,
-        host: HostTier,
+        mover: Mover,
         disk: Callable[[Callable[[str, FileHeader], None]], DiskTier] | None,
         device_counts: Counts,
         speeds: Speeds,
@@ -63,14 +64,13 @@ class LowerTiers:
         step_bytes: int = STEP_BYTES,
     ) -> None:
         self._step_bytes, self._counts = step_bytes, Counts()
-        self.copies = Copies(tree, host, self._counts, eviction)
+        self.copies = Copies(tree, mover.host, self._counts, eviction, mover.parts)
         self._reports = DiskReports(self.copies, cache.snapshots.form)
         self.disk = self._reports.disk = None if disk is None else disk(self._reports.report)
         counts = {"device": device_counts, "host": self._counts}
         if self.disk is not None:
             counts["disk"] = self.disk.counts
-        mover = Mover(host, cache.device)
-        self.offload = Offload(cache, self.copies, mover, self.disk)
+        self.offload = Offload(self.copies, mover, self.disk)
         self.chains = Chains(cache, self.copies, mover, self.disk, counts, speeds)
         self.saves: Saves | None = None
         if self.disk is not None:

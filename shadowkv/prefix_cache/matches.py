@@ -115,7 +115,7 @@ class Lookups:
 
     def _fit(self, more: tuple[Copy, ...], copies: Copies) -> bool:
         """Whether held copies and ``more`` fit in half of host memory."""
-        slabs = (copies.host.slabs_of(copy.header.nbytes) for copy in {*self.uses, *more})
+        slabs = (copies.host.slabs_of(copy.nbytes) for copy in {*self.uses, *more})
         return 2 * sum(slabs) <= copies.host.num_slabs
 
     def _let_go(self, held: tuple[Copy, ...], copies: Copies | None) -> None:

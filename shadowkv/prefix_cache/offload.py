@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.layers import Reading
-from shadowkv.prefix_cache.copies import Copies
+from shadowkv.prefix_cache.copies import Copies, pieces
 from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.host import Mover
+from shadowkv.prefix_cache.host import Mover, Place
 from shadowkv.prefix_cache.tree import Copy, Node
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,8 @@ class Offload:
         job: the copy on its way to host memory; None if there is none.
     """
 
-    def __init__(self, cache: KVCache, copies: Copies, mover: Mover, disk: DiskTier | None) -> None:
-        self._cache, self._copies, self._mover, self._disk = cache, copies, mover, disk
+    def __init__(self, copies: Copies, mover: Mover, disk: DiskTier | None) -> None:
+        self._copies, self._mover, self._disk = copies, mover, disk
         self._waiting: deque[tuple[Copy, Reading]] = deque()
         self._writing: set[Copy] = set()
         self._too_large = 0
@@ -60,7 +59,7 @@ class Offload:
             return
         start, stop = node.first * PAGE, node.end * PAGE
         try:
-            reading = self._cache.snapshots.open_reading(sequence, start, stop)
+            reading = self._mover.open(sequence, start, stop)
         except (ValueError, torch.OutOfMemoryError) as error:
             logger.warning("a cached prompt is not copied to the host: %s", error)
             return
@@ -81,7 +80,7 @@ class Offload:
         if there is not None:
             copy.file = there if there.uid == node.uid else None  # else another process computed the same tokens
             return
-        layers, layer_bytes = header.pieces
+        layers, layer_bytes = pieces(header, copy.parts)
         file = FileHeader(
             name=node.names[-1],
             origin=node.origin,
@@ -139,24 +138,24 @@ class Offload:
             copy, reading = self._waiting[0]
             node = copy.node
             if node.parent is None or node.parent.copy is not None:
-                copy.slabs = self._copies.room(copy.header.nbytes, set(node.ancestors))
+                copy.slabs = self._copies.room(copy.nbytes, set(node.ancestors))
             self._waiting.popleft()
             if copy.slabs is None:
                 self._refuse(copy, reading)
                 continue
-            self.job = Job(copy, reading, self._mover.down(reading, copy.slabs))
+            self.job = Job(copy, reading, self._mover.down(reading, Place(copy.slabs, copy.parts)))
             return True
         return False
 
     def _refuse(self, copy: Copy, reading: Reading) -> None:
         """Gives up a copy for which there is no room."""
-        nbytes, total = reading.header.nbytes, self._copies.host.total_bytes
+        nbytes, total = copy.nbytes, self._copies.host.total_bytes
         if nbytes > max(total, self._too_large):
             self._too_large = nbytes
             logger.warning(
                 "a cached prompt of %d bytes is not copied: --kv-offload-gib leaves room for %d", nbytes, total
             )
-        reading.close()
+        self._mover.close(reading)
         self._copies.leave(copy)
         self._copies.counts.add(refused=1)
 
@@ -165,10 +164,10 @@ class Offload:
         assert job is not None
         if not done:
             self._mover.finish()
-        job.reading.close()
+        self._mover.close(job.reading)
         job.copy.ready = done
         if done:
-            self._copies.counts.add(copied_bytes=job.copy.header.nbytes)
+            self._copies.counts.add(copied_bytes=job.copy.nbytes)
             if self._disk is not None:
                 self._write(self._disk, job.copy)
         else:
@@ -187,7 +186,7 @@ class Offload:
         finally:
             while self._waiting:
                 copy, reading = self._waiting.popleft()
-                reading.close()
+                self._mover.close(reading)
                 self._copies.leave(copy)
 
     def abandon(self) -> None:
@@ -196,4 +195,4 @@ class Offload:
         with suppress(RuntimeError):
             self._mover.finish()
         for reading in readings:
-            reading.close()
+            self._mover.close(reading)

@@ -45,8 +45,8 @@ class CacheKey:
         spec: the cache policy.
         codecs: versions of the policy's codecs, by name.
         prefill: how prompts are attended to.
-        tensor_parallel_size: GPUs that share a layer's heads. It is always 1, but part of the digest.
-        tensor_parallel_rank: rank of this GPU. It is always 0, but part of the digest.
+        tensor_parallel_size: ranks that share a layer's heads. A snapshot has the parts of all of them.
+        tensor_parallel_rank: always 0, but part of the digest.
     """
 
     model: str

@@ -24,6 +24,8 @@ class TierStats:
         write_errors, read_errors: files that could not be written or read.
         pinned_bytes: bytes of files that names keep.
         files: number of files of all servers.
+        other_files: how many of them this server cannot use, because they are of another model, policy or number of
+            ranks.
         misses: reads that failed.
     """
 
@@ -41,6 +43,7 @@ class TierStats:
     read_errors: int = 0
     pinned_bytes: int = 0
     files: int = 0
+    other_files: int = 0
     misses: int = 0
 
 
@@ -61,9 +64,7 @@ class Counts:
         with self._lock:
             self._stats = TierStats()
 
-    def now(self, used_bytes: int, total_bytes: int, pinned_bytes: int = 0, files: int = 0) -> TierStats:
+    def now(self, used_bytes: int, total_bytes: int, **use: int) -> TierStats:
         """The counts as ``TierStats``, with the given current use."""
         with self._lock:
-            return replace(
-                self._stats, used_bytes=used_bytes, total_bytes=total_bytes, pinned_bytes=pinned_bytes, files=files
-            )
+            return replace(self._stats, used_bytes=used_bytes, total_bytes=total_bytes, **use)

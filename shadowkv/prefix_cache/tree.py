@@ -82,8 +82,9 @@ class Copy:
 
     Attributes:
         node: the node whose pages it has.
-        header: says which arrays the bytes hold.
+        header: says which arrays the bytes of rank 0 hold.
         token_ids: ids of the node's tokens, uint32 [length - start]; both numbers are in ``header``.
+        parts: bytes of each tensor-parallel rank's part. The parts follow one another in ``slabs`` and in ``file``.
         slabs: its slabs in the host tier, or None.
         file: its file in the disk tier, or None.
         ready: whether ``slabs`` hold all bytes. Otherwise they are still on their way from the device or the disk.
@@ -98,6 +99,7 @@ class Copy:
     node: Node
     header: SnapshotHeader
     token_ids: npt.NDArray[np.uint32]
+    parts: tuple[int, ...]
     slabs: list[int] | None = None
     file: FileHeader | None = None
     ready: bool = False
@@ -107,6 +109,11 @@ class Copy:
     fetching: Future[float] | None = None
     retry_at: float = 0.0
     writing: Future[bool] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts)
 
     @property
     def on_host(self) -> bool:

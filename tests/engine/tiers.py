@@ -55,7 +55,7 @@ def assert_consistent(engine: Engine) -> None:
             assert copy.header.length == 64 * node.end
     for sequence, path in tree._paths.items():
         assert all(sequence in node.holders for node in path)
-    held = sum(host.slabs_of(copy.header.nbytes) for copy in cache._lookups.uses)
+    held = sum(host.slabs_of(copy.nbytes) for copy in cache._lookups.uses)
     assert 2 * held <= host.num_slabs
     assert set(cache._lookups._found) <= {request.prompt for request in engine.scheduler.waiting}
 

@@ -210,10 +210,11 @@ def test_a_prefill_for_several_policies_gives_all_of_them_the_state(tmp_path: Pa
         assert cache.use()["recurrent_states"].used_bytes == 0
 
 
-@pytest.mark.parametrize("kv", ["full", "turbo:dense_below=0"])
-def test_prompts_are_found_again_after_a_restart(kv: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kv", "ranks"), [("full", 1), ("turbo:dense_below=0", 1), ("full", 2)])
+def test_prompts_are_found_again_after_a_restart(kv: str, ranks: int, tmp_path: Path) -> None:
     build("qwen3_5", tmp_path / "model", LONG)
     text, options = prompt(0, 500), {"kv_disk_dir": str(tmp_path / "disk"), "dtype": "float32", "max_num_seqs": 2}
+    options["tensor_parallel_size"] = ranks
     asked = [[*text, *prompt(seed, 20)] for seed in (1, 2)]
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     cold = dict[int, Any]()

@@ -183,6 +183,9 @@ def test_copies_of_prompts_take_host_memory_and_staging(capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     assert "512 GiB, and 64 GiB for copies of cached prompts;" in text
     assert [line.split()[-1] for line in text.splitlines() if line.startswith("host GiB at")] == ["64.0"]
+    assert main([*COMMAND, "--kv", "turbo", "--kv-offload-gib", "64", "--tensor-parallel-size", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "512 GiB, and 32 GiB for copies of cached prompts;" in text, "of the first of two ranks"
 
 
 def test_text_has_a_column_per_policy(capsys: pytest.CaptureFixture[str]) -> None:

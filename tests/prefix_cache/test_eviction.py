@@ -88,7 +88,7 @@ def test_lru_is_the_order_of_uses_whatever_the_tree_says() -> None:
 def kept(policy: str, tree: PrefixTree) -> Copies:
     """A copy of one slab for each node. They fill host memory."""
     host = HostTier(len(tree), torch.device("cpu"), slab_bytes=1)
-    copies = Copies(tree, host, Counts(), Eviction(policy))
+    copies = Copies(tree, host, Counts(), Eviction(policy), lambda header: (1,))
     for node in tree:
         copy = copies.add(node, None, None)  # type: ignore[arg-type]
         copy.slabs, copy.ready = host.take(1), True

@@ -31,7 +31,10 @@ def test_another_policy_and_a_file_that_was_changed(serve: Serve, tmp_path: Path
         client.done("/cache/save", name="x", prompt=tokens(1))
     with serve(kv="quest", kv_dense_below=0) as client:
         error = error_of(client.post("/cache/restore", name="x"), 409)
-        assert error["code"] == "unusable_name" and "'x' is of another model or policy (key " in error["message"]
+        assert (
+            error["code"] == "unusable_name"
+            and "'x' is of another model, policy or number of GPUs (key " in error["message"]
+        )
         file = tmp_path / "cache" / "names" / "x.json"
         file.write_text(file.read_text()[:-9])
         error = error_of(client.post("/cache/restore", name="x"), 409)

@@ -208,6 +208,7 @@ PREFIXES = {
     "used_bytes": {"device": 10, "host": 7, "disk": 9},
     "total_bytes": {"device": 100, "host": 70, "disk": 90},
     "pinned_bytes": {"disk": 6},
+    "other_files": {"disk": 13},
     "hit_tokens_total": {"device": 640, "host": 128, "disk": 64},
     "evictions_total": {"device": 2, "host": 3, "disk": 4},
     "copied_bytes_total": {"host": 4000, "disk": 3000},

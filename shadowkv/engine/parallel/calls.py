@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -28,6 +28,8 @@ class Call(NamedTuple):
         target, method: names of the object and of its method.
         makes: number of the sequence or prefill that the call returns; None if it returns none.
         ends: number of the sequence that the call releases; None if it releases none.
+        asks: number of the answer that rank 0 waits for; None if it waits for none. The call then returns an iterator,
+            whose result is the answer.
     """
 
     target: str
@@ -35,6 +37,14 @@ class Call(NamedTuple):
     arguments: tuple[Any, ...]
     makes: int | None = None
     ends: int | None = None
+    asks: int | None = None
+
+
+class Answer(NamedTuple):
+    """What a rank answers to a call that ``asks`` for ``number``."""
+
+    number: int
+    result: Any
 
 
 class Writer:
@@ -56,6 +66,11 @@ class Writer:
         written = self._written(Call("cache", "release", (sequence,), ends=self._numbers[sequence]))
         del self._numbers[sequence]
         return written
+
+    def ask(self, target: str, method: str, arguments: tuple[Any, ...]) -> tuple[int, bytes]:
+        """Serialises a call that the other ranks answer. Returns the answer's number and the call."""
+        number = next(self._count)
+        return number, self._written(Call(target, method, arguments, asks=number))
 
     def begin(self, target: str, method: str, arguments: tuple[Any, ...]) -> tuple[int, bytes]:
         """Serialises a call that returns a prefill. Returns the prefill's number and the call."""
@@ -90,11 +105,13 @@ class Reader:
 
     Attributes:
         made: sequences and prefills that calls have returned, by number.
+        asked: iterators whose results are answers, by number.
     """
 
     def __init__(self, targets: Mapping[str, object], device: torch.device) -> None:
         self._targets, self._device = targets, device
         self.made: dict[int, Any] = {}
+        self.asked: dict[int, Iterator[None]] = {}
 
     def call(self, written: bytes) -> None:
         """Makes a serialised call. Calls must be made in rank 0's order."""
@@ -104,6 +121,17 @@ class Reader:
             self.made[call.makes] = result
         if call.ends is not None:
             del self.made[call.ends]
+        if call.asks is not None:
+            self.asked[call.asks] = result
+
+    def answers(self) -> Iterator[Answer]:
+        """Advances what rank 0 has asked for. Yields the answers that are known now."""
+        for number, result in list(self.asked.items()):
+            try:
+                next(result)
+            except StopIteration as end:
+                del self.asked[number]
+                yield Answer(number, end.value)
 
     def own(self, kind: str, *what: Any) -> Any:
         """Returns this rank's own object for an argument that is not pickled."""

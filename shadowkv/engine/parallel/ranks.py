@@ -9,19 +9,20 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from shadowkv.engine.child_process import GRACE_SECONDS, ending, start_process
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.held_folder import HeldFolder
-from shadowkv.engine.parallel.calls import Writer
+from shadowkv.engine.parallel.calls import Answer, Writer
 from shadowkv.engine.startup.loading import device_of
 from shadowkv.layers.group import ALONE, RankFailure, check_alone, open_group
-from shadowkv.wording import SettingsError
+from shadowkv.prefix_cache.host import shared_file
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Ranks:
         group: the process group of all ranks.
         device: rank 0's device.
         failure: why the ranks cannot go on; None while they can.
+        memory: the file with the slabs of the host tier, which all ranks map.
         writer: serialises calls for the other ranks.
 
     Raises ValueError if there are too few devices, RankFailure if a rank does not start.
@@ -47,14 +49,11 @@ class Ranks:
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
         check_alone()
-        if config.kv_offload_gib or config.kv_disk_dir:
-            settings = ("kv_offload_gib", "kv_disk_dir", "tensor_parallel_size")
-            reason = f"kv_offload_gib and kv_disk_dir need tensor_parallel_size=1, which is {size}"
-            raise SettingsError(reason, settings)
         devices = [rank_device(config.device, rank) for rank in range(size)]
         self.device, self.failure, self.group = devices[0], cast("str | None", None), ALONE
         self._on_failure: Callable[[RankFailure], None] = lambda failure: None
-        self._folder, self.writer = HeldFolder("ranks-"), Writer()
+        self._folder, self.writer, self.memory = HeldFolder("ranks-"), Writer(), shared_file()
+        self._asked, self._asking = dict[int, _Asked](), threading.Lock()
         self._closing, self._pending = False, list[bytes]()
         self._known = threading.Event()
         self._sockets, self._pipes = list[socket.socket](), list[Connection]()
@@ -75,7 +74,7 @@ class Ranks:
             raise
 
     def _start(self, rank: int, what: tuple[Any, ...]) -> None:
-        process, pipe = start_process("shadowkv.engine.parallel.worker")
+        process, pipe = start_process("shadowkv.engine.parallel.worker", self.memory.fileno())
         self._processes.append(process)
         self._pipes.append(pipe)
         self._sockets.append(socket.socket(fileno=os.dup(pipe.fileno())))
@@ -104,13 +103,50 @@ class Ranks:
     def send(self, call: bytes) -> None:
         """Sends the queued calls and then this one to the other ranks. Raises RankFailure if a rank has ended."""
         self._pending.append(call)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends the queued calls to the other ranks, if there are any. Raises RankFailure if a rank has ended."""
         pending, self._pending = self._pending, []
         self.check()
+        if not pending:
+            return
         for pipe in self._pipes:
             try:
                 pipe.send(pending)
             except OSError as error:
                 raise RankFailure(self._reason(error)) from error
+
+    def ask(self, target: str, method: str, arguments: tuple[Any, ...]) -> Future[list[Any]]:
+        """Sends the queued calls and then one that the other ranks answer, without waiting. The result has the answers,
+        in no order. The future raises RankFailure if a rank has ended."""
+        number, written = self.writer.ask(target, method, arguments)
+        asked = _Asked(Future(), [])
+        with self._asking:
+            self._asked[number] = asked
+        try:
+            self.send(written)
+        except RankFailure as error:
+            self._fail_asked(error)
+        return asked.future
+
+    def _take_answer(self, answer: Answer) -> None:
+        with self._asking:
+            asked = self._asked.get(answer.number)
+            if asked is None:
+                return
+            asked.answers.append(answer.result)
+            if len(asked.answers) < len(self._pipes):
+                return
+            del self._asked[answer.number]
+        asked.future.set_result(asked.answers)
+
+    def _fail_asked(self, error: RankFailure) -> None:
+        """Ends the wait for answers of ranks that have ended."""
+        with self._asking:
+            asked, self._asked = self._asked, {}
+        for one in asked.values():
+            one.future.set_exception(error)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -149,17 +185,21 @@ class Ranks:
             if self._closing:
                 return
             pipe = cast(Connection, ready[0])
-            seconds = REASON_SECONDS / 2
-            left.remove(pipe)
             try:
-                is_cause, reason = pipe.recv()
+                message = pipe.recv()
             except (OSError, EOFError):
-                is_cause, reason = True, None
+                message = True, None
+            if isinstance(message, Answer):
+                self._take_answer(message)
+                continue
+            seconds, (is_cause, reason) = REASON_SECONDS / 2, message
+            left.remove(pipe)
             found = self._describe_end(pipe, reason)
             if is_cause:
                 break
         self.failure = found
         self._known.set()
+        self._fail_asked(RankFailure(cast(str, found)))
         if self._closing:
             return
         logger.error("%s", self.failure)
@@ -198,7 +238,15 @@ class Ranks:
             pipe.close()
         for one in self._sockets:
             one.close()
+        self.memory.close()
         self._folder.remove()
+
+
+class _Asked(NamedTuple):
+    """The answers to a call so far. The future has all of them."""
+
+    future: Future[list[Any]]
+    answers: list[Any]
 
 
 def rank_device(name: str, rank: int) -> torch.device:

@@ -1,7 +1,7 @@
 """The process of a rank other than 0: makes rank 0's calls on its own part of the model.
 
-Rank 0 starts it as ``python -m shadowkv.engine.parallel.worker FD``, where FD is its connection to rank 0. The process
-exits when rank 0 closes the connection.
+Rank 0 starts it as ``python -m shadowkv.engine.parallel.worker FD MEMORY``. FD is its connection to rank 0, and MEMORY
+the file with the slabs of the host tier. The process exits when rank 0 closes the connection.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -18,23 +18,42 @@ import torch
 
 from shadowkv.engine.child_process import ignore_stop_signals
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.engine.parallel.calls import Reader
+from shadowkv.engine.parallel.calls import Answer, Reader
 from shadowkv.engine.parallel.ranks import HERE, rank_device
+from shadowkv.engine.parallel.tiers import RankMover, join_tiers
 from shadowkv.engine.startup.loading import current, graphs_up_to, load_engine_parts
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.layers.group import RankFailure, open_group
 
+POLL_SECONDS = 0.001
+"""Seconds between two looks for copies that have arrived, while rank 0 waits for an answer."""
+
+Messages = queue.SimpleQueue[list[bytes]]
+
 
 class Worker:
-    """The objects of this rank, on which rank 0's calls are made."""
+    """The objects of this rank, on which rank 0's calls are made.
 
-    def __init__(self, runner: Runner, cache: KVCache) -> None:
-        self.reader = Reader({"worker": self, "cache": cache, "runner": runner}, cache.device)
+    Args:
+        mover: this rank's copies of cached prompts; None without tiers below the device.
+    """
+
+    def __init__(self, runner: Runner, cache: KVCache, mover: RankMover | None = None) -> None:
+        targets = {"worker": self, "cache": cache, "runner": runner, "mover": mover}
+        self.reader = Reader(targets, cache.device)
 
     def run_commands(self, written: Iterable[bytes]) -> None:
         """Makes serialised calls of rank 0."""
         for call in written:
             self.reader.call(call)
+
+    def run(self, messages: Messages, answer: Callable[[Answer], None]) -> None:
+        """Makes the calls of rank 0's next message, and passes answers to ``answer``. While rank 0 waits for an answer,
+        this rank waits only briefly for a message."""
+        with suppress(queue.Empty):
+            self.run_commands(messages.get(timeout=POLL_SECONDS if self.reader.asked else None))
+        for one in self.reader.answers():
+            answer(one)
 
     def advance(self, number: int) -> None:
         """Computes the next piece of a prefill."""
@@ -49,13 +68,15 @@ class Worker:
         self.reader.made.pop(number).close()
 
 
-def main(number: int) -> None:
+def main(number: int, memory: int) -> None:
     """Runs until rank 0 closes the connection or ends, or until an error, which it reports to rank 0.
 
-    ``number`` is the file descriptor of the connection.
+    Args:
+        number: file descriptor of the connection.
+        memory: file descriptor of the slabs of the host tier (``Ranks.memory``).
     """
     ignore_stop_signals()
-    pipe, commands = Connection(number), queue.SimpleQueue[list[bytes]]()
+    pipe, messages = Connection(number), Messages()
     try:
         config, rank, size, meeting = pipe.recv()
     except (OSError, EOFError):  # rank 0 ended before this rank had started
@@ -64,16 +85,17 @@ def main(number: int) -> None:
     try:
         device = rank_device(config.device, rank)
         pipe.send(HERE)
-        threading.Thread(target=_listen, args=(pipe, commands), name="shadowkv-rank", daemon=True).start()
+        threading.Thread(target=_listen, args=(pipe, messages), name="shadowkv-rank", daemon=True).start()
         group = open_group(rank, size, device, meeting)
         if not config.disable_custom_all_reduce:
             group.share_memory(device)
         with current(device):
             loaded, cache, _ = load_engine_parts(config, group=group, device=device)
-            worker = Worker(Runner(loaded.model, cache, graphs_up_to(config, cache)), cache)
+            mover = join_tiers(config, loaded, cache, group, memory)
+            worker = Worker(Runner(loaded.model, cache, graphs_up_to(config, cache)), cache, mover)
             reported = (RankFailure,)  # any other error from here on is a bug
             while True:
-                worker.run_commands(commands.get())
+                worker.run(messages, pipe.send)
     except BaseException as error:
         of_another = isinstance(error, RankFailure)
         with suppress(OSError):
@@ -83,13 +105,13 @@ def main(number: int) -> None:
         raise
 
 
-def _listen(pipe: Connection, commands: queue.SimpleQueue[list[bytes]]) -> None:
+def _listen(pipe: Connection, messages: Messages) -> None:
     while True:
         try:
-            commands.put(pipe.recv())
+            messages.put(pipe.recv())
         except (OSError, EOFError):
             os._exit(1)  # rank 0 has ended; the main thread may hang in a collective
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

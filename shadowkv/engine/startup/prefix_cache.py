@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.sizing import offload_bytes
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
 from shadowkv.prefix_cache.cache import PrefixCache
@@ -21,7 +23,7 @@ from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.eviction import Eviction
-from shadowkv.prefix_cache.host import HostTier
+from shadowkv.prefix_cache.host import HostTier, Mover
 from shadowkv.prefix_cache.lower_tiers import STEP_BYTES
 from shadowkv.prefix_cache.page_names import CacheKey, origin
 from shadowkv.wording import GIB, SettingsError
@@ -33,19 +35,55 @@ UNLIMITED = 2**62
 waits for tokens of a prefill server."""
 
 
-def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> tuple[PrefixCache, Origin]:
+@dataclass(frozen=True)
+class RankCache:
+    """What rank 0 has to know of a rank's cache.
+
+    Attributes:
+        layout: the cache's layout.
+        form: form of its snapshots (``form_of``).
+        weights: digest of the rank's weights; empty without a disk tier.
+    """
+
+    layout: Layout
+    form: str
+    weights: str
+
+    @classmethod
+    def of(cls, config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> RankCache:
+        """Describes this rank's cache."""
+        weights = "" if config.kv_disk_dir is None else fingerprint(loaded.model)
+        return cls(cache.layout, cache.snapshots.form, weights)
+
+
+def open_mover(cache: KVCache, nbytes: int, own: RankCache) -> tuple[Mover, list[RankCache]]:
+    """Makes a mover with ``nbytes`` bytes of host memory. Returns it with the caches of all ranks, of which ``own`` is
+    the only one."""
+    return Mover(cache, HostTier(nbytes, cache.device)), [own]
+
+
+def open_prefix_cache(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    cache: KVCache,
+    make: Callable[[KVCache, int, RankCache], tuple[Mover, list[RankCache]]] = open_mover,
+) -> tuple[PrefixCache, Origin]:
     """Makes the prefix cache. Returns it with the function that maps a cache salt to the first link of the chain of
     page names.
 
     Raises MemoryError if host memory is too small, ValueError if the disk directory cannot be used.
+
+    Args:
+        make: makes the mover, as ``open_mover``.
     """
     nbytes = offload_bytes(config, cache.layout)
     if not nbytes:
         return PrefixCache(cache), partial(origin, 40 * "0")
-    host, eviction = HostTier(nbytes, cache.device), Eviction(config.eviction)
+    mover, of_ranks = make(cache, nbytes, RankCache.of(config, loaded, cache))
+    eviction = Eviction(config.eviction)
     if config.kv_disk_dir is None:
-        return PrefixCache(cache, host, eviction=eviction), partial(origin, 40 * "0")
-    key, limit = cache_key(config, loaded, cache), int(config.disk_gib * GIB)
+        return PrefixCache(cache, mover, eviction=eviction), partial(origin, 40 * "0")
+    key, limit = cache_key(config, loaded, cache, of_ranks), int(config.disk_gib * GIB)
     directory = Path(config.kv_disk_dir)
 
     def disk(report: Callable[[str, FileHeader], None]) -> DiskTier:
@@ -53,7 +91,7 @@ def open_prefix_cache(config: EngineConfig, loaded: LoadedModel, cache: KVCache)
             return DiskTier(directory, limit, key, report)
 
     step_bytes = UNLIMITED if config.role == "prefill" else STEP_BYTES
-    return PrefixCache(cache, host, disk, eviction, step_bytes), key.origin
+    return PrefixCache(cache, mover, disk, eviction, step_bytes), key.origin
 
 
 def check_disk_dir(config: EngineConfig) -> None:
@@ -72,17 +110,24 @@ def _named(directory: Path) -> Iterator[None]:
         raise SettingsError(reason, ["kv_disk_dir"]) from error
 
 
-def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> CacheKey:
-    """Returns the key of this engine's snapshots: everything that they depend on besides their tokens."""
+def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache, of_ranks: Sequence[RankCache]) -> CacheKey:
+    """Returns the key of this engine's snapshots: everything that they depend on besides their tokens. ``of_ranks`` are
+    the caches of all ranks."""
     return CacheKey(
-        model=fingerprint(loaded.model) + overridden(config),
+        model=_joined([one.weights for one in of_ranks]) + overridden(config),
         adapter=None,  # the adapter is merged into the weights, so the fingerprint covers it
         quantization=loaded.config.quantization and str(loaded.config.quantization),
         dtype=str(cache.dtype).removeprefix("torch."),
-        spec={"form": cache.snapshots.form},
+        spec={"form": _joined([one.form for one in of_ranks])},
         codecs={},  # the form covers the codecs
         prefill=cache.spec.prefill or "dense",
+        tensor_parallel_size=len(of_ranks),
     )
+
+
+def _joined(digests: Sequence[str]) -> str:
+    """Returns the only digest, or a digest of several."""
+    return digests[0] if len(digests) == 1 else blake2b(" ".join(digests).encode(), digest_size=16).hexdigest()
 
 
 def overridden(config: EngineConfig) -> str:

@@ -177,10 +177,11 @@ def staging_bytes(layout: Layout) -> int:
 
 
 def offload_bytes(config: EngineConfig, layout: Layout) -> int:
-    """Returns the host bytes for the prefix cache's copies. Returns 0 without tiers below the device."""
+    """Returns the host bytes for the prefix cache's copies, of all tensor-parallel ranks together. Returns 0 without
+    tiers below the device. ``layout`` is of one rank; rank 0's is the largest."""
     if config.kv_offload_gib or config.kv_disk_dir is None:
         return int(config.kv_offload_gib * GIB)
-    longest = layout.snapshot_bytes(layout.max_model_len)
+    longest = config.tensor_parallel_size * layout.snapshot_bytes(layout.max_model_len)
     least, most = WAY_GIB
     return min(max(WAY_SNAPSHOTS * longest, least * GIB), most * GIB)
 

@@ -143,6 +143,10 @@ class Snapshots:
                 restoring.write_layer(number, layer, snapshot.layer(layer).to(self.device))
         return restoring.sequence
 
+    def counterpart(self, header: SnapshotHeader) -> SnapshotHeader:
+        """As the function ``counterpart``, for this cache."""
+        return counterpart(header, self.layout, self.form)
+
     def stored_alike(self, other: Snapshots, tokens: int) -> bool:
         """Whether this cache can load what ``other`` exports after a prompt of ``tokens`` tokens."""
         specs = [group.spec for layout in (self.layout, other.layout) for group in layout.groups]
@@ -202,6 +206,11 @@ class RecurrentContents:
             recurrent=True,
         )
 
+    def counterpart(self, header: SnapshotHeader) -> SnapshotHeader:
+        """Returns ``header``, of another rank's recurrent layers, as this rank's."""
+        fields, layer_bytes = self._state if header.fields else ((), 0)
+        return replace(header, form=self.form, fields=fields, layer_bytes=layer_bytes)
+
     def check(self, chain: Sequence[Link]) -> None:
         """Raises ValueError unless ``chain`` ends with a state of this cache's form."""
         for header, _ in chain:
@@ -247,6 +256,11 @@ class GroupContents:
             window=self.layout.window or 0,
             other_groups=other_groups,
         )
+
+    def counterpart(self, header: SnapshotHeader, other_groups: tuple[SnapshotHeader, ...] = ()) -> SnapshotHeader:
+        """Returns ``header``, of another rank's group of the same layers, as this rank's."""
+        fields, layer_bytes = self._laid_out(Cut(header.segments, header.tail_tokens, header.observed))
+        return replace(header, form=self.form, fields=fields, layer_bytes=layer_bytes, other_groups=other_groups)
 
     def outline(self, chain: Sequence[Link], before: Outline, start: int, capacity: int) -> Outline:
         """Returns the outline of a sequence that begins with ``before`` and continues with a chain of the group's
@@ -324,6 +338,27 @@ class GroupContents:
                 raise ValueError(f"{segment.static_tokens} exact tokens of a segment: this cache has {static}")
             if spec.outliers and segment.first < stop < segment.fitted:
                 raise ValueError(f"a snapshot cannot be cut at {stop}, among pages of which outliers are exact")
+
+
+def counterpart(header: SnapshotHeader, layout: Layout, form: str) -> SnapshotHeader:
+    """Returns the header of the same tokens in the cache of another tensor-parallel rank.
+
+    The ranks' sequences have the same segments and tails, but each rank has the fields of its own heads.
+
+    Args:
+        header: the header in one rank's cache.
+        layout, form: the layout of the other rank's cache, and the form of its snapshots.
+
+    Raises ValueError if the layout has other groups of layers.
+    """
+    first, *others = (GroupContents(group, form) for group in layout.groups)
+    rest: list[GroupContents | RecurrentContents] = [*others]
+    if layout.recurrent is not None:
+        rest.append(RecurrentContents(layout.recurrent, form, layout.shape))
+    if len(header.other_groups) != len(rest):
+        raise ValueError(f"the snapshot is of {len(header.of_groups)} groups of layers, not {1 + len(rest)}")
+    other_groups = (contents.counterpart(own) for contents, own in zip(rest, header.other_groups, strict=True))
+    return first.counterpart(header, tuple(other_groups))
 
 
 def _followed_by(outline: Outline, chain: Sequence[Link]) -> Outline:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -37,12 +38,17 @@ class Index:
         self._lock = threading.Lock()
         self._headers: dict[str, FileHeader] = {}
         self._used: dict[str, float] = {}
+        self._of_key: Counter[str] = Counter()
         self._bytes = 0
 
     @property
     def num_files(self) -> int:
         """Number of files."""
         return len(self._headers)
+
+    def num_files_of(self, key: str) -> int:
+        """Number of files with this key."""
+        return self._of_key[key]
 
     @property
     def bytes(self) -> int:
@@ -55,6 +61,7 @@ class Index:
         with self._lock:
             self._drop(header.name)
             self._headers[header.name], self._used[header.name] = header, used
+            self._of_key[header.key] += 1
             self._bytes += nbytes
 
     def take(self, name: str) -> FileHeader | None:
@@ -66,6 +73,7 @@ class Index:
         header = self._headers.pop(name, None)
         if header is not None:
             del self._used[name]
+            self._of_key[header.key] -= 1
             self._bytes -= header.file_bytes
         return header
 

@@ -214,8 +214,8 @@ class DiskTier:
         save = self._directory.names.read(name)
         if save.key != self.key.digest:
             raise UnusableName(
-                f"what is saved as {name!r} is of another model or policy (key {save.key[:10]}, this server's is "
-                f"{self.key.digest[:10]})"
+                f"what is saved as {name!r} is of another model, policy or number of GPUs (key {save.key[:10]}, this "
+                f"server's is {self.key.digest[:10]})"
             )
         for snapshot in save.snapshots:  # also known ones: another server may have rewritten them
             self._directory.look(snapshot)
@@ -230,7 +230,13 @@ class DiskTier:
         """Statistics of the tier."""
         directory = self._directory
         pinned_bytes = directory.size(directory.names.pins)
-        return self.counts.now(directory.bytes, self.limit_bytes, pinned_bytes, directory.num_files)
+        return self.counts.now(
+            directory.bytes,
+            self.limit_bytes,
+            pinned_bytes=pinned_bytes,
+            files=directory.num_files,
+            other_files=directory.num_files - directory.num_files_of(self.key.digest),
+        )
 
     def close(self, timeout: float = 10.0) -> bool:
         """Closes the tier. Queued writes are done within ``timeout`` seconds, and queued reads are cancelled.

@@ -31,6 +31,7 @@ PREFIX_GAUGES = {
     "used_bytes": ("used_bytes", "Bytes that sequences or copies use; on the device, running sequences included."),
     "total_bytes": ("total_bytes", "Capacity in bytes."),
     "pinned_bytes": ("pinned_bytes", "Bytes of prompts that are saved by name."),
+    "other_files": ("other_files", "Files that are not used: of another model, policy or number of GPUs."),
 }
 PREFIX_COUNTERS = {
     "hit_tokens": ("hit_tokens", "Prompt tokens found in this tier, and not computed again."),
@@ -65,7 +66,7 @@ FIGURES = {
 LOWER = ("host", "disk")
 TIERS_OF = {
     **dict.fromkeys(("copied_bytes", "refused_copies", "restored_bytes"), LOWER),
-    **dict.fromkeys(("corrupt_files", "write_errors", "read_errors", "pinned_bytes"), ("disk",)),
+    **dict.fromkeys(("corrupt_files", "write_errors", "read_errors", "pinned_bytes", "other_files"), ("disk",)),
 }
 """Tiers that a metric applies to, if not to all."""
 

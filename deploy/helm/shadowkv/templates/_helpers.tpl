@@ -48,11 +48,6 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 
 {{- /* Refuses values that do not go together, which the schema cannot see. */}}
 {{- define "shadowkv.check" -}}
-{{- if gt (int .Values.gpus) 1 }}
-{{- if .Values.segments }}{{ fail (printf "gpus=%v: segments do not work with several GPUs yet: set segments to null" .Values.gpus) }}{{ end }}
-{{- if hasKey .Values.flags "kv-offload-gib" }}{{ if not (kindIs "invalid" (index .Values.flags "kv-offload-gib")) }}
-{{- fail (printf "gpus=%v: kv-offload-gib does not work with several GPUs yet: set flags.kv-offload-gib to null" .Values.gpus) }}{{ end }}{{ end }}
-{{- end }}
 {{- if include "shadowkv.several" . }}
 {{- range $name := list "cache" "segments" }}
 {{- with index $.Values $name }}
