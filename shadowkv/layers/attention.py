@@ -74,9 +74,7 @@ class Attention(nn.Module):
                 for here, whole in zip(heads, spec.normed_heads, strict=True)
             )
         elif spec.qk_norm:
-            self.query_norm, self.key_norm = (
-                RMSNorm(self.head_dim, eps, dtype=dtype, device=device) for _ in range(2)
-            )
+            self.query_norm, self.key_norm = (RMSNorm(self.head_dim, eps, dtype=dtype, device=device) for _ in range(2))
         else:
             self.query_norm = self.key_norm = None
         if spec.reuses_keys:

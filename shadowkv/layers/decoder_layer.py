@@ -93,8 +93,8 @@ class DecoderLayer(nn.Module):
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(attended)
         x, normed = self.mlp_norm.after_add(x, attended)
-        of_experts = isinstance(self.mlp, MixtureOfNormedExperts)
-        hidden = self.mlp.of_residual(x, normed) if of_experts else self.mlp(normed)
+        mlp = self.mlp
+        hidden = mlp.of_residual(x, normed) if isinstance(mlp, MixtureOfNormedExperts) else mlp(normed)
         if self.post_mlp_norm is not None:
             hidden = self.post_mlp_norm(hidden)
         if self.added_input is not None:

@@ -80,8 +80,8 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> Mode
 
 def text_weight(config: ModelConfig) -> Callable[[str], str | None]:
     """Returns a function that maps a weight's name in the files to its name in the text model, or to None if the text
-    model does not have it. For families that are not multimodal, the function changes no names, and leaves out only keys
-    and values of layers that attend to those of others."""
+    model does not have it. It changes names only for multimodal families. Layers that attend to other layers' keys have
+    no weights of keys and values, even if the files do."""
     renamed: Callable[[str], str | None] = getattr(family(config.architecture), "text_weight", str)
 
     def read(name: str) -> str | None:

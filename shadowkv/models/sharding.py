@@ -292,8 +292,8 @@ class Shard:
         return Cut(rows[name]) if name in rows else None
 
     def _cut_experts(self, module: str, kind: str, wide: int) -> Cut:
-        """Computes ``cut`` for a parameter of the shared expert, which is ``wide`` times as wide as others, or for one of
-        all experts, whose rows follow one another."""
+        """Computes ``cut`` for a parameter of the shared expert, whose width in this layer is ``wide`` times that in
+        others, or for one of all experts, whose rows follow one another."""
         experts, hidden = self.whole.experts, self.whole.hidden_size
         assert experts is not None, "there are no experts"
         if module.startswith("mlp.shared."):

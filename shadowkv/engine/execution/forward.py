@@ -89,9 +89,10 @@ def forward(
     """Computes ``flows`` layer by layer, and yields after each flow of each layer.
 
     Args:
-        storing: the prompts among the tokens. The flows are then their blocks, and the cache stores a layer's keys and
-            values once all blocks have passed the layer and those that reuse them. Without ``storing`` the flows are micro-batches: each finishes
-            a layer only when it starts the next, so values from the host arrive while other micro-batches compute.
+        storing: the prompts among the tokens. The flows are then their blocks. The cache stores keys and values once
+            all blocks have passed the layers that attend to them. Without ``storing`` the flows are micro-batches: each
+            finishes a layer only when it starts the next, so values from the host arrive while other micro-batches
+            compute.
     """
     last_use = {layer.cached_as: number for number, layer in enumerate(layers, 1)}
     for number, layer in enumerate(layers, 1):

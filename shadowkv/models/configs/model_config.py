@@ -45,7 +45,8 @@ class ModelConfig:
         embedding_scale: factor of embedded tokens, rounded to the dtype of the weights.
         query_scale: factor of queries, in addition to attention's 1/sqrt(head_dim). As the weights of the queries' norm
             load, they are multiplied by it.
-        qkv_bias, attention_out_bias, qk_norm, value_norm, normed_heads, sinks, output_gate, post_norms: as in ``LayerSpec``.
+        qkv_bias, attention_out_bias, qk_norm, value_norm, normed_heads, sinks, output_gate, post_norms: as in
+            ``LayerSpec``.
         wide_norms: whether weights of norms are float32 even if others are not. Families that add 1 to these weights
             need this, because a narrower dtype would round the sum.
         quantization: ``fp8`` if projections multiply weights and activations in fp8; None otherwise, however weights
@@ -152,7 +153,11 @@ class ModelConfig:
         if not 0 <= shared < self.num_layers:
             return [f"num_kv_shared_layers={shared} is not less than the {self.num_layers} layers"]
         kinds = self.layer_kinds or (FULL,) * self.num_layers
-        lacking = [f"layer {layer} of {kinds[layer]}" for layer in range(own, self.num_layers) if kinds[layer] not in kinds[:own]]
+        lacking = [
+            f"layer {layer} of {kinds[layer]}"
+            for layer in range(own, self.num_layers)
+            if kinds[layer] not in kinds[:own]
+        ]
         return [f"{lacking[0]} has no earlier layer of its kind with keys"] if lacking else []
 
     def heads_of(self, layer: int) -> Heads:

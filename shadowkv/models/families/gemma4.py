@@ -1,10 +1,10 @@
 """Gemma 4 (Google, 2026), the text model: layers with a sliding window and layers with full attention have different
 heads.
 
-Full layers have few large heads, of which a quarter of the pairs rotates, and in larger models their keys are also their
-values. In small models the last layers attend to the keys of earlier ones, and each layer has an input of its own
-(``layers/per_layer_inputs.py``). 26B-A4B has experts beside the MLP of every layer. Encoders of images and sound in the
-files are not loaded.
+Full layers have fewer and larger heads. RoPE rotates a quarter of their pairs of dimensions. In larger models the keys
+of full layers, before their norm, are also the values. In small models the last layers attend to the keys of earlier
+ones, and each layer has an input of its own (``layers/per_layer_inputs.py``). 26B-A4B has experts beside the MLP of
+every layer. Encoders of images and sound in the files are not loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shadowkv.kvcache.policy.shape import FULL, Heads, LayerKind
+from shadowkv.kvcache.policy.shape import Heads, LayerKind
 from shadowkv.layers.spec import Experts
 from shadowkv.models.checkpoints.files import is_number, join_reasons
 from shadowkv.models.configs.config_json import LAYER_TYPES, SLIDING, build_config, wrong_fields
@@ -79,8 +79,8 @@ _PREFIX = "model.language_model."
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``gemma4`` or ``gemma4_unified`` config, or of its text model's; raises ValueError if it cannot be
-    run."""
+    """ModelConfig of a ``gemma4`` or ``gemma4_unified`` config, or of their text model's config. Raises ValueError if it
+    cannot be run."""
     given = {name: value for name, value in hf.items() if value is not None}
     hf = {**_defaults(str(hf.get("model_type"))), **given}
     reasons = [*wrong_fields(hf), *_wrong(hf)]
@@ -156,7 +156,9 @@ def _layer_types(hf: dict[str, Any]) -> list[str]:
         types = [LAYER_TYPES[bool((layer + 1) % 6)] for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers:
         names = " or ".join(LAYER_TYPES)
-        raise ValueError(f"this config cannot be used: layer_types is not a list of {names} for each of {layers} layers")
+        raise ValueError(
+            f"this config cannot be used: layer_types is not a list of {names} for each of {layers} layers"
+        )
     return [*types[:-1], LAYER_TYPES[0]]
 
 
@@ -173,8 +175,12 @@ def _full_layers(hf: dict[str, Any], types: list[str]) -> dict[str, int]:
         return {name: hf[name] for name in _OF_FULL_LAYERS}
     sizes = list(of_layers.values()) if isinstance(of_layers, dict) else []
     alike = bool(sizes) and sorted(of_layers) == sorted(full) and all(one == sizes[0] for one in sizes)
-    known = alike and isinstance(sizes[0], dict) and all(
-        name in _OF_FULL_LAYERS and type(value) is int and 1 <= value <= 1 << 12 for name, value in sizes[0].items()
+    known = (
+        alike
+        and isinstance(sizes[0], dict)
+        and all(
+            name in _OF_FULL_LAYERS and type(value) is int and 1 <= value <= 1 << 12 for name, value in sizes[0].items()
+        )
     )
     if not known:
         fields = " and ".join(_OF_FULL_LAYERS)
@@ -191,9 +197,7 @@ def _experts(hf: dict[str, Any]) -> Experts:
         {**hf, "num_experts_per_tok": hf.get("top_k_experts")}, "num_experts", "top_k_experts", "moe_intermediate_size"
     )
     routing = Routing(fields["num_experts"], fields["num_experts_per_tok"], normalised=True)
-    return Experts(
-        routing, fields["moe_intermediate_size"], shared_size=hf["intermediate_size"], separate_norms=True
-    )
+    return Experts(routing, fields["moe_intermediate_size"], shared_size=hf["intermediate_size"], separate_norms=True)
 
 
 def targets(config: ModelConfig) -> Targets:
@@ -243,7 +247,8 @@ def _router(theirs: str, ours: str, experts: int, hidden: int) -> Targets:
 def _renamed(name: str) -> str:
     """The name in the files of a weight of ``decoder_targets``: experts are beside the MLP, which is their shared
     expert."""
-    for ours, theirs in ((".mlp.experts.", ".experts."), (".mlp.gate.", ".router.proj."), (".mlp.shared_expert.", ".mlp.")):
+    renamed = {".mlp.experts.": ".experts.", ".mlp.gate.": ".router.proj.", ".mlp.shared_expert.": ".mlp."}
+    for ours, theirs in renamed.items():
         name = name.replace(ours, theirs)
     return name
 
