@@ -187,7 +187,7 @@ class Decoder(nn.Module):
         else:
             scores = self.group.join(F.linear(normed, head))[:, : self.config.vocab_size]
         cap = self.config.final_logit_softcapping
-        return scores if cap is None else (scores / cap).tanh() * cap
+        return scores if cap is None else (scores / cap).tanh_().mul_(cap)
 
     @property
     def weights_description(self) -> str:

@@ -196,11 +196,8 @@ def build(name: str, directory: Path, sizes: Mapping[str, int] = MappingProxyTyp
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager").float().eval()
     # transformers starts with zero biases and unit norms, which would hide a bias or a norm that is left out.
     with torch.no_grad():
-        for corrected in corrections(model):
-            corrected.normal_(0, 0.3)
-        for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
-                buffer.fill_(1 + 0.3 * torch.randn(()))
+        for name, buffer in learned_buffers(model):
+            buffer.copy_(0.3 * torch.randn_like(buffer) + name.endswith("layer_scalar"))
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
@@ -215,9 +212,10 @@ def build(name: str, directory: Path, sizes: Mapping[str, int] = MappingProxyTyp
     return model
 
 
-def corrections(model: torch.nn.Module) -> list[torch.Tensor]:
-    """What routers add to scores, which transformers does not count as parameters."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+def learned_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What is learned, and no parameter of transformers: corrections of routers' scores, and scales of layers."""
+    learned = ("e_score_correction_bias", "layer_scalar")
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(learned)]
 
 
 def write_tokenizer(directory: Path) -> None:

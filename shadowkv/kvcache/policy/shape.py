@@ -106,6 +106,18 @@ class ModelShape:
         """The heads of layers whose kind does not have its own."""
         return Heads(self.num_query_heads, self.num_kv_heads, self.head_dim)
 
+    def scratch_of(self, kind: LayerKind) -> tuple[Heads, LayerKind | None]:
+        """What layers have in common whose prefills share scratch memory: sizes, and the kind if later layers reuse
+        keys and values. No other layers may then overwrite those of the kind's last layer."""
+        return kind.heads or self.heads, kind if self.reused else None
+
+    @property
+    def of_scratch(self) -> list[ModelShape]:
+        """For each scratch memory of prefills, the shape of the layers that share it."""
+        kinds = [kind for kind in self.kinds or (FULL,) * self.num_layers if not kind.state]
+        alike = [self.scratch_of(kind) for kind in kinds]
+        return [self.of_layers(kinds[alike.index(one)], alike.count(one)) for one in dict.fromkeys(alike)]
+
     def of_layers(self, kind: LayerKind, count: int) -> ModelShape:
         """The shape of ``count`` layers of one kind."""
         heads = self.heads if kind.heads is None else kind.heads

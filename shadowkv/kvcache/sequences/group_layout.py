@@ -15,7 +15,7 @@ from shadowkv.kvcache.memory.arenas import Blocks, Field, page_bytes
 from shadowkv.kvcache.parts import build_parts
 from shadowkv.kvcache.parts.base import EXCLUDED
 from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, Growth, SegmentState
-from shadowkv.kvcache.policy.shape import Heads, LayerKind, ModelShape
+from shadowkv.kvcache.policy.shape import LayerKind, ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
 
@@ -126,7 +126,7 @@ class GroupLayout:
 
     Attributes:
         model_layers: number of all layers of the model.
-        kind: kind of the layers' attention.
+        scratch: what groups have in common whose prefills share scratch memory (``ModelShape.scratch_of``).
         window: number of newest tokens that a step attends to, which are exact in a ring of pages; None for all tokens.
         rope: the group's own RoPE; None for the model's.
         parts: the policy's parts.
@@ -151,7 +151,7 @@ class GroupLayout:
         name: str = "",
     ) -> None:
         self.name, self.layers, self.model_layers = name, tuple(layers), shape.num_layers
-        self.kind, self.window, self.rope = kind, kind.window, kind.rope
+        self.window, self.rope, self.scratch = kind.window, kind.rope, shape.scratch_of(kind)
         shape = shape.of_layers(kind, len(self.layers))
         parts = build_parts(spec, shape, dtype)
         self.spec, self.shape, self.dtype, self.parts = spec, shape, dtype, parts
@@ -184,12 +184,6 @@ class GroupLayout:
             TierLayout("host", page_bytes(self.host_fields), pinned=True),
             TierLayout("states", page_bytes(self.state_fields), paged=False),
         )
-
-    @property
-    def scratch(self) -> tuple[Heads, LayerKind | None]:
-        """What groups have in common whose prefills share scratch memory: sizes, and the kind if later layers reuse
-        keys and values (``ModelShape.reused``). No other layers may then overwrite those of the kind's last layer."""
-        return self.shape.heads, self.kind if self.shape.reused else None
 
     def portions(self, most: int) -> Iterator[slice]:
         """Slices of all layers in order, of at most ``most`` layers each."""

@@ -79,8 +79,8 @@ _PREFIX = "model.language_model."
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``gemma4`` or ``gemma4_unified`` config, or of their text model's config. Raises ValueError if it
-    cannot be run."""
+    """ModelConfig of a ``gemma4`` or ``gemma4_unified`` config, or of their text model's config. Raises ValueError if
+    it cannot be run."""
     given = {name: value for name, value in hf.items() if value is not None}
     hf = {**_defaults(str(hf.get("model_type"))), **given}
     reasons = [*wrong_fields(hf), *_wrong(hf)]
