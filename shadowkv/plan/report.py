@@ -19,8 +19,8 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
     host = "as much as the batch needs" if machine.host_memory_gib is None else f"{machine.host_memory_gib:g} GiB"
     copies = f", and {machine.kv_offload_gib:g} GiB for copies of cached prompts" if machine.kv_offload_gib else ""
     head = [
-        f"model    {model}: {config.num_layers} layers, {shape.num_query_heads} query and {shape.num_kv_heads} kv heads "
-        f"of {shape.head_dim}, hidden size {config.hidden_size}, {planner.weights}",
+        f"model    {model}: {config.num_layers} layers, {shape.num_query_heads} query and {shape.num_kv_heads} kv "
+        f"heads of {shape.head_dim}, hidden size {config.hidden_size}, {planner.weights}",
         *_other_heads(shape),
         *_reusing(config),
         *_ranks(planner),

@@ -98,7 +98,7 @@ def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
 
 def _inner_numbers(model: ModelConfig) -> int:
     """Returns the most numbers of one token that exist at the same time within an MLP or a mixture of experts."""
-    widest = max(map(model.widening_of, range(model.num_layers)))
+    widest = 2 if model.double_wide_mlp else 1
     dense = 3 * widest * model.intermediate_size if model.has_mlps else 0
     if model.experts is None:
         return dense
