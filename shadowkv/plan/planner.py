@@ -189,7 +189,7 @@ class Planner:
             seconds = size * attention + weights / device_bandwidth
             return StepFloor(size, weights, seconds * 1e3, size / seconds)
 
-        numbers = sum(group.shape.num_layers * group.shape.kv_dim for group in layout.groups)
+        numbers = sum(group.attending * group.shape.kv_dim for group in layout.groups)
         full_kv = 2 * self.context * self.dtype.itemsize * numbers
         return Plan(
             name,

@@ -79,8 +79,8 @@ class ModelShape:
         key_bias: whether keys have a bias before RoPE, as in Qwen2. The bias can be far larger than the differences
             between keys.
         sinks: whether every softmax has one more position with a learned score, whose value is 0.
-        reused: whether the model has further layers, which attend to the keys and values of the last layer of their
-            kind (``num_kv_shared_layers`` in configs). They store nothing.
+        reused: kinds of the model's further layers, which attend to the keys and values of the last layer of their kind
+            (``num_kv_shared_layers`` in configs). They store nothing.
     """
 
     num_layers: int
@@ -90,7 +90,7 @@ class ModelShape:
     kinds: tuple[LayerKind, ...] = ()
     key_bias: bool = False
     sinks: bool = False
-    reused: bool = False
+    reused: tuple[LayerKind, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kinds and len(self.kinds) != self.num_layers:

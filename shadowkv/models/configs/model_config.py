@@ -207,7 +207,7 @@ class ModelConfig:
     @property
     def shape(self) -> ModelShape:
         """The model's sizes as the cache needs them."""
-        own = self.num_layers - self.num_kv_shared_layers
+        own, kinds = self.num_layers - self.num_kv_shared_layers, self.layer_kinds or (FULL,) * self.num_layers
         return ModelShape(
             own,
             self.num_query_heads,
@@ -216,7 +216,7 @@ class ModelConfig:
             self.layer_kinds[:own],
             self.qkv_bias,
             self.sinks,
-            own < self.num_layers,
+            kinds[own:],
         )
 
     def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:

@@ -60,6 +60,7 @@ _DEFAULTS: dict[str, Any] = {
 """Transformers' defaults of both model types, in the form of ``plain_config``: configs leave out fields that equal
 them."""
 
+_INPUTS = "hidden_size_per_layer_input"
 _SWITCHES = ("attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block")
 _COUNTS = {
     "global_head_dim": (1, 1 << 12),
@@ -81,8 +82,9 @@ _PREFIX = "model.language_model."
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``gemma4`` or ``gemma4_unified`` config, or of their text model's config. Raises ValueError if
     it cannot be run."""
-    given = {name: value for name, value in hf.items() if value is not None}
+    given = {name: value for name, value in hf.items() if value is not None or name == _INPUTS}
     hf = {**_defaults(str(hf.get("model_type"))), **given}
+    hf[_INPUTS] = hf[_INPUTS] or 0  # 0 and null both mean none
     reasons = [*wrong_fields(hf), *_wrong(hf)]
     if reasons:
         raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
