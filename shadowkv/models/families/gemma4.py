@@ -15,7 +15,7 @@ from typing import Any
 from shadowkv.kvcache.policy.shape import Heads, LayerKind
 from shadowkv.layers.spec import Experts
 from shadowkv.models.checkpoints.files import is_number, join_reasons
-from shadowkv.models.configs.config_json import LAYER_TYPES, SLIDING, build_config, wrong_fields
+from shadowkv.models.configs.config_json import LAYER_TYPES, ROPE_OBJECTS, SLIDING, build_config, wrong_fields
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.configs.rope import rope_from_hf
@@ -47,7 +47,6 @@ _DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
     "sliding_window": 512,
-    "rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     "rope_local_base_freq": 1e4,
     "bos_token_id": 2,
     "eos_token_id": 1,
@@ -59,6 +58,9 @@ _DEFAULTS: dict[str, Any] = {
 }
 """Transformers' defaults of both model types, in the form of ``plain_config``: configs leave out fields that equal
 them."""
+
+_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+"""RoPE of full layers, if a config has none."""
 
 _INPUTS = "hidden_size_per_layer_input"
 _SWITCHES = ("attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block")
@@ -85,6 +87,8 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     given = {name: value for name, value in hf.items() if value is not None or name == _INPUTS}
     hf = {**_defaults(str(hf.get("model_type"))), **given}
     hf[_INPUTS] = hf[_INPUTS] or 0  # 0 and null both mean none
+    if not any(name in given for name in ROPE_OBJECTS):
+        hf["rope_parameters"] = _ROPE
     reasons = [*wrong_fields(hf), *_wrong(hf)]
     if reasons:
         raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
@@ -100,6 +104,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
         max_model_len=max_model_len,
         window=LayerKind(hf["sliding_window"], rope, None if of_windows == heads else of_windows),
         layer_types=types,
+        default_theta=1e6,
         embedding_scale=hf["hidden_size"] ** 0.5,
         qkv_bias=bias,
         attention_out_bias=bias,
