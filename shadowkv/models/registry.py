@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 from shadowkv.models.checkpoints.files import unsupported
 from shadowkv.models.configs.config_json import plain_config
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families.weight_names import Targets
+from shadowkv.models.weight_names import Targets
 
 FAMILIES = {
     "llama": "llama",

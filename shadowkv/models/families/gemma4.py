@@ -19,7 +19,7 @@ from shadowkv.models.configs.config_json import LAYER_TYPES, ROPE_OBJECTS, SLIDI
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.configs.rope import rope_from_hf
-from shadowkv.models.families.weight_names import Target, Targets, decoder_targets, rows
+from shadowkv.models.weight_names import Target, Targets, decoder_targets, rows
 from shadowkv.ops.choose_experts.routing import Routing
 
 _OF_FULL_LAYERS = ("head_dim", "num_key_value_heads")
