@@ -63,7 +63,7 @@ class Attention(nn.Module):
             spec.hidden_size,
             self.qkv_dim,
             bias=spec.qkv_bias,
-            borders=(self.query_rows,),
+            borders=(self.query_rows,) if projected else (),
         )
         self.out = projection(spec, "attention.out", self.query_dim, spec.hidden_size, bias=spec.out_bias)
         eps, dtype, device = spec.rms_norm_eps, spec.norm_dtype, spec.device
