@@ -91,6 +91,13 @@ METHODS = (
         ),
     ),
     Method(
+        "layers with heads of their own, keys of other layers (Gemma 4)",
+        ("kvcache/policy/shape.py", "models/families/gemma4.py", "layers/per_layer_inputs.py"),
+        (),
+        (),
+        ("models/test_gemma4.py",),
+    ),
+    Method(
         "sinks (gpt-oss)",
         ("kvcache/decode/attention.py", "kvcache/prefill/attention.py"),
         ("add_sinks", "dense_attention"),

@@ -59,12 +59,14 @@ def scatter(cache: KVCache, seed: int = 0) -> None:
 
 @torch.inference_mode()
 def fill_random(cache: KVCache, sequence: CachedSequence, tokens: int) -> None:
-    """Gives ``sequence`` ``tokens`` new tokens with random keys and values, the same in every layer."""
+    """Gives ``sequence`` ``tokens`` new tokens with random keys and values, the same in all layers with equal heads."""
     batch = cache.prefill_batch([(sequence, tokens)])
-    size = 2, tokens, cache.shape.num_kv_heads, cache.shape.head_dim
-    k, v = torch.randn(size, dtype=cache.dtype, device=cache.device)
+    drawn = {}
     for layer in range(cache.shape.num_layers):
-        cache.append(layer, k, v, batch.block(0, tokens))
+        _, kv_heads, dim = heads = cache.place(layer)[0].layout.shape.heads
+        if heads not in drawn:
+            drawn[heads] = torch.randn(2, tokens, kv_heads, dim, dtype=cache.dtype, device=cache.device)
+        cache.append(layer, *drawn[heads], batch.block(0, tokens))
         cache.finish_prefill(layer, batch)
     cache.end_prefill(batch)
 

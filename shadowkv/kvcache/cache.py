@@ -217,10 +217,11 @@ class KVCache:
                 then be empty.
         """
         groups: list[GroupPrefill] = []
-        shared = None if packed is None else packed.groups[0]
+        others = () if packed is None else packed.groups
         for group in self.groups:
             own = [(sequence.of_group(group.number), count) for sequence, count in sequences]
-            groups.append(group.prefill.batch(own, bounds, groups[0] if groups else shared))
+            shared = (other for other in (*groups, *others) if other.scratch == group.layout.scratch)
+            groups.append(group.prefill.batch(own, bounds, next(shared, None)))
         return PrefillBatch(groups, self._recurrent_tokens(sequences))
 
     def _recurrent_tokens(self, sequences: list[tuple[CachedSequence, int]]) -> list[NewTokens] | None:

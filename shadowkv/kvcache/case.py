@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ OF_COMPRESSED_PAGES = ("dense_attention.partial", "find_outliers", "merge_attent
 that its parts name, and ``OF_SELECTED`` or ``OF_ALL``, which attend to compressed tokens."""
 OF_WINDOWS = ("dense_attention.windowed", "paged_window_attention")
 """Ops of layers with a window."""
+OF_SINKS = ("add_sinks", "dense_attention.partial", "dense_attention.windowed")
+"""Ops of models with sinks."""
 OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
 
 
@@ -46,12 +49,23 @@ def choose_ops(
     Raises ValueError and SettingsError as ``Ops`` does.
     """
     device = torch.device(device)
-    return Ops(device, case_of(layout, rope, device, also), backends, attention_backend)
+    case = case_of(layout, rope, device, also)
+    return Ops(device, case, backends, attention_backend, list(_with_other_heads(layout, case)))
+
+
+def _with_other_heads(layout: Layout, case: Case) -> Iterator[Case]:
+    """Yields the cases of windows with heads of their own. ``case`` is that of the first group."""
+    ops = {*OF_TOKENS, *OF_WINDOWS, *(OF_SINKS if layout.shape.sinks else ())}
+    for heads in dict.fromkeys(group.shape.heads for group in layout.groups):
+        if heads != layout.shape.heads:
+            ropes = [group.rope for group in layout.groups if group.shape.heads == heads and group.rope is not None]
+            rope_dim = ropes[0].dim if ropes else heads.head_dim
+            yield replace(case, ops=frozenset(ops), rope_dim=rope_dim, **heads._asdict())
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterable[str] = ()) -> Case:
-    """Returns the case by which backends are chosen: the sizes of ``layout``, and the names of all called ops,
-    including ``also``."""
+    """Returns the case by which backends are chosen: the sizes of ``layout``, without those of windows with heads of
+    their own, and the names of all called ops, including ``also``."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS, *prefill_strategy(spec).ops}, 0
     if spec.compresses:
@@ -60,7 +74,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
     if any(group.window is not None for group in layout.groups):
         ops |= {*OF_WINDOWS}
     if shape.sinks:
-        ops |= {"add_sinks", "dense_attention.partial", "dense_attention.windowed"}
+        ops |= {*OF_SINKS}
     if layout.fetched_bytes:
         ops.add("fetch_chunks")
     return Case(

@@ -91,6 +91,6 @@ def attention_seconds(
     are as in ``step_reads`` and ``StepReads.seconds``."""
     recurrent = 0.0 if layout.recurrent is None else 2 * layout.recurrent.state_bytes / device_bandwidth
     return recurrent + sum(
-        group.shape.num_layers * step_reads(group, context, hit_rate).seconds(device_bandwidth, host_bandwidth)
+        group.attending * step_reads(group, context, hit_rate).seconds(device_bandwidth, host_bandwidth)
         for group in layout.groups
     )

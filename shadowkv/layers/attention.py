@@ -44,48 +44,52 @@ class Attention(nn.Module):
 
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
+    value_norm: RMSNorm | None
     sinks: nn.Parameter | None
 
-    def __init__(self, spec: LayerSpec, layer: int) -> None:
+    def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        shape = spec.shape
-        self.layer, self.group = layer, spec.group
-        self.num_query_heads = shape.num_query_heads
-        self.num_kv_heads = shape.num_kv_heads
-        self.head_dim = shape.head_dim
-        self.query_dim = shape.num_query_heads * shape.head_dim
+        self.layer, self.group = spec.cached_as, spec.group
+        self.num_query_heads, self.num_kv_heads, self.head_dim = spec.heads
+        self.query_dim = self.num_query_heads * self.head_dim
         self.output_gate = spec.output_gate
         self.query_rows = self.query_dim * (2 if spec.output_gate else 1)
-        self.qkv_dim = self.query_rows + 2 * shape.kv_dim
+        self.reuses_keys, self.keys_are_values = spec.reuses_keys, spec.keys_are_values
+        projected = 0 if spec.reuses_keys else 1 if spec.keys_are_values else 2
+        self.qkv_dim = self.query_rows + projected * self.num_kv_heads * self.head_dim
         self.qkv = projection(
             spec,
             "attention.qkv",
             spec.hidden_size,
             self.qkv_dim,
             bias=spec.qkv_bias,
-            borders=(self.query_rows,),
+            borders=(self.query_rows,) if projected else (),
         )
         self.out = projection(spec, "attention.out", self.query_dim, spec.hidden_size, bias=spec.out_bias)
         eps, dtype, device = spec.rms_norm_eps, spec.norm_dtype, spec.device
         if spec.normed_heads is not None:
-            heads = (shape.num_query_heads, shape.num_kv_heads)
+            heads = (self.num_query_heads, self.num_kv_heads)
             self.query_norm, self.key_norm = (
-                JointNorm(here, whole, shape.head_dim, eps, dtype=dtype, device=device, group=spec.group)
+                JointNorm(here, whole, self.head_dim, eps, dtype=dtype, device=device, group=spec.group)
                 for here, whole in zip(heads, spec.normed_heads, strict=True)
             )
         elif spec.qk_norm:
-            self.query_norm, self.key_norm = (
-                RMSNorm(shape.head_dim, eps, dtype=dtype, device=device) for _ in range(2)
-            )
+            self.query_norm, self.key_norm = (RMSNorm(self.head_dim, eps, dtype=dtype, device=device) for _ in range(2))
         else:
             self.query_norm = self.key_norm = None
+        if spec.reuses_keys:
+            self.key_norm = None
+        stores_values = spec.value_norm and not spec.reuses_keys
+        self.value_norm = (
+            RMSNorm(self.head_dim, eps, dtype=dtype, device=device, learned=False) if stores_values else None
+        )
         self.sinks = None
         if spec.sinks:
-            empty = torch.empty(shape.num_query_heads, dtype=torch.float32, device=spec.device)
+            empty = torch.empty(self.num_query_heads, dtype=torch.float32, device=spec.device)
             self.sinks = nn.Parameter(empty, requires_grad=False)
 
     def start(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
-        """Stores keys and values of normalised hidden states [T, D] and starts attention.
+        """Stores keys and values of normalised hidden states [T, D], if the layer has its own, and starts attention.
 
         The returned function finishes the attention and returns [n, D], for the n tokens whose attention the batch
         needs. D is the hidden size.
@@ -108,11 +112,18 @@ class Attention(nn.Module):
         return self.group.sum(self.out(attended))
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
-        """Stores keys and values of normalised hidden states [T, D] in the cache, without attention."""
-        self._store(self.qkv.rows(x, self.query_rows, self.qkv_dim), cache, batch)
+        """Stores keys and values of normalised hidden states [T, D] in the cache, if the layer has its own, without
+        attention."""
+        if not self.reuses_keys:
+            self._store(self.qkv.rows(x, self.query_rows, self.qkv_dim), cache, batch)
 
     def _store(self, kv: Tensor, cache: Cache, batch: Any) -> None:
-        k, v = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).split(self.num_kv_heads, dim=1)
+        if self.reuses_keys:
+            return
+        heads = kv.unflatten(-1, (-1, self.head_dim)).split(self.num_kv_heads, dim=1)
+        k, v = heads[0], heads[-1]
         if self.key_norm is not None:
             k = self.key_norm(k)
+        if self.value_norm is not None:
+            v = self.value_norm(v)
         cache.append(self.layer, k, v, batch)

@@ -6,36 +6,54 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shadowkv.layers.attention import Attention, Cache
 from shadowkv.layers.gated_delta_net import GatedDeltaNet
 from shadowkv.layers.mlp import MLP
-from shadowkv.layers.moe import MixtureOfExperts
+from shadowkv.layers.moe import MixtureOfExperts, MixtureOfNormedExperts
 from shadowkv.layers.norm import RMSNorm
+from shadowkv.layers.per_layer_inputs import AddedInput, LayerInput
 from shadowkv.layers.spec import LayerSpec
 
 
 class DecoderLayer(nn.Module):
     """A layer in two halves: ``start``, and the function that it returns. Between them attention can wait for values
-    from the host."""
+    from the host.
+
+    Attributes:
+        layer: the layer's number in the model.
+        cached_as: number of its keys and values, or of its recurrent state, in the cache.
+    """
 
     post_attention_norm: RMSNorm | None
     post_mlp_norm: RMSNorm | None
+    scale: nn.Parameter | None
 
     def __init__(self, spec: LayerSpec, layer: int) -> None:
         super().__init__()
+        self.layer, self.cached_as = layer, spec.cached_as
 
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device)
 
         self.attention_norm = norm()
-        self.attention = Attention(spec, layer) if spec.linear is None else None
-        self.linear_attention = None if spec.linear is None else GatedDeltaNet(spec, spec.linear, layer)
+        self.attention = Attention(spec) if spec.linear is None else None
+        self.linear_attention = None if spec.linear is None else GatedDeltaNet(spec, spec.linear)
         self.mlp_norm = norm()
-        self.mlp = MLP(spec, spec.intermediate_size) if spec.experts is None else MixtureOfExperts(spec, spec.experts)
+        self.mlp: MLP | MixtureOfExperts
+        if spec.experts is None:
+            self.mlp = MLP(spec, spec.intermediate_size)
+        else:
+            kind = MixtureOfNormedExperts if spec.experts.separate_norms else MixtureOfExperts
+            self.mlp = kind(spec, spec.experts)
         self.post_attention_norm = norm() if spec.post_norms else None
         self.post_mlp_norm = norm() if spec.post_norms else None
+        self.added_input = AddedInput(spec) if spec.per_layer_input_size else None
+        self.scale = None
+        if spec.output_scale:
+            self.scale = nn.Parameter(torch.empty(1, dtype=spec.dtype, device=spec.device), requires_grad=False)
 
     @property
     def _mixer(self) -> Attention | GatedDeltaNet:
@@ -44,7 +62,9 @@ class DecoderLayer(nn.Module):
         assert mixer is not None
         return mixer
 
-    def start(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> Callable[[], tuple[Tensor, Tensor]]:
+    def start(
+        self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any, own: LayerInput | None = None
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
         """Runs the layer up to the point where attention may have to wait for the host.
 
         The returned function finishes the layer. It returns the new residual stream and the MLP's output, each [n, D],
@@ -54,10 +74,11 @@ class DecoderLayer(nn.Module):
             x: residual stream [T, D]; D is the hidden size.
             added: the previous layer's output [T, D], not yet added to ``x``; None if nothing is left to add. It is
                 added in the same launch as the next norm.
+            own: computes the layers' own inputs of the tokens; None if layers have none.
         """
         x, normed = self._normalised(x, added)
         finish = self._mixer.start(normed, cache, batch)
-        return lambda: self._finish(batch.of_needed(x), finish())
+        return lambda: self._finish(batch.of_needed(x), finish(), batch, own)
 
     def append(self, x: Tensor, added: Tensor | None, cache: Cache, batch: Any) -> None:
         """Runs the layer for tokens that need no attention: only stores their keys and values, or updates the recurrent
@@ -68,11 +89,16 @@ class DecoderLayer(nn.Module):
         """Adds ``added`` to the residual stream. Returns the sum and its norm, the input of attention."""
         return (x, self.attention_norm(x)) if added is None else self.attention_norm.after_add(x, added)
 
-    def _finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, x: Tensor, attended: Tensor, batch: Any, own: LayerInput | None) -> tuple[Tensor, Tensor]:
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(attended)
         x, normed = self.mlp_norm.after_add(x, attended)
-        hidden = self.mlp(normed)
+        mlp = self.mlp
+        hidden = mlp.of_residual(x, normed) if isinstance(mlp, MixtureOfNormedExperts) else mlp(normed)
         if self.post_mlp_norm is not None:
             hidden = self.post_mlp_norm(hidden)
-        return x, hidden
+        if self.added_input is not None:
+            assert own is not None, "the layer's own input is missing"
+            x = x + hidden
+            hidden = self.added_input(x, batch.of_needed(own(self.layer)))
+        return (x, hidden) if self.scale is None else (x * self.scale, hidden * self.scale)

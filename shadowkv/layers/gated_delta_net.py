@@ -26,13 +26,13 @@ class GatedDeltaNet(Computing):
 
     calls = ("causal_convolution", "gated_delta_rule")
 
-    def __init__(self, spec: LayerSpec, linear: LinearAttention, layer: int) -> None:
+    def __init__(self, spec: LayerSpec, linear: LinearAttention) -> None:
         super().__init__()
 
         def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=dtype, device=spec.device), requires_grad=False)
 
-        self.layer, self.group, self.sizes = layer, spec.group, linear
+        self.layer, self.group, self.sizes = spec.cached_as, spec.group, linear
         self.qkvz = projection(spec, "linear_attention.qkvz", spec.hidden_size, linear.channels + linear.values)
         gates = 2 * linear.value_heads
         self.beta_decay = Linear(spec.hidden_size, gates, bias=False, dtype=spec.dtype, device=spec.device)

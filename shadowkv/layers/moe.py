@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear
 from shadowkv.layers.mlp import MLP
+from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.layers.spec import Experts, LayerSpec
 from shadowkv.ops.choose_experts.routing import Routing
@@ -155,3 +156,31 @@ class MixtureOfExperts(nn.Module):
             shared = self.shared.part(x)
             out = out + (shared if self.shared_gate is None else shared * self.shared_gate(x).sigmoid())
         return self.group.sum(out)
+
+
+class MixtureOfNormedExperts(MixtureOfExperts):
+    """Gemma 4's mixture: the router, the routed experts and the shared expert each have norms of their own, and the
+    router scales the weight of each expert. The norms are not linear, so both outputs are summed over ranks."""
+
+    def __init__(self, spec: LayerSpec, experts: Experts) -> None:
+        super().__init__(spec, experts)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device)
+
+        self.router_norm, self.routed_norm, self.routed_out_norm, self.shared_out_norm = norm(), norm(), norm(), norm()
+        scale = torch.empty(experts.routing.experts, dtype=torch.float32, device=spec.device)
+        self.expert_scale = nn.Parameter(scale, requires_grad=False)
+
+    def of_residual(self, x: Tensor, normed: Tensor) -> Tensor:
+        """Returns the output [T, D].
+
+        Args:
+            x: [T, D], the residual stream, which the router and the routed experts normalise.
+            normed: [T, D], the normalised residual stream for the shared expert.
+        """
+        assert self.shared is not None, "a mixture with separate norms has a shared expert"
+        weights, experts = self.router(self.router_norm(x))
+        weights = weights * self.expert_scale[experts.long()]
+        routed = self.group.sum(self.experts(self.routed_norm(x), weights, experts))
+        return self.shared_out_norm(self.group.sum(self.shared.part(normed))) + self.routed_out_norm(routed)

@@ -14,13 +14,21 @@ class RMSNorm(Computing):
 
     Args:
         dtype: dtype of the weight: the dtype of x, or float32 (``rms_norm``).
+        learned: whether the weight is learned; if not, it is 1.
     """
+
+    weight: Tensor
 
     calls = ("add_rms_norm", "rms_norm")
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, learned: bool = True
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        if learned:
+            self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+        else:
+            self.register_buffer("weight", torch.ones(size, dtype=dtype, device=device), persistent=False)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

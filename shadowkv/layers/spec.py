@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shadowkv.kvcache.policy.shape import LayerKind, ModelShape, StateArray
+from shadowkv.kvcache.policy.shape import Heads, LayerKind, StateArray
 from shadowkv.layers.group import Group
 from shadowkv.layers.linear import FP8Linear, Linear
 from shadowkv.layers.quantised_matrix import QuantisedLinear, RowBlock
@@ -26,6 +26,8 @@ class Experts:
         shared_gate: whether the shared expert's output is multiplied by a gate: the sigmoid of a learned product with
             the token.
         biases: whether the router and both products of the routed experts have a bias.
+        separate_norms: whether the router, the routed experts and the shared expert have norms of their own, and the
+            router scales the weight of each expert (Gemma 4, ``MixtureOfNormedExperts``).
         held: the experts on this rank, first and last + 1; None for all.
     """
 
@@ -34,6 +36,7 @@ class Experts:
     shared_size: int = 0
     shared_gate: bool = False
     biases: bool = False
+    separate_norms: bool = False
     held: tuple[int, int] | None = None
 
     @property
@@ -91,14 +94,18 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The spec of one decoder layer. Layers of a model differ only in ``experts``, ``linear`` and ``row_blocks``.
+    """The spec of one decoder layer. Layers of a model differ only in the attributes up to ``row_blocks``.
 
     Attributes:
-        shape: heads and head dimensions.
-        hidden_size: D, width of the residual stream.
+        heads: heads and head dimensions.
+        cached_as: number of the layer's keys and values, or of its recurrent state, in the cache.
+        reuses_keys: whether an earlier layer's keys and values are attended to, and the layer has none.
+        keys_are_values: whether keys, before their norm, are also the values.
         intermediate_size: I, width of the MLP.
         experts: the mixture of experts that replaces the MLP; None for an MLP.
         linear: the linear attention that replaces attention; None for attention.
+        row_blocks: row blocks of the weights that stay quantised as files store them, by name within the layer.
+        hidden_size: D, width of the residual stream.
         rms_norm_eps: added to the mean square in every RMSNorm.
         activation: activation of the MLP's gate, one of ``ops/gated_activation``'s. Names are those of Hugging Face
             configs, if they have one.
@@ -113,19 +120,25 @@ class LayerSpec:
             of this projection follow the rows of its query.
         post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
             stream.
+        value_norm: whether each head's values are divided by their root mean square.
+        per_layer_input_size: numbers of each token's input to this layer alone (``PerLayerInputs``); 0 for none.
+        output_scale: whether the residual stream after the layer is multiplied by a learned number.
         quantization: ``fp8`` if projections multiply 8-bit floats; else None.
-        row_blocks: row blocks of the weights that stay quantised as files store them, by name within the layer.
         dtype: dtype of activations and of unquantised weights.
         norm_dtype: dtype of the norms' weights: ``dtype``, or float32.
         device: device of all weights. ``meta`` allocates nothing, which is enough to count parameters.
         group: the ranks whose outputs are summed. Sizes are those of this rank's part.
     """
 
-    shape: ModelShape
-    hidden_size: int
+    heads: Heads
+    cached_as: int
+    reuses_keys: bool
+    keys_are_values: bool
     intermediate_size: int
     experts: Experts | None
     linear: LinearAttention | None
+    row_blocks: Mapping[str, tuple[RowBlock, ...]]
+    hidden_size: int
     rms_norm_eps: float
     activation: str
     qkv_bias: bool
@@ -135,8 +148,10 @@ class LayerSpec:
     sinks: bool
     output_gate: bool
     post_norms: bool
+    value_norm: bool
+    per_layer_input_size: int
+    output_scale: bool
     quantization: str | None
-    row_blocks: Mapping[str, tuple[RowBlock, ...]]
     dtype: torch.dtype
     norm_dtype: torch.dtype
     device: torch.device

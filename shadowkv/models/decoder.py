@@ -16,6 +16,7 @@ from shadowkv.layers.group import ALONE, Group
 from shadowkv.layers.linear import SCALE
 from shadowkv.layers.moe import ExpertsProjection
 from shadowkv.layers.norm import RMSNorm
+from shadowkv.layers.per_layer_inputs import LayerInput, PerLayerInputs
 from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, RowBlock
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.models.configs.model_config import ModelConfig
@@ -58,11 +59,15 @@ class Decoder(nn.Module):
         self.group = group
         norm_dtype = torch.float32 if config.wide_norms else dtype
         spec = LayerSpec(
-            shape=config.shape,
-            hidden_size=config.hidden_size,
+            heads=config.shape.heads,
+            cached_as=0,
+            reuses_keys=False,
+            keys_are_values=False,
             intermediate_size=config.intermediate_size,
             experts=None,
             linear=None,
+            row_blocks={},
+            hidden_size=config.hidden_size,
             rms_norm_eps=config.rms_norm_eps,
             activation=config.activation,
             qkv_bias=config.qkv_bias,
@@ -72,8 +77,10 @@ class Decoder(nn.Module):
             sinks=config.sinks,
             output_gate=config.output_gate,
             post_norms=config.post_norms,
+            value_norm=config.value_norm,
+            per_layer_input_size=config.hidden_size_per_layer_input,
+            output_scale=config.output_scale,
             quantization=config.quantization,
-            row_blocks={},
             dtype=dtype,
             norm_dtype=norm_dtype,
             device=self.device,
@@ -84,6 +91,11 @@ class Decoder(nn.Module):
             DecoderLayer(
                 replace(
                     spec,
+                    heads=config.heads_of(layer),
+                    cached_as=config.cached_as(layer),
+                    reuses_keys=config.reuses_keys(layer),
+                    keys_are_values=config.has_keys_as_values(layer),
+                    intermediate_size=config.intermediate_size * config.widening_of(layer),
                     experts=config.experts_of(layer),
                     linear=config.linear_of(layer),
                     row_blocks=_within(f"layers.{layer}.", row_blocks),
@@ -92,6 +104,9 @@ class Decoder(nn.Module):
             )
             for layer in range(config.num_layers)
         )
+        self.per_layer_inputs = None
+        if config.hidden_size_per_layer_input:
+            self.per_layer_inputs = PerLayerInputs(spec, config.num_layers, config.vocab_size_per_layer_input)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=norm_dtype, device=self.device)
         self.head = None if config.tie_word_embeddings else self._table(row_blocks.get("head"))
 
@@ -133,6 +148,17 @@ class Decoder(nn.Module):
             return x
         return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()  # rounded, as in the families' code
 
+    def layer_inputs(self, token_ids: Tensor, embedded: Tensor | None = None) -> LayerInput | None:
+        """Returns a function that computes the layers' own inputs of token ids, int64 [T]. None if layers have none.
+
+        Args:
+            embedded: ``embed(token_ids)``, if this is kept until the last layer. None to compute it for each layer.
+        """
+        inputs = self.per_layer_inputs
+        if inputs is None:
+            return None
+        return lambda layer: inputs(token_ids, self.embed(token_ids) if embedded is None else embedded, layer)
+
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if isinstance(self.embedding, QuantisedMatrix):
             return self.embedding.look_up(token_ids)
@@ -158,8 +184,10 @@ class Decoder(nn.Module):
         normed = self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
         if isinstance(head, QuantisedMatrix):
             scores: Tensor = head(normed, 0, self.config.vocab_size)
-            return scores
-        return self.group.join(F.linear(normed, head))[:, : self.config.vocab_size]
+        else:
+            scores = self.group.join(F.linear(normed, head))[:, : self.config.vocab_size]
+        cap = self.config.final_logit_softcapping
+        return scores if cap is None else (scores / cap).tanh_().mul_(cap)
 
     @property
     def weights_description(self) -> str:
@@ -206,7 +234,8 @@ class Decoder(nn.Module):
         experts, it counts the expected number of bytes, assuming that all are chosen equally often. Plans use models
         that are not packed, because rows that are packed twice would count twice.
         """
-        read = self.num_bytes - self._looked_up_bytes
+        tables = 0 if self.per_layer_inputs is None else self.per_layer_inputs.table.nbytes
+        read = self.num_bytes - self._looked_up_bytes - tables
         if self.config.experts is None:
             return read
         return read - (1 - self.config.experts.routing.share_touched(batch)) * self.expert_bytes

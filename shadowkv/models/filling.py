@@ -12,8 +12,8 @@ from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.checkpoints.stored_weight import NUMBERS_AT_ONCE, Stored, dense, fill_fp8, fill_plain
 from shadowkv.models.decoder import Decoder
-from shadowkv.models.families.weight_names import Target, Targets
 from shadowkv.models.sharding import Shard
+from shadowkv.models.weight_names import Target, Targets
 from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 

@@ -368,9 +368,9 @@ def _directory(
     config, format = config_from_directory(path, max_model_len, hf_overrides)
     tokenizer = partial(tokenizer_from_directory, path, config.eos_token_ids, config.vocab_size)
     if format is None:
-        plain = SafetensorsWeights(path, renamed=text_weight(config.architecture))
+        plain = SafetensorsWeights(path, renamed=text_weight(config))
         return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.stream(pinned=pinned))
-    weights = QuantisedWeights(path, format, text_weight(config.architecture))
+    weights = QuantisedWeights(path, format, text_weight(config))
     with naming(path, OTHER_MODEL):
         config = runnable(config, weights.forms)
     notes = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol, cast
@@ -9,7 +10,7 @@ from typing import Any, Protocol, cast
 from shadowkv.models.checkpoints.files import unsupported
 from shadowkv.models.configs.config_json import plain_config
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families.weight_names import Targets
+from shadowkv.models.weight_names import Targets
 
 FAMILIES = {
     "llama": "llama",
@@ -29,10 +30,18 @@ FAMILIES = {
     "qwen3_5_moe_text": "qwen3_5_moe",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "gemma4": "gemma4",
+    "gemma4_text": "gemma4",
+    "gemma4_unified": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "gpt_oss": "gpt_oss",
     "minimax_m2": "minimax_m2",
 }
 """model_type -> module of ``families``. A new family is one module and one line here."""
+
+
+_OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.")
+"""Names of a layer's weights that its keys and values alone need."""
 
 
 class Family(Protocol):
@@ -69,11 +78,18 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> Mode
     return family(str(hf.get("model_type"))).config_from_hf(plain_config(hf), max_model_len)
 
 
-def text_weight(model_type: str) -> Callable[[str], str | None]:
+def text_weight(config: ModelConfig) -> Callable[[str], str | None]:
     """Returns a function that maps a weight's name in the files to its name in the text model, or to None if the text
-    model does not have it. For families that are not multimodal, the function returns names unchanged."""
-    renamed: Callable[[str], str | None] = getattr(family(model_type), "text_weight", str)
-    return renamed
+    model does not have it. It changes names only for multimodal families. Layers that attend to other layers' keys have
+    no weights of keys and values, even if the files do."""
+    renamed: Callable[[str], str | None] = getattr(family(config.architecture), "text_weight", str)
+
+    def read(name: str) -> str | None:
+        ours = renamed(name)
+        own = None if ours is None else _OF_KEYS.match(ours)
+        return None if own and config.reuses_keys(int(own[1])) else ours
+
+    return read
 
 
 def has_interleaved_experts(model_type: str) -> bool:

@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import itemgetter
 
 from shadowkv.kvcache.parts import key_part, resolve
-from shadowkv.kvcache.policy.shape import share
+from shadowkv.kvcache.policy.shape import Heads, share
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.layers.spec import LinearAttention
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
@@ -86,31 +86,31 @@ class Shard:
             raise SettingsError(reason, ["enable_expert_parallel"])
         _ = self.config  # raises for invalid sizes
 
-    @property
-    def kv_heads(self) -> Span:
-        """The kv heads of this rank."""
-        heads, size, rank = self.whole.num_kv_heads, self.size, self.rank
-        if size <= heads:
-            return share(heads, rank, size)
-        head = next(head for head in range(heads) if rank < sum(self._ranks_of_head[: head + 1]))
+    def kv_heads(self, heads: Heads) -> Span:
+        """The kv heads of this rank, in layers with ``heads``."""
+        count, size, rank = heads.num_kv_heads, self.size, self.rank
+        if size <= count:
+            return share(count, rank, size)
+        ranks = self._ranks_of_head(count)
+        head = next(head for head in range(count) if rank < sum(ranks[: head + 1]))
         return head, head + 1
 
-    @property
-    def query_heads(self) -> Span:
-        """The query heads of this rank, which attend to its kv heads."""
-        group = self.whole.shape.group
-        first, last = self.kv_heads
-        if self.size <= self.whole.num_kv_heads:
-            return first * group, last * group
-        ranks = self._ranks_of_head
-        start, stop = share(group, self.rank - sum(ranks[:first]), ranks[first])
-        return first * group + start, first * group + stop
+    def query_heads(self, heads: Heads) -> Span:
+        """The query heads of this rank, in layers with ``heads``. They attend to its kv heads."""
+        first, last = self.kv_heads(heads)
+        if self.size <= heads.num_kv_heads:
+            return first * heads.group, last * heads.group
+        ranks = self._ranks_of_head(heads.num_kv_heads)
+        start, stop = share(heads.group, self.rank - sum(ranks[:first]), ranks[first])
+        return first * heads.group + start, first * heads.group + stop
 
-    @property
-    def _ranks_of_head(self) -> list[int]:
-        """Number of ranks that share each kv head, if there are more ranks than heads."""
-        heads = self.whole.num_kv_heads
-        return [stop - start for start, stop in (share(self.size, head, heads) for head in range(heads))]
+    def _ranks_of_head(self, count: int) -> list[int]:
+        """Number of ranks that share each of ``count`` kv heads, if there are more ranks than heads."""
+        return [stop - start for start, stop in (share(self.size, head, count) for head in range(count))]
+
+    def _held(self, heads: Heads) -> Heads:
+        """This rank's part of ``heads``."""
+        return Heads(_length(self.query_heads(heads)), _length(self.kv_heads(heads)), heads.head_dim)
 
     @property
     def inner(self) -> Span:
@@ -177,10 +177,13 @@ class Shard:
     def config(self) -> ModelConfig:
         """The model as this rank's layers and cache see it, with its own heads and inner width."""
         whole = self.whole
+        kinds = (
+            kind if kind.heads is None else replace(kind, heads=self._held(kind.heads)) for kind in whole.layer_kinds
+        )
         config = replace(
             whole,
-            num_query_heads=_length(self.query_heads),
-            num_kv_heads=_length(self.kv_heads),
+            **self._held(whole.shape.heads)._asdict(),
+            layer_kinds=tuple(kinds),
             intermediate_size=_length(self.inner) if whole.has_mlps else whole.intermediate_size,
         )
         if whole.linear is not None and self.size > 1:
@@ -216,48 +219,58 @@ class Shard:
                 f"{whole.num_kv_heads}: keep the values on the device",
                 ["tensor_parallel_size"],
             )
-        first, last = self.kv_heads
+        first, last = self.kv_heads(whole.heads)
         return keys.of_heads(spec, whole, last - first)
 
     def cut(self, parameter: str) -> Cut | None:
         """The part of a parameter that this rank holds; None if that is all of it."""
-        name = parameter.rpartition("layers.")[2].partition(".")[2] or parameter
-        if name not in self._cuts:
-            self._cuts[name] = self._cut(name)
-        return self._cuts[name]
-
-    @cached_property
-    def _cuts(self) -> dict[str, Cut | None]:
-        """Results of ``cut``, by name within a layer: all layers are alike, and experts have thousands of tensors."""
-        return {}
-
-    def _cut(self, name: str) -> Cut | None:
-        """Computes ``cut``. ``name`` is the parameter's name within its layer, or its full name outside layers."""
-        module, _, kind = name.rpartition(".")
-        whole, dim = self.whole, self.whole.head_dim
-        q, kv = whole.num_query_heads * dim, whole.shape.kv_dim
-        queries, keys = _times(self.query_heads, dim), _times(self.kv_heads, dim)
         if self.size == 1:
             return None
+        if not parameter.startswith("layers."):
+            return Cut((self.vocabulary,)) if parameter in ("embedding", "head") else None
+        _, number, name = parameter.split(".", 2)
+        layer = int(number)
+        alike = name, self.whole.heads_of(layer), self._projected(layer), self.whole.widening_of(layer)
+        if alike not in self._cuts:
+            self._cuts[alike] = self._cut(name, layer)
+        return self._cuts[alike]
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[str, Heads, int, int], Cut | None]:
+        """Results of ``cut``, by name within a layer and what layers differ in: experts have thousands of tensors."""
+        return {}
+
+    def _projected(self, layer: int) -> int:
+        """Number of projections of a layer that its own keys and values need."""
+        if self.whole.reuses_keys(layer):
+            return 0
+        return 1 if self.whole.has_keys_as_values(layer) else 2
+
+    def _cut(self, name: str, layer: int) -> Cut | None:
+        """Computes ``cut``. ``name`` is the parameter's name within its layer."""
+        module, _, kind = name.rpartition(".")
+        whole, heads, wide = self.whole, self.whole.heads_of(layer), self.whole.widening_of(layer)
+        q, kv, dim = heads.num_query_heads * heads.head_dim, heads.kv_dim, heads.head_dim
+        queries, keys = _times(self.query_heads(heads), dim), _times(self.kv_heads(heads), dim)
         if module.startswith("linear_attention") and whole.linear is not None:
             return self._cut_linear(name, whole.linear)
         if module.startswith(("mlp.experts.", "mlp.shared.")):
-            return self._cut_experts(module, kind)
-        if name in ("embedding", "head"):
-            return Cut((self.vocabulary,))
+            return self._cut_experts(module, kind, wide)
         if module == "attention.qkv":
             gated = 2 if whole.output_gate else 1
-            return Cut((_times(queries, gated), _moved(keys, q * gated), _moved(keys, q * gated + kv)))
+            of_keys = (_moved(keys, q * gated + number * kv) for number in range(self._projected(layer)))
+            return Cut((_times(queries, gated), *of_keys))
         if name == "attention.sinks":
-            return Cut((self.query_heads,))
+            return Cut((self.query_heads(heads),))
         if whole.normed_heads is not None and module in ("attention.query_norm", "attention.key_norm"):
             return Cut((queries if module == "attention.query_norm" else keys,))
         if module == "mlp.gate_up":
-            return Cut((self.inner, _moved(self.inner, whole.intermediate_size)))
+            inner = _times(self.inner, wide)
+            return Cut((inner, _moved(inner, wide * whole.intermediate_size)))
         if module in ("attention.out", "mlp.down"):
             if kind == "bias":  # only one rank adds it to the sum
                 return Cut(((0, whole.hidden_size),) if self.rank == 0 else ())
-            return Cut(((0, whole.hidden_size),), queries if module == "attention.out" else self.inner)
+            return Cut(((0, whole.hidden_size),), queries if module == "attention.out" else _times(self.inner, wide))
         return None
 
     def _cut_linear(self, name: str, linear: LinearAttention) -> Cut | None:
@@ -278,13 +291,13 @@ class Shard:
             return Cut(((0, self.whole.hidden_size),), values)
         return Cut(rows[name]) if name in rows else None
 
-    def _cut_experts(self, module: str, kind: str) -> Cut:
-        """Computes ``cut`` for a parameter of the shared expert, or for one of all experts, whose rows follow one
-        another."""
+    def _cut_experts(self, module: str, kind: str, wide: int) -> Cut:
+        """Computes ``cut`` for a parameter of the shared expert, whose width in this layer is ``wide`` times that in
+        others, or for one of all experts, whose rows follow one another."""
         experts, hidden = self.whole.experts, self.whole.hidden_size
         assert experts is not None, "there are no experts"
         if module.startswith("mlp.shared."):
-            numbers, size, inner = range(1), experts.shared_size, self.shared_inner
+            numbers, size, inner = range(1), wide * experts.shared_size, _times(self.shared_inner, wide)
         else:
             numbers, size, inner = range(*self.experts), experts.intermediate_size, self.experts_inner
         if module.endswith(".down"):

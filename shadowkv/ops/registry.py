@@ -3,7 +3,7 @@ packages can ``register`` backends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -126,13 +126,13 @@ class Choice:
 def choose(
     name: str,
     device: torch.device | str,
-    case: Case | None = None,
+    cases: Sequence[Case] = (),
     override: str | None = None,
     attention_backend: str = "auto",
 ) -> Choice:
-    """Chooses a backend for ``name``, one of ``CALLS``: the fastest that runs on ``device`` and supports ``case``. An
-    ``override`` names the backend instead. Raises ValueError if no backend can serve. ``case`` and
-    ``attention_backend`` are those of ``Ops``."""
+    """Chooses a backend for ``name``, one of ``CALLS``: the fastest that runs on ``device`` and supports all ``cases``.
+    An ``override`` names the backend instead. Raises ValueError if no backend can serve. ``attention_backend`` is that
+    of ``Ops``."""
     kind = torch.device(device).type
     if kind not in PREFERENCE:
         raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
@@ -147,13 +147,15 @@ def choose(
         if function is None:
             continue
         unasked = attention_backend == "auto" and override is None and backend in LIBRARIES.values()
-        if unasked and (case is None or case.head_dim not in getattr(module, "FASTER_AT", {}).get(form, ())):
+        faster_at = getattr(module, "FASTER_AT", {}).get(form, ())
+        if unasked and not (cases and all(case.head_dim in faster_at for case in cases)):
             continue
         reasons: list[str] = getattr(module, "missing", lambda: [])()
         if unbuilt is None:
             unbuilt = next((reason for reason in reasons if isinstance(reason, Unbuilt)), None)
-        if not reasons and case is not None:
-            reasons = getattr(module, "supports", lambda case: [])(case)
+        if not reasons:
+            refuses: Callable[[Case], list[str]] = getattr(module, "supports", lambda case: [])
+            reasons = list(dict.fromkeys(reason for case in cases for reason in refuses(case)))
         if not reasons:
             synchronises = getattr(module, "SYNCHRONISES", False)
             needs_lengths = kind == "cuda" and form in getattr(module, "NEEDS_LENGTHS", ())
@@ -180,7 +182,7 @@ def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
 class Ops(References):
     """The ops of an engine, each as an attribute. The model's layers, the cache and the sampler share them.
 
-    Each op has the fastest backend that runs on the device and supports the case. A backend may define two functions:
+    Each op has the fastest backend that runs on the device and supports the cases. A backend may define two functions:
     ``missing()`` returns the reasons why it cannot run here, and ``supports(case)`` the reasons why it cannot serve a
     case. The first backend without reasons is chosen. It must then handle the arguments of each call or raise.
 
@@ -191,9 +193,11 @@ class Ops(References):
         attention_backend: one of ``load_settings.ATTENTION_BACKENDS``. ``shadowkv`` uses ``PREFERENCE``. ``auto`` uses
             ``LIBRARIES`` where they are faster, then ``PREFERENCE``. The name of a library uses this library wherever
             it can serve, then ``PREFERENCE``.
+        others: the properties of further arguments, of layers with other sizes. A backend must support every case that
+            calls it.
 
     Attributes:
-        called: the entries of ``CALLS`` that the case calls. Without a case, all entries.
+        called: the entries of ``CALLS`` that a case calls. Without a case, all entries.
         backends: the backend's name for each entry of ``CALLS``.
         outside: entries of ``called`` whose backend was registered from outside the package.
         reasons: for each entry of ``CALLS``, the faster backends that are not used, and why: ``name: reason``.
@@ -215,13 +219,17 @@ class Ops(References):
         case: Case | None = None,
         overrides: Mapping[str, str] | None = None,
         attention_backend: str = "auto",
+        others: Sequence[Case] = (),
     ) -> None:
         super().__init__()
         overrides = dict(overrides or {})
         unknown = sorted(set(overrides) - {*NAMES, *CALLS})
         if unknown:
             raise ValueError(f"unknown ops {', '.join(unknown)}; known: {', '.join(NAMES)}")
-        self.case, self.called = case, frozenset(CALLS) if case is None else case.ops
+        cases = others if case is None else (case, *others)
+        self.case, self.called = case, frozenset(CALLS)
+        if case is not None:
+            self.called = case.ops.union(*(other.ops for other in others))
         self.backends: dict[str, str] = {}
         self.outside: list[str] = []
         self.reasons: dict[str, list[str]] = {}
@@ -231,7 +239,8 @@ class Ops(References):
         functions: dict[str, Callable[..., Any]] = {}
         for name in CALLS:
             override = overrides.get(name, overrides.get(name.partition(".")[0]))
-            choice = choose(name, device, case if name in self.called else None, override, attention_backend)
+            calling = [one for one in cases if name in one.ops]
+            choice = choose(name, device, calling, override, attention_backend)
             self.backends[name], self.reasons[name] = choice.backend, choice.reasons
             if name in self.called and choice.outside:
                 self.outside.append(name)

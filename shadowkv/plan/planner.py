@@ -178,7 +178,7 @@ class Planner:
 
     def plan(self, name: str, spec: KVSpec) -> Plan:
         """Returns the figures of a policy. Raises ValueError with all reasons why the model cannot use the policy."""
-        machine, shape, layout = self.machine, self.config.shape, self._layout(spec)
+        machine, layout = self.machine, self._layout(spec)
         need, batch = sequence_bytes(layout, self.context), self._largest_batch(layout)
         what = layout, self.context, self.hit_rate
         reads, device_bandwidth = step_reads(layout.main, *what[1:]), machine.device_bandwidth_tbs * 1e12
@@ -189,8 +189,8 @@ class Planner:
             seconds = size * attention + weights / device_bandwidth
             return StepFloor(size, weights, seconds * 1e3, size / seconds)
 
-        with_attention = sum(group.shape.num_layers for group in layout.groups)
-        full_kv = 2 * self.context * shape.kv_dim * self.dtype.itemsize * with_attention
+        numbers = sum(group.attending * group.shape.kv_dim for group in layout.groups)
+        full_kv = 2 * self.context * self.dtype.itemsize * numbers
         return Plan(
             name,
             layout.spec,

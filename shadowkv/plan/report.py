@@ -8,6 +8,7 @@ from typing import Any
 
 from shadowkv.kvcache.parts import describe
 from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.plan.planner import Plan, Planner, StepFloor
 from shadowkv.wording import GIB, counted
 
@@ -19,8 +20,10 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
     offload_gib = machine.kv_offload_gib / planner.shard.size
     copies = f", and {offload_gib:g} GiB for copies of cached prompts" if offload_gib else ""
     head = [
-        f"model    {model}: {shape.num_layers} layers, {shape.num_query_heads} query and {shape.num_kv_heads} kv heads "
-        f"of {shape.head_dim}, hidden size {config.hidden_size}, {planner.weights}",
+        f"model    {model}: {config.num_layers} layers, {shape.num_query_heads} query and {shape.num_kv_heads} kv "
+        f"heads of {shape.head_dim}, hidden size {config.hidden_size}, {planner.weights}",
+        *_other_heads(shape),
+        *_reusing(config),
         *_ranks(planner),
         f"context  {counted(planner.context, 'token')} per sequence, prompt and output together",
         f"weights  {planner.weight_bytes:,} bytes ({planner.weight_bytes / GIB:.2f} GiB), "
@@ -49,6 +52,22 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         for name, cells in rows
     ]
     return "\n".join(head + table)
+
+
+def _other_heads(shape: ModelShape) -> list[str]:
+    """A line for each kind of layer with heads of its own."""
+    return [
+        f"         {shape.kinds.count(kind)} layers with {kind}: {kind.heads.num_query_heads} query and "
+        f"{kind.heads.num_kv_heads} kv heads of {kind.heads.head_dim}"
+        for kind in dict.fromkeys(shape.kinds)
+        if kind.heads is not None
+    ]
+
+
+def _reusing(config: ModelConfig) -> list[str]:
+    """A line about layers without keys of their own; empty if there are none."""
+    count = config.num_kv_shared_layers
+    return [f"         {counted(count, 'layer')} attend to keys and values of other layers"] if count else []
 
 
 def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:

@@ -106,7 +106,9 @@ def packed_logits(
     batch = DenseBatch.of([len(sequence) for sequence in sequences])
     cache = DenseCache(model.config.rope, max_positions, model.config.layer_kinds)
     model.use(ops or Ops())
-    x = model.embed(torch.tensor([token for sequence in sequences for token in sequence]))
+    ids = torch.tensor([token for sequence in sequences for token in sequence])
+    x = model.embed(ids)
+    own = model.layer_inputs(ids, x)
     for layer in model.layers:
-        x = torch.add(*layer.start(x, None, cache, batch)())
+        x = torch.add(*layer.start(x, None, cache, batch, own)())
     return list(model.logits(x).split([len(sequence) for sequence in sequences]))

@@ -72,6 +72,24 @@ QWEN3_5 = {
     "linear_value_head_dim": 8,
 }
 
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+GEMMA4_INPUTS = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 96}
+GEMMA4_SHARED = {  # transformers runs shared keys only with inputs of layers
+    **{**GEMMA4_INPUTS, "num_hidden_layers": 8, "num_kv_shared_layers": 4, "use_double_wide_mlp": True},
+    "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"] * 2,
+}
+GEMMA4_SHARED["layer_types"][-2:] = ["sliding_attention", "full_attention"]
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 4},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "rope_theta": 5e5},
@@ -109,6 +127,21 @@ CASES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
+    },
+    "gemma4": GEMMA4,
+    "gemma4-keys-are-values": {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4-shared-keys": {**GEMMA4, **GEMMA4_SHARED},
+    "gemma4-layer-inputs": {**GEMMA4, **GEMMA4_INPUTS},
+    "gemma4-experts": {**GEMMA4, **GEMMA4_EXPERTS},
+    "gemma4-soft-cap": {**GEMMA4, "final_logit_softcapping": 3.0, "tie_word_embeddings": False},
+    "gemma4-same-heads": {**GEMMA4, "global_head_dim": 16, "attention_bias": True},
+    "gemma4-all": {
+        **{**GEMMA4, **GEMMA4_SHARED, **GEMMA4_EXPERTS},
+        **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
+    },
+    "gemma4_unified": {
+        **{**GEMMA4, "model_type": "gemma4_unified_text", "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        **{"final_logit_softcapping": 3.0},
     },
     "qwen2": {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False},
     "qwen2-tied-yarn": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_scaling": YARN},
@@ -163,21 +196,26 @@ def build(name: str, directory: Path, sizes: Mapping[str, int] = MappingProxyTyp
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="eager").float().eval()
     # transformers starts with zero biases and unit norms, which would hide a bias or a norm that is left out.
     with torch.no_grad():
-        for corrected in corrections(model):
-            corrected.normal_(0, 0.3)
+        for name, buffer in learned_buffers(model):
+            buffer.copy_(0.3 * torch.randn_like(buffer) + name.endswith("layer_scalar"))
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             else:
                 parameter.normal_(0, 0.15)
+        if fields["model_type"].startswith("gemma4"):  # scores are not divided by the root of the head dim
+            for name, parameter in model.named_parameters():
+                if name.endswith("q_norm.weight"):
+                    parameter.mul_(len(parameter) ** -0.5)
     model.save_pretrained(directory, safe_serialization=True, **save)
     write_tokenizer(directory)
     return model
 
 
-def corrections(model: torch.nn.Module) -> list[torch.Tensor]:
-    """What routers add to scores, which transformers does not count as parameters."""
-    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+def learned_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What is learned, and no parameter of transformers: corrections of routers' scores, and scales of layers."""
+    learned = ("e_score_correction_bias", "layer_scalar")
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(learned)]
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -37,6 +37,11 @@ BILLIONS = {
     "glm-4.5-air": 106.852,
     "mixtral-8x7b": 46.703,
     "gemma-3-27b": 27.009,
+    "gemma-4-31b": 30.697,
+    "gemma-4-26b-a4b": 25.233,
+    "gemma-4-12b": 11.907,
+    "gemma-4-e4b": 7.463,
+    "gemma-4-e2b": 4.629,
     "gpt-oss-20b": 20.915,
     "gpt-oss-120b": 116.829,
     "minimax-m2": 228.69,
@@ -60,7 +65,7 @@ def test_configs_have_the_published_size(name: str) -> None:
     )  # routers, sinks, norms
     assert model.num_bytes == 2 * (model.num_parameters + wide)
     some_wide = ("glm-4.5-air", "gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b", "minimax-m2")
-    assert (wide > 0) == (name in some_wide or name.startswith("qwen3.5"))
+    assert (wide > 0) == (name in some_wide or name.startswith(("qwen3.5", "gemma-4")))
 
 
 def test_shapes_say_which_model_of_the_hub_to_take() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_cache import DenseBatch, DenseCache, packed_logits
-from families import CASES, TINY, build, corrections, oracle_logits
+from families import CASES, TINY, build, learned_buffers, oracle_logits
 from precision import InFloat64, assert_close_like_lowp, draws
 from safetensors.torch import load_file, save_file
 
@@ -39,7 +39,9 @@ def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     loaded = load_model(tmp_path, dtype=torch.float32, max_model_len=max_model_len)
     assert loaded.config == load_config(tmp_path, max_model_len)
     assert_same(packed_logits(loaded.model, sequences()), oracle_logits(oracle, sequences()))
-    expected = sum(weight.numel() for weight in (*oracle.parameters(), *corrections(oracle)))
+    expected = sum(
+        weight.numel() for weight in (*oracle.parameters(), *(buffer for _, buffer in learned_buffers(oracle)))
+    )
     assert loaded.model.num_parameters == expected
     assert loaded.model.num_bytes == 4 * expected
 

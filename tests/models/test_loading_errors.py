@@ -88,7 +88,7 @@ def test_unknown_model_type(llama: Path, kind: str, said: str) -> None:
         load_config(llama)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "proportional"])
+@pytest.mark.parametrize("kind", ["dynamic", "axial"])
 def test_unknown_rope_type(llama: Path, kind: str) -> None:
     edit_config(llama, rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ValueError, match=f"rope type '{kind}' is not supported"):

@@ -74,9 +74,10 @@ def test_every_number_is_on_the_ranks_that_use_it(heads: tuple[int, int], size: 
     config = replace(config, num_query_heads=heads[0], num_kv_heads=heads[1], intermediate_size=160)
     shards = [Shard(config, rank, size) for rank in range(size)]
     q, kv, d, inner = heads[0] * 16, heads[1] * 16, config.hidden_size, config.intermediate_size
-    assert [head for shard in shards for head in range(*shard.query_heads)] == list(range(heads[0]))
+    sizes = config.shape.heads
+    assert [head for shard in shards for head in range(*shard.query_heads(sizes))] == list(range(heads[0]))
     for shard in shards:
-        group, (first, _), (query, _) = heads[0] // heads[1], shard.kv_heads, shard.query_heads
+        group, (first, _), (query, _) = sizes.group, shard.kv_heads(sizes), shard.query_heads(sizes)
         own = shard.config.shape
         assert [(query + n) // group for n in range(own.num_query_heads)] == [
             first + n // own.group for n in range(own.num_query_heads)

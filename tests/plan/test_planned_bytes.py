@@ -41,7 +41,7 @@ LLAMA = ModelShape(num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=1
 def llama(vocab_size: int = 1000) -> SimpleNamespace:
     """What sizing reads of the config of Llama-3.1-8B, with another vocabulary."""
     widths = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": vocab_size}
-    return SimpleNamespace(shape=LLAMA, experts=None, linear=None, has_mlps=True, **widths)
+    return SimpleNamespace(shape=LLAMA, experts=None, linear=None, has_mlps=True, double_wide_mlp=False, **widths)
 
 
 SPECS = {
@@ -90,7 +90,14 @@ def row_bytes(cache: KVCache) -> int:
 
 
 MODEL = SimpleNamespace(
-    shape=SHAPE, experts=None, linear=None, has_mlps=True, hidden_size=64, intermediate_size=128, vocab_size=1000
+    shape=SHAPE,
+    experts=None,
+    linear=None,
+    has_mlps=True,
+    double_wide_mlp=False,
+    hidden_size=64,
+    intermediate_size=128,
+    vocab_size=1000,
 )
 
 

@@ -8,7 +8,9 @@ from test_serve_errors import error_of
 from test_serve_tools import ROME, TEXT, TOOLS
 
 from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.text.gemma4 import Gemma4Reasoning
 from shadowkv.serve.text.reasoning import ReasoningParser
+from shadowkv.serve.text.tool_formats import FORMATS
 
 CASES = [
     ("", "<think>\nLet me see.\n</think>\n\nParis.\n", "Let me see.", "Paris.\n"),
@@ -27,6 +29,37 @@ def test_text_in_pieces(prompt, text, thought, said):
         parser = ReasoningParser(prompt)
         found = [parser.push(piece, number == len(pieces) - 1) for number, piece in enumerate(pieces)]
         assert tuple(map("".join, zip(*found, strict=True))) == (thought, said), pieces
+
+
+@pytest.mark.parametrize(
+    "prompt, text, thought, said",
+    [
+        ("<|turn>model\n", "<|channel>thought\nLet me see.\n<channel|>Paris.", "Let me see.", "Paris."),
+        ("<|turn>model\n", "Paris.", "", "Paris."),
+        ("<|turn>model\n<|channel>thought\n<channel|>", "Paris.", "", "Paris."),
+        ("<|turn>model\n", "<|channel>thought\nFor ever", "For ever", ""),
+        ("", "<|channel>thought\nHm.<channel|><|tool_call>call:f{}", "Hm.", "<|tool_call>call:f{}"),
+    ],
+)
+def test_text_of_gemma4(prompt, text, thought, said):
+    for pieces in ([text], *([text[:place], text[place:]] for place in range(len(text))), [*text, ""]):
+        parser = Gemma4Reasoning(prompt)
+        found = [parser.push(piece, number == len(pieces) - 1) for number, piece in enumerate(pieces)]
+        assert tuple(map("".join, zip(*found, strict=True))) == (thought, said), pieces
+
+
+def test_gemma4s_reasoning_and_calls_are_one_format():
+    settings = ServerSettings(reasoning_parser="gemma4")
+    assert settings.tool_format("a template without tools") is FORMATS["gemma4"]
+    assert ServerSettings(tool_call_parser="gemma4").tool_format(None).reasoning is Gemma4Reasoning
+    ServerSettings(tool_call_parser="gemma4", reasoning_parser="gemma4").check_template("<|tool_call>")
+    for calls, thoughts in (("hermes", "gemma4"), ("gemma4", "qwen3"), ("openai", "gemma4")):
+        with pytest.raises(
+            ValueError, match=f"{calls!r} does not go with reasoning_parser={thoughts!r}: .* one format"
+        ):
+            ServerSettings(tool_call_parser=calls, reasoning_parser=thoughts)
+    with pytest.raises(ValueError, match=r"--reasoning-parser qwen3: .* pass gemma4"):
+        ServerSettings(reasoning_parser="qwen3").check_template("<|tool_call>")
 
 
 @pytest.fixture

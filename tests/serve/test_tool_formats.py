@@ -11,6 +11,7 @@ import pytest
 from shadowkv.serve.text.tool_formats import (
     FORMATS,
     GENERIC,
+    Gemma4,
     Generic,
     Hermes,
     Listed,
@@ -67,6 +68,26 @@ CASES = [
     (Mistral, f'Well [TOOL_CALLS]f{{"x": 1}}[TOOL_CALLS]g[ARGS]{NESTED}', "Well", [F, G]),
     (Mistral, "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
     (Mistral, "[TOOL_CALLS]f[x", "[TOOL_CALLS]f[x", []),
+    (Gemma4, "Just text.\n", "Just text.\n", []),
+    (Gemma4, "<|tool_call>call:f{x:1}<tool_call|>", "", [F]),
+    (
+        Gemma4,
+        'So:\n<|tool_call>call:g{a:[{b:<|"|>}]"\\<|"|>}],c:{d:<|"|><tool_call><|"|>}}<tool_call|>\n'
+        "<|tool_call>call:f{x:1}<tool_call|>",
+        "So:",
+        [G, F],
+    ),
+    (
+        Gemma4,
+        '<|tool_call>call:a.b-c{<|"|>two words<|"|>: [1.5, true,null,<|"|><|"|>],name:Rome,o:{}}<tool_call|> Done.',
+        "Done.",
+        [("a.b-c", '{"two words": [1.5, true, null, ""], "name": "Rome", "o": {}}')],
+    ),
+    (Gemma4, '<|tool_call>call:f{a:<|"|>Par', "", [("f", '{"a": "Par')]),
+    (Gemma4, "<|tool_call>call:f{a:1,b:2", "", [("f", '{"a": 1')]),
+    (Gemma4, "<|tool_call>call:f{}", "", [("f", "{}")]),
+    (Gemma4, "<|tool_call>call:f x", "<|tool_call>call:f x", []),
+    (Gemma4, "<|tool_call>sunny <|tool_ca", "<|tool_call>sunny <|tool_ca", []),
     (Generic, f'[{{"name": "f", "parameters": {{"x": 1}}}}, {{"name": "g", "parameters": {NESTED}}}]', "", [F, G]),
     (Generic, '```json\n[{"name": "f", "parameters": {"x": 1}}]\n```', "", [F]),
     (Generic, ' {"name": "f", "arguments": {"x": 1}}\n', "", [F]),
@@ -149,6 +170,7 @@ TEMPLATES = {
     "qwen3_coder": "<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
     "glm45": "<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>\\n<arg_value>{arg-value-1}</arg_value>",
     "minimax_m2": '<minimax:tool_call>\\n<invoke name="tool-name-1">\\n<parameter name="param-key-1">param-value-1',
+    "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
     "openai": '{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}',
     None: "<seed:tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
 }

@@ -22,6 +22,7 @@ from shadowkv.kvcache.cache import FanOut, KVCache
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.prefill.batch import PrefillBatch
 from shadowkv.layers.decoder_layer import DecoderLayer
+from shadowkv.layers.per_layer_inputs import LayerInput
 from shadowkv.models.decoder import Decoder
 
 BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -37,14 +38,22 @@ class Flow:
         batch: the cache's batch of these tokens.
         last: the batch of the last layer, if it needs attention for fewer tokens; None for the same batch.
         in_place: whether each layer writes its result into ``x``, which saves memory.
+        own: computes the layers' own inputs of the tokens (``Decoder.layer_inputs``).
 
     Attributes:
         x: residual stream. After the last layer it has only the tokens for which ``last`` needs attention.
         added: the newest layer's output, which is not yet added to ``x``; None if nothing is left to add.
     """
 
-    def __init__(self, x: Tensor, batch: Batch, last: Batch | None = None, in_place: bool = False) -> None:
-        self.x = x
+    def __init__(
+        self,
+        x: Tensor,
+        batch: Batch,
+        last: Batch | None = None,
+        in_place: bool = False,
+        own: LayerInput | None = None,
+    ) -> None:
+        self.x, self._own = x, own
         self.added: Tensor | None = None
         self._batch, self._last, self._in_place = batch, last or batch, in_place
         self._finish: Callable[[], tuple[Tensor, Tensor]] | None = None
@@ -61,7 +70,7 @@ class Flow:
             layer.append(self.x, self.added, cache, batch)
             self.x, self.added = self.x[:0], None
         else:
-            self._finish = layer.start(self.x, self.added, cache, batch)
+            self._finish = layer.start(self.x, self.added, cache, batch, self._own)
 
     def finish(self) -> None:
         """Finishes the started layer, if there is one."""
@@ -80,10 +89,12 @@ def forward(
     """Computes ``flows`` layer by layer, and yields after each flow of each layer.
 
     Args:
-        storing: the prompts among the tokens. The flows are then their blocks, and the cache stores a layer's keys and
-            values once all blocks have passed the layer. Without ``storing`` the flows are micro-batches: each finishes
-            a layer only when it starts the next, so values from the host arrive while other micro-batches compute.
+        storing: the prompts among the tokens. The flows are then their blocks. The cache stores keys and values once
+            all blocks have passed the layers that attend to them. Without ``storing`` the flows are micro-batches: each
+            finishes a layer only when it starts the next, so values from the host arrive while other micro-batches
+            compute.
     """
+    last_use = {layer.cached_as: number for number, layer in enumerate(layers, 1)}
     for number, layer in enumerate(layers, 1):
         for flow in flows:
             flow.finish()
@@ -91,8 +102,8 @@ def forward(
             if storing is not None:
                 flow.finish()
             yield
-        if storing is not None:
-            cache.finish_prefill(number - 1, storing)
+        if storing is not None and last_use[layer.cached_as] == number:
+            cache.finish_prefill(layer.cached_as, storing)
     for flow in flows:
         flow.finish()
 
@@ -175,7 +186,8 @@ def _one_block(model: Decoder, batch: PrefillBatch, ids: Tensor, scored: bool, s
         count = len(step.ids)
         block, ids = step.batch.with_parts_of(block), torch.cat((step.ids, ids))
         last = torch.cat((torch.arange(count, device=ids.device), last + count))
-    return Flow(model.embed(ids), block, None if scored else block.where_needed(last))
+    x = model.embed(ids)
+    return Flow(x, block, None if scored else block.where_needed(last), own=model.layer_inputs(ids, x))
 
 
 def _in_blocks(model: Decoder, batch: PrefillBatch, ids: Tensor, stream: Tensor, scored: bool) -> list[Flow]:
@@ -183,9 +195,10 @@ def _in_blocks(model: Decoder, batch: PrefillBatch, ids: Tensor, stream: Tensor,
     prompt keeps only ``stream``, keys and values."""
     flows = []
     for start, stop in _spans(batch, ids.device):
+        own = model.layer_inputs(ids[start:stop])
         part = stream[start:stop].copy_(model.embed(ids[start:stop]))
         last = None if scored else batch.ends(start, stop)
-        flows.append(Flow(part, batch.block(start, stop), last, in_place=True))
+        flows.append(Flow(part, batch.block(start, stop), last, in_place=True, own=own))
     return flows
 
 

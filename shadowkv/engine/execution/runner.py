@@ -45,7 +45,8 @@ class Runner:
     def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
         self.model, self.cache = model, cache
         self.layers = cast("list[DecoderLayer]", list(model.layers))
-        self._kinds = kinds(self.layers, [group for group, _ in cache.layout.places])
+        places = cache.layout.places
+        self._kinds = kinds(self.layers, [places[layer.cached_as][0] for layer in self.layers])
         self.sampler = Sampler(cache.ops)
         self._fused = FusedLayers(model, cache) if FusedLayers.fit(model, cache) else None
         self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
@@ -219,15 +220,18 @@ class Runner:
         batch, ids = self.cache.decode_batch(plan, numbers), self._newest(inputs)
         if prompts is not None:
             batch = batch.with_parts_of(self.cache.exact_prompts(prompts.numbers, len(prompts.ids)))
-            hidden = self.model.embed(torch.cat((ids, prompts.ids)))
-            flows = [Flow(hidden, batch, batch.where_needed(prompts.rows))]
+            ids = torch.cat((ids, prompts.ids))
+            hidden = self.model.embed(ids)
+            own = self.model.layer_inputs(ids, hidden)
+            flows = [Flow(hidden, batch, batch.where_needed(prompts.rows), own=own)]
         else:
             hidden = self.model.embed(ids)
             if self._fused is not None and self.cache.query_hook is None:  # fused layers do not call the hook
                 return self.model.scores(self._fused(hidden, batch))
             parts = micro_batches(batch, plan.micro_batches)
-            hiddens = hidden.split([part.num_tokens for part in parts])
-            flows = [Flow(*part) for part in zip(hiddens, parts, strict=True)]
+            counts = [part.num_tokens for part in parts]
+            of_parts = zip(hidden.split(counts), parts, ids.split(counts), strict=True)
+            flows = [Flow(x, part, own=self.model.layer_inputs(own, x)) for x, part, own in of_parts]
         run_through(forward(self._kinds if dry_run else self.layers, self.cache, flows))
         if len(flows) == 1:
             return self.model.scores(flows[0].x, flows[0].added)

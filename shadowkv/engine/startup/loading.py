@@ -150,7 +150,7 @@ def default_prefill(
     load_installed()  # a plugin can have a kernel; ``ops_for`` reports the plugins that cannot be loaded
     layout, given = layout.with_fields(prefill="sparse"), backends or {}
     case, ops = case_of(layout, rope, device), prefill_strategy(layout.spec).ops
-    chosen = (choose(name, device, case, given.get(name)).backend for name in ops)
+    chosen = (choose(name, device, (case,), given.get(name)).backend for name in ops)
     return "dense" if "reference" in chosen else "sparse"
 
 

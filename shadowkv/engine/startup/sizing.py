@@ -59,10 +59,10 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     values once more, because a later turn is stored from a copy behind its exact tokens and, if it attends sparsely,
     rebuilds all keys and values.
     """
-    shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
+    block = min(context, BLOCK_TOKENS["cuda"])
 
     def layers_of(tokens: int) -> int:
-        return 3 * _stored(tokens, shape) * shape.kv_dim
+        return sum(3 * _stored(tokens, shape) * shape.kv_dim for shape in model.shape.of_scratch)
 
     def kept(tokens: int) -> int:
         return tokens * (NUMBERS_BYTES + model.hidden_size * dtype.itemsize) + layers_of(tokens) * dtype.itemsize
@@ -78,8 +78,9 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
     # After attention the residual stream exists before and after each of its two sums, if a layer is computed at once.
     in_the_mlp = block * (5 * model.hidden_size + _inner_numbers(model)) * dtype.itemsize
-    queries = shape.num_query_heads * shape.head_dim  # three times: projected, normalised or rotated, and attended
-    attending = block * (model.hidden_size + 3 * queries + 2 * shape.kv_dim) * dtype.itemsize
+    # Three times the queries: projected, normalised or rotated, and attended.
+    of_heads = (3 * one.num_query_heads * one.head_dim + 2 * one.kv_dim for one in shape.of_scratch)
+    attending = block * (model.hidden_size + max(of_heads)) * dtype.itemsize
     drawing = drawing_bytes(shape, block, context) if context > SPARSE_FROM else 0
     return max(in_the_mlp, attending + drawing, _linear_bytes(model, block, dtype))
 
@@ -97,7 +98,8 @@ def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
 
 def _inner_numbers(model: ModelConfig) -> int:
     """Returns the most numbers of one token that exist at the same time within an MLP or a mixture of experts."""
-    dense = 3 * model.intermediate_size if model.has_mlps else 0
+    widest = 2 if model.double_wide_mlp else 1
+    dense = 3 * widest * model.intermediate_size if model.has_mlps else 0
     if model.experts is None:
         return dense
     hidden, inner, shared = model.hidden_size, model.experts.intermediate_size, model.experts.shared_size
@@ -107,7 +109,7 @@ def _inner_numbers(model: ModelConfig) -> int:
     if model.experts.biases:  # a row of biases beside each row of a product
         routed = max(routed, hidden + 4 * inner, inner + 2 * hidden)
     routed *= model.experts.routing.per_token
-    return max(dense, routed, hidden + 3 * shared)
+    return max(dense, routed, hidden + 3 * widest * shared)
 
 
 def drawing_bytes(shape: ModelShape, queries: int, keys: int) -> int:
@@ -165,8 +167,8 @@ def storing_bytes(layout: Layout) -> int:
 
 def tables_bytes(layout: Layout) -> int:
     """Device bytes of RoPE's tables of cosines and sines, float32, for the longest sequence."""
-    ropes = {group.rope for group in layout.groups}
-    return 4 * len(ropes) * layout.max_model_len * layout.shape.head_dim
+    tables = {group.rope: group.shape.head_dim for group in layout.groups}
+    return 4 * sum(tables.values()) * layout.max_model_len
 
 
 def staging_bytes(layout: Layout) -> int:

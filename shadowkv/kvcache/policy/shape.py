@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # a command's help shows presets, without PyTorch
@@ -16,6 +16,30 @@ class StateArray(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Heads(NamedTuple):
+    """Sizes of a layer's attention.
+
+    Attributes:
+        num_query_heads: query heads.
+        num_kv_heads: key-value heads; divides ``num_query_heads``.
+        head_dim: dimensions of one head.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one kv head."""
+        return self.num_query_heads // self.num_kv_heads
+
+    @property
+    def kv_dim(self) -> int:
+        """Dimensions of all kv heads joined (H * d)."""
+        return self.num_kv_heads * self.head_dim
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """The kind of a layer: full attention, attention to a window, or a recurrent state.
@@ -23,11 +47,13 @@ class LayerKind:
     Attributes:
         window: number of newest tokens that a query attends to, its own included; None for all tokens.
         rope: the layer's own RoPE; None for the model's. Only layers with a window can have their own.
+        heads: the layer's own heads; None for the model's. Only layers with a window can have their own.
         state: arrays of one sequence's recurrent state, in layers that have one instead of attention; else empty.
     """
 
     window: int | None = None
     rope: RopeConfig | None = None
+    heads: Heads | None = None
     state: tuple[StateArray, ...] = ()
 
     def __str__(self) -> str:
@@ -41,10 +67,11 @@ FULL = LayerKind()
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the attention of a decoder, or of some of its layers. All layers have the same sizes.
+    """Sizes of the attention of a decoder, or of some of its layers. Layers have the same sizes, except those whose
+    kind has its own (``LayerKind.heads``).
 
     Attributes:
-        num_layers: decoder layers, those with a recurrent state included.
+        num_layers: layers that store something in a cache: keys and values, or a recurrent state.
         num_query_heads: query heads per layer.
         num_kv_heads: key-value heads per layer; divides ``num_query_heads``.
         head_dim: dimensions of one head.
@@ -52,6 +79,8 @@ class ModelShape:
         key_bias: whether keys have a bias before RoPE, as in Qwen2. The bias can be far larger than the differences
             between keys.
         sinks: whether every softmax has one more position with a learned score, whose value is 0.
+        reused: kinds of the model's further layers, which attend to the keys and values of the last layer of their kind
+            (``num_kv_shared_layers`` in configs). They store nothing.
     """
 
     num_layers: int
@@ -61,24 +90,48 @@ class ModelShape:
     kinds: tuple[LayerKind, ...] = ()
     key_bias: bool = False
     sinks: bool = False
+    reused: tuple[LayerKind, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kinds and len(self.kinds) != self.num_layers:
             raise ValueError(f"kinds has {len(self.kinds)} layers, and must have num_layers={self.num_layers}")
-        if self.num_query_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
+        for heads in {self.heads, *(kind.heads for kind in self.kinds if kind.heads is not None)}:
+            if heads.num_query_heads % heads.num_kv_heads:
+                raise ValueError(
+                    f"num_query_heads={heads.num_query_heads} is not a multiple of num_kv_heads={heads.num_kv_heads}"
+                )
+
+    @property
+    def heads(self) -> Heads:
+        """The heads of layers whose kind does not have its own."""
+        return Heads(self.num_query_heads, self.num_kv_heads, self.head_dim)
+
+    def scratch_of(self, kind: LayerKind) -> tuple[Heads, LayerKind | None]:
+        """What layers have in common whose prefills share scratch memory: sizes, and the kind if later layers reuse
+        keys and values. No other layers may then overwrite those of the kind's last layer."""
+        return kind.heads or self.heads, kind if self.reused else None
+
+    @property
+    def of_scratch(self) -> list[ModelShape]:
+        """For each scratch memory of prefills, the shape of the layers that share it."""
+        kinds = [kind for kind in self.kinds or (FULL,) * self.num_layers if not kind.state]
+        alike = [self.scratch_of(kind) for kind in kinds]
+        return [self.of_layers(kinds[alike.index(one)], alike.count(one)) for one in dict.fromkeys(alike)]
+
+    def of_layers(self, kind: LayerKind, count: int) -> ModelShape:
+        """The shape of ``count`` layers of one kind."""
+        heads = self.heads if kind.heads is None else kind.heads
+        return replace(self, num_layers=count, kinds=(), **heads._asdict())
 
     @property
     def group(self) -> int:
         """Query heads that share one kv head."""
-        return self.num_query_heads // self.num_kv_heads
+        return self.heads.group
 
     @property
     def kv_dim(self) -> int:
         """Dimensions of all kv heads of a layer joined (H * d)."""
-        return self.num_kv_heads * self.head_dim
+        return self.heads.kv_dim
 
 
 def share(count: int, rank: int, size: int, multiple: int = 1) -> tuple[int, int]:

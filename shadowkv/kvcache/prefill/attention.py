@@ -58,7 +58,7 @@ class Prefill:
         for sequence, count in sequences:
             new.append(NewTokens(sequence, start, start + count, sequence.length))
             start += count
-        return GroupPrefill(new, planner, store.compute, layout.shape, store.k.dtype, layer_ranges)
+        return GroupPrefill(new, planner, store.compute, layout.shape, store.k.dtype, layer_ranges, layout.scratch)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
         """Keeps keys (before RoPE) and values [n, H, d] of a block of tokens, for attention and storage."""
@@ -76,9 +76,12 @@ class Prefill:
         """
         batch, first = block.batch, block.start
         q = self.ops.apply_rope(q, batch.positions[block.start : block.stop], self.store.rotary)
-        batch.keep_queries(layer, block, q)
-        if self.side is not None and block.stop == batch.num_tokens:
-            self._start_storing(layer, batch, self.side)
+        if batch.attended != layer:  # layers that reuse its keys come later
+            batch.keep_queries(layer, block, q)
+            if block.stop == batch.num_tokens:
+                batch.attended = layer
+                if self.side is not None:
+                    self._start_storing(layer, batch, self.side)
         parts = [
             (rows, self._attend_row_ranges(layer, q[rows], batch, row_ranges, sinks))
             for row_ranges in batch.attending_together(block, self._shared)

@@ -15,7 +15,7 @@ from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.compression.plans import StoragePlan, StoragePlanner
 from shadowkv.kvcache.memory.streams import Numbers, upload
 from shadowkv.kvcache.parts.base import OBSERVED, STATES_AT_ONCE, TOKENS_AT_ONCE
-from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.shape import Heads, LayerKind, ModelShape
 from shadowkv.kvcache.recurrent.batch import NewTokens as RecurrentTokens
 from shadowkv.kvcache.recurrent.batch import RecurrentPart
 from shadowkv.kvcache.recurrent.batch import block as recurrent_block
@@ -73,8 +73,8 @@ class GroupPrefill:
     """New tokens of a few sequences in a group of layers, packed, with their keys and values in the layers that are
     stored together.
 
-    Layers are numbered within the group. Groups share scratch memory, because all tokens of the layers that are stored
-    together are stored before other layers are computed.
+    Layers are numbered within the group. Groups with the same ``scratch`` share scratch memory, because all tokens of
+    the layers that are stored together are stored before other layers are computed.
 
     Attributes:
         new: the new tokens of each sequence, in order.
@@ -85,7 +85,10 @@ class GroupPrefill:
         queries: [g, Q, H_q, d], after RoPE: the last queries of each sequence, packed.
         last: int64 [Q], the rows of the batch that these queries belong to.
         layer_ranges: ranges of consecutive layers of the model. Only layers of one range are stored together.
+        scratch: what groups have in common that share this memory (``GroupLayout.scratch``).
         storing: the last layer whose new sequences were stored during its attention; None if there was none.
+        attended: the last layer that has attended with all blocks; None if there was none. Queries that attend to its
+            keys later are of layers that reuse them.
     """
 
     def __init__(
@@ -96,8 +99,9 @@ class GroupPrefill:
         shape: ModelShape,
         dtype: torch.dtype,
         layer_ranges: Sequence[range],
+        scratch: tuple[Heads, LayerKind | None],
     ) -> None:
-        self.new, self.layer_ranges, self._planner = new, layer_ranges, planner
+        self.new, self.layer_ranges, self.scratch, self._planner = new, layer_ranges, scratch, planner
         self.num_tokens = new[-1].stop
         positions = np.concatenate([np.arange(s.cached, s.cached + s.stop - s.start) for s in new])
         self._last = np.concatenate([np.arange(max(s.start, s.stop - OBSERVED), s.stop) for s in new])
@@ -118,6 +122,7 @@ class GroupPrefill:
         size = self.layers_at_once, observed, shape.num_query_heads, shape.head_dim
         self.queries = torch.zeros(size, dtype=dtype, device=device)
         self.storing: int | None = None
+        self.attended: int | None = None
         self._plans: dict[int, StoragePlan] = {}
         self._to_store: dict[bool, ToStore] = {}
         self._together: dict[tuple[RowRange, ...], list[tuple[RowRange, ...]]] = {}
@@ -128,7 +133,7 @@ class GroupPrefill:
         """Returns a batch of the same new tokens for other sequences: those of another group of layers, or empty ones
         of another cache. Both batches share the memory of keys and values."""
         other = copy(self)
-        other.layer_ranges, other.storing = layer_ranges, None
+        other.layer_ranges, other.storing, other.attended = layer_ranges, None, None
         other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]
         other._planner, other._plans, other._to_store, other._together = planner, {}, {}, {}
         return other

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -115,7 +115,7 @@ class GroupLayout:
 
     Args:
         spec: the resolved policy.
-        shape: attention sizes of the model. The attribute ``shape`` has only the group's layers.
+        shape: attention sizes of the model. The attribute ``shape`` is that of the group's layers.
         kind: kind of the layers' attention.
         dtype: dtype of exact keys and values, and of full-precision fields of the parts.
         max_model_len: longest sequence, in tokens.
@@ -125,7 +125,9 @@ class GroupLayout:
         name: the group's name in ``Blocks``; empty for the first group.
 
     Attributes:
-        model_layers: number of all layers of the model.
+        model_layers: number of all layers of the model that store something.
+        attending: number of layers of the model that attend to keys and values of the group.
+        scratch: what groups have in common whose prefills share scratch memory (``ModelShape.scratch_of``).
         window: number of newest tokens that a step attends to, which are exact in a ring of pages; None for all tokens.
         rope: the group's own RoPE; None for the model's.
         parts: the policy's parts.
@@ -150,8 +152,11 @@ class GroupLayout:
         name: str = "",
     ) -> None:
         self.name, self.layers, self.model_layers = name, tuple(layers), shape.num_layers
-        self.window, self.rope = kind.window, kind.rope
-        shape = replace(shape, num_layers=len(self.layers), kinds=())
+        self.window, self.rope, self.scratch = kind.window, kind.rope, shape.scratch_of(kind)
+        others = shape.kinds or (kind,) * shape.num_layers
+        has_last = max(layer for layer, other in enumerate(others) if other == kind) in self.layers
+        self.attending = len(self.layers) + (shape.reused.count(kind) if has_last else 0)
+        shape = shape.of_layers(kind, len(self.layers))
         parts = build_parts(spec, shape, dtype)
         self.spec, self.shape, self.dtype, self.parts = spec, shape, dtype, parts
         self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer

@@ -411,13 +411,13 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     form = {
         "format": FORMAT,
         "spec": spec.as_dict(),
-        # Without ``key_bias``, whose effects are in the policy, and without ``sinks``, which are in no page.
+        # Without ``key_bias``, whose effects are in the policy, and what changes no page.
         "shape": {
             name: value
             for name, value in asdict(layout.shape).items()
-            if value != () and name not in ("key_bias", "sinks")
+            if value != () and name not in ("key_bias", "sinks", "reused")
         },
-        "rope": asdict(rope),
+        "rope": {name: value for name, value in asdict(rope).items() if (name, value) != ("proportion", 1.0)},
         "dtype": str(layout.dtype),
         "fields": sorted((field.name, field.shape, str(field.dtype)) for field in fields),
     }

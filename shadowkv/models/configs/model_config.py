@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
+from shadowkv.kvcache.policy.shape import FULL, Heads, LayerKind, ModelShape
 from shadowkv.layers.spec import Experts, LinearAttention
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.ops.apply_rope.tables import RopeConfig
@@ -25,17 +25,28 @@ class ModelConfig:
     Attributes:
         architecture: family, the ``model_type`` of Hugging Face configs.
         intermediate_size: inner width of the MLP, in layers that have one.
+        num_query_heads, num_kv_heads, head_dim: heads of layers whose kind does not have its own
+            (``LayerKind.heads``).
         max_position: longest sequence, in tokens, that the model supports.
         experts: the experts of all layers except ``dense_layers``; None if every layer has an MLP.
         dense_layers: numbers of the layers with an MLP, in a model with experts.
         draft_layers: number of layers that draft tokens. They follow the other layers, and their weights are not read.
         layer_kinds: the kind of every layer; empty if all layers have full attention.
         linear: the linear attention of the layers whose kind has a state; None if there are none.
+        num_kv_shared_layers: number of last layers that have no keys and values of their own. They attend to those of
+            the last layer of their kind that has some.
+        keys_are_values: whether keys, before their norm, are also the values, in layers with full attention.
+        double_wide_mlp: whether the MLP, or the shared expert, of layers without keys is twice as wide.
+        hidden_size_per_layer_input: numbers of each token's input to a single layer (``PerLayerInputs``); 0 for none.
+        vocab_size_per_layer_input: rows of the table of these inputs.
+        output_scale: as in ``LayerSpec``.
+        final_logit_softcapping: c, if logits x become c tanh(x / c); None if they do not.
         activation: activation of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
         embedding_scale: factor of embedded tokens, rounded to the dtype of the weights.
         query_scale: factor of queries, in addition to attention's 1/sqrt(head_dim). As the weights of the queries' norm
             load, they are multiplied by it.
-        qkv_bias, attention_out_bias, qk_norm, normed_heads, sinks, output_gate, post_norms: as in ``LayerSpec``.
+        qkv_bias, attention_out_bias, qk_norm, value_norm, normed_heads, sinks, output_gate, post_norms: as in
+            ``LayerSpec``.
         wide_norms: whether weights of norms are float32 even if others are not. Families that add 1 to these weights
             need this, because a narrower dtype would round the sum.
         quantization: ``fp8`` if projections multiply weights and activations in fp8; None otherwise, however weights
@@ -62,6 +73,7 @@ class ModelConfig:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = False
+    value_norm: bool = False
     normed_heads: tuple[int, int] | None = None
     sinks: bool = False
     output_gate: bool = False
@@ -72,6 +84,13 @@ class ModelConfig:
     draft_layers: int = 0
     layer_kinds: tuple[LayerKind, ...] = ()
     linear: LinearAttention | None = None
+    num_kv_shared_layers: int = 0
+    keys_are_values: bool = False
+    double_wide_mlp: bool = False
+    hidden_size_per_layer_input: int = 0
+    vocab_size_per_layer_input: int = 0
+    output_scale: bool = False
+    final_logit_softcapping: float | None = None
     quantization: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -92,12 +111,11 @@ class ModelConfig:
             )
             if not getattr(self, name) > 0
         ]
-        if self.num_kv_heads > 0 and self.num_query_heads % self.num_kv_heads:
-            reasons.append(
-                f"num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        for rope in dict.fromkeys((self.rope, *(kind.rope for kind in self.layer_kinds if kind.rope is not None))):
-            reasons += _rope_reasons(rope, self.head_dim)
+        heads = Heads(self.num_query_heads, self.num_kv_heads, self.head_dim)
+        of_layers = ((kind.heads or heads, kind.rope or self.rope) for kind in self.layer_kinds if not kind.state)
+        for own, rope in dict.fromkeys(((heads, self.rope), *of_layers)):
+            reasons += _heads_reasons(own) + _rope_reasons(rope, own.head_dim)
+        reasons += self._shared_reasons()
         if self.max_position > MAX_POSITIONS:
             reasons.append(f"max_position={self.max_position} is more than {MAX_POSITIONS}")
         outside = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
@@ -115,6 +133,7 @@ class ModelConfig:
                 "intermediate_size": self.intermediate_size if self.has_mlps else 0,
                 "num_query_heads x head_dim": self.num_query_heads * self.head_dim,
                 "2 x num_kv_heads x head_dim": 2 * self.num_kv_heads * self.head_dim,
+                "hidden_size_per_layer_input": self.hidden_size_per_layer_input,
                 "keys of linear attention": 0 if self.linear is None else self.linear.keys,
                 "values of linear attention": 0 if self.linear is None else self.linear.values,
             }
@@ -126,9 +145,50 @@ class ModelConfig:
         if reasons:
             raise ValueError(f"this {self.architecture} config cannot be used: {join_reasons(reasons)}")
 
+    def _shared_reasons(self) -> list[str]:
+        """Reasons why the last layers cannot attend to other layers' keys."""
+        shared, own = self.num_kv_shared_layers, self.num_layers - self.num_kv_shared_layers
+        if not shared:
+            return []
+        if not 0 <= shared < self.num_layers:
+            return [f"num_kv_shared_layers={shared} is not less than the {self.num_layers} layers"]
+        kinds = self.layer_kinds or (FULL,) * self.num_layers
+        lacking = [
+            f"layer {layer} of {kinds[layer]}"
+            for layer in range(own, self.num_layers)
+            if kinds[layer] not in kinds[:own]
+        ]
+        return [f"{lacking[0]} has no earlier layer of its kind with keys"] if lacking else []
+
+    def heads_of(self, layer: int) -> Heads:
+        """The heads of a layer."""
+        own = self.layer_kinds[layer].heads if self.layer_kinds else None
+        return self.shape.heads if own is None else own
+
+    def reuses_keys(self, layer: int) -> bool:
+        """Whether a layer attends to an earlier layer's keys and values."""
+        return layer >= self.num_layers - self.num_kv_shared_layers
+
+    def cached_as(self, layer: int) -> int:
+        """Number, in the cache, of the keys and values that a layer attends to, or of its recurrent state."""
+        if not self.reuses_keys(layer):
+            return layer
+        kinds, own = self.layer_kinds or (FULL,) * self.num_layers, self.num_layers - self.num_kv_shared_layers
+        return max(other for other in range(own) if kinds[other] == kinds[layer])
+
+    def has_keys_as_values(self, layer: int) -> bool:
+        """Whether a layer's keys, before their norm, are also its values."""
+        return self.keys_are_values and (not self.layer_kinds or self.layer_kinds[layer] == FULL)
+
+    def widening_of(self, layer: int) -> int:
+        """Factor of the inner width of a layer's MLP or shared expert."""
+        return 2 if self.double_wide_mlp and self.reuses_keys(layer) else 1
+
     def experts_of(self, layer: int) -> Experts | None:
         """The experts of a layer; None if it has an MLP."""
-        return None if layer in self.dense_layers else self.experts
+        if self.experts is None or layer in self.dense_layers:
+            return None
+        return replace(self.experts, shared_size=self.experts.shared_size * self.widening_of(layer))
 
     def linear_of(self, layer: int) -> LinearAttention | None:
         """The linear attention of a layer; None if it has softmax attention."""
@@ -147,8 +207,17 @@ class ModelConfig:
     @property
     def shape(self) -> ModelShape:
         """The model's sizes as the cache needs them."""
-        heads = self.num_query_heads, self.num_kv_heads
-        return ModelShape(self.num_layers, *heads, self.head_dim, self.layer_kinds, self.qkv_bias, self.sinks)
+        own, kinds = self.num_layers - self.num_kv_shared_layers, self.layer_kinds or (FULL,) * self.num_layers
+        return ModelShape(
+            own,
+            self.num_query_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.layer_kinds[:own],
+            self.qkv_bias,
+            self.sinks,
+            kinds[own:],
+        )
 
     def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
         """Returns the config for sequences of up to ``max_model_len`` tokens; None means ``max_position``. Windows of
@@ -170,8 +239,16 @@ class ModelConfig:
                 ["max_model_len", "hf_overrides"],
             )
         longest = max_model_len or config.max_position
-        kinds = tuple(kind if kind.rope or (kind.window or 0) < longest else FULL for kind in config.layer_kinds)
+        kinds = tuple(
+            kind if kind.rope or kind.heads or (kind.window or 0) < longest else FULL for kind in config.layer_kinds
+        )
         return replace(config, layer_kinds=() if set(kinds) <= {FULL} else kinds)
+
+
+def _heads_reasons(heads: Heads) -> list[str]:
+    """Reasons why a layer cannot have these heads."""
+    query, kv, _ = heads
+    return [] if kv <= 0 or not query % kv else [f"num_query_heads={query} is not a multiple of num_kv_heads={kv}"]
 
 
 def _wrong_experts(experts: Experts, hidden_size: int) -> list[str]:

@@ -18,6 +18,7 @@ _SCALINGS = {
     "yarn": "yarn",
     "longrope": "longrope",
     "su": "longrope",  # the name in Phi-3's first release
+    "proportional": "proportional",
 }
 _ALWAYS_READ = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
@@ -44,13 +45,15 @@ def rope_from_hf(
     kind = _kind(scaling)
     theta = scaling.get("rope_theta") or hf.get("rope_theta") or default_theta
     partial = scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or default_partial
-    rotary_dim = int(head_dim * partial)
+    proportional = kind == "proportional"  # all dimensions are in a pair, but not all pairs rotate
+    rotary_dim = head_dim if proportional else int(head_dim * partial)
     base: dict[str, Any] = {
         "head_dim": head_dim,
         "theta": float(theta),
         "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
         "interleaved": interleaved,
         "scaling": _SCALINGS[kind],
+        **({"proportion": float(partial)} if proportional else {}),
     }
     missing = [name for name in _REQUIRED[_SCALINGS[kind]] if scaling.get(name) is None]
     if missing:
@@ -130,13 +133,25 @@ def _longrope(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any],
     )
 
 
-_BUILDERS = {"none": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+def _proportional(hf: dict[str, Any], scaling: dict[str, Any], base: dict[str, Any], limit: int | None) -> RopeConfig:
+    return RopeConfig(**base, factor=float(scaling.get("factor") or 1))
+
+
+_BUILDERS = {
+    "none": _plain,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "none": (),

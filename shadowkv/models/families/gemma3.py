@@ -15,7 +15,7 @@ from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.configs.config_json import LAYER_TYPES, build_config, wrong_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.configs.rope import rope_from_hf
-from shadowkv.models.families.weight_names import Targets, decoder_targets, rows
+from shadowkv.models.weight_names import Targets, decoder_targets, rows
 
 _NOT_RUN = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 FIELDS = (

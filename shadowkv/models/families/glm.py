@@ -9,7 +9,7 @@ from typing import Any
 
 from shadowkv.models.configs.config_json import build_config
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families.weight_names import Targets, decoder_targets, rows
+from shadowkv.models.weight_names import Targets, decoder_targets, rows
 
 FIELDS = ("attention_bias",)
 

@@ -11,7 +11,7 @@ from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.configs.config_json import LAYER_TYPES, build_config, window_of, wrong_fields
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families.weight_names import Target, Targets, decoder_targets
+from shadowkv.models.weight_names import Target, Targets, decoder_targets
 from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.gated_activation.reference import ALPHA, LIMIT
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from shadowkv.models.configs.config_json import build_config, window_of
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families.weight_names import Targets, decoder_targets
+from shadowkv.models.weight_names import Targets, decoder_targets
 
 FIELDS = ("attention_bias", "sliding_window")
 

@@ -11,7 +11,7 @@ from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.configs.config_json import build_config, wrong_fields
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families.weight_names import Targets, decoder_targets, head_norms
+from shadowkv.models.weight_names import Targets, decoder_targets, head_norms
 from shadowkv.ops.choose_experts.routing import Routing
 
 _ONLY = {

@@ -12,7 +12,7 @@ from shadowkv.models.configs.config_json import window_of
 from shadowkv.models.configs.experts_json import dense_layers, expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families import qwen2
-from shadowkv.models.families.weight_names import Targets
+from shadowkv.models.weight_names import Targets
 from shadowkv.ops.choose_experts.routing import Routing
 
 FIELDS = (

@@ -8,7 +8,7 @@ from shadowkv.kvcache.policy.shape import FULL
 from shadowkv.models.configs.config_json import build_config, window_of
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.qwen2 import FIRST_WINDOW
-from shadowkv.models.families.weight_names import Targets, decoder_targets, head_norms
+from shadowkv.models.weight_names import Targets, decoder_targets, head_norms
 
 FIELDS = ("attention_bias", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 

@@ -16,7 +16,7 @@ from shadowkv.layers.spec import LinearAttention
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.configs.config_json import build_config
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families.weight_names import Target, Targets, decoder_targets, head_norms, rows
+from shadowkv.models.weight_names import Target, Targets, decoder_targets, head_norms, rows
 
 LINEAR, FULL_ATTENTION = "linear_attention", "full_attention"
 _SIZES = {

@@ -23,7 +23,7 @@ class RopeConfig:
         theta: base of the frequencies.
         rotary_dim: leading dimensions that rotate (GLM rotates half of them); None means all.
         interleaved: whether RoPE rotates the pairs (0, 1), (2, 3)… (GLM) instead of (i, i + rotary_dim / 2).
-        scaling: ``none``, ``linear``, ``llama3``, ``yarn`` or ``longrope``.
+        scaling: ``none``, ``linear``, ``llama3``, ``yarn``, ``longrope`` or ``proportional``.
         factor: context extension factor of the scaling.
         original_max_position: context of the model before the extension.
         low_freq_factor, high_freq_factor: llama3's two wavelength bounds.
@@ -31,6 +31,8 @@ class RopeConfig:
         attention_factor: multiplier of cos and sin (YaRN, LongRoPE); None derives it from ``factor``.
         factors: LongRoPE's divisor of each frequency, from its short or its long set. Loading a model chooses the set.
         truncate: whether YaRN's ramp starts and ends at whole dimensions.
+        proportion: share of the pairs of dimensions that rotate, with ``proportional`` scaling (Gemma 4). They are the
+            first ones, and have the frequencies that they would have if all rotated.
     """
 
     head_dim: int
@@ -47,6 +49,7 @@ class RopeConfig:
     attention_factor: float | None = None
     factors: tuple[float, ...] = ()
     truncate: bool = True
+    proportion: float = 1.0
 
     @property
     def dim(self) -> int:
@@ -69,7 +72,11 @@ class RopeConfig:
             if len(self.factors) != self.dim // 2:
                 raise ValueError(f"longrope needs {self.dim // 2} factors, got {len(self.factors)}")
             return inverse / torch.tensor(self.factors, dtype=torch.float64)
-        raise ValueError(f"rope scaling {self.scaling!r} is not one of none, linear, llama3, yarn, longrope")
+        if self.scaling == "proportional":
+            rotating = torch.arange(len(inverse)) < int(self.proportion * self.dim // 2)
+            return inverse * rotating / self.factor
+        known = "none, linear, llama3, yarn, longrope, proportional"
+        raise ValueError(f"rope scaling {self.scaling!r} is not one of {known}")
 
     @property
     def magnitude(self) -> float:

@@ -15,8 +15,7 @@ from shadowkv.installation import adding
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.text.tool_formats import (
     FORMATS,
-    HARMONY,
-    HARMONY_THOUGHTS,
+    OF_FORMATS,
     REASONING_PARSERS,
     ToolFormat,
     tool_format,
@@ -243,8 +242,10 @@ class ServerSettings:
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             bad.append(f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, to check certificates against")
         calls, thoughts = self.tool_call_parser, self.reasoning_parser
-        if None not in (calls, thoughts) and (calls == HARMONY) != (thoughts == HARMONY_THOUGHTS):
-            reason = f"{HARMONY!r} and {HARMONY_THOUGHTS!r} are one format"
+        own = FORMATS[calls].thoughts if calls in FORMATS else None
+        of_thoughts = OF_FORMATS.get(thoughts or "")
+        if None not in (calls, thoughts) and (own or of_thoughts) and calls != of_thoughts:
+            reason = f"{(calls if own else of_thoughts)!r} and {(own or thoughts)!r} are one format"
             bad.append(f"tool_call_parser={calls!r} does not go with reasoning_parser={thoughts!r}: {reason}")
         if bad:
             raise SettingsError("; ".join(bad), [field.name for field in fields(self)])
@@ -287,8 +288,8 @@ class ServerSettings:
 
     def tool_format(self, template: str | None) -> ToolFormat | None:
         """The model's format of tool calls, from a flag or its chat template; None if neither shows it."""
-        thoughts = HARMONY if self.reasoning_parser == HARMONY_THOUGHTS else None
-        return tool_format(self.tool_call_parser or thoughts, template)
+        of_thoughts = OF_FORMATS.get(self.reasoning_parser or "")
+        return tool_format(self.tool_call_parser or of_thoughts, template)
 
     def check_trust(self, chat_template: str | None) -> None:
         """Raises ApiError if a request has its own chat template and the server does not run clients' templates."""
@@ -303,8 +304,8 @@ class ServerSettings:
         if self.enable_auto_tool_choice and known is None:
             reason = "the chat template does not show the model's format of tool calls"
             raise ValueError(f"--enable-auto-tool-choice: {reason}; add --tool-call-parser {'|'.join(FORMATS)}")
-        if known is not None and known.reasoning is not None and self.reasoning_parser not in (None, HARMONY_THOUGHTS):
-            reason = f"the chat template is one of gpt-oss's; leave it out, or pass {HARMONY_THOUGHTS}"
+        if known is not None and known.thoughts is not None and self.reasoning_parser not in (None, known.thoughts):
+            reason = f"the chat template has a format of its own; leave it out, or pass {known.thoughts}"
             raise ValueError(f"--reasoning-parser {self.reasoning_parser}: {reason}")
 
     def check_files_and_libraries(self) -> None:

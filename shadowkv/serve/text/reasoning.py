@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shadowkv.serve.text.text_reader import Reading, TextReader
 
 BEGIN, END = "<think>", "</think>"
@@ -16,12 +18,18 @@ class ReasoningParser(TextReader):
 
     Args:
         prompt: the end of the prompt, since some templates open the reasoning themselves.
+
+    Attributes:
+        begin, end: tags around the reasoning.
     """
+
+    begin: ClassVar[str] = BEGIN
+    end: ClassVar[str] = END
 
     def __init__(self, prompt: str) -> None:
         super().__init__()
-        self._is_open = prompt.rstrip().endswith(BEGIN)
-        self._is_closed = prompt.endswith(END)
+        self._is_open = prompt.rstrip().endswith(self.begin)
+        self._is_closed = prompt.endswith(self.end)
         self._thought: list[str] = []
         self._answer = self._said
 
@@ -40,12 +48,12 @@ class ReasoningParser(TextReader):
 
     def _read(self) -> Reading[None]:
         yield from self._blanks()
-        if (yield from self._passed(BEGIN)) or self._is_open:
+        if (yield from self._passed(self.begin)) or self._is_open:
             self._drop()
             self._said = self._thought
-            yield from self._until(END)
+            yield from self._until(self.end)
             self._said = self._answer
-            yield from self._passed(END)
+            yield from self._passed(self.end)
             self._drop()
         elif self._is_closed:
             self._drop()

@@ -7,6 +7,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shadowkv.serve.text.gemma4 import BEGIN, Gemma4, Gemma4Reasoning
 from shadowkv.serve.text.harmony import Harmony, HarmonyReasoning, opening
 from shadowkv.serve.text.reasoning import TAGGED, ReasoningParser
 from shadowkv.serve.text.tagged_calls import Glm45, MinimaxM2, Qwen3Coder
@@ -147,6 +148,7 @@ class ToolFormat:
         new_id: makes ids of calls.
         reasoning: the reasoning parser, if the format's own marks separate reasoning. Answers are then parsed even
             without tools, and special tokens are part of the parsed text.
+        thoughts: vLLM's name of ``reasoning`` in ``--reasoning-parser``.
         opening: for answers that must follow a schema: a function that takes the end of the prompt and returns the text
             to append to the prompt.
     """
@@ -156,6 +158,7 @@ class ToolFormat:
     others: tuple[str, ...] = ()
     new_id: Callable[[], str] = call_id
     reasoning: type[ReasoningParser] | None = None
+    thoughts: str | None = None
     opening: Callable[[str], str] | None = None
 
     def is_in(self, template: str) -> bool:
@@ -175,13 +178,23 @@ FORMATS = {
     "minimax_m2": ToolFormat(MinimaxM2, ("<minimax:tool_call>", "<invoke name=", "<parameter name=")),
     "llama3_json": ToolFormat(Llama3Json, ('{"name": function name, "parameters":',)),
     "mistral": ToolFormat(Mistral, ("[TOOL_CALLS]",), new_id=mistral_id),
-    HARMONY: ToolFormat(Harmony, ("<|channel|>analysis<|message|>",), reasoning=HarmonyReasoning, opening=opening),
+    HARMONY: ToolFormat(
+        Harmony,
+        ("<|channel|>analysis<|message|>",),
+        reasoning=HarmonyReasoning,
+        thoughts=HARMONY_THOUGHTS,
+        opening=opening,
+    ),
+    "gemma4": ToolFormat(Gemma4, (BEGIN,), reasoning=Gemma4Reasoning, thoughts="gemma4"),
 }
 
 GENERIC = ToolFormat(Generic, ())
 """The format for chat templates without tools: the system message asks models to write it."""
 
-REASONING_PARSERS = (*TAGGED, HARMONY_THOUGHTS)
+OF_FORMATS = {known.thoughts: name for name, known in FORMATS.items() if known.thoughts is not None}
+"""vLLM's names of formats' own reasoning parsers -> names of the formats."""
+
+REASONING_PARSERS = (*TAGGED, *OF_FORMATS)
 
 
 def tool_format(name: str | None, template: str | None) -> ToolFormat | None:

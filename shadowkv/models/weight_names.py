@@ -42,7 +42,6 @@ def decoder_targets(
         router: name of the module that chooses experts.
     """
     hidden = config.hidden_size
-    q, kv = config.num_query_heads * config.head_dim * (2 if config.output_gate else 1), config.shape.kv_dim
     targets = {
         "model.embed_tokens.weight": Target("embedding", 0, config.vocab_size),
         "model.norm.weight": Target("norm.weight", 0, hidden),
@@ -52,17 +51,21 @@ def decoder_targets(
     for layer in range(config.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         attention, qkv = f"{theirs}.self_attn", f"{ours}.attention.qkv"
+        heads = config.heads_of(layer)
+        q, kv = heads.num_query_heads * heads.head_dim * (2 if config.output_gate else 1), heads.kv_dim
         if joined_qkv:
             targets |= rows(f"{attention}.qkv_proj", qkv, 0, q + 2 * kv, config.qkv_bias)
         elif config.linear_of(layer) is None:
             targets |= rows(f"{attention}.q_proj", qkv, 0, q, config.qkv_bias)
-            targets |= rows(f"{attention}.k_proj", qkv, q, q + kv, config.qkv_bias)
-            targets |= rows(f"{attention}.v_proj", qkv, q + kv, q + 2 * kv, config.qkv_bias)
+            if not config.reuses_keys(layer):
+                targets |= rows(f"{attention}.k_proj", qkv, q, q + kv, config.qkv_bias)
+            if not config.reuses_keys(layer) and not config.has_keys_as_values(layer):
+                targets |= rows(f"{attention}.v_proj", qkv, q + kv, q + 2 * kv, config.qkv_bias)
         if config.linear_of(layer) is None:
             targets |= rows(f"{attention}.o_proj", f"{ours}.attention.out", 0, hidden, config.attention_out_bias)
         experts = config.experts_of(layer)
         if experts is None:
-            size = config.intermediate_size
+            size = config.intermediate_size * config.widening_of(layer)
             targets |= _mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, size, joined_gate_up=joined_gate_up)
         else:
             targets |= _experts(f"{theirs}.mlp", f"{ours}.mlp", hidden, experts, shared_expert, router)
