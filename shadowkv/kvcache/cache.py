@@ -152,6 +152,12 @@ class KVCache:
         """The largest number of tokens up to ``length`` after which ``sequence`` can be forked."""
         return self.pools.fork_point(sequence, length)
 
+    def fork_points(self, sequence: CachedSequence, length: int) -> list[int]:
+        """Where snapshots of the first ``length`` tokens of ``sequence`` should end, in ascending order. The last one
+        is ``fork_point``. Others are there only if layers have a recurrent state: the checkpoints before it, because
+        pages of a snapshot can be cut anywhere, but a state cannot. Empty if there is no fork point."""
+        return self.pools.fork_points(sequence, length)
+
     def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
         """Makes a new sequence that shares its first ``length`` tokens with ``sequence``. Only windows and a recurrent
         state are copied.

@@ -11,11 +11,12 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.policy.shape import LayerKind, ModelShape, StateArray
 from shadowkv.kvcache.recurrent import states as module
 from shadowkv.kvcache.recurrent.batch import NewTokens, block, step_rows
 from shadowkv.kvcache.recurrent.layout import CHECKPOINTS, RING, RecurrentLayout
-from shadowkv.kvcache.recurrent.states import RecurrentSequence, RecurrentStates
+from shadowkv.kvcache.recurrent.states import Checkpoint, RecurrentSequence, RecurrentStates
 
 CPU = torch.device("cpu")
 KIND = LayerKind(state=(StateArray("x", (1,)),))
@@ -46,6 +47,7 @@ class Lives(RuleBasedStateMachine):
     def start(self) -> None:
         self.states = RecurrentStates(layout(), SEQUENCES, CPU)
         self.lives: list[Living] = []
+        self.readings: list[tuple[Checkpoint, list[int]]] = []
         self.next = 0
 
     def write(self, row: int, tokens: list[int]) -> None:
@@ -145,6 +147,29 @@ class Lives(RuleBasedStateMachine):
             self.write(row, tokens)
         self.lives.append(child)
 
+    @precondition(lambda self: any(one.sequence.checkpoints for one in self.lives))
+    @rule(data=st.data())
+    def open_reading(self, data: st.DataObject) -> None:
+        """Of a state that stays, whatever becomes of its sequences."""
+        kept = [(x, one) for one in self.lives for x in one.sequence.checkpoints if x.row is not None]
+        if not kept:
+            return
+        checkpoint, one = data.draw(st.sampled_from(kept))
+        read = {id(checkpoint) for checkpoint, _ in self.readings}
+        written = sum(len(one.sequence.pending) for one in self.lives)
+        if id(checkpoint) not in read and len(read) + written == CHECKPOINTS * SEQUENCES:
+            with pytest.raises(OutOfBlocks, match="are being written or read"):
+                self.states.open_reading(checkpoint)
+            return
+        self.states.open_reading(checkpoint)
+        self.readings.append((checkpoint, one.tokens[: checkpoint.position]))
+
+    @precondition(lambda self: self.readings)
+    @rule(data=st.data())
+    def close_reading(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.readings) - 1))
+        self.states.close_reading(self.readings.pop(number)[0])
+
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -168,6 +193,10 @@ class Lives(RuleBasedStateMachine):
                 shared[id(kept)] = kept
                 if kept.row is not None:
                     assert self.read(kept.row) == digest(one.tokens[: kept.position])
+        for kept, tokens in self.readings:
+            users[id(kept)] += 1
+            shared[id(kept)] = kept
+            assert kept.row is not None and self.read(kept.row) == digest(tokens)
         rows.update(kept.row for kept in shared.values() if kept.row is not None)
         assert max(rows.values(), default=1) == 1
         assert all(kept.users == users[number] for number, kept in shared.items() if kept.row is not None)

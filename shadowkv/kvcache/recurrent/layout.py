@@ -11,6 +11,9 @@ RING = 2
 """Number of states that a growing sequence holds: those after each of its newest tokens. So the newest token can be
 removed again. This is necessary when a step was launched ahead."""
 
+CHECKPOINT_EVERY = 8192
+"""Prompt tokens between two checkpoints."""
+
 CHECKPOINTS = 1
 """Number of checkpoints that memory is reserved for, for each sequence that a cache can hold."""
 
@@ -37,6 +40,11 @@ class RecurrentLayout:
     def state_bytes(self) -> int:
         """Bytes of a state in all layers."""
         return len(self.layers) * sum(4 * math.prod(array.shape) for array in self.arrays)
+
+    def snapshot_bytes(self, tokens: int) -> int:
+        """Most bytes of the states in snapshots of a sequence of ``tokens`` tokens: at its end and every
+        ``CHECKPOINT_EVERY`` tokens."""
+        return (1 + tokens // CHECKPOINT_EVERY) * len(self.layers) * self.layer_bytes
 
     @property
     def layer_bytes(self) -> int:

@@ -159,9 +159,9 @@ class Layout:
         return self.joined(group.most_demand(capacity) for group in self.groups)
 
     def snapshot_bytes(self, capacity: int) -> int:
-        """Most bytes of a snapshot of ``capacity`` tokens."""
+        """Most bytes of snapshots of a sequence of ``capacity`` tokens."""
         pages = sum(group.shape.num_layers * group.snapshot_layer_bytes(capacity) for group in self.groups)
-        return pages if self.recurrent is None else pages + len(self.recurrent.layers) * self.recurrent.layer_bytes
+        return pages if self.recurrent is None else pages + self.recurrent.snapshot_bytes(capacity)
 
     def snapshot_layer_bytes(self, capacity: int) -> int:
         """Most bytes of one layer of a snapshot of ``capacity`` tokens."""

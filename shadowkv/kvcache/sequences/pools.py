@@ -75,6 +75,12 @@ class SequencePools:
                 return point
             length = point
 
+    def fork_points(self, sequence: CachedSequence, length: int) -> list[int]:
+        """As ``KVCache.fork_points``."""
+        last = self.fork_point(sequence, length)
+        earlier = sequence.recurrent.positions(last - 1)
+        return [at for at in (*earlier, last) if at and self.fork_point(sequence, at) == at]
+
     def can_end(self, sequence: CachedSequence, length: int) -> bool:
         """Whether the pages of ``sequence`` allow a fork after ``length`` tokens. The recurrent state can still be
         missing."""

@@ -76,7 +76,8 @@ class Snapshots:
         """Begins to read the snapshot that ``describe`` describes, layer by layer. The reading holds its blocks until
         it is closed.
 
-        Raises ValueError as ``describe`` does, and if there is nothing to read.
+        Raises ValueError as ``describe`` does, and if there is nothing to read. Raises OutOfBlocks if too many
+        checkpoints of recurrent states are being read.
         """
         header = self.describe(sequence, start, stop)
         if header.length == start:
