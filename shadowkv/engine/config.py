@@ -311,6 +311,15 @@ class EngineConfig:
     max_cached_seqs: int = setting(
         8, PREFIX_CACHE, "maximum number of finished sequences that stay on the device", metavar="N", check=at_least(0)
     )
+    max_mamba_checkpoints: int | None = setting(
+        None,
+        PREFIX_CACHE,
+        "number of checkpoints of recurrent states (linear attention) that device memory is reserved for; prompts can "
+        "be continued there; 0: only at the end of finished sequences (default: --max-num-seqs + --max-cached-seqs)",
+        parse=parse_count,
+        metavar="N",
+        check=at_least(0),
+    )
     kv_offload_gib: float = setting(
         0.0,
         PREFIX_CACHE,
@@ -357,6 +366,10 @@ class EngineConfig:
             bad.append(f"kv_disk_gib={self.kv_disk_gib} has no meaning without kv_disk_dir, the directory of the files")
         if self.role in ROLES[1:] and self.kv_disk_dir is None:
             bad.append(f"role={self.role!r} needs kv_disk_dir, the directory that prefill and decode servers share")
+        if self.max_mamba_checkpoints and not self.enable_prefix_caching:
+            bad.append(
+                f"max_mamba_checkpoints={self.max_mamba_checkpoints} has no meaning with enable_prefix_caching=False"
+            )
         if (self.kv_offload_gib or self.kv_disk_dir) and not self.enable_prefix_caching:
             bad.append("kv_offload_gib and kv_disk_dir have no meaning with enable_prefix_caching=False")
         if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
@@ -398,6 +411,12 @@ class EngineConfig:
     def disk_gib(self) -> float:
         """Limit on the files of the prefix cache, in GiB."""
         return DISK_GIB if self.kv_disk_gib is None else self.kv_disk_gib
+
+    @property
+    def mamba_checkpoints(self) -> int | None:
+        """Number of checkpoints of recurrent states that memory is reserved for: none without prefix caching. None for
+        one for each sequence that the cache can hold."""
+        return self.max_mamba_checkpoints if self.enable_prefix_caching else 0
 
     @property
     def policy(self) -> str:

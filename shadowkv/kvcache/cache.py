@@ -139,10 +139,11 @@ class KVCache:
         """Blocks that would be free if ``sequences`` were released."""
         return self.pools.held(sequences)
 
-    def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """Makes a new, empty sequence that holds the blocks of ``demand``. Raises OutOfBlocks and then takes
+    def allocate(self, start: int, capacity: int, checkpoints: bool = True) -> CachedSequence:
+        """Makes a new, empty sequence that holds the blocks of ``demand``. ``checkpoints`` says whether its prompts
+        leave checkpoints of recurrent states, from which other sequences can begin. Raises OutOfBlocks and then takes
         nothing."""
-        return self.pools.allocate(start, capacity)
+        return self.pools.allocate(start, capacity, checkpoints)
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
         """Gives ``sequence`` the blocks of ``growth``. Raises OutOfBlocks and then takes nothing."""

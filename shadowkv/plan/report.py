@@ -172,6 +172,7 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
         "machine": asdict(planner.machine),
         "hit_rate": planner.hit_rate,
         "fetch_buffer": planner.fetch_buffer,
+        "max_mamba_checkpoints": planner.checkpoints,
         "plans": [_plan_as_json(plan, planner.config.shape) for plan in plans],
     }
 

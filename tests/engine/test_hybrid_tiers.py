@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from test_engine import prompt
+from test_engine import GREEDY, drain, prompt
 from test_layer_kinds import ask
 from test_tiers_machine import Serving
 from tiers import assert_nothing_left, evict_device, settle
@@ -21,6 +22,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.recurrent import states
 from shadowkv.prefix_cache.__main__ import main
+from shadowkv.wording import counted
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families import build
@@ -78,6 +80,38 @@ def test_questions_begin_at_the_last_checkpoint_of_a_document(
     rows = json.loads(capsys.readouterr().out)
     assert {0, 128, 256, 384} == {row["start"] for row in rows}
     assert {row["state_bytes"] for row in rows} == {layer_bytes(engine) * 3}
+
+
+@pytest.mark.parametrize("checkpoints, found", [(None, 384), (4, 384), (1, 0), (0, 0)])
+def test_checkpoints_are_as_many_as_the_flag_says(hybrid: Any, checkpoints: int | None, found: int) -> None:
+    """A finished sequence goes on in any case. Another question about its document needs a checkpoint."""
+    engine = hybrid(max_mamba_checkpoints=checkpoints)
+    count = 8 if checkpoints is None else checkpoints
+    states = engine.cache.recurrent
+    assert states.total_bytes == (2 * 8 + count) * states.layout.state_bytes
+    assert any(line.startswith("states ") and f" for {counted(count, 'checkpoint')}" in line for line in engine.notes)
+    document = prompt(0, 420)
+    first = document + prompt(1, 90)
+    answer, _ = ask(engine, first)
+    assert ask(engine, [*first, *answer, *prompt(3, 20)])[1] == len(first) + len(answer) - 1
+    assert ask(engine, document + prompt(2, 90))[1] == found
+    assert engine.stats().checkpoint_bytes <= (count + 8) * states.layout.state_bytes
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_no_checkpoint_is_written_that_no_prompt_can_use(hybrid: Any, caching: bool) -> None:
+    """Without prefix caching, and of prompts that stay out of it."""
+    engine = hybrid(enable_prefix_caching=caching)
+    engine.add_request("x", prompt(0, 420), replace(GREEDY, cache_prompt=not caching))
+    engine.step()
+    assert engine.num_running == 1 and engine.stats().checkpoint_bytes == 0
+    states = engine.cache.recurrent
+    assert states.total_bytes == (2 * 8 + (8 if caching else 0)) * states.layout.state_bytes
+    if caching:
+        engine.add_request("y", prompt(0, 420), GREEDY)
+        engine.step()
+        assert engine.stats().checkpoint_bytes > 0
+    drain(engine)
 
 
 def layer_bytes(engine: Engine) -> int:

@@ -80,7 +80,7 @@ def load_engine_parts(
     fetch_buffer = config.fetch_buffer
     if fetch_buffer is None:  # a CPU reads both tiers equally fast, so a buffer would only cost time
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
-    layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer)
+    layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer, config.mamba_checkpoints)
     if layout.spec.prefill is None:
         try:
             prefill = default_prefill(layout, loaded.config.rope, device, backends)
@@ -250,9 +250,11 @@ def _recurrent(cache: KVCache) -> list[str]:
     if (states := cache.recurrent) is None:
         return []
     layout = states.layout
+    checkpoints = states.reserved * layout.state_bytes
     return [
         f"states  {len(layout.layers)} of {counted(cache.shape.num_layers, 'layer')} keep a recurrent state: "
-        f"{in_gib(layout.state_bytes)} a sequence, {in_gib(states.total_bytes)} for sequences and their checkpoints"
+        f"{in_gib(states.total_bytes - checkpoints)} for {counted(cache.slots, 'sequence')}, {in_gib(checkpoints)} for "
+        f"{counted(states.reserved, 'checkpoint')}"
     ]
 
 

@@ -306,7 +306,8 @@ def _of_states(layout: Layout, slots: int) -> str:
     if layout.recurrent is None:
         return ""
     states = in_gib(layout.recurrent.nbytes(slots))
-    return f" beside {states} for the recurrent states of {counted(slots, 'sequence')}"
+    checkpoints = counted(layout.recurrent.num_checkpoints(slots), "checkpoint")
+    return f" beside {states} for the recurrent states of {counted(slots, 'sequence')} and {checkpoints}"
 
 
 def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Blocks:

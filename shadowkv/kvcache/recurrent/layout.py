@@ -14,9 +14,6 @@ removed again. This is necessary when a step was launched ahead."""
 CHECKPOINT_EVERY = 8192
 """Prompt tokens between two checkpoints."""
 
-CHECKPOINTS = 1
-"""Number of checkpoints that memory is reserved for, for each sequence that a cache can hold."""
-
 
 @dataclass(frozen=True)
 class RecurrentLayout:
@@ -25,16 +22,19 @@ class RecurrentLayout:
     Attributes:
         layers: their numbers in the model.
         arrays: arrays of one sequence's state in one layer.
+        checkpoints: number of checkpoints that memory is reserved for; None for one for each sequence that a cache can
+            hold.
     """
 
     layers: tuple[int, ...]
     arrays: tuple[StateArray, ...]
+    checkpoints: int | None = None
 
     @classmethod
-    def of(cls, shape: ModelShape) -> RecurrentLayout | None:
+    def of(cls, shape: ModelShape, checkpoints: int | None = None) -> RecurrentLayout | None:
         """The layout of a model's layers; None if all have attention."""
         layers = tuple(number for number, kind in enumerate(shape.kinds) if kind.state)
-        return cls(layers, shape.kinds[layers[0]].state) if layers else None
+        return cls(layers, shape.kinds[layers[0]].state, checkpoints) if layers else None
 
     @property
     def state_bytes(self) -> int:
@@ -51,9 +51,13 @@ class RecurrentLayout:
         """Most bytes of a state in one layer of a snapshot, where fields are aligned."""
         return -(-sum(4 * math.prod(array.shape) + 16 for array in self.arrays) // 256) * 256
 
+    def num_checkpoints(self, sequences: int) -> int:
+        """Number of checkpoints that memory is reserved for, in a cache of ``sequences`` sequences."""
+        return sequences if self.checkpoints is None else self.checkpoints
+
     def num_states(self, sequences: int) -> int:
-        """States for ``sequences`` sequences and their checkpoints."""
-        return sequences * (RING + CHECKPOINTS)
+        """Number of states of ``sequences`` sequences and checkpoints."""
+        return sequences * RING + self.num_checkpoints(sequences)
 
     def nbytes(self, sequences: int) -> int:
         """Bytes of these states, with one more for padding rows."""

@@ -43,12 +43,14 @@ class RecurrentSequence:
         since: the fewest tokens after which the ring can have a state.
         checkpoints: by ascending position. Some may be dropped.
         pending: checkpoints that a running prefill writes.
+        keeps: whether prefills write checkpoints, from which other sequences can begin.
     """
 
     ring: list[int] = field(default_factory=list)
     since: int = 0
     checkpoints: list[Checkpoint] = field(default_factory=list)
     pending: list[Checkpoint] = field(default_factory=list)
+    keeps: bool = True
 
     def row(self, length: int) -> int:
         """The row of the state after ``length`` tokens, which is one of the newest states or the one that is written
@@ -101,6 +103,7 @@ class RecurrentStates:
     Attributes:
         arrays: the states by name, [layers, rows, *shape]. The last row is for padding.
         padding: the last row.
+        reserved: number of checkpoints that memory is reserved for. Others are in rows of sequences that do not grow.
         changes: number of times that checkpoints were added or dropped.
     """
 
@@ -110,7 +113,8 @@ class RecurrentStates:
             one.name: torch.zeros(len(layout.layers), count + 1, *one.shape, device=device) for one in layout.arrays
         }
         self.padding, self.changes = count, 0
-        self._room = count - RING * sequences  # for checkpoints that are written or read, beside all rings
+        self.reserved = layout.num_checkpoints(sequences)
+        self._room = self.reserved  # for checkpoints that are written or read, beside the rings of all sequences
         self._of_ends = self._room // 2  # the part of it that is for the ends of prompts
         self._free = list(range(count - 1, -1, -1))
         self._kept: OrderedDict[Checkpoint, None] = OrderedDict()
@@ -119,6 +123,11 @@ class RecurrentStates:
     def used_bytes(self) -> int:
         """Bytes of the states in use, checkpoints included."""
         return (self.padding - len(self._free)) * self.layout.state_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the checkpoints, which are part of ``used_bytes``."""
+        return (len(self._kept) + self.reserved - self._room) * self.layout.state_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -213,7 +222,8 @@ class RecurrentStates:
                 the next turn or another question can begin.
         """
         regular = range(start // CHECKPOINT_EVERY * CHECKPOINT_EVERY + CHECKPOINT_EVERY, last, CHECKPOINT_EVERY)
-        for position in (last, *(reversed(regular) if between else ())):
+        wanted = (last, *(reversed(regular) if between else ())) if sequence.keeps else ()
+        for position in wanted:
             if position > start and self._room > (0 if position == last else self._of_ends):
                 self._room -= 1
                 sequence.pending.append(Checkpoint(position, self._take_row()))

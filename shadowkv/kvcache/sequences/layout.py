@@ -33,6 +33,8 @@ class Layout:
         max_model_len: longest sequence, in tokens.
         fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
             context: at least 1, or 0 for no buffer.
+        checkpoints: number of checkpoints of recurrent states that memory is reserved for; None for one for each
+            sequence that a cache can hold.
 
     Attributes:
         groups: the groups. The first one has the layers that the policy compresses, if there are any.
@@ -50,15 +52,16 @@ class Layout:
         dtype: torch.dtype,
         max_model_len: int,
         fetch_buffer: float = FETCH_BUFFER,
+        checkpoints: int | None = None,
     ) -> None:
         self.spec, self.shape, self.dtype = resolve(spec, shape), shape, dtype
-        self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer
+        self.max_model_len, self.fetch_buffer, self.checkpoints = max_model_len, fetch_buffer, checkpoints
         named = [group for group in _groups(self.spec, shape) if group[-1]]
         self.groups = tuple(
             GroupLayout(of_group, shape, kind, dtype, max_model_len, fetch_buffer, layers, name if number else "")
             for number, (name, of_group, kind, layers) in enumerate(named)
         )
-        self.recurrent = RecurrentLayout.of(shape)
+        self.recurrent = RecurrentLayout.of(shape, checkpoints)
         recurrent = () if self.recurrent is None else (self.recurrent,)
         place_of = {
             layer: (number, at)
@@ -74,11 +77,12 @@ class Layout:
 
     def resized(self, max_model_len: int) -> Layout:
         """The layout for another ``max_model_len``."""
-        return Layout(self.spec, self.shape, self.dtype, max_model_len, self.fetch_buffer)
+        return Layout(self.spec, self.shape, self.dtype, max_model_len, self.fetch_buffer, self.checkpoints)
 
     def with_fields(self, **fields: Any) -> Layout:
         """The layout for a policy with some fields of the KVSpec changed."""
-        return Layout(replace(self.spec, **fields), self.shape, self.dtype, self.max_model_len, self.fetch_buffer)
+        rest = self.shape, self.dtype, self.max_model_len, self.fetch_buffer, self.checkpoints
+        return Layout(replace(self.spec, **fields), *rest)
 
     @property
     def parts(self) -> Parts:
