@@ -17,6 +17,7 @@ from shadowkv.load_settings import (
     DTYPES,
     LOAD_FORMATS,
     QUANTIZATIONS,
+    STATE_DTYPES,
     parse_attention_backend,
     parse_count,
     parse_object,
@@ -307,6 +308,13 @@ class EngineConfig:
         metavar="FACTOR",
         check=Check(lambda value: value == 0 or 1 <= value < math.inf, "must be 0 or a finite number of at least 1"),
     )
+    mamba_ssm_cache_dtype: str = setting(
+        "auto",
+        CACHE,
+        "data type of the recurrent states of linear-attention layers; bfloat16 halves their memory, and rounds them "
+        "after every step; auto: float32",
+        choices=STATE_DTYPES,
+    )
     enable_prefix_caching: bool = setting(True, PREFIX_CACHE, "reuse the cache of prompts that begin alike")
     max_cached_seqs: int = setting(
         8, PREFIX_CACHE, "maximum number of finished sequences that stay on the device", metavar="N", check=at_least(0)
@@ -411,12 +419,6 @@ class EngineConfig:
     def disk_gib(self) -> float:
         """Limit on the files of the prefix cache, in GiB."""
         return DISK_GIB if self.kv_disk_gib is None else self.kv_disk_gib
-
-    @property
-    def mamba_checkpoints(self) -> int | None:
-        """Number of checkpoints of recurrent states that memory is reserved for: none without prefix caching. None for
-        one for each sequence that the cache can hold."""
-        return self.max_mamba_checkpoints if self.enable_prefix_caching else 0
 
     @property
     def policy(self) -> str:

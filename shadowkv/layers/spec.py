@@ -86,7 +86,7 @@ class LinearAttention:
         """The layers' kind, which says what a cache keeps for each sequence."""
         matrix = self.value_heads, self.key_dim, self.value_dim
         inputs = StateArray(CONVOLUTION, (self.channels, self.kernel - 1))
-        return LayerKind(state=(inputs, StateArray(RECURRENT, matrix)))
+        return LayerKind(state=(inputs, StateArray(RECURRENT, matrix, sums=True)))
 
 
 @dataclass(frozen=True)

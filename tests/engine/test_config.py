@@ -25,6 +25,7 @@ SET = EngineConfig(
     max_num_batched_tokens=512,
     max_cached_seqs=0,
     max_mamba_checkpoints=12,
+    mamba_ssm_cache_dtype="bfloat16",
     kv_offload_gib=1.5,
     kv_disk_dir="cache",
     kv_disk_gib=8.0,

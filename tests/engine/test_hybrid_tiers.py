@@ -43,18 +43,19 @@ def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Eng
     return make
 
 
-@pytest.mark.parametrize("kv", ["full", "turbo"])
+@pytest.mark.parametrize("kv, states", [("full", "float32"), ("turbo", "float32"), ("full", "bfloat16")])
 def test_questions_begin_at_the_last_checkpoint_of_a_document(
-    hybrid: Any, kv: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hybrid: Any, kv: str, states: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The document alone was no prompt. Answers do not depend on the tier in which it is found."""
     document = prompt(0, 420)
     asked = [document + prompt(seed, 90) for seed in (1, 2, 3)]
-    below = {"kv": kv, "kv_offload_gib": 0.0625, "kv_disk_dir": str(tmp_path / "disk")}
-    engine = hybrid(kv=kv)
+    options = {"kv": kv, "mamba_ssm_cache_dtype": states}
+    below = {**options, "kv_offload_gib": 0.0625, "kv_disk_dir": str(tmp_path / "disk")}
+    engine = hybrid(**options)
     on_device = [ask(engine, text) for text in asked]
     assert [cached for _, cached in on_device] == [0, 384, 384]
-    if kv == "full":
+    if options == {"kv": "full", "mamba_ssm_cache_dtype": "float32"}:
         engine = hybrid(enable_prefix_caching=False)
         assert [answer for answer, _ in on_device] == [ask(engine, text)[0] for text in asked]
     engine = hybrid(**below)
@@ -80,6 +81,9 @@ def test_questions_begin_at_the_last_checkpoint_of_a_document(
     rows = json.loads(capsys.readouterr().out)
     assert {0, 128, 256, 384} == {row["start"] for row in rows}
     assert {row["state_bytes"] for row in rows} == {layer_bytes(engine) * 3}
+    engine = hybrid(**{**below, "mamba_ssm_cache_dtype": {"float32": "bfloat16"}.get(states, "float32")})
+    assert ask(engine, asked[2])[1] == 0, "files have states of another type"
+    engine.close()
 
 
 @pytest.mark.parametrize("checkpoints, found", [(None, 384), (4, 384), (1, 0), (0, 0)])
@@ -96,6 +100,17 @@ def test_checkpoints_are_as_many_as_the_flag_says(hybrid: Any, checkpoints: int 
     assert ask(engine, [*first, *answer, *prompt(3, 20)])[1] == len(first) + len(answer) - 1
     assert ask(engine, document + prompt(2, 90))[1] == found
     assert engine.stats().checkpoint_bytes <= (count + 8) * states.layout.state_bytes
+
+
+def test_states_in_bfloat16_take_half_the_memory(hybrid: Any) -> None:
+    """But not the last inputs of convolutions, which are a small part."""
+    for dtype, itemsize in (("auto", 4), ("float32", 4), ("bfloat16", 2)):
+        engine = hybrid(mamba_ssm_cache_dtype=dtype)
+        states, name = engine.cache.recurrent, {2: "bfloat16"}.get(itemsize, "float32")
+        of_convolution = 4 * (2 * 2 * 16 + 4 * 8) * 3
+        assert states.layout.state_bytes == 3 * (of_convolution + itemsize * 4 * 16 * 8)
+        assert states.total_bytes == sum(array[:, :-1].nbytes for array in states.arrays.values())
+        assert any(f"keep a recurrent state in {name}: " in line for line in engine.notes)
 
 
 @pytest.mark.parametrize("caching", [False, True])

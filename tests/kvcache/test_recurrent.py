@@ -15,7 +15,7 @@ from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.policy.shape import LayerKind, ModelShape, StateArray
 from shadowkv.kvcache.recurrent import states as module
 from shadowkv.kvcache.recurrent.batch import NewTokens, block, step_rows
-from shadowkv.kvcache.recurrent.layout import RING, RecurrentLayout
+from shadowkv.kvcache.recurrent.layout import RING, RecurrentLayout, StateSettings
 from shadowkv.kvcache.recurrent.states import Checkpoint, RecurrentSequence, RecurrentStates
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ EVERY = 128
 
 
 def layout(checkpoints: int | None = None) -> RecurrentLayout:
-    found = RecurrentLayout.of(SHAPE, checkpoints)
+    found = RecurrentLayout.of(SHAPE, StateSettings(checkpoints))
     assert found is not None
     return found
 

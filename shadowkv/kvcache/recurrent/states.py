@@ -110,7 +110,8 @@ class RecurrentStates:
     def __init__(self, layout: RecurrentLayout, sequences: int, device: torch.device) -> None:
         self.layout, count = layout, layout.num_states(sequences)
         self.arrays = {
-            one.name: torch.zeros(len(layout.layers), count + 1, *one.shape, device=device) for one in layout.arrays
+            field.name: torch.zeros(len(layout.layers), count + 1, *field.shape, dtype=field.dtype, device=device)
+            for field in layout.fields
         }
         self.padding, self.changes = count, 0
         self.reserved = layout.num_checkpoints(sequences)

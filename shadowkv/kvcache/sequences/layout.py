@@ -13,7 +13,7 @@ from shadowkv.kvcache.memory.arenas import Blocks, Field
 from shadowkv.kvcache.parts import Parts, resolve
 from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, KVSpec
-from shadowkv.kvcache.recurrent.layout import RecurrentLayout
+from shadowkv.kvcache.recurrent.layout import DEFAULT_STATES, RecurrentLayout, StateSettings
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 
 EXACT = "exact"
@@ -33,8 +33,7 @@ class Layout:
         max_model_len: longest sequence, in tokens.
         fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
             context: at least 1, or 0 for no buffer.
-        checkpoints: number of checkpoints of recurrent states that memory is reserved for; None for one for each
-            sequence that a cache can hold.
+        states: what is chosen of recurrent states.
 
     Attributes:
         groups: the groups. The first one has the layers that the policy compresses, if there are any.
@@ -52,16 +51,16 @@ class Layout:
         dtype: torch.dtype,
         max_model_len: int,
         fetch_buffer: float = FETCH_BUFFER,
-        checkpoints: int | None = None,
+        states: StateSettings = DEFAULT_STATES,
     ) -> None:
         self.spec, self.shape, self.dtype = resolve(spec, shape), shape, dtype
-        self.max_model_len, self.fetch_buffer, self.checkpoints = max_model_len, fetch_buffer, checkpoints
+        self.max_model_len, self.fetch_buffer, self.states = max_model_len, fetch_buffer, states
         named = [group for group in _groups(self.spec, shape) if group[-1]]
         self.groups = tuple(
             GroupLayout(of_group, shape, kind, dtype, max_model_len, fetch_buffer, layers, name if number else "")
             for number, (name, of_group, kind, layers) in enumerate(named)
         )
-        self.recurrent = RecurrentLayout.of(shape, checkpoints)
+        self.recurrent = RecurrentLayout.of(shape, states)
         recurrent = () if self.recurrent is None else (self.recurrent,)
         place_of = {
             layer: (number, at)
@@ -77,11 +76,11 @@ class Layout:
 
     def resized(self, max_model_len: int) -> Layout:
         """The layout for another ``max_model_len``."""
-        return Layout(self.spec, self.shape, self.dtype, max_model_len, self.fetch_buffer, self.checkpoints)
+        return Layout(self.spec, self.shape, self.dtype, max_model_len, self.fetch_buffer, self.states)
 
     def with_fields(self, **fields: Any) -> Layout:
         """The layout for a policy with some fields of the KVSpec changed."""
-        rest = self.shape, self.dtype, self.max_model_len, self.fetch_buffer, self.checkpoints
+        rest = self.shape, self.dtype, self.max_model_len, self.fetch_buffer, self.states
         return Layout(replace(self.spec, **fields), *rest)
 
     @property
