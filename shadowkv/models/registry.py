@@ -27,6 +27,7 @@ FAMILIES = {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_next": "qwen3_next",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt_oss",

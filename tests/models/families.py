@@ -72,6 +72,11 @@ QWEN3_5 = {
     "linear_value_head_dim": 8,
 }
 
+QWEN3_NEXT = {
+    **{**QWEN3_5, "model_type": "qwen3_next", "num_experts": 8, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "linear_num_value_heads": 6},
+}
+
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 4},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "rope_theta": 5e5},
@@ -149,6 +154,11 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {
         **{**QWEN3_5, "model_type": "qwen3_5_moe_text", "num_experts": 8, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    },
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next-some-dense": {
+        **{**QWEN3_NEXT, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        **{"linear_num_value_heads": 4, "norm_topk_prob": False},
     },
     "minimax_m2": MINIMAX,
     "minimax_m2-all-rotates": {**MINIMAX, "rotary_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 3},
