@@ -9,7 +9,7 @@ from typing import Any
 from shadowkv.layers.spec import Experts
 from shadowkv.models.configs.experts_json import dense_layers, expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.families import qwen3_5
+from shadowkv.models.families.hybrids import qwen3_5
 from shadowkv.models.families.weight_names import Targets
 from shadowkv.ops.choose_experts.routing import Routing
 
