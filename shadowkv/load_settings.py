@@ -16,6 +16,8 @@ other values choose the format of random weights, and of weights in plans."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 """Values of ``dtype``. ``half`` and ``float`` are other names of float16 and float32, as in vLLM and PyTorch."""
+STATE_DTYPES = ("auto", "float32", "bfloat16")
+"""Values of ``mamba_ssm_cache_dtype``; ``auto`` is float32."""
 ATTENTION_BACKENDS = ("auto", "shadowkv", "flashinfer", "flash-attn")
 """Values of ``attention_backend``. ``auto`` takes the kernels that were measured as the fastest, ``shadowkv`` takes
 only this project's, and the others take that package's kernels wherever they can run."""

@@ -17,6 +17,7 @@ from shadowkv.load_settings import (
     DTYPES,
     LOAD_FORMATS,
     QUANTIZATIONS,
+    STATE_DTYPES,
     parse_attention_backend,
     parse_count,
     parse_object,
@@ -307,9 +308,25 @@ class EngineConfig:
         metavar="FACTOR",
         check=Check(lambda value: value == 0 or 1 <= value < math.inf, "must be 0 or a finite number of at least 1"),
     )
+    mamba_ssm_cache_dtype: str = setting(
+        "auto",
+        CACHE,
+        "data type of the recurrent states of linear-attention layers; bfloat16 halves their memory, and rounds them "
+        "after every step; auto: float32",
+        choices=STATE_DTYPES,
+    )
     enable_prefix_caching: bool = setting(True, PREFIX_CACHE, "reuse the cache of prompts that begin alike")
     max_cached_seqs: int = setting(
         8, PREFIX_CACHE, "maximum number of finished sequences that stay on the device", metavar="N", check=at_least(0)
+    )
+    max_mamba_checkpoints: int | None = setting(
+        None,
+        PREFIX_CACHE,
+        "number of checkpoints of recurrent states (linear attention) that device memory is reserved for; prompts can "
+        "be continued there; 0: only at the end of finished sequences (default: --max-num-seqs + --max-cached-seqs)",
+        parse=parse_count,
+        metavar="N",
+        check=at_least(0),
     )
     kv_offload_gib: float = setting(
         0.0,
@@ -357,6 +374,10 @@ class EngineConfig:
             bad.append(f"kv_disk_gib={self.kv_disk_gib} has no meaning without kv_disk_dir, the directory of the files")
         if self.role in ROLES[1:] and self.kv_disk_dir is None:
             bad.append(f"role={self.role!r} needs kv_disk_dir, the directory that prefill and decode servers share")
+        if self.max_mamba_checkpoints and not self.enable_prefix_caching:
+            bad.append(
+                f"max_mamba_checkpoints={self.max_mamba_checkpoints} has no meaning with enable_prefix_caching=False"
+            )
         if (self.kv_offload_gib or self.kv_disk_dir) and not self.enable_prefix_caching:
             bad.append("kv_offload_gib and kv_disk_dir have no meaning with enable_prefix_caching=False")
         if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):

@@ -101,6 +101,8 @@ class EngineStats:
             count in ``tiers``.
         deferred: waiting requests whose prefix is being read from the disk.
         usage: share of the KV cache that requests in flight hold, 0 to 1; None unless requested.
+        checkpoint_bytes: bytes of checkpoints of recurrent states, part of the tier ``recurrent_states``; None if no
+            layer has such a state.
     """
 
     running: int
@@ -110,6 +112,7 @@ class EngineStats:
     prefixes: dict[str, TierStats]
     deferred: int = 0
     usage: float | None = None
+    checkpoint_bytes: int | None = None
 
 
 class Engine:
@@ -296,6 +299,7 @@ class Engine:
             prefixes,
             self.scheduler.deferred,
             self.scheduler.usage if usage else None,
+            None if self.cache.recurrent is None else self.cache.recurrent.checkpoint_bytes,
         )
 
     # -- steps -----------------------------------------------------------------------------------------------------

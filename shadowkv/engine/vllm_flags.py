@@ -72,6 +72,12 @@ NO_EFFECT = {
     "sequences are never preempted": "--preemption-mode N",
     "there is no speculative decoding": "--num-lookahead-slots N",
     "there is no cascade attention": "--disable-cascade-attn",
+    "states are kept every 8192 prompt tokens and at the end of a prompt; --max-mamba-checkpoints limits how many": (
+        "--mamba-cache-mode N=align, --mamba-block-size N"
+    ),
+    "--mamba-ssm-cache-dtype sets the type of recurrent states; inputs of convolutions are float32": (
+        "--mamba-cache-dtype N=auto|float32"
+    ),
     "there is no hybrid KV cache manager": "--disable-hybrid-kv-cache-manager",
     "scales of an fp8 cache are always computed from the prompt": "--calculate-kv-scales",
     "the engine uses its own workers": "--worker-cls N=auto",

@@ -139,10 +139,11 @@ class KVCache:
         """Blocks that would be free if ``sequences`` were released."""
         return self.pools.held(sequences)
 
-    def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """Makes a new, empty sequence that holds the blocks of ``demand``. Raises OutOfBlocks and then takes
+    def allocate(self, start: int, capacity: int, checkpoints: bool = True) -> CachedSequence:
+        """Makes a new, empty sequence that holds the blocks of ``demand``. ``checkpoints`` says whether its prompts
+        leave checkpoints of recurrent states, from which other sequences can begin. Raises OutOfBlocks and then takes
         nothing."""
-        return self.pools.allocate(start, capacity)
+        return self.pools.allocate(start, capacity, checkpoints)
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:
         """Gives ``sequence`` the blocks of ``growth``. Raises OutOfBlocks and then takes nothing."""
@@ -151,6 +152,12 @@ class KVCache:
     def fork_point(self, sequence: CachedSequence, length: int) -> int:
         """The largest number of tokens up to ``length`` after which ``sequence`` can be forked."""
         return self.pools.fork_point(sequence, length)
+
+    def fork_points(self, sequence: CachedSequence, length: int) -> list[int]:
+        """Where snapshots of the first ``length`` tokens of ``sequence`` should end, in ascending order. The last one
+        is ``fork_point``. Others are there only if layers have a recurrent state: the checkpoints before it, because
+        pages of a snapshot can be cut anywhere, but a state cannot. Empty if there is no fork point."""
+        return self.pools.fork_points(sequence, length)
 
     def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
         """Makes a new sequence that shares its first ``length`` tokens with ``sequence``. Only windows and a recurrent

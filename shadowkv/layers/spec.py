@@ -60,6 +60,8 @@ class LinearAttention:
         kernel: width of the convolution, in tokens.
         tiled: whether key heads serve value heads in turn, as in GGUF files: value head n has key head
             n mod ``key_heads``. Otherwise a key head's value heads are neighbours.
+        joined: input projections that files have in one tensor, key head by key head: ``qkvz`` for queries, keys,
+            values and output gates, ``ba`` for the state's gates, or both.
     """
 
     key_heads: int
@@ -68,6 +70,7 @@ class LinearAttention:
     value_dim: int
     kernel: int
     tiled: bool = False
+    joined: tuple[str, ...] = ()
 
     @property
     def keys(self) -> int:
@@ -89,7 +92,7 @@ class LinearAttention:
         """The layers' kind, which says what a cache keeps for each sequence."""
         matrix = self.value_heads, self.key_dim, self.value_dim
         inputs = StateArray(CONVOLUTION, (self.channels, self.kernel - 1))
-        return LayerKind(state=(inputs, StateArray(RECURRENT, matrix)))
+        return LayerKind(state=(inputs, StateArray(RECURRENT, matrix, sums=True)))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[
             if not _is_derived(name):
                 problems.append(f"unexpected: {name} {shape}")
             continue
-        needed = (target.stop - target.start, *parameters[target.parameter][1:])
+        needed = (target.num_rows, *parameters[target.parameter][1:])
         if shape != needed:
             problems.append(f"shape: {name} is {shape}, needs {needed}")
     problems += [f"missing: {name}" for name in targets if name not in shapes]
@@ -63,7 +63,7 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
             continue
         if (target.offset, target.scale) != (0.0, 1.0):
             stored = (dense(stored).float() + target.offset) * target.scale
-        for rows, part in shard.pieces(target.parameter, target.start, target.stop, stored):
+        for rows, part in _pieces(target, stored, shard):
             if (matrix := matrices.get(target.parameter)) is not None:
                 (kept,) = matrix.stored(rows.start, rows.stop)
                 if isinstance(kept, QuantisedRows):
@@ -76,6 +76,14 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
                 fill_fp8(parameters[target.parameter][rows], scale[rows], part)
             else:
                 fill_plain(parameters[target.parameter][rows], part)
+
+
+def _pieces(target: Target, stored: Stored, shard: Shard) -> Iterator[tuple[slice, Stored]]:
+    """Yields a shard's parts of a weight, each with its rows in the rank's parameter."""
+    first = 0
+    for start, stop in target.spans:
+        yield from shard.pieces(target.parameter, start, stop, stored[first : first + stop - start])
+        first += stop - start
 
 
 def stored_row_blocks(
@@ -93,8 +101,9 @@ def stored_row_blocks(
         form = forms.get(name)
         if form is not None:
             form = shard.form(target.parameter, form, columns[target.parameter])
-        for here, _ in shard.spans(target.parameter, target.start, target.stop):
-            row_blocks.setdefault(target.parameter, {})[here.start] = RowBlock(here.stop - here.start, form)
+        for start, stop in target.spans:
+            for here, _ in shard.spans(target.parameter, start, stop):
+                row_blocks.setdefault(target.parameter, {})[here.start] = RowBlock(here.stop - here.start, form)
     return {
         parameter: tuple(block for _, block in sorted(of_rows.items()))
         for parameter, of_rows in row_blocks.items()

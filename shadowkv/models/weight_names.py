@@ -11,13 +11,28 @@ from shadowkv.models.configs.model_config import ModelConfig
 @dataclass(frozen=True)
 class Target:
     """Where a weight goes: into rows ``start`` to ``stop`` of a decoder's parameter. The file's numbers plus ``offset``
-    are multiplied by ``scale``."""
+    are multiplied by ``scale``.
+
+    Attributes:
+        further: ranges of rows that the weight's next rows go into, if it is several weights in one.
+    """
 
     parameter: str
     start: int
     stop: int
     offset: float = 0.0
     scale: float = 1.0
+    further: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the parameter's rows, in the order of the weight's rows."""
+        return ((self.start, self.stop), *self.further)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of the weight's rows."""
+        return sum(stop - start for start, stop in self.spans)
 
 
 Targets = dict[str, Target]

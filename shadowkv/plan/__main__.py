@@ -56,6 +56,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     kv.add_argument("--hit-rate", type=float, default=HIT_RATE, metavar="SHARE", help=text)
     text = "size of the fetch buffer, as a multiple of what one decode step selects"
     add_flag(kv, EngineConfig, "fetch_buffer", default=FETCH_BUFFER, help=text)
+    text = "number of recurrent states that memory is reserved for as checkpoints (default: one for each sequence)"
+    add_flag(kv, EngineConfig, "max_mamba_checkpoints", help=text)
+    add_flag(kv, EngineConfig, "mamba_ssm_cache_dtype")
     many = parser.add_argument_group("more than one GPU")
     text = "number of GPUs to split the model across; figures are those of the first GPU"
     add_flag(many, EngineConfig, "tensor_parallel_size", "--gpus", help=text)
@@ -94,6 +97,7 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
 
     import torch
 
+    from shadowkv.kvcache.recurrent.layout import StateSettings
     from shadowkv.models.loader import load_plan
     from shadowkv.models.sharding import Shard
     from shadowkv.plan.planner import Machine, Planner
@@ -110,7 +114,9 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     )
     dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
     shard = Shard(config, 0, args.tensor_parallel_size, args.enable_expert_parallel)
-    planner = Planner(shard, dtype, args.context, machine, args.hit_rate, args.fetch_buffer, args.replicas, forms)
+    states = StateSettings.of(args.max_mamba_checkpoints, args.mamba_ssm_cache_dtype)
+    options = args.hit_rate, args.fetch_buffer, args.replicas, forms, states
+    planner = Planner(shard, dtype, args.context, machine, *options)
     plans = [_plan(planner, name) for name in dict.fromkeys(args.kv)]
     if args.json:
         text = json.dumps(as_json(args.model, planner, plans), indent=2)
@@ -120,7 +126,10 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    checked = ("gpu_memory_utilization", "host_memory_gib", "kv_offload_gib", "fetch_buffer", "tensor_parallel_size")
+    checked = (
+        *("gpu_memory_utilization", "host_memory_gib", "kv_offload_gib", "fetch_buffer", "tensor_parallel_size"),
+        "max_mamba_checkpoints",
+    )
     EngineConfig(**{name: getattr(args, name) for name in checked})
     bad = [
         f"--{name.replace('_', '-')} {getattr(args, name)} must be more than 0"

@@ -12,7 +12,7 @@ import torch
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
 from shadowkv.kvcache.policy.shape import LayerKind
 from shadowkv.kvcache.policy.spec import KVSpec
-from shadowkv.kvcache.recurrent.layout import RING
+from shadowkv.kvcache.recurrent.layout import DEFAULT_STATES, RING, StateSettings
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
 from shadowkv.layers.group import Group
@@ -131,6 +131,7 @@ class Planner:
 
     If the model is split across ranks, the figures are those of one rank, and communication between ranks takes no
     time. ``forms`` has the forms of quantised weights by name. Weights keep their form if GPUs can multiply it.
+    ``states`` is what is chosen of recurrent states.
 
     Attributes:
         shard: the rank's part of the model. ``config`` is the config of this part.
@@ -160,10 +161,12 @@ class Planner:
         fetch_buffer: float,
         replicas: int = 1,
         forms: Mapping[str, Form] = MappingProxyType({}),
+        states: StateSettings = DEFAULT_STATES,
     ) -> None:
         self.shard, self.replicas, config = shard, replicas, shard.config
         self.config, self.dtype, self.context, self.machine = config, dtype, context, machine
         self.hit_rate, self.fetch_buffer, self.forms = hit_rate, fetch_buffer, forms
+        self.states = states
         group, small = Group(shard.rank, shard.size), on_gpus(forms, shard.whole, dtype)
         self.plain = " and ".join(sorted({form.name for name, form in forms.items() if name not in small}))
         model = Decoder(config, dtype, "meta", planned_row_blocks(shard, small, dtype), group)
@@ -207,7 +210,8 @@ class Planner:
         )
 
     def _layout(self, spec: KVSpec) -> Layout:
-        return Layout(self.shard.policy(spec), self.config.shape, self.dtype, self.context, self.fetch_buffer)
+        rest = self.config.shape, self.dtype, self.context, self.fetch_buffer, self.states
+        return Layout(self.shard.policy(spec), *rest)
 
     def _largest_batch(self, layout: Layout) -> LargestBatch:
         machine = self.machine
@@ -222,7 +226,7 @@ class Planner:
                 try:
                     shard = Shard(self.shard.whole, 0, size, self.shard.expert_parallel)
                     rest = self.context, self.machine, self.hit_rate, self.fetch_buffer
-                    other = Planner(shard, self.dtype, *rest, forms=self.forms)
+                    other = Planner(shard, self.dtype, *rest, forms=self.forms, states=self.states)
                     if other._largest_batch(other._layout(spec)).both:
                         return size
                 except ValueError:  # the model cannot be split across this many ranks

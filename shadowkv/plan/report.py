@@ -192,6 +192,8 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
         "machine": asdict(planner.machine),
         "hit_rate": planner.hit_rate,
         "fetch_buffer": planner.fetch_buffer,
+        "max_mamba_checkpoints": planner.states.checkpoints,
+        "mamba_ssm_cache_dtype": str(planner.states.dtype).removeprefix("torch."),
         "plans": [_plan_as_json(plan, planner.config.shape) for plan in plans],
     }
 

@@ -109,13 +109,14 @@ def _list(args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
     else:
         now = time.time()
-        table = [["NAME", "TOKENS", "SIZE", "USED", "CONTINUES", "RANKS", "MODEL"]]
+        table = [["NAME", "TOKENS", "SIZE", "STATE", "USED", "CONTINUES", "RANKS", "MODEL"]]
         for row in rows:
             continues = row["parent"][:10] + ("" if row["usable"] else " (lost)")
             tokens = f"{row['start']}-{row['length']}"
             used = f"{_short_age(now - row['used'])} ago"
             ranks, model = (_printable(row["facts"].get(name, "")) for name in ("tensor_parallel_size", "model"))
-            table.append([row["name"], tokens, _short_size(row["file_bytes"]), used, continues, ranks, model])
+            sizes = [_short_size(row["file_bytes"]), _short_size(row["state_bytes"]) if row["state_bytes"] else "-"]
+            table.append([row["name"], tokens, *sizes, used, continues, ranks, model])
         widths = [max(map(len, column)) for column in zip(*table)]
         for line in table:
             print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())

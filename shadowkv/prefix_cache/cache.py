@@ -183,9 +183,9 @@ class PrefixCache:
     def computed(self, sequence: CachedSequence, prompt: Prompt) -> None:
         """Records that ``sequence``, which is running, has the pages of a prompt. Other requests can then fork it."""
         # Without the last token: it may be taken back, and a request for the same prompt computes at least one token.
-        pages = self._cache.fork_point(sequence, len(prompt.token_ids) - 1) // PAGE
+        points = self._cache.fork_points(sequence, len(prompt.token_ids) - 1)
         self.version += 1
-        path = self._tree.hold(sequence, prompt.pages, pages)
+        path = self._tree.hold(sequence, prompt.pages, [point // PAGE for point in points])
         if self.lower is not None:
             with self._failing_alone():
                 for node in path:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.layers import Reading
@@ -60,7 +61,7 @@ class Offload:
         start, stop = node.first * PAGE, node.end * PAGE
         try:
             reading = self._mover.open(sequence, start, stop)
-        except (ValueError, torch.OutOfMemoryError) as error:
+        except (ValueError, OutOfBlocks, torch.OutOfMemoryError) as error:
             logger.warning("a cached prompt is not copied to the host: %s", error)
             return
         copy = self._copies.add(node, reading.header, np.asarray(token_ids[start:stop], np.uint32), users=1)

@@ -168,21 +168,27 @@ class PrefixTree:
                 reached = max(reached, end)
                 yield node, end
 
-    def hold(self, sequence: CachedSequence, names: PageNames, pages: int) -> list[Node]:
-        """Records that ``sequence`` can be forked after any of its first ``pages`` pages. Returns its path."""
+    def hold(self, sequence: CachedSequence, names: PageNames, ends: Sequence[int]) -> list[Node]:
+        """Records that ``sequence`` has the pages up to the last of ``ends``. Returns its path.
+
+        New nodes end at ``ends``, which are page numbers in ascending order. Nodes below the device that hold recurrent
+        states can be continued only at their ends.
+        """
         self.changes += 1
         compressed = bool(sequence.path)
         path = self._paths.setdefault(sequence, [])
         if path and path[0].compressed != compressed:  # it was compressed since, and no longer has the dense pages
             self.forget(sequence)
             path = self._paths.setdefault(sequence, [])
-        covered = path[-1].holders[sequence] if path else 0
-        if covered < pages:
+        for end in ends:
             node = path[-1] if path else None
-            if node is None or not self._can_grow(node, covered):
+            covered = node.holders[sequence] if node else 0
+            if covered >= end:
+                continue
+            if node is None or covered in ends or not self._can_grow(node, covered):
                 node = self._insert(Node(node, covered, [], compressed, origin=names.origin), names[covered])
                 path.append(node)
-            node.names += names[covered:pages]
+            node.names += names[covered:end]
             node.holders[sequence] = node.end
         return path
 

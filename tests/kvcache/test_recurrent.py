@@ -11,11 +11,12 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.policy.shape import LayerKind, ModelShape, StateArray
 from shadowkv.kvcache.recurrent import states as module
 from shadowkv.kvcache.recurrent.batch import NewTokens, block, step_rows
-from shadowkv.kvcache.recurrent.layout import CHECKPOINTS, RING, RecurrentLayout
-from shadowkv.kvcache.recurrent.states import RecurrentSequence, RecurrentStates
+from shadowkv.kvcache.recurrent.layout import RING, RecurrentLayout, StateSettings
+from shadowkv.kvcache.recurrent.states import Checkpoint, RecurrentSequence, RecurrentStates
 
 CPU = torch.device("cpu")
 KIND = LayerKind(state=(StateArray("x", (1,)),))
@@ -24,8 +25,8 @@ SEQUENCES = 4
 EVERY = 128
 
 
-def layout() -> RecurrentLayout:
-    found = RecurrentLayout.of(SHAPE)
+def layout(checkpoints: int | None = None) -> RecurrentLayout:
+    found = RecurrentLayout.of(SHAPE, StateSettings(checkpoints))
     assert found is not None
     return found
 
@@ -42,10 +43,11 @@ class Living:
 
 
 class Lives(RuleBasedStateMachine):
-    @initialize()
-    def start(self) -> None:
-        self.states = RecurrentStates(layout(), SEQUENCES, CPU)
+    @initialize(checkpoints=st.sampled_from([None, 0, 1, 9]))
+    def start(self, checkpoints: int | None) -> None:
+        self.states = RecurrentStates(layout(checkpoints), SEQUENCES, CPU)
         self.lives: list[Living] = []
+        self.readings: list[tuple[Checkpoint, list[int]]] = []
         self.next = 0
 
     def write(self, row: int, tokens: list[int]) -> None:
@@ -145,6 +147,29 @@ class Lives(RuleBasedStateMachine):
             self.write(row, tokens)
         self.lives.append(child)
 
+    @precondition(lambda self: any(one.sequence.checkpoints for one in self.lives))
+    @rule(data=st.data())
+    def open_reading(self, data: st.DataObject) -> None:
+        """Of a state that stays, whatever becomes of its sequences."""
+        kept = [(x, one) for one in self.lives for x in one.sequence.checkpoints if x.row is not None]
+        if not kept:
+            return
+        checkpoint, one = data.draw(st.sampled_from(kept))
+        read = {id(checkpoint) for checkpoint, _ in self.readings}
+        written = sum(len(one.sequence.pending) for one in self.lives)
+        if id(checkpoint) not in read and len(read) + written == self.states.reserved:
+            with pytest.raises(OutOfBlocks, match="are being written or read"):
+                self.states.open_reading(checkpoint)
+            return
+        self.states.open_reading(checkpoint)
+        self.readings.append((checkpoint, one.tokens[: checkpoint.position]))
+
+    @precondition(lambda self: self.readings)
+    @rule(data=st.data())
+    def close_reading(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.readings) - 1))
+        self.states.close_reading(self.readings.pop(number)[0])
+
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -168,10 +193,16 @@ class Lives(RuleBasedStateMachine):
                 shared[id(kept)] = kept
                 if kept.row is not None:
                     assert self.read(kept.row) == digest(one.tokens[: kept.position])
+        for kept, tokens in self.readings:
+            users[id(kept)] += 1
+            shared[id(kept)] = kept
+            assert kept.row is not None and self.read(kept.row) == digest(tokens)
         rows.update(kept.row for kept in shared.values() if kept.row is not None)
         assert max(rows.values(), default=1) == 1
         assert all(kept.users == users[number] for number, kept in shared.items() if kept.row is not None)
-        assert self.states.used_bytes == len(rows) * self.states.layout.state_bytes
+        in_rings = sum(len(one.sequence.ring) for one in self.lives)
+        of_states = self.states.used_bytes, self.states.checkpoint_bytes
+        assert of_states == (len(rows) * 8, (len(rows) - in_rings) * 8)
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +220,7 @@ def test_rings_never_lack_room() -> None:
     states = RecurrentStates(layout(), SEQUENCES, CPU)
     first = states.begin(None, 0, 0)
     planned = states.plan_checkpoints(first, 0, 100 * EVERY)
-    assert len(planned) == CHECKPOINTS * SEQUENCES // 2 and planned[-1].position == 100 * EVERY
+    assert len(planned) == SEQUENCES // 2 and planned[-1].position == 100 * EVERY
     others = [states.begin(None, 0, 0) for _ in range(SEQUENCES - 1)]
     assert len({row for one in (first, *others) for row in one.ring}) == RING * SEQUENCES
     ends = [states.plan_checkpoints(one, 0, 64) for one in others]
@@ -212,8 +243,19 @@ def test_the_least_recently_used_checkpoint_goes_first() -> None:
     assert second.fixed(129) == 129, "its newest state is younger"
 
 
+def test_prefills_write_checkpoints_only_where_there_is_room_for_others_to_use() -> None:
+    states = RecurrentStates(layout(0), 2, CPU)
+    assert not states.plan_checkpoints(states.begin(None, 0, 0), 0, 640)
+    states = RecurrentStates(layout(3), 2, CPU)
+    alone = states.begin(None, 0, 0)
+    alone.keeps = False
+    assert not states.plan_checkpoints(alone, 0, 640) and not states.checkpoint_bytes
+    assert len(states.plan_checkpoints(states.begin(None, 0, 0), 0, 640)) == 2
+
+
 def test_bytes() -> None:
     found = layout()
     assert found.layers == (0, 2) and found.state_bytes == 2 * 4
-    assert found.nbytes(3) == (3 * (RING + CHECKPOINTS) + 1) * 8
+    assert found.nbytes(3) == (3 * RING + 3 + 1) * 8
+    assert layout(5).nbytes(3) == (3 * RING + 5 + 1) * 8 and layout(0).nbytes(3) == (3 * RING + 1) * 8
     assert RecurrentLayout.of(ModelShape(2, 1, 1, 8)) is None

@@ -89,6 +89,10 @@ GEMMA4_SHARED = {  # transformers runs shared keys only with inputs of layers
     "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"] * 2,
 }
 GEMMA4_SHARED["layer_types"][-2:] = ["sliding_attention", "full_attention"]
+QWEN3_NEXT = {
+    **{**QWEN3_5, "model_type": "qwen3_next", "num_experts": 8, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "linear_num_value_heads": 6},
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 4},
@@ -182,6 +186,11 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {
         **{**QWEN3_5, "model_type": "qwen3_5_moe_text", "num_experts": 8, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    },
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next-some-dense": {
+        **{**QWEN3_NEXT, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        **{"linear_num_value_heads": 4, "norm_topk_prob": False},
     },
     "minimax_m2": MINIMAX,
     "minimax_m2-all-rotates": {**MINIMAX, "rotary_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 3},

@@ -45,13 +45,17 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
 }
-OF_QWEN35 = TENSORS | {
+HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
+OF_HYBRIDS = TENSORS | {
     "post_attention_layernorm": "post_attention_norm",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
@@ -76,12 +80,14 @@ def write_model(
     extra: dict[str, torch.Tensor] | None = None,
     kinds: Mapping[str, str] = MappingProxyType({}),
     plain: bool = False,
+    joined: bool = False,
     **fields: Any,
 ) -> Path:
     """Write a transformers model; ``extra`` tensors and metadata ``fields`` (``rope.scaling.type=…``) come on top.
 
     ``kinds`` are types of quantised tensors by the last part of their name in the file; ``plain`` writes the numbers
-    that those stand for.
+    that those stand for; ``joined`` leaves the input projection of Qwen3-Next's linear attention in one piece, as older
+    files have it.
     """
     config = model.config
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -110,7 +116,10 @@ def write_model(
         add(f"{arch}.{key}", value)
     add_letters(writer, config.vocab_size)
     tied = config.tie_word_embeddings
-    for name, tensor in {**with_apart_halves(model.state_dict()), **(extra or {})}.items():
+    tensors = with_apart_halves(model.state_dict())
+    if arch == "qwen3next" and not joined:
+        tensors = with_apart_inputs(tensors, config)
+    for name, tensor in {**tensors, **(extra or {})}.items():
         if tied and name == "lm_head.weight":
             continue
         if arch == "llama" and ".q_proj." in name:
@@ -119,9 +128,9 @@ def write_model(
             tensor = paired_rows(tensor, config.num_key_value_heads)
         if arch == "gemma3" and name.endswith("norm.weight"):
             tensor = tensor + 1
-        if arch in ("qwen35", "qwen35moe"):
-            name, tensor = qwen35(name, tensor, config)
-        name = gguf_name(name, {"gemma3": OF_GEMMA3, "qwen35": OF_QWEN35, "qwen35moe": OF_QWEN35}.get(arch, TENSORS))
+        if arch in HYBRIDS:
+            name, tensor = of_hybrid(name, tensor, 1 if arch == "qwen3next" else config.linear_num_key_heads, config)
+        name = gguf_name(name, {"gemma3": OF_GEMMA3, **dict.fromkeys(HYBRIDS, OF_HYBRIDS)}.get(arch, TENSORS))
         if arch in ("glm4moe", "gpt-oss"):
             name = name.replace(".ffn_norm.", ".post_attention_norm.")
         kind = kinds.get(name.split(".")[-2]) if name.endswith(".weight") else None
@@ -175,7 +184,7 @@ def expert_fields(config: Any) -> dict[str, Any]:
         fields["expert_feed_forward_length"] = config.intermediate_size
     elif config.model_type != "mixtral":
         fields["expert_feed_forward_length"] = config.moe_intermediate_size
-    if config.model_type in ("qwen2_moe", "qwen3_5_moe_text"):
+    if config.model_type in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
         fields["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
     if config.model_type == "glm4_moe":
         fields |= {
@@ -204,14 +213,30 @@ def linear_fields(config: Any) -> dict[str, Any]:
     }
 
 
-def qwen35(name: str, tensor: torch.Tensor, config: Any) -> tuple[str, torch.Tensor]:
-    """A tensor as the converter writes it: value heads that share a key head are not neighbours any more."""
-    keys, heads, size = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+def with_apart_inputs(tensors: Mapping[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """The joined input projections of linear attention as two tensors, without the order by key heads."""
+    heads, size = config.linear_num_key_heads, config.linear_key_head_dim
+    of_values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    apart = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(".in_proj_qkvz.weight"):
+            apart[name] = tensor
+            continue
+        parts = tensor.unflatten(0, (heads, -1)).split((size, size, of_values, of_values), dim=1)
+        *qkv, z = (part.flatten(0, 1) for part in parts)
+        apart |= {name.replace("qkvz", "qkv"): torch.cat(qkv), name.replace("qkvz", "z"): z}
+    return apart
+
+
+def of_hybrid(name: str, tensor: torch.Tensor, keys: int, config: Any) -> tuple[str, torch.Tensor]:
+    """A tensor as the converter writes it. With more than one of ``keys``, value heads that share a key head are not
+    neighbours any more."""
+    heads, size = config.linear_num_value_heads, config.linear_value_head_dim
 
     def tiled(rows: torch.Tensor, size: int) -> torch.Tensor:
         return rows.unflatten(0, (keys, heads // keys, size)).transpose(0, 1).reshape(rows.shape)
 
-    of_keys = 2 * keys * config.linear_key_head_dim
+    of_keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     if name.endswith("norm.weight") and "linear_attn" not in name:
         return name, tensor + 1
     if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):

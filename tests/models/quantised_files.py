@@ -18,6 +18,11 @@ from shadowkv.ops.quantise_tokens.reference import FP8
 SIZES = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}
 GROUP, FP8_BLOCK = 64, 128
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+PROJECTIONS = (
+    *("_proj.weight", "_proj_qkv.weight", "_proj_z.weight", "_proj_qkvz.weight"),
+    *(f".w{n}.weight" for n in "123"),
+)
+"""Ends of the names of weights that are quantised."""
 Encoded = tuple[dict[str, Tensor], Tensor]
 """Tensors by the last parts of their names, and the numbers, float32 [N, K]."""
 
@@ -237,10 +242,7 @@ def write_quantised(folder: Path, kind: str, case: str = "llama-bias-head-dim", 
     edit_json(folder / "quantised" / "config.json", quantization_config=config)
     generator, tensors, plain = torch.Generator().manual_seed(0), {}, {}
     for name, tensor in load_file(folder / "plain" / "model.safetensors").items():
-        if (
-            not name.endswith(("_proj.weight", "_proj_qkv.weight", "_proj_z.weight", *(f".w{n}.weight" for n in "123")))
-            or "layers.0.mlp.down_proj" in name
-        ):
+        if not name.endswith(PROJECTIONS) or "layers.0.mlp.down_proj" in name:
             tensors[name] = plain[name] = tensor
             continue
         parts, plain[name] = encode(spiked(*tensor.shape, generator))

@@ -78,7 +78,7 @@ def test_missing_tokenizer(llama: Path) -> None:
     ("kind", "said"),
     [
         ("mamba", "'mamba' is not supported; supported: llama, mistral"),
-        ("qwen3_next", "'qwen3_next' is not supported; nearest: qwen3_5_text; supported: llama"),
+        ("qwen3_nexts", "'qwen3_nexts' is not supported; nearest: qwen3_next; supported: llama"),
         ("ministral", "'ministral' is not supported; nearest: mistral; supported: llama"),
     ],
 )

@@ -35,7 +35,7 @@ from shadowkv.layers.quantised_matrix import QuantisedLinear
 from shadowkv.models import load_config, load_model
 from shadowkv.ops.registry import Ops
 
-NAMES = ("qwen3_5", "qwen3_5-more-full")
+NAMES = ("qwen3_5", "qwen3_5-more-full", "qwen3_next")
 
 
 @pytest.mark.parametrize("block", [1024, 48])
@@ -75,7 +75,7 @@ def test_logits_are_those_of_transformers(
     assert cache.use()["recurrent_states"].used_bytes == 0
 
 
-@pytest.mark.parametrize("name", [*NAMES, "qwen3_5_moe"])
+@pytest.mark.parametrize("name", [*NAMES, "qwen3_5_moe", "qwen3_next-some-dense"])
 def test_two_ranks_give_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
     theirs = build(name, tmp_path)
 
@@ -117,11 +117,13 @@ def test_the_text_model_is_loaded_alone(tmp_path: Path) -> None:
     assert_same(packed_logits(loaded.model, sequences()), oracle_logits(theirs, sequences()))
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("kind", ["awq", "fp8, blocks", "int8", "nvfp4"])
-def test_quantised_checkpoints(kind: str, tmp_path: Path) -> None:
+def test_quantised_checkpoints(kind: str, name: str, tmp_path: Path) -> None:
     """Of projections of linear attention, too, beside gates that are not quantised."""
-    sizes = {"linear_value_head_dim": 32, "linear_num_key_heads": 4}
-    quantised, plain = (load_model(path) for path in write_quantised(tmp_path, kind, "qwen3_5", **sizes))
+    sizes = {"linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64)
+    quantised, plain = (load_model(path) for path in write_quantised(tmp_path, kind, name, **sizes))
     assert any(isinstance(module, QuantisedLinear) for module in quantised.model.layers[0].linear_attention.modules())
     assert_close(packed_logits(quantised.model, sequences()), packed_logits(plain.model, sequences()))
 
@@ -244,6 +246,22 @@ def test_gguf_files(name: str, kinds: dict[str, str], tmp_path: Path) -> None:
         assert_close(found, packed_logits(load_model(tmp_path / "model").model, sequences()))
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2: GGUF files of \w+ run on one rank"):
         on_ranks(2, lambda group: load_model(file, group=group))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("kinds", [{}, {"attn_qkv": "Q8_0", "attn_gate": "Q4_0", "ssm_in": "Q8_0", "ssm_ba": "Q8_0"}])
+def test_gguf_files_of_qwen3_next(joined: bool, kinds: dict[str, str], tmp_path: Path) -> None:
+    """Those whose inputs of linear attention are apart, and older ones. They run on several ranks, too."""
+    model = build("qwen3_next", tmp_path / "model", {"hidden_size": 64, "linear_value_head_dim": 16})
+    file = write_model(tmp_path / "model.gguf", model, kinds=kinds, joined=joined)
+    plain = write_model(tmp_path / "plain.gguf", model, kinds=kinds, plain=True, joined=joined)
+    ops = Ops(overrides={"quantised_matmul": "reference"})  # others round activations
+    expected = packed_logits(load_model(plain).model, sequences(), ops=ops)
+    assert_close(packed_logits(load_model(file).model, sequences(), ops=ops), expected)
+    if not kinds:
+        assert_close(expected, packed_logits(load_model(tmp_path / "model").model, sequences()))
+    for found in on_ranks(2, lambda group: packed_logits(load_model(file, group=group).model, sequences(), ops=ops)):
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("kv", ["full", "turbo:dense_below=0"])

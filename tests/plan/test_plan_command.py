@@ -161,6 +161,22 @@ def test_flags_change_what_they_name(capsys: pytest.CaptureFixture[str]) -> None
     assert slower["equivalent_bandwidth_tbs"] == pytest.approx(2)
 
 
+def test_checkpoints_of_recurrent_states_leave_less_for_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of them takes as much memory as half of a running sequence's states."""
+    command = ["--model", "qwen3.5-27b", "--context", "8192", "--kv", "full", "--json"]
+    sizes = {}
+    for flags in ([], ["0"], ["64"], ["400"]):
+        assert main([*command, *(["--max-mamba-checkpoints", *flags] if flags else [])]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        sizes[plan["max_mamba_checkpoints"]] = plan["plans"][0]["largest_batch"]
+    assert sizes[0] > sizes[64] > sizes[None] > sizes[400] > 0
+    assert 64 < sizes[None] < 400
+    assert main([*command, "--mamba-ssm-cache-dtype", "bfloat16"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["largest_batch"] > sizes[None]
+    assert main([*command, "--max-mamba-checkpoints", "-1"]) == 2
+    assert "--max-mamba-checkpoints -1 must be at least 0" in capsys.readouterr().err
+
+
 def test_weights_in_eight_bits_leave_more_for_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     exact, low = run_json(capsys), run_json(capsys, "--quantization", "fp8")
     assert (exact["quantization"], low["quantization"]) == (None, "fp8")

@@ -61,8 +61,8 @@ def test_ls_shows_what_is_there(stored, capsys):
     code, text, errors = run(capsys, "ls", "--dir", directory)
     lines = text.splitlines()
     assert code == 0 and errors == "1 more files are bad: see verify\n"
-    assert lines[0].split() == ["NAME", "TOKENS", "SIZE", "USED", "CONTINUES", "RANKS", "MODEL"]
-    assert lines[1].split() == [first.name, "0-128", "7.43", "KiB", *lines[1].split()[4:6], "2", "blake2b:0a1b"]
+    assert lines[0].split() == ["NAME", "TOKENS", "SIZE", "STATE", "USED", "CONTINUES", "RANKS", "MODEL"]
+    assert lines[1].split() == [first.name, "0-128", "7.43", "KiB", "-", *lines[1].split()[5:7], "2", "blake2b:0a1b"]
     assert lines[2].split()[:2] == [second.name, "128-250"] and "2h ago" in lines[2] and first.name[:10] in lines[2]
     assert lines[3].startswith("2 snapshots, ")
     (directory / first.file_name).unlink()

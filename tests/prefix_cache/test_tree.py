@@ -16,6 +16,9 @@ from shadowkv.prefix_cache.tree import PrefixTree
 
 ORIGIN = origin(40 * "0")
 
+ends = st.sets(st.integers(1, 12), max_size=3)
+"""Where nodes end before the last page."""
+
 
 def names(pages: str) -> PageNames:
     """Names of a prompt with a page for each letter."""
@@ -48,7 +51,7 @@ def test_a_prompt_is_followed_no_further_than_it_is_known() -> None:
                 yield name
 
     tree, held = PrefixTree(), Held()
-    tree.hold(held, names("ab"), 2)
+    tree.hold(held, names("ab"), [2])
     assert not list(tree.along(Followed(names(500 * "b")))) and seen <= 2
     assert [end for _, end in tree.along(Followed(names("ab" + 500 * "c")))] == [2] and seen <= 6
 
@@ -65,28 +68,37 @@ class Tree(RuleBasedStateMachine):
         self.held[sequence] = pages
         return sequence
 
-    @rule(pages=st.text("ab", max_size=8))
-    def compute(self, pages: str) -> None:
-        self.tree.hold(self.add(pages), names(pages), len(pages))
+    def hold(self, sequence: Any, ends: set[int]) -> None:
+        """Some of ``ends`` are not among the pages."""
+        pages = self.held[sequence]
+        inner = sorted(end for end in ends if end < len(pages))
+        before = {node for node in self.tree.path_of(sequence)}
+        path = self.tree.hold(sequence, names(pages), [*inner, len(pages)])
+        new = [node for node in path if node not in before]
+        assert {node.end for node in new} >= {end for end in inner if new and end > new[0].first}
+
+    @rule(pages=st.text("ab", max_size=8), ends=ends)
+    def compute(self, pages: str, ends: set[int]) -> None:
+        self.hold(self.add(pages), ends)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), more=st.text("ab", max_size=4))
-    def fork(self, data: st.DataObject, more: str) -> None:
+    @rule(data=st.data(), more=st.text("ab", max_size=4), ends=ends)
+    def fork(self, data: st.DataObject, more: str, ends: set[int]) -> None:
         parent = data.draw(st.sampled_from(list(self.held)))
         pages = self.held[parent][: data.draw(st.integers(0, len(self.held[parent])))]
         child = self.add(pages)
         child.path = parent.path
         self.tree.fork(child, parent, len(pages))
         self.held[child] = pages + more
-        self.tree.hold(child, names(pages + more), len(pages + more))
+        self.hold(child, ends)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), more=st.text("ab", max_size=4), compress=st.booleans())
-    def grow(self, data: st.DataObject, more: str, compress: bool) -> None:
+    @rule(data=st.data(), more=st.text("ab", max_size=4), compress=st.booleans(), ends=ends)
+    def grow(self, data: st.DataObject, more: str, compress: bool, ends: set[int]) -> None:
         sequence = data.draw(st.sampled_from(list(self.held)))
         sequence.path = sequence.path or [None] * compress
         self.held[sequence] += more
-        self.tree.hold(sequence, names(self.held[sequence]), len(self.held[sequence]))
+        self.hold(sequence, ends)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

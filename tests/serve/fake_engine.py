@@ -121,9 +121,8 @@ class FakeEngine:
             "host": TierStats(7, 70, 128, 3, 4000, 5, 6, 1500, 0.25),
             "disk": TierStats(9, 90, 64, 4, 3000, 1, 2, 500, 0.5, 8, 11, 12, 6, other_files=13),
         }
-        return EngineStats(
-            len(self.running), 3, tiers, FetchCounts(1000, 300, 614400), prefixes, 1, 0.25 if usage else None
-        )
+        fetches = FetchCounts(1000, 300, 614400)
+        return EngineStats(len(self.running), 3, tiers, fetches, prefixes, 1, 0.25 if usage else None, 4096)
 
     def disconnect(self) -> None:
         pass

@@ -122,7 +122,7 @@ def test_metrics(post, call, engine):
     post("completions", prompt=["HELLO", "FAIL"])
     found = metrics(call)
     assert (found["num_requests_running",], found["num_requests_waiting",]) == (0, 3)
-    assert found["kv_cache_usage_perc",] == 0.25
+    assert found["kv_cache_usage_perc",] == 0.25 and found["kv_cache_checkpoint_bytes",] == 4096
     assert [found["num_requests_waiting_by_reason", reason] for reason in ("capacity", "deferred")] == [2, 1]
     assert found["cache_config_info", "fake", "2.50", "500"] == 1
     assert found["kv_cache_used_bytes", "device"] == 10 and found["kv_cache_total_bytes", "host"] == 200

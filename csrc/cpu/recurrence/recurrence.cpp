@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "cpu/attention/attention_tile.h"
 #include "cpu/common/instruction_set.h"
@@ -37,17 +38,25 @@ void scale(std::vector<float>& x, float by) {
 
 }  // namespace
 
-template <typename T>
-void run_delta_rule(const DeltaInputs<T>& in, const Span& span, int64_t head, float* states, DeltaScratch& scratch) {
-  const int64_t key_head = head / in.group, place = head * in.key_dim * in.value_dim;
-  const float* before = states + span.read * in.state_row + place;
-  float* after = states + span.write * in.state_row + place;
+template <typename T, typename S>
+void run_delta_rule(const DeltaInputs<T>& in, const Span& span, int64_t head, S* states, DeltaScratch& scratch) {
+  const int64_t key_head = head / in.group, size = in.key_dim * in.value_dim, place = head * size;
+  const S* read = states + span.read * in.state_row + place;
+  S* written = states + span.write * in.state_row + place;
+  const float* before = scratch.state.data();
+  float* after = scratch.state.data();
+  if constexpr (std::is_same_v<S, float>) {
+    before = read;
+    after = written;
+  } else {
+    read_row(read, size, after);
+  }
   for (int64_t token = span.first; token < span.last; ++token) {
     read_row(in.q + token * in.q_token + key_head * in.q_head, in.key_dim, scratch.q.data());
     read_row(in.k + token * in.k_token + key_head * in.k_head, in.key_dim, scratch.k.data());
     read_row(in.v + token * in.v_token + head * in.v_head, in.value_dim, scratch.v.data());
-    const float size = static_cast<float>(in.key_dim);
-    scale(scratch.q, 1.0f / std::sqrt((product(scratch.q, scratch.q) + in.eps) * size));
+    const float key_dim = static_cast<float>(in.key_dim);
+    scale(scratch.q, 1.0f / std::sqrt((product(scratch.q, scratch.q) + in.eps) * key_dim));
     scale(scratch.k, 1.0f / std::sqrt(product(scratch.k, scratch.k) + in.eps));
     const int64_t gate = token * in.heads + head;
     const DeltaToken one = {
@@ -57,6 +66,7 @@ void run_delta_rule(const DeltaInputs<T>& in, const Span& span, int64_t head, fl
     write_row(scratch.out.data(), in.value_dim, in.out + gate * in.value_dim);
     before = after;
   }
+  if constexpr (!std::is_same_v<S, float>) write_row(after, size, written);
 }
 
 template <typename T>
@@ -90,8 +100,10 @@ void run_convolution(
   }
 }
 
-template void run_delta_rule<float>(const DeltaInputs<float>&, const Span&, int64_t, float*, DeltaScratch&);
-template void run_delta_rule<BFloat16>(const DeltaInputs<BFloat16>&, const Span&, int64_t, float*, DeltaScratch&);
+template void run_delta_rule(const DeltaInputs<float>&, const Span&, int64_t, float*, DeltaScratch&);
+template void run_delta_rule(const DeltaInputs<float>&, const Span&, int64_t, BFloat16*, DeltaScratch&);
+template void run_delta_rule(const DeltaInputs<BFloat16>&, const Span&, int64_t, float*, DeltaScratch&);
+template void run_delta_rule(const DeltaInputs<BFloat16>&, const Span&, int64_t, BFloat16*, DeltaScratch&);
 template void run_convolution<float>(
     const ConvolutionInputs<float>&, const Span&, int64_t, float*, ConvolutionScratch&);
 template void run_convolution<BFloat16>(

@@ -27,7 +27,7 @@ struct DeltaInputs {
   int64_t heads, group;           // heads of values, and how many of them share a head of keys
   int64_t key_dim, value_dim;
   float eps;          // added to the squared norm of queries and keys
-  int64_t state_row;  // states are float32 [rows, heads, key_dim, value_dim]
+  int64_t state_row;  // states are [rows, heads, key_dim, value_dim]
   T* out;             // [tokens, heads, value_dim]
 };
 
@@ -42,13 +42,15 @@ struct DeltaToken {
 struct DeltaScratch {
   std::vector<float> q, k;    // [key_dim]
   std::vector<float> v, out;  // [value_dim]
+  std::vector<float> state;   // [key_dim, value_dim]; empty if states are float32
 
-  DeltaScratch(int64_t key_dim, int64_t value_dim) : q(key_dim), k(key_dim), v(value_dim), out(value_dim) {}
+  DeltaScratch(int64_t key_dim, int64_t value_dim, bool converts)
+      : q(key_dim), k(key_dim), v(value_dim), out(value_dim), state(converts ? key_dim * value_dim : 0) {}
 };
 
-// The tokens of a span for one head of values.
-template <typename T>
-void run_delta_rule(const DeltaInputs<T>& in, const Span& span, int64_t head, float* states, DeltaScratch& scratch);
+// The tokens of a span for one head of values. A state of another type S than float is rounded at the end of the span.
+template <typename T, typename S>
+void run_delta_rule(const DeltaInputs<T>& in, const Span& span, int64_t head, S* states, DeltaScratch& scratch);
 
 constexpr int64_t CHANNELS_PER_TASK = 256;
 

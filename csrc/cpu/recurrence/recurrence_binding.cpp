@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <type_traits>
 #include <vector>
 
 #include "cpu/common/binding.h"
@@ -38,22 +39,22 @@ std::vector<shadowkv::Span> spans_of(
   return spans;
 }
 
-// Rows of states are dense, and may have gaps between them.
-void check_states(const Tensor& states, at::IntArrayRef shape) {
-  check(states, "states", static_cast<int64_t>(shape.size()) + 1, at::kFloat);
-  TORCH_CHECK(states.sizes().slice(1) == shape, "states has shape ", states.sizes(), ", rows need ", shape);
-  TORCH_CHECK(
-      states.size(0) == 0 || states.select(0, 0).is_contiguous(), "states has strides ", states.strides(),
-      "; its rows must be contiguous");
-}
-
 void check_numbers(const Tensor& x, const char* name) {
   TORCH_CHECK(
       x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, name, " is ", x.scalar_type(),
       ", not Float or BFloat16");
 }
 
-template <typename T>
+// Rows of states are dense, and may have gaps between them.
+void check_states(const Tensor& states, at::IntArrayRef shape, at::ScalarType dtype) {
+  check(states, "states", static_cast<int64_t>(shape.size()) + 1, dtype);
+  TORCH_CHECK(states.sizes().slice(1) == shape, "states has shape ", states.sizes(), ", rows need ", shape);
+  TORCH_CHECK(
+      states.size(0) == 0 || states.select(0, 0).is_contiguous(), "states has strides ", states.strides(),
+      "; its rows must be contiguous");
+}
+
+template <typename T, typename S>
 void run_rule(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta, double eps,
     const std::vector<shadowkv::Span>& spans, Tensor& states, Tensor& out) {
@@ -64,10 +65,10 @@ void run_rule(
       q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
       log_decay.const_data_ptr<float>(), beta.const_data_ptr<float>(), v.size(1), v.size(1) / q.size(1), q.size(2),
       v.size(2), static_cast<float>(eps), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
-  float* rows = states.mutable_data_ptr<float>();
+  S* rows = static_cast<S*>(states.mutable_data_ptr());
   const int64_t tasks = static_cast<int64_t>(spans.size()) * in.heads;
   shadowkv::share_tasks(tasks, [&](const auto& next) {
-    shadowkv::DeltaScratch scratch(in.key_dim, in.value_dim);
+    shadowkv::DeltaScratch scratch(in.key_dim, in.value_dim, !std::is_same_v<S, float>);
     for (int64_t task; (task = next()) < tasks;)
       shadowkv::run_delta_rule(in, spans[task / in.heads], task % in.heads, rows, scratch);
   });
@@ -94,14 +95,18 @@ Tensor gated_delta_rule(
   TORCH_CHECK(
       q.stride(2) == 1 && k.stride(2) == 1 && v.stride(2) == 1, "q has strides ", q.strides(), ", k ", k.strides(),
       ", v ", v.strides(), "; the last must be 1");
-  check_states(states, {v.size(1), q.size(2), v.size(2)});
+  check_numbers(states, "states");
+  check_states(states, {v.size(1), q.size(2), v.size(2)}, states.scalar_type());
   const auto spans = spans_of(lengths, read, write, q.size(0), states);
   const Tensor decays = log_decay.contiguous(), rates = beta.contiguous();
   Tensor out = at::empty(v.sizes(), v.options());
-  if (q.scalar_type() == at::kFloat)
-    run_rule<float>(q, k, v, decays, rates, eps, spans, states, out);
-  else
-    run_rule<shadowkv::BFloat16>(q, k, v, decays, rates, eps, spans, states, out);
+  const auto run = [&](auto number, auto state) {
+    run_rule<decltype(number), decltype(state)>(q, k, v, decays, rates, eps, spans, states, out);
+  };
+  const auto of_states = [&](auto number) {
+    states.scalar_type() == at::kFloat ? run(number, float()) : run(number, shadowkv::BFloat16());
+  };
+  q.scalar_type() == at::kFloat ? of_states(float()) : of_states(shadowkv::BFloat16());
   return out;
 }
 
@@ -134,7 +139,7 @@ Tensor causal_convolution(
       weight.size(0) == x.size(1) && weight.size(1) > 1, "weight has shape ", weight.sizes(), ", x has shape ",
       x.sizes());
   TORCH_CHECK(x.stride(1) == 1, "x has strides ", x.strides(), "; the last must be 1");
-  check_states(states, {weight.size(0), weight.size(1) - 1});
+  check_states(states, {weight.size(0), weight.size(1) - 1}, at::kFloat);
   const auto spans = spans_of(lengths, read, write, x.size(0), states);
   const Tensor weights = weight.contiguous();
   Tensor out = at::empty(x.sizes(), x.options());

@@ -359,7 +359,7 @@ class Scheduler:
         if not self._make_room(need):
             return None
         request.cached_tokens = 0
-        return cache.allocate(start, request.capacity)
+        return cache.allocate(start, request.capacity, request.prompt is not None)
 
     def _make_room(self, need: Blocks, spare: CachedSequence | None = None) -> bool:
         """Evicts cached sequences other than ``spare`` until ``need`` is free. Returns False if that is impossible."""

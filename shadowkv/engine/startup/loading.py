@@ -29,6 +29,7 @@ from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import describe, prefill_strategy
 from shadowkv.kvcache.plugins import load_installed
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
+from shadowkv.kvcache.recurrent.layout import StateSettings
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.configs.model_config import ModelConfig
@@ -80,7 +81,7 @@ def load_engine_parts(
     fetch_buffer = config.fetch_buffer
     if fetch_buffer is None:  # a CPU reads both tiers equally fast, so a buffer would only cost time
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
-    layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer)
+    layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer, state_settings(config))
     if layout.spec.prefill is None:
         try:
             prefill = default_prefill(layout, loaded.config.rope, device, backends)
@@ -98,6 +99,12 @@ def load_engine_parts(
     ops = give_ops(loaded, layout, device, backends, config.attention_backend)
     cache = make(layout, loaded.config.rope, slots=slots, memory=memory, ops=ops, device=device)
     return loaded, cache, _describe(config, loaded, cache)
+
+
+def state_settings(config: EngineConfig) -> StateSettings:
+    """Returns what ``config`` chooses of recurrent states. Without prefix caching there are no checkpoints."""
+    checkpoints = config.max_mamba_checkpoints if config.enable_prefix_caching else 0
+    return StateSettings.of(checkpoints, config.mamba_ssm_cache_dtype)
 
 
 def give_ops(
@@ -250,9 +257,11 @@ def _recurrent(cache: KVCache) -> list[str]:
     if (states := cache.recurrent) is None:
         return []
     layout = states.layout
+    checkpoints, dtype = states.reserved * layout.state_bytes, str(layout.settings.dtype).removeprefix("torch.")
     return [
-        f"states  {len(layout.layers)} of {counted(cache.shape.num_layers, 'layer')} keep a recurrent state: "
-        f"{in_gib(layout.state_bytes)} a sequence, {in_gib(states.total_bytes)} for sequences and their checkpoints"
+        f"states  {len(layout.layers)} of {counted(cache.shape.num_layers, 'layer')} keep a recurrent state in "
+        f"{dtype}: {in_gib(states.total_bytes - checkpoints)} for {counted(cache.slots, 'sequence')}, "
+        f"{in_gib(checkpoints)} for {counted(states.reserved, 'checkpoint')}"
     ]
 
 

@@ -173,9 +173,8 @@ def tables_bytes(layout: Layout) -> int:
 
 def staging_bytes(layout: Layout) -> int:
     """Device bytes for copies between device and host: one layer of the longest sequence to the host, and two back
-    (``prefix_cache/host.py``). In addition two recurrent states, because each reading of a snapshot copies one."""
-    recurrent = 0 if layout.recurrent is None else 2 * layout.recurrent.state_bytes
-    return 3 * layout.snapshot_layer_bytes(layout.max_model_len) + recurrent
+    (``prefix_cache/host.py``)."""
+    return 3 * layout.snapshot_layer_bytes(layout.max_model_len)
 
 
 def offload_bytes(config: EngineConfig, layout: Layout) -> int:
@@ -310,7 +309,8 @@ def _of_states(layout: Layout, slots: int) -> str:
     if layout.recurrent is None:
         return ""
     states = in_gib(layout.recurrent.nbytes(slots))
-    return f" beside {states} for the recurrent states of {counted(slots, 'sequence')}"
+    checkpoints = counted(layout.recurrent.num_checkpoints(slots), "checkpoint")
+    return f" beside {states} for the recurrent states of {counted(slots, 'sequence')} and {checkpoints}"
 
 
 def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Blocks:

@@ -10,10 +10,15 @@ if TYPE_CHECKING:  # a command's help shows presets, without PyTorch
 
 
 class StateArray(NamedTuple):
-    """An array of a sequence's recurrent state in one layer, in float32."""
+    """An array of a sequence's recurrent state in one layer.
+
+    Attributes:
+        sums: whether tokens are summed up in it. Its dtype can be chosen (``StateSettings``). Others are float32.
+    """
 
     name: str
     shape: tuple[int, ...]
+    sums: bool = False
 
 
 class Heads(NamedTuple):

@@ -5,14 +5,39 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
+from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.policy.shape import ModelShape, StateArray
 
 RING = 2
 """Number of states that a growing sequence holds: those after each of its newest tokens. So the newest token can be
 removed again. This is necessary when a step was launched ahead."""
 
-CHECKPOINTS = 1
-"""Number of checkpoints that memory is reserved for, for each sequence that a cache can hold."""
+CHECKPOINT_EVERY = 8192
+"""Prompt tokens between two checkpoints."""
+
+
+@dataclass(frozen=True)
+class StateSettings:
+    """What an engine chooses of recurrent states.
+
+    Attributes:
+        checkpoints: number of checkpoints that memory is reserved for; None for one for each sequence that a cache can
+            hold.
+        dtype: dtype of the arrays that tokens are summed up in: float32 or bfloat16.
+    """
+
+    checkpoints: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, checkpoints: int | None, dtype: str) -> StateSettings:
+        """The settings of flags. ``dtype`` is one of ``STATE_DTYPES``."""
+        return cls(checkpoints, torch.float32 if dtype == "auto" else getattr(torch, dtype))
+
+
+DEFAULT_STATES = StateSettings()
 
 
 @dataclass(frozen=True)
@@ -22,30 +47,47 @@ class RecurrentLayout:
     Attributes:
         layers: their numbers in the model.
         arrays: arrays of one sequence's state in one layer.
+        settings: what the engine chooses.
     """
 
     layers: tuple[int, ...]
     arrays: tuple[StateArray, ...]
+    settings: StateSettings = DEFAULT_STATES
 
     @classmethod
-    def of(cls, shape: ModelShape) -> RecurrentLayout | None:
+    def of(cls, shape: ModelShape, settings: StateSettings = DEFAULT_STATES) -> RecurrentLayout | None:
         """The layout of a model's layers; None if all have attention."""
         layers = tuple(number for number, kind in enumerate(shape.kinds) if kind.state)
-        return cls(layers, shape.kinds[layers[0]].state) if layers else None
+        return cls(layers, shape.kinds[layers[0]].state, settings) if layers else None
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The arrays with their dtypes."""
+        dtype = self.settings.dtype
+        return tuple(Field(one.name, one.shape, dtype if one.sums else torch.float32) for one in self.arrays)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of a state in all layers."""
-        return len(self.layers) * sum(4 * math.prod(array.shape) for array in self.arrays)
+        return len(self.layers) * sum(field.dtype.itemsize * math.prod(field.shape) for field in self.fields)
+
+    def snapshot_bytes(self, tokens: int) -> int:
+        """Most bytes of the states in snapshots of a sequence of ``tokens`` tokens: at its end and every
+        ``CHECKPOINT_EVERY`` tokens."""
+        return (1 + tokens // CHECKPOINT_EVERY) * len(self.layers) * self.layer_bytes
 
     @property
     def layer_bytes(self) -> int:
         """Most bytes of a state in one layer of a snapshot, where fields are aligned."""
-        return -(-sum(4 * math.prod(array.shape) + 16 for array in self.arrays) // 256) * 256
+        return -(-sum(field.nbytes for field in self.fields) // 256) * 256
+
+    def num_checkpoints(self, sequences: int) -> int:
+        """Number of checkpoints that memory is reserved for, in a cache of ``sequences`` sequences."""
+        return sequences if self.settings.checkpoints is None else self.settings.checkpoints
 
     def num_states(self, sequences: int) -> int:
-        """States for ``sequences`` sequences and their checkpoints."""
-        return sequences * (RING + CHECKPOINTS)
+        """Number of states of ``sequences`` sequences and checkpoints."""
+        return sequences * RING + self.num_checkpoints(sequences)
 
     def nbytes(self, sequences: int) -> int:
         """Bytes of these states, with one more for padding rows."""

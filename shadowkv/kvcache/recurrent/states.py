@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.recurrent.layout import RING, RecurrentLayout
-
-CHECKPOINT_EVERY = 8192
-"""Prompt tokens between two checkpoints."""
+from shadowkv.kvcache.recurrent.layout import CHECKPOINT_EVERY, RING, RecurrentLayout
 
 
 @dataclass(eq=False)
@@ -25,12 +23,14 @@ class Checkpoint:
 
     Attributes:
         row: the row of the states; None after the checkpoint was dropped.
-        users: number of sequences that have it.
+        users: number of sequences that have it, and of readings.
+        readings: number of snapshots that are being read from it. It is not dropped before they end.
     """
 
     position: int
     row: int | None
     users: int = 1
+    readings: int = 0
 
 
 @dataclass(eq=False)
@@ -43,12 +43,14 @@ class RecurrentSequence:
         since: the fewest tokens after which the ring can have a state.
         checkpoints: by ascending position. Some may be dropped.
         pending: checkpoints that a running prefill writes.
+        keeps: whether prefills write checkpoints, from which other sequences can begin.
     """
 
     ring: list[int] = field(default_factory=list)
     since: int = 0
     checkpoints: list[Checkpoint] = field(default_factory=list)
     pending: list[Checkpoint] = field(default_factory=list)
+    keeps: bool = True
 
     def row(self, length: int) -> int:
         """The row of the state after ``length`` tokens, which is one of the newest states or the one that is written
@@ -84,8 +86,12 @@ class RecurrentSequence:
 
     def fork_point(self, length: int) -> int:
         """The largest number of tokens up to ``length``, in whole pages, that has a checkpoint; else 0."""
-        kept = (one.position for one in self.checkpoints if one.row is not None)
-        return max((at for at in kept if at <= length and at % PAGE == 0), default=0)
+        return max(self.positions(length), default=0)
+
+    def positions(self, length: int) -> list[int]:
+        """The positions of its checkpoints up to ``length`` tokens that are whole pages, in ascending order."""
+        kept = {one.position for one in self.checkpoints if one.row is not None}
+        return sorted(at for at in kept if at <= length and at % PAGE == 0)
 
 
 class RecurrentStates:
@@ -97,16 +103,19 @@ class RecurrentStates:
     Attributes:
         arrays: the states by name, [layers, rows, *shape]. The last row is for padding.
         padding: the last row.
+        reserved: number of checkpoints that memory is reserved for. Others are in rows of sequences that do not grow.
         changes: number of times that checkpoints were added or dropped.
     """
 
     def __init__(self, layout: RecurrentLayout, sequences: int, device: torch.device) -> None:
         self.layout, count = layout, layout.num_states(sequences)
         self.arrays = {
-            one.name: torch.zeros(len(layout.layers), count + 1, *one.shape, device=device) for one in layout.arrays
+            field.name: torch.zeros(len(layout.layers), count + 1, *field.shape, dtype=field.dtype, device=device)
+            for field in layout.fields
         }
         self.padding, self.changes = count, 0
-        self._room = count - RING * sequences  # for pending checkpoints, beside the rings of all sequences
+        self.reserved = layout.num_checkpoints(sequences)
+        self._room = self.reserved  # for checkpoints that are written or read, beside the rings of all sequences
         self._of_ends = self._room // 2  # the part of it that is for the ends of prompts
         self._free = list(range(count - 1, -1, -1))
         self._kept: OrderedDict[Checkpoint, None] = OrderedDict()
@@ -115,6 +124,11 @@ class RecurrentStates:
     def used_bytes(self) -> int:
         """Bytes of the states in use, checkpoints included."""
         return (self.padding - len(self._free)) * self.layout.state_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the checkpoints, which are part of ``used_bytes``."""
+        return (len(self._kept) + self.reserved - self._room) * self.layout.state_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -134,7 +148,7 @@ class RecurrentStates:
         sequence = RecurrentSequence([], length, [one for one in whole if one.row is not None])
         for one in sequence.checkpoints:
             one.users += 1
-            self._kept.move_to_end(one)
+            self._touch(one)
         if source := sequence.at(length):
             self._resume(sequence, source)
             return sequence
@@ -153,7 +167,7 @@ class RecurrentStates:
             return
         source = sequence.at(length)
         assert source is not None and source.row is not None, f"no checkpoint after {length} tokens"
-        if length % PAGE == 0:
+        if length % PAGE == 0 or source.readings:
             return self._resume(sequence, source)
         sequence.checkpoints.remove(source)
         del self._kept[source]
@@ -175,10 +189,27 @@ class RecurrentStates:
         self._free += sequence.ring
         self._discard(sequence)
         for one in sequence.checkpoints:
-            one.users -= 1
-            if not one.users and one.row is not None:
-                self._drop(one)
+            self._leave(one)
         sequence.ring, sequence.checkpoints = [], []
+
+    def open_reading(self, checkpoint: Checkpoint) -> None:
+        """Begins to read a checkpoint. It stays until ``close_reading``. Raises OutOfBlocks if there is no room beside
+        the checkpoints that running prefills write and others read."""
+        if not checkpoint.readings:
+            if not self._room:
+                raise OutOfBlocks("all checkpoints of recurrent states are being written or read")
+            self._room -= 1
+            del self._kept[checkpoint]
+        checkpoint.readings += 1
+        checkpoint.users += 1
+
+    def close_reading(self, checkpoint: Checkpoint) -> None:
+        """Ends what ``open_reading`` has begun."""
+        checkpoint.readings -= 1
+        if not checkpoint.readings:
+            self._room += 1
+            self._kept[checkpoint] = None
+        self._leave(checkpoint)
 
     def plan_checkpoints(
         self, sequence: RecurrentSequence, start: int, last: int, between: bool = True
@@ -192,7 +223,8 @@ class RecurrentStates:
                 the next turn or another question can begin.
         """
         regular = range(start // CHECKPOINT_EVERY * CHECKPOINT_EVERY + CHECKPOINT_EVERY, last, CHECKPOINT_EVERY)
-        for position in (last, *(reversed(regular) if between else ())):
+        wanted = (last, *(reversed(regular) if between else ())) if sequence.keeps else ()
+        for position in wanted:
             if position > start and self._room > (0 if position == last else self._of_ends):
                 self._room -= 1
                 sequence.pending.append(Checkpoint(position, self._take_row()))
@@ -230,7 +262,7 @@ class RecurrentStates:
     def _resume(self, sequence: RecurrentSequence, source: Checkpoint) -> None:
         row = source.row
         assert row is not None
-        self._kept.move_to_end(source)  # dropped last; even then its row is not written to before the copy
+        self._touch(source)  # dropped last; even then its row is not written to before the copy
         sequence.ring, sequence.since = self._take(), source.position
         self._copy(row, sequence.row(source.position))
 
@@ -248,6 +280,15 @@ class RecurrentStates:
         sequence.checkpoints = [*(one for one in sequence.checkpoints if one.row is not None), checkpoint]
         self._kept[checkpoint] = None
         self.changes += 1
+
+    def _touch(self, checkpoint: Checkpoint) -> None:
+        if not checkpoint.readings:
+            self._kept.move_to_end(checkpoint)
+
+    def _leave(self, checkpoint: Checkpoint) -> None:
+        checkpoint.users -= 1
+        if not checkpoint.users and checkpoint.row is not None:
+            self._drop(checkpoint)
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         assert checkpoint.row is not None

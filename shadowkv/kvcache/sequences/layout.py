@@ -13,7 +13,7 @@ from shadowkv.kvcache.memory.arenas import Blocks, Field
 from shadowkv.kvcache.parts import Parts, resolve
 from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, KVSpec
-from shadowkv.kvcache.recurrent.layout import RecurrentLayout
+from shadowkv.kvcache.recurrent.layout import DEFAULT_STATES, RecurrentLayout, StateSettings
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 
 EXACT = "exact"
@@ -33,6 +33,7 @@ class Layout:
         max_model_len: longest sequence, in tokens.
         fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
             context: at least 1, or 0 for no buffer.
+        states: what is chosen of recurrent states.
 
     Attributes:
         groups: the groups. The first one has the layers that the policy compresses, if there are any.
@@ -50,15 +51,16 @@ class Layout:
         dtype: torch.dtype,
         max_model_len: int,
         fetch_buffer: float = FETCH_BUFFER,
+        states: StateSettings = DEFAULT_STATES,
     ) -> None:
         self.spec, self.shape, self.dtype = resolve(spec, shape), shape, dtype
-        self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer
+        self.max_model_len, self.fetch_buffer, self.states = max_model_len, fetch_buffer, states
         named = [group for group in _groups(self.spec, shape) if group[-1]]
         self.groups = tuple(
             GroupLayout(of_group, shape, kind, dtype, max_model_len, fetch_buffer, layers, name if number else "")
             for number, (name, of_group, kind, layers) in enumerate(named)
         )
-        self.recurrent = RecurrentLayout.of(shape)
+        self.recurrent = RecurrentLayout.of(shape, states)
         recurrent = () if self.recurrent is None else (self.recurrent,)
         place_of = {
             layer: (number, at)
@@ -74,11 +76,12 @@ class Layout:
 
     def resized(self, max_model_len: int) -> Layout:
         """The layout for another ``max_model_len``."""
-        return Layout(self.spec, self.shape, self.dtype, max_model_len, self.fetch_buffer)
+        return Layout(self.spec, self.shape, self.dtype, max_model_len, self.fetch_buffer, self.states)
 
     def with_fields(self, **fields: Any) -> Layout:
         """The layout for a policy with some fields of the KVSpec changed."""
-        return Layout(replace(self.spec, **fields), self.shape, self.dtype, self.max_model_len, self.fetch_buffer)
+        rest = self.shape, self.dtype, self.max_model_len, self.fetch_buffer, self.states
+        return Layout(replace(self.spec, **fields), *rest)
 
     @property
     def parts(self) -> Parts:
@@ -159,9 +162,9 @@ class Layout:
         return self.joined(group.most_demand(capacity) for group in self.groups)
 
     def snapshot_bytes(self, capacity: int) -> int:
-        """Most bytes of a snapshot of ``capacity`` tokens."""
+        """Most bytes of snapshots of a sequence of ``capacity`` tokens."""
         pages = sum(group.shape.num_layers * group.snapshot_layer_bytes(capacity) for group in self.groups)
-        return pages if self.recurrent is None else pages + len(self.recurrent.layers) * self.recurrent.layer_bytes
+        return pages if self.recurrent is None else pages + self.recurrent.snapshot_bytes(capacity)
 
     def snapshot_layer_bytes(self, capacity: int) -> int:
         """Most bytes of one layer of a snapshot of ``capacity`` tokens."""

@@ -59,9 +59,12 @@ class SequencePools:
             pool.held(sequence.of_group(number) for sequence in held) for number, pool in enumerate(self.pools)
         )
 
-    def allocate(self, start: int, capacity: int) -> CachedSequence:
-        """Makes a new, empty sequence. Raises OutOfBlocks and then takes nothing."""
-        return self.restore([Outline()] * len(self.pools), start, capacity)
+    def allocate(self, start: int, capacity: int, checkpoints: bool = True) -> CachedSequence:
+        """Makes a new, empty sequence. ``checkpoints`` says whether its prompts leave checkpoints of recurrent states.
+        Raises OutOfBlocks and then takes nothing."""
+        sequence = self.restore([Outline()] * len(self.pools), start, capacity)
+        sequence.recurrent.keeps = checkpoints
+        return sequence
 
     def fork_point(self, sequence: CachedSequence, length: int) -> int:
         """The largest number of tokens up to ``length`` after which ``sequence`` can be forked in every group."""
@@ -74,6 +77,12 @@ class SequencePools:
             if point == length or (len(self.pools) == 1 and self.recurrent is None):
                 return point
             length = point
+
+    def fork_points(self, sequence: CachedSequence, length: int) -> list[int]:
+        """As ``KVCache.fork_points``."""
+        last = self.fork_point(sequence, length)
+        earlier = sequence.recurrent.positions(last - 1)
+        return [at for at in (*earlier, last) if at and self.fork_point(sequence, at) == at]
 
     def can_end(self, sequence: CachedSequence, length: int) -> bool:
         """Whether the pages of ``sequence`` allow a fork after ``length`` tokens. The recurrent state can still be

@@ -178,8 +178,9 @@ class Reading:
     """Reads a snapshot of a sequence, as the sequence was when the reading began.
 
     It holds the blocks that it reads until it is closed. Meanwhile the sequence may decode, and be trimmed, forked and
-    released. Tokens that are read cannot be truncated. Later tokens overwrite an exact tail. So a compressed sequence
-    cannot be extended while its tail is read. If it still decodes, it should be read only up to a fork point. Layers
+    released. Tokens that are read cannot be truncated. Later tokens overwrite an exact tail and a recurrent state. So a
+    compressed sequence cannot be extended while its tail is read. If it still decodes, it should be read only up to a
+    fork point. Layers
     may be read on any stream that is ordered after the work launched before the reading was opened.
 
     Attributes:
@@ -200,13 +201,14 @@ class Reading:
             for number, pool in enumerate(pools.pools)
             if pool.layout.window
         }
-        if pools.recurrent is not None:  # another state can get this row later
-            own = header.of_groups[-1]
-            row = sequence.recurrent.find(header.length, sequence.length) if own.fields else None
-            self._locations.append([] if row is None else recurrent_locations(pools.recurrent, own, row))
-            self._copies[len(pools.pools)] = self._copied(
-                len(pools.pools), len(own.layers), pools.pools[0].store.compute
-            )
+        self._recurrent = pools.recurrent
+        self._checkpoint = sequence.recurrent.at(header.length)
+        if self._recurrent is not None:
+            row = sequence.recurrent.find(header.length, sequence.length)
+            states = [] if row is None else recurrent_locations(self._recurrent, header.of_groups[-1], row)
+            self._locations.append(states)
+            if self._checkpoint is not None:
+                self._recurrent.open_reading(self._checkpoint)
         for blocks, ids in self._held:
             blocks.retain(ids)
         for in_group in self._sequences:
@@ -248,6 +250,8 @@ class Reading:
         if not self._open:
             return
         self._open = False
+        if self._recurrent is not None and self._checkpoint is not None:
+            self._recurrent.close_reading(self._checkpoint)
         for blocks, ids in self._held:
             blocks.release(ids)
         for in_group in self._sequences:

@@ -76,7 +76,8 @@ class Snapshots:
         """Begins to read the snapshot that ``describe`` describes, layer by layer. The reading holds its blocks until
         it is closed.
 
-        Raises ValueError as ``describe`` does, and if there is nothing to read.
+        Raises ValueError as ``describe`` does, and if there is nothing to read. Raises OutOfBlocks if too many
+        checkpoints of recurrent states are being read.
         """
         header = self.describe(sequence, start, stop)
         if header.length == start:
@@ -185,7 +186,7 @@ class RecurrentContents:
 
     def __init__(self, layout: RecurrentLayout, form: str, shape: ModelShape) -> None:
         self.layout, self.form, self.num_layers = layout, form, shape.num_layers
-        self._state = laid_out((f"recurrent.{one.name}", one.shape, torch.float32) for one in layout.arrays)
+        self._state = laid_out((f"recurrent.{one.name}", one.shape, one.dtype) for one in layout.fields)
 
     def header(self, sequence: CachedSequence, start: int, stop: int) -> SnapshotHeader:
         """Returns the header of a snapshot that ends after ``stop`` tokens. It has the state after them, if that was
@@ -400,7 +401,8 @@ def form_of(layout: Layout, rope: RopeConfig) -> str:
         return forms[0]
     of_groups: list[tuple[Any, ...]] = [(form, group.layers) for form, group in zip(forms, layout.groups, strict=True)]
     if layout.recurrent is not None:
-        of_groups.append((layout.recurrent.arrays, layout.recurrent.layers))
+        fields = [(field.name, field.shape, str(field.dtype)) for field in layout.recurrent.fields]
+        of_groups.append((fields, layout.recurrent.layers))
     return sha256(json.dumps(of_groups).encode()).hexdigest()
 
 

@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "gpt-oss": "gpt_oss",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
+    "qwen3next": "qwen3_next",
 }
 """Supported GGUF architectures -> ``model_type``. ``llama`` also covers Mistral, Yi and SmolLM2, and with experts
 Mixtral."""
@@ -85,8 +86,8 @@ def config_from_gguf(
         hf["norm_topk_prob"] = True  # as in llama.cpp; files do not have it
     if hf["model_type"] == "glm4_moe":
         _complete_glm4_moe(file, hf)
-    if hf["model_type"].startswith("qwen3_5"):
-        _complete_qwen3_5(file, hf)
+    if hf["model_type"].startswith(("qwen3_5", "qwen3_next")):
+        _complete_linear(file, hf)
     if hf["model_type"] == "gpt_oss":
         hf["attention_bias"] = "blk.0.attn_q.bias" in file.names
         hf["intermediate_size"] = hf.get("moe_intermediate_size", hf["intermediate_size"])
@@ -108,7 +109,10 @@ def config_from_gguf(
     with naming(file.path, OTHER_MODEL):
         hf["rope_scaling"] = _scaling(file)
     config = overridden_config(file.path, hf, max_model_len, overrides)
-    if (linear := config.linear) is not None:
+    if (linear := config.linear) is not None and config.architecture == "qwen3_next":
+        of_all = any(name.endswith(".ssm_in.weight") for name in file.names)  # older files
+        config = config.with_linear(replace(linear, joined=("qkvz", "ba") if of_all else ("ba",)))
+    elif linear is not None:
         config = config.with_linear(replace(linear, tiled=linear.value_heads > linear.key_heads))
     return config
 
@@ -128,7 +132,7 @@ def _complete_glm4_moe(file: GGUFFile, hf: dict[str, Any]) -> None:
         hf["num_hidden_layers"] -= drafting
 
 
-def _complete_qwen3_5(file: GGUFFile, hf: dict[str, Any]) -> None:
+def _complete_linear(file: GGUFFile, hf: dict[str, Any]) -> None:
     """Adds the size of a value head, and subtracts layers that draft tokens from the number of layers. Raises
     ModelFileError for missing or invalid fields."""
     needed = ["ssm.inner_size", *(_FIELDS[name].removeprefix("{arch}.") for name in _LINEAR)]

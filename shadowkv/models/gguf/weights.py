@@ -61,9 +61,11 @@ _LINEAR = {
     "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_out": "linear_attn.out_proj",
 }
-QWEN35 = ("qwen35", "qwen35moe")
+HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 _OF_ARCHITECTURES = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "gemma3": {
@@ -73,7 +75,7 @@ _OF_ARCHITECTURES = {
     },
     "glm4moe": {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
     "gpt-oss": {"ffn_gate_inp": "mlp.router"},
-    **dict.fromkeys(QWEN35, _LINEAR),
+    **dict.fromkeys(HYBRIDS, _LINEAR),
 }
 """Modules that differ from ``_MODULES``, by architecture."""
 _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -102,7 +104,7 @@ def gguf_forms(file: GGUFFile) -> dict[str, Form]:
 def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
     """Yields names and weights, read ahead. A weight is in its form, or else float32. Unknown names stay unchanged.
 
-    The shapes must have been checked, since rows of ``llama`` files are reordered. Norms of ``gemma3`` and Qwen3.5 are
+    The shapes must have been checked, since rows of ``llama`` files are reordered. Norms of ``gemma3`` and hybrids are
     converted to w, as in safetensors files; GGUF files have 1 + w.
     """
 
@@ -112,7 +114,7 @@ def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) ->
             return _halves_from_pairs(stored, config.num_query_heads)
         if file.architecture == "llama" and ".attn_k." in name:
             return _halves_from_pairs(stored, config.num_kv_heads)
-        added = file.architecture == "gemma3" or (file.architecture in QWEN35 and ".ssm_norm." not in name)
+        added = file.architecture == "gemma3" or (file.architecture in HYBRIDS and ".ssm_norm." not in name)
         if added and name.endswith("norm.weight"):
             return dense(stored) - 1  # these files contain 1 + w
         if _RATE.match(name):
@@ -129,10 +131,10 @@ def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) ->
 
 
 def _weights(file: GGUFFile) -> list[str]:
-    """Returns the names of the model's weights. Layers that draft tokens are left out for Qwen3.5 only; for other
+    """Returns the names of the model's weights. Layers that draft tokens are left out for hybrids only; for other
     families, ``SeparateExperts`` leaves them out."""
     names = [name for name in file.names if name not in _CONFIG_TENSORS]
-    if file.architecture not in QWEN35 or not (drafting := drafting_layers(file)):
+    if file.architecture not in HYBRIDS or not (drafting := drafting_layers(file)):
         return names
     layers = (file.get("{arch}.block_count", int) or 0) - drafting
     return [name for name in names if (of := re.match(r"blk\.(\d+)\.", name)) is None or int(of[1]) < layers]

@@ -16,7 +16,7 @@ __all__ = ["gated_delta_rule", "missing", "supports"]
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans
 ) -> Tensor:
-    """Same as the reference, for float32 or bfloat16.
+    """Same as the reference, for float32 or bfloat16 numbers and states.
 
     Prompts are computed token by token, too. The state stays in the core's caches, and chunks would need more products.
     Results are bitwise equal for any number of threads.

@@ -46,12 +46,12 @@ def gated_delta_rule(
 
     out, after = chunk_gated_delta_rule(
         *(x.unsqueeze(0) for x in (q, k, v, log_decay, beta)),
-        initial_state=states[spans.read],
+        initial_state=states[spans.read].float(),
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=spans.starts,
         chunk_indices=spans.chunks,  # without them the library would read lengths on the device
         chunk_size=CHUNK,
     )
-    states[spans.write] = after
+    states[spans.write] = after.to(states.dtype)
     return out.squeeze(0)

@@ -26,7 +26,8 @@ def gated_delta_rule(
         v: [T, H, dv].
         log_decay: float32 [T, H], at most 0.
         beta: float32 [T, H], between 0 and 1.
-        states: float32 [N, H, dk, dv]. Spans start from the rows ``spans.read``. The rows ``spans.write`` are written.
+        states: float32 or bfloat16 [N, H, dk, dv]. Spans start from the rows ``spans.read``. The rows ``spans.write``
+            are written. Within a span a state is float32; in bfloat16 it is rounded after the span's last token.
         spans: the sequences that the tokens belong to, and the rows of their states.
 
     Returns:
@@ -34,8 +35,8 @@ def gated_delta_rule(
     """
     if spans.lengths is not None:
         return in_chunks(q, k, v, log_decay, beta, states, spans)
-    out, after = _step(*_for_heads(q, k, v), v.float(), log_decay, beta, states[spans.read])
-    states[spans.write] = after
+    out, after = _step(*_for_heads(q, k, v), v.float(), log_decay, beta, states[spans.read].float())
+    states[spans.write] = after.to(states.dtype)
     return out.to(v.dtype)
 
 
@@ -50,9 +51,9 @@ def in_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, 
         rows = slice(start, start + length)
         row = spans.read[number : number + 1]
         out, after = _span_in_chunks(
-            q[rows], k[rows], values[rows], log_decay[rows], beta[rows], states[row].squeeze(0)
+            q[rows], k[rows], values[rows], log_decay[rows], beta[rows], states[row].squeeze(0).float()
         )
-        states[spans.write[number : number + 1]] = after.unsqueeze(0)
+        states[spans.write[number : number + 1]] = after.to(states.dtype).unsqueeze(0)
         outs.append(out)
         start += length
     return torch.cat(outs).to(v.dtype)

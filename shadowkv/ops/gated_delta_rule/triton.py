@@ -61,11 +61,11 @@ def _step(
     gate = token * heads + head
     place = head.to(tl.int64) * (KEY_SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
     there = (row < KEY_SIZE)[:, None] & (column < SIZE)[None, :]
-    state = tl.load(states + tl.load(read + token) * state_row + place, mask=there, other=0.0)
+    state = tl.load(states + tl.load(read + token) * state_row + place, mask=there, other=0.0).to(tl.float32)
     state *= tl.exp(tl.load(log_decay + gate))
     known = tl.sum(key[:, None] * state, axis=0)
     state += key[:, None] * ((value - known) * tl.load(beta + gate))[None, :]
-    tl.store(states + tl.load(write + token) * state_row + place, state, mask=there)
+    tl.store(states + tl.load(write + token) * state_row + place, state.to(states.dtype.element_ty), mask=there)
     result = tl.sum(query[:, None] * state, axis=0)
     tl.store(out + gate * SIZE + column, result.to(out.dtype.element_ty), mask=column < SIZE)
 

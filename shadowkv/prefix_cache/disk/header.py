@@ -120,6 +120,15 @@ class FileHeader:
         return self.layers * self.layer_bytes
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state after its last token, of all layers; 0 if ``contents`` describe none."""
+        try:
+            groups = [group for group in self.contents["other_groups"] if group["recurrent"]]
+            return sum(int(group["layer_bytes"]) * len(group["layers"]) for group in groups)
+        except (KeyError, TypeError, ValueError):
+            return 0
+
+    @property
     def tokens(self) -> int:
         """Number of the snapshot's own tokens, without its parent's."""
         return self.length - self.start

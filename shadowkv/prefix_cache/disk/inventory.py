@@ -61,6 +61,7 @@ class Inventory(Index):
                 "start": header.start,
                 "length": header.length,
                 "file_bytes": header.file_bytes,
+                "state_bytes": header.state_bytes,
                 "used": used,
                 "created": header.created,
                 "parent": header.parent,

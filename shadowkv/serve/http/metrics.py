@@ -303,6 +303,7 @@ class _EngineFigures(Collector):
             ("num_requests_running", "Requests that own a sequence.", stats.running),
             ("num_requests_waiting", "Requests in the queue.", stats.waiting),
             ("kv_cache_usage_perc", "Share of the KV cache that requests in flight hold, 0 to 1.", stats.usage),
+            ("kv_cache_checkpoint_bytes", "Bytes of checkpoints of recurrent states.", stats.checkpoint_bytes),
         ):
             if value is None:
                 continue

@@ -117,15 +117,43 @@ def targets(config: ModelConfig) -> Targets:
             continue
         ours, theirs = f"layers.{layer}.linear_attention", f"model.layers.{layer}.linear_attn"
         channels, heads = linear.channels, linear.value_heads
-        result |= rows(f"{theirs}.in_proj_qkv", f"{ours}.qkvz", 0, channels)
-        result |= rows(f"{theirs}.in_proj_z", f"{ours}.qkvz", channels, channels + linear.values)
-        result |= rows(f"{theirs}.in_proj_b", f"{ours}.beta_decay", 0, heads)
-        result |= rows(f"{theirs}.in_proj_a", f"{ours}.beta_decay", heads, 2 * heads)
+        result |= _inputs(linear, ours, theirs)
         result |= rows(f"{theirs}.out_proj", f"{ours}.out", 0, hidden)
         result |= rows(f"{theirs}.norm", f"{ours}.norm", 0, linear.value_dim)
         result[f"{theirs}.conv1d.weight"] = Target(f"{ours}.convolution", 0, channels)
         result[f"{theirs}.A_log"] = Target(f"{ours}.log_rate", 0, heads)
         result[f"{theirs}.dt_bias"] = Target(f"{ours}.rate_bias", 0, heads)
+    return result
+
+
+def _inputs(linear: LinearAttention, ours: str, theirs: str) -> Targets:
+    """Targets of a layer's input projections."""
+    heads, keys, channels = linear.value_heads, linear.keys, linear.channels
+    group = heads // linear.key_heads
+
+    def joined(name: str, module: str, *parts: tuple[int, int]) -> Targets:
+        """Targets of a projection of several parts. A part begins at a row, and has so many rows for each key head. The
+        file has all parts of the first head, then those of the next."""
+        first, *further = (
+            (begin + head * size, begin + (head + 1) * size)
+            for head in range(linear.key_heads)
+            for begin, size in parts
+        )
+        return {f"{theirs}.{name}.weight": Target(f"{ours}.{module}.weight", *first, further=tuple(further))}
+
+    result: Targets = {}
+    if "qkvz" in linear.joined:
+        of_keys, of_values = linear.key_dim, group * linear.value_dim
+        parts = (0, of_keys), (keys, of_keys), (2 * keys, of_values), (channels, of_values)
+        result |= joined("in_proj_qkvz", "qkvz", *parts)
+    else:
+        result |= rows(f"{theirs}.in_proj_qkv", f"{ours}.qkvz", 0, channels)
+        result |= rows(f"{theirs}.in_proj_z", f"{ours}.qkvz", channels, channels + linear.values)
+    if "ba" in linear.joined:
+        result |= joined("in_proj_ba", "beta_decay", (0, group), (heads, group))
+    else:
+        result |= rows(f"{theirs}.in_proj_b", f"{ours}.beta_decay", 0, heads)
+        result |= rows(f"{theirs}.in_proj_a", f"{ours}.beta_decay", heads, 2 * heads)
     return result
 
 
