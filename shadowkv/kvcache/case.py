@@ -50,10 +50,10 @@ def choose_ops(
     """
     device = torch.device(device)
     case = case_of(layout, rope, device, also)
-    return Ops(device, case, backends, attention_backend, list(_with_other_heads(layout, case)))
+    return Ops(device, case, backends, attention_backend, list(with_other_heads(layout, case)))
 
 
-def _with_other_heads(layout: Layout, case: Case) -> Iterator[Case]:
+def with_other_heads(layout: Layout, case: Case) -> Iterator[Case]:
     """Yields the cases of windows with heads of their own. ``case`` is that of the first group."""
     ops = {*OF_TOKENS, *OF_WINDOWS, *(OF_SINKS if layout.shape.sinks else ())}
     for heads in dict.fromkeys(group.shape.heads for group in layout.groups):

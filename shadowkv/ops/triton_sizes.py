@@ -13,6 +13,9 @@ TOKENS = tl.constexpr(PAGE)
 LEAST = 16
 """Least size of a dimension in ``tl.dot``."""
 
+LARGEST_HEAD = 256
+"""Largest head dim of kernels that hold the keys or values of a page, or more, in shared memory."""
+
 
 def dot_size(size: int) -> int:
     """Returns the block size in ``tl.dot`` for ``size`` rows or columns: the next power of two, at least ``LEAST``."""

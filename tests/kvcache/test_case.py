@@ -8,12 +8,14 @@ import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, decode, make_cache, prefill
 from noted_calls import noted_calls
 
-from shadowkv.kvcache.case import case_of, choose_ops
-from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.case import case_of, choose_ops, with_other_heads
+from shadowkv.kvcache.policy.shape import FULL, Heads, LayerKind, ModelShape
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.attend_selected import cuda_sm90
+from shadowkv.ops.registry import Ops
+from shadowkv.ops.sketch_queries.cpu import missing
 
 MORE = ["turbo:values=dense", "turbo:chunk=8,index=sketch-1bit", "shadowkv:index=chunk-mean-fp8"]
 
@@ -84,3 +86,29 @@ def test_nothing_is_said_of_compressed_pages_where_there_are_none() -> None:
     assert (case.max_pages, case.fetched_bytes) == (0, 0)
     assert "attend_selected" not in case.ops
     assert case.group == SHAPE.group
+
+
+def test_windows_with_heads_of_their_own_are_a_case_of_their_own() -> None:
+    window, rope = LayerKind(64, RopeConfig(512), Heads(8, 4, 512)), RopeConfig(128)
+    shape = ModelShape(4, 8, 2, 128, (window, FULL, window, FULL))
+    layout = Layout(preset("turbo"), shape, torch.float32, 4096)
+    (case,) = with_other_heads(layout, case_of(layout, rope, torch.device("cpu")))
+    assert (case.head_dim, case.num_kv_heads, case.rope_dim) == (512, 4, 512)
+    assert {"paged_window_attention", "dense_attention.windowed"} <= case.ops
+    assert "attend_selected" not in case.ops
+    ops = choose_ops(layout, rope, "cpu")
+    assert ops.case is not None and ops.case.head_dim == 128
+    assert ops.called == ops.case.ops | case.ops
+
+
+def test_a_backend_supports_every_case_that_calls_it() -> None:
+    """The C++ kernel of this op takes heads of up to 256."""
+    reason = "cpu: head dim 512 is above 256"
+    small = replace(case_of(make_cache(preset("turbo")).layout, ROPE, torch.device("cpu")), ops=frozenset({"rms_norm"}))
+    calls, large = replace(small, ops=frozenset({"sketch_queries"})), replace(small, head_dim=512)
+    reasons = [
+        Ops("cpu", case, others=[other]).reasons["sketch_queries"]
+        for case, other in ((calls, replace(calls, head_dim=512)), (calls, large))
+    ]
+    assert (reason in reasons[0]) == (not missing())
+    assert reason not in reasons[1]

@@ -23,7 +23,7 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, unknown_codecs
 from shadowkv.ops.extension import multiprocessors
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.triton_sizes import TOKENS, dot_size
+from shadowkv.ops.triton_sizes import LARGEST_HEAD, TOKENS, dot_size
 
 WAVES = 4
 """Thread blocks per multiprocessor. It is more than one to even out ragged lengths."""
@@ -35,6 +35,7 @@ MIN_PAGES = 4
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
     reasons = unless(case.key_codec not in FIXED_WIDTH_LATENTS, f"codec {case.key_codec} of keys is one of latents")
+    reasons += unless(case.head_dim <= LARGEST_HEAD, f"head dim {case.head_dim} is above {LARGEST_HEAD}")
     return reasons + unknown_codecs(case.key_codec, case.value_codec, TOKENWISE + PAGEWISE)
 
 

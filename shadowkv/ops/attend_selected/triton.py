@@ -23,7 +23,7 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, CodecId
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.rebuild_rows.triton import decoded_latents, places_of_bits
-from shadowkv.ops.triton_sizes import TOKENS, dot_size
+from shadowkv.ops.triton_sizes import LARGEST_HEAD, TOKENS, dot_size
 
 KEYS = (*FIXED_WIDTH_LATENTS, CodecId.LATENT_MIXED)
 VALUES = (CodecId.DENSE, *TOKENWISE)
@@ -35,6 +35,7 @@ def supports(case: Case) -> list[str]:
         *unless(case.key_codec in KEYS, f"codec {case.key_codec} of keys is not one of latents"),
         *unless(case.value_codec in VALUES, f"codec {case.value_codec} of values is unknown"),
         *unless(not case.fetched_bytes, "values are in a buffer"),
+        *unless(case.head_dim <= LARGEST_HEAD, f"head dim {case.head_dim} is above {LARGEST_HEAD}"),
     ]
 
 

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, LatentKeys
-from shadowkv.ops.case import Case
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, LANES, CodecId, LevelRows, unknown_codecs
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantise_rows.triton import whole_numbers
-from shadowkv.ops.triton_sizes import TOKENS, dot_size
+from shadowkv.ops.triton_sizes import LARGEST_HEAD, TOKENS, dot_size
 
 BLOCKS = 32
 """Thread blocks that are enough to saturate the bus. The rest of the GPU stays free for other work."""
@@ -23,7 +23,8 @@ MOST = 64
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    return unknown_codecs(case.key_codec, case.value_codec, (*LANES, CodecId.FP8, CodecId.LATENT_MIXED))
+    large = unless(case.head_dim <= LARGEST_HEAD, f"head dim {case.head_dim} is above {LARGEST_HEAD}")
+    return large + unknown_codecs(case.key_codec, case.value_codec, (*LANES, CodecId.FP8, CodecId.LATENT_MIXED))
 
 
 def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:
