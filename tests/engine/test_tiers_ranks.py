@@ -25,6 +25,9 @@ from tiers import assert_nothing_left, evict_device, evict_host, settle
 
 sys.path.append(str(Path(__file__).parents[1] / "prefix_cache"))
 
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+
+from families import build
 from faulty_disks import FullDisk, HeldDisk
 
 from shadowkv.engine.engine import Engine
@@ -112,6 +115,30 @@ def test_windows_are_copied_too(tmp_path: Path) -> None:
     with tiers_of(files, kv_disk_dir=str(tmp_path / "cache")) as engine:
         found = ask(engine, QUESTION)
         assert found[0] == expected[0] and found[2] >= len(DOCUMENT)
+
+
+@pytest.mark.parametrize("checkpoints", [None, 1])
+def test_recurrent_states_are_copied_too(checkpoints: int | None, tmp_path: Path) -> None:
+    """Also of prompts that come together, of which one checkpoint at a time can be read."""
+    build("qwen3_5", tmp_path / "model", {"max_position_embeddings": 2048, "head_dim": 16, "vocab_size": 300})
+    pages, model = len(DOCUMENT) // 64 * 64, tmp_path / "model"
+    options = {"max_mamba_checkpoints": checkpoints, "kv_disk_dir": str(tmp_path / "cache")}
+    questions = [DOCUMENT[:pages] + prompt(seed, 70) for seed in (4, 5, 6)]
+    with engine_of(model, 1, kv="full", enable_prefix_caching=False) as engine:
+        expected = [ask(engine, question)[0] for question in questions]
+    with tiers_of(model, **options) as engine:
+        ask(engine, [*DOCUMENT[:pages], 7])
+        for number, question in enumerate(questions):
+            engine.add_request(str(number), question, GREEDY)
+        outputs = drain(engine)
+        assert [tokens(outputs[str(number)]) for number in range(3)] == expected
+        settle(engine)
+        evict_device(engine)
+        found = ask(engine, questions[0])
+        assert found[0] == expected[0] and found[2] >= pages
+    with tiers_of(model, **options) as engine:
+        found = ask(engine, [*questions[1], 9])
+        assert found[2] >= pages and engine.stats().prefixes["disk"].hit_tokens == found[2]
 
 
 def test_a_copy_has_all_heads_once(model: Path) -> None:
