@@ -91,7 +91,8 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The spec of one decoder layer. Layers of a model differ only in ``experts``, ``linear`` and ``row_blocks``.
+    """The spec of one decoder layer. Layers of a model differ only in ``experts``, ``linear``, ``indexer`` and
+    ``row_blocks``.
 
     Attributes:
         shape: heads and head dimensions.
@@ -99,6 +100,7 @@ class LayerSpec:
         intermediate_size: I, width of the MLP.
         experts: the mixture of experts that replaces the MLP; None for an MLP.
         linear: the linear attention that replaces attention; None for attention.
+        indexer: whether an indexer selects what a query attends to (``Indexer``).
         rms_norm_eps: added to the mean square in every RMSNorm.
         activation: activation of the MLP's gate, one of ``ops/gated_activation``'s. Names are those of Hugging Face
             configs, if they have one.
@@ -126,6 +128,7 @@ class LayerSpec:
     intermediate_size: int
     experts: Experts | None
     linear: LinearAttention | None
+    indexer: bool
     rms_norm_eps: float
     activation: str
     qkv_bias: bool

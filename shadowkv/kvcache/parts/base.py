@@ -63,6 +63,7 @@ class CompressedTokens:
         keys: [L, n, 64, H, d] before RoPE.
         rope_keys: [L, n, 64, H, d] after RoPE.
         values: [L, n, 64, H, d].
+        index_keys: [L, n, 64, 1, d] after RoPE, in layers with an indexer; None in others.
     """
 
     layers: slice
@@ -73,6 +74,7 @@ class CompressedTokens:
     keys: Tensor
     rope_keys: Tensor
     values: Tensor
+    index_keys: Tensor | None = None
 
     def split(self, count: int) -> Iterator[CompressedTokens]:
         """Yields portions of at most ``count`` pages."""
@@ -83,6 +85,7 @@ class CompressedTokens:
                 self.states if len(self.states) == 1 else self.states[rows],
                 *(x[rows] for x in (self.first, self.pages, self.value_pages)),
                 *(x[:, rows] for x in (self.keys, self.rope_keys, self.values)),
+                None if self.index_keys is None else self.index_keys[:, rows],
             )
 
 

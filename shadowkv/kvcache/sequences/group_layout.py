@@ -126,8 +126,10 @@ class GroupLayout:
 
     Attributes:
         model_layers: number of all layers of the model.
+        model_indexed: whether any layer of the model has an indexer.
         window: number of newest tokens that a step attends to, which are exact in a ring of pages; None for all tokens.
         rope: the group's own RoPE; None for the model's.
+        indexer: the indexer of the group's layers; None without one.
         parts: the policy's parts.
         exact_fields, compressed_fields: fields of pages in the device tier.
         excluded_fields: the field ``EXCLUDED`` of compressed pages, if the policy has it.
@@ -150,13 +152,14 @@ class GroupLayout:
         name: str = "",
     ) -> None:
         self.name, self.layers, self.model_layers = name, tuple(layers), shape.num_layers
-        self.window, self.rope = kind.window, kind.rope
+        self.window, self.rope, self.indexer, self.model_indexed = kind.window, kind.rope, kind.indexer, shape.indexed
         shape = replace(shape, num_layers=len(self.layers), kinds=())
         parts = build_parts(spec, shape, dtype)
         self.spec, self.shape, self.dtype, self.parts = spec, shape, dtype, parts
         self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer
         heads = (shape.num_kv_heads, PAGE, shape.head_dim)
-        self.exact_fields = (Field("k", heads, dtype), Field("v", heads, dtype))
+        index_keys = parts.index.page_fields() if spec.native else ()
+        self.exact_fields = (Field("k", heads, dtype), Field("v", heads, dtype), *index_keys)
         on_device = [*parts.keys.page_fields(), *parts.index.page_fields()]
         values = parts.values.page_fields()
         self.excluded_fields: tuple[Field, ...] = ()

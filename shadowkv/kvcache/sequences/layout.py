@@ -183,6 +183,8 @@ def _groups(spec: KVSpec, shape: ModelShape) -> Iterator[tuple[str, KVSpec, Laye
     exact = KVSpec(prefill=spec.prefill, settings=of_prefill)
     yield EXACT, exact, FULL, [layer for layer in full if layer not in inner]
     for kind in dict.fromkeys(kinds):
+        layers = [layer for layer, other in enumerate(kinds) if other == kind]
         if kind.window is not None:
-            layers = [layer for layer, other in enumerate(kinds) if other == kind]
             yield f"window-{kind.window}", KVSpec(), kind, layers
+        elif kind.indexer is not None:
+            yield "indexed", spec.of_indexer(kind.indexer), kind, layers
