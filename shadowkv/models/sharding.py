@@ -248,6 +248,8 @@ class Shard:
         if module == "attention.qkv":
             gated = 2 if whole.output_gate else 1
             return Cut((_times(queries, gated), _moved(keys, q * gated), _moved(keys, q * gated + kv)))
+        if module == "attention.indexer.query":  # one head for each kv head; all ranks have the key head
+            return Cut((keys,))
         if name == "attention.sinks":
             return Cut((self.query_heads,))
         if whole.normed_heads is not None and module in ("attention.query_norm", "attention.key_norm"):

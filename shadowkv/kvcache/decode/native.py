@@ -23,10 +23,7 @@ NativeSelected = tuple[Selection, Tensor]
 
 
 class NativeSelection:
-    """Selects for the steps of a group of layers with an indexer.
-
-    Every sequence has one segment, because parts with fitted states are not supported here (``parts.resolve``).
-    """
+    """Selects for the steps of a group of layers with an indexer, for all segments of a sequence together."""
 
     def __init__(self, store: GroupStore) -> None:
         assert store.layout.indexer is not None and store.index_keys is not None
@@ -39,25 +36,47 @@ class NativeSelection:
     ) -> NativeSelected:
         """Selects by index queries [B, H, d] after RoPE."""
         assert batch.exact_numbers is not None and self.store.index_keys is not None
-        rows = batch.of_compressed(index_queries)
-        before = self._of_pages(rows, self.store.page[INDEX_KEYS][layer], compressed.pages, compressed.num_pages * PAGE)
-        if batch.sequence is not None:  # on a CPU only some of the sequences are compressed
-            none = before.new_full((len(index_queries), *before.shape[1:]), float("-inf"))
-            before = none.index_copy(0, batch.sequence, before)
-        width = batch.pages.shape[1]
-        all_tokens = torch.full_like(batch.positions, width * PAGE)
-        exact = self._of_tokens(index_queries, self.store.index_keys[layer], batch.pages, all_tokens)
-        valid = torch.arange(PAGE, device=exact.device) < batch.counts.unsqueeze(-1)
-        exact = exact.unflatten(-1, (width, PAGE)).masked_fill(~valid.unsqueeze(1), float("-inf")).amax(-1)
+        count, heads = index_queries.shape[:2]
+        segments = compressed.pages.shape[1] * (1 if batch.of_sequence is None else batch.of_sequence.shape[1])
+        width = segments + batch.pages.shape[1]
+        # Pages of a sequence by their numbers in it. Rows without a page, and pages without tokens, have -inf.
+        sequence = batch.of_compressed(torch.arange(count, device=index_queries.device))
+        number = compressed.first[:, None] // PAGE + torch.arange(compressed.pages.shape[1], device=sequence.device)
+        number = number.clamp(max=width - 1)
+        exact_number = batch.exact_numbers.clamp(max=width - 1)
+        scores = torch.full((count, heads, width), float("-inf"), device=index_queries.device)
+        scores = self._with(scores, self._compressed(layer, batch.of_compressed(index_queries), compressed), sequence, number)
+        own = torch.arange(count, device=sequence.device)
+        scores = self._with(scores, self._exact(layer, index_queries, batch), own, exact_number)
 
-        scores = torch.nn.functional.pad(before, (0, width), value=float("-inf"))
-        numbers = batch.exact_numbers.clamp(0, scores.shape[-1] - 1).unsqueeze(1).expand_as(exact)
-        scores = scores.scatter_reduce(-1, numbers, exact, "amax")
         pages = self.indexer.block_size // PAGE
         blocks = selected_blocks(largest_of_blocks(scores, pages), batch.positions, self.indexer)
-        kept = blocks.repeat_interleave(pages, dim=-1)[..., : scores.shape[-1]]
-        counts = batch.counts.unsqueeze(1) * kept.gather(-1, numbers)
-        return Selection(self._chunks(batch.of_compressed(kept)[..., : before.shape[-1]], compressed)), counts
+        kept = blocks.repeat_interleave(pages, dim=-1)[..., :width]
+        chunks = self._chunks(_gathered(kept[sequence], number), compressed)
+        return Selection(chunks), batch.counts.unsqueeze(1) * _gathered(kept, exact_number)
+
+    @staticmethod
+    def _with(scores: Tensor, more: Tensor, sequence: Tensor, number: Tensor) -> Tensor:
+        """Returns ``scores`` [B, H, W] with those of more pages, ``more`` [R, H, P] of pages ``number`` [R, P] of
+        sequences [R]. The larger of two scores counts."""
+        flat = scores.transpose(0, 1).flatten(1)  # [H, B * W]
+        places = (sequence[:, None] * scores.shape[-1] + number).flatten()
+        flat = flat.scatter_reduce(1, places.expand(len(flat), -1), more.transpose(0, 1).flatten(1), "amax")
+        return flat.unflatten(1, (len(scores), -1)).transpose(0, 1)
+
+    def _compressed(self, layer: int, queries: Tensor, compressed: CompressedBatch) -> Tensor:
+        """The largest score in each compressed page, float32 [R, H, P]."""
+        index_keys, tokens = self.store.page[INDEX_KEYS][layer], compressed.num_pages * PAGE
+        return largest_of_blocks(self._of_tokens(queries, index_keys, compressed.pages, tokens), PAGE)
+
+    def _exact(self, layer: int, queries: Tensor, batch: DecodeBatch) -> Tensor:
+        """The largest score in each exact page, float32 [B, H, E]."""
+        assert self.store.index_keys is not None
+        width = batch.pages.shape[1]
+        all_tokens = torch.full_like(batch.positions, width * PAGE)
+        scores = self._of_tokens(queries, self.store.index_keys[layer], batch.pages, all_tokens)
+        valid = torch.arange(PAGE, device=scores.device) < batch.counts.unsqueeze(-1)
+        return scores.unflatten(-1, (width, PAGE)).masked_fill(~valid.unsqueeze(1), float("-inf")).amax(-1)
 
     def _chunks(self, kept: Tensor, compressed: CompressedBatch) -> Tensor:
         """The chunks int64 [R, H, k] of the pages in ``kept`` bool [R, H, P], ascending, filled up with -1. k is that of
@@ -71,12 +90,13 @@ class NativeSelection:
         chunks = pages.unsqueeze(-1) * of_page + torch.arange(of_page, device=kept.device)
         return torch.where((pages < last).unsqueeze(-1), chunks, -1).flatten(-2)
 
-    def _of_pages(self, queries: Tensor, index_keys: Tensor, pages: Tensor, num_tokens: Tensor) -> Tensor:
-        """The largest score of each page, float32 [R, H, P]."""
-        return largest_of_blocks(self._of_tokens(queries, index_keys, pages, num_tokens), PAGE)
-
     def _of_tokens(self, queries: Tensor, index_keys: Tensor, pages: Tensor, num_tokens: Tensor) -> Tensor:
         """The score of each token, float32 [R, H, P * 64]: a chunk's mean key is here the index key of one token."""
         excluded = self._excluded.expand(len(index_keys), -1, -1)
         scores: Tensor = self.store.ops.chunk_mean_scores(queries, index_keys, excluded, pages, num_tokens)[0]
         return scores.squeeze(1)
+
+
+def _gathered(kept: Tensor, number: Tensor) -> Tensor:
+    """The entries bool [R, H, P] of ``kept`` [R, H, W] for pages ``number`` [R, P]."""
+    return kept.gather(-1, number.unsqueeze(1).expand(-1, kept.shape[1], -1))

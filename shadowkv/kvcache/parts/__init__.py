@@ -164,13 +164,6 @@ def _unsupported_by_indexers(spec: KVSpec, shape: ModelShape) -> list[str]:
                 f"local={native.local} tokens and a page of {PAGE} are more than the {indexer.budget} that a query "
                 f"attends to in layers with an indexer: use at most {indexer.budget - PAGE}"
             )
-        if not reasons:
-            fitted = [part.axis for part in build_parts(native, shape, torch.float32) if part.state_fields()]
-            reasons += [
-                f"{axis}={getattr(spec, axis)!r} fits a state to each prompt, which layers with an indexer do not "
-                "support: use 'dense', 'fp8' or 'lloyd-4bit', not centred"
-                for axis in fitted
-            ]
     return reasons
 
 

@@ -185,22 +185,22 @@ class KVSpec:
 
     @property
     def exact_limit(self) -> int:
-        """Length of the longest tail that stays exact. Compressing it would save nothing, or every query attends to
-        all of it."""
-        if self.native and isinstance(self.budget, int):
-            return self.budget
+        """Length of the longest tail that stays exact. Compressing it would save nothing."""
         least = MIN_SEGMENT if self.selects and self.budget is None else 0
         return self.static_tokens + self.local + PAGE + least
 
     @property
     def dense_limit(self) -> int:
-        """Length of the longest sequence that stays dense after its prompt."""
+        """Length of the longest sequence that stays dense after its prompt. An indexer attends to all of a dense
+        sequence."""
+        if self.native and isinstance(self.budget, int):
+            return self.budget
         return max(self.exact_limit, (self.dense_below or 0) - 1)
 
     @property
     def late_limit(self) -> int:
         """Length of the longest sequence that stays dense while its answer is generated."""
-        return self.dense_limit + (LATE if self.dense_limit > self.exact_limit else 0)
+        return self.dense_limit + (LATE if self.dense_limit > self.exact_limit and not self.native else 0)
 
     @property
     def ring_pages(self) -> int:
