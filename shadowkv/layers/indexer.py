@@ -1,6 +1,6 @@
 """The indexer of block-sparse attention (MiniMax-M3): small queries and keys that select what attention reads.
 
-The cache stores the index keys, and selects blocks of tokens by the products of both (``kvcache/parts/index_native.py``).
+The cache stores the index keys, and selects blocks of tokens by products of both (``kvcache/parts/index_native.py``).
 """
 
 from __future__ import annotations

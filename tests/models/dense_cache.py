@@ -51,9 +51,7 @@ class DenseCache:
         self.recurrent: dict[int, dict[str, Tensor]] = {}
         self.kept: dict[int, list[tuple[Tensor, Tensor, DenseBatch]]] = {}
 
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch, index_keys: Tensor | None = None
-    ) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch, index_keys: Tensor | None = None) -> None:
         self.kept.setdefault(layer, []).append((self.rotate(layer, k, batch.positions), v, batch))
 
     def start(

@@ -1,5 +1,5 @@
-"""MiniMax-M3: attention to the blocks that its indexer chooses, through the engine, on ranks too, its files, and configs
-that cannot be run."""
+"""MiniMax-M3: attention to the blocks that its indexer chooses, through the engine, on ranks too, its files, and
+configs that cannot be run."""
 
 from __future__ import annotations
 
@@ -297,9 +297,20 @@ def test_files_with_an_image_encoder(tmp_path: Path) -> None:
         ({"index_block_size": 96}, "index_block_size=96 is not a multiple of 64"),
         ({"index_topk_blocks": 0}, "index_topk_blocks=0 is not a whole number from 1"),
         ({"index_local_blocks": 3}, "index_local_blocks=3 is more than index_topk_blocks=2"),
-        ({"index_block_size": 64, "index_topk_blocks": 1}, "index_topk_blocks=1 of 64 tokens are fewer than 128 tokens"),
-        ({"layer_types": ["sliding_attention"] * 3}, "is not a list of minimax_m3_sparse or full_attention for each"),
-        ({"mlp_layer_types": ["dense"]}, "is not a list of sparse or dense for each of 3 layers"),
+        (
+            {"index_block_size": 64, "index_topk_blocks": 1},
+            "index_topk_blocks=1 of 64 tokens are fewer than 128 tokens",
+        ),
+        ({"layer_types": ["sliding_attention"] * 3}, "only minimax_m3_sparse or full_attention for each of 3 layers"),
+        (
+            {"mlp_layer_types": ["dense"]},
+            r"mlp_layer_types=\['dense'\] is not supported, only sparse or dense for each",
+        ),
+        (
+            {"mlp_layer_types": None, "moe_layer_freq": [0, 2, 1]},
+            r"moe_layer_freq=\[0, 2, 1\] is not supported, only 1",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'swigluoai'"),
         ({"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported, only 7.0"),
         ({"sparse_attention_config": 3}, "sparse_attention_config=3 is not an object"),
         ({"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block=1 is not supported, only 0"),

@@ -40,9 +40,7 @@ class Storing:
         for part in self.parts:
             part.observe(self.store, layers, states, queries, first)
 
-    def store_tokens(
-        self, layers: slice, plans: list[StoragePlan], new_tokens: list[tuple[Tensor, ...]]
-    ) -> None:
+    def store_tokens(self, layers: slice, plans: list[StoragePlan], new_tokens: list[tuple[Tensor, ...]]) -> None:
         """Stores tokens of several sequences in some layers. The sequences must compress equally many tokens.
 
         Args:

@@ -77,9 +77,7 @@ class Decode:
             numbers = upload(torch.from_numpy(plan.packed()), self.store.compute)
         return batch_of(plan, numbers, self.parts.index, self.compression.tables, self.store.layout.window)
 
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch, index_keys: Tensor | None = None
-    ) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch, index_keys: Tensor | None = None) -> None:
         """Stores keys (before RoPE) and values [B, H, d] of the new tokens, and with an indexer index keys
         [B, 1, d]."""
         if index_keys is not None:

@@ -16,7 +16,6 @@ from shadowkv.kvcache.parts.index_native import INDEX_KEYS, largest_of_blocks, s
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.store import GroupStore
 
-
 NativeSelected = tuple[Selection, Tensor]
 """The compressed chunks of the rows with compressed pages, and the number of attended tokens of each exact page, int64
 [B, H, E]."""
@@ -45,7 +44,9 @@ class NativeSelection:
         number = number.clamp(max=width - 1)
         exact_number = batch.exact_numbers.clamp(max=width - 1)
         scores = torch.full((count, heads, width), float("-inf"), device=index_queries.device)
-        scores = self._with(scores, self._compressed(layer, batch.of_compressed(index_queries), compressed), sequence, number)
+        scores = self._with(
+            scores, self._compressed(layer, batch.of_compressed(index_queries), compressed), sequence, number
+        )
         own = torch.arange(count, device=sequence.device)
         scores = self._with(scores, self._exact(layer, index_queries, batch), own, exact_number)
 
@@ -79,8 +80,7 @@ class NativeSelection:
         return scores.unflatten(-1, (width, PAGE)).masked_fill(~valid.unsqueeze(1), float("-inf")).amax(-1)
 
     def _chunks(self, kept: Tensor, compressed: CompressedBatch) -> Tensor:
-        """The chunks int64 [R, H, k] of the pages in ``kept`` bool [R, H, P], ascending, filled up with -1. k is that of
-        the plan."""
+        """The chunks int64 [R, H, k] of the pages in ``kept`` bool [R, H, P], ascending, filled up with -1."""
         of_page = PAGE // self.spec.chunk
         count = min(self.indexer.budget // PAGE, kept.shape[-1])
         page = torch.arange(kept.shape[-1], device=kept.device)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -80,12 +80,12 @@ class CompressedTokens:
         """Yields portions of at most ``count`` pages."""
         for start in range(0, len(self.pages), count):
             rows = slice(start, start + count)
-            yield CompressedTokens(
-                self.layers,
-                self.states if len(self.states) == 1 else self.states[rows],
-                *(x[rows] for x in (self.first, self.pages, self.value_pages)),
-                *(x[:, rows] for x in (self.keys, self.rope_keys, self.values)),
-                None if self.index_keys is None else self.index_keys[:, rows],
+            yield replace(
+                self,
+                states=self.states if len(self.states) == 1 else self.states[rows],
+                **{name: getattr(self, name)[rows] for name in ("first", "pages", "value_pages")},
+                **{name: getattr(self, name)[:, rows] for name in ("keys", "rope_keys", "values")},
+                index_keys=None if self.index_keys is None else self.index_keys[:, rows],
             )
 
 

@@ -1,4 +1,4 @@
-"""The index of layers that were trained with an indexer: MiniMax-M3's block-sparse attention (huggingface.co/MiniMaxAI).
+"""The index of layers that were trained with an indexer: MiniMax Sparse Attention (arXiv:2606.13392).
 
 The model computes index queries and index keys beside queries and keys. The cache keeps the index key of every token:
 in exact pages beside keys and values, and in compressed pages here. A step scores all of them, and attends to the

@@ -170,7 +170,7 @@ class KVSpec:
 
     @property
     def native(self) -> bool:
-        """Whether the model's own indexer selects. It decides for all tokens, exact ones and the first ones included."""
+        """Whether the model's own indexer selects. It decides for all tokens, also for exact ones and the first."""
         return self.index == NATIVE
 
     @property

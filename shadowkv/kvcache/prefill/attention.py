@@ -8,7 +8,6 @@ are stored while the last of them attend in the same layer. Several layers of sh
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from itertools import accumulate
 from typing import cast
 
 import torch
@@ -64,9 +63,7 @@ class Prefill:
         shape, dtype, indexed = layout.shape, store.k.dtype, layout.model_indexed
         return GroupPrefill(new, planner, store.compute, shape, dtype, layer_ranges, indexed)
 
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock, index_keys: Tensor | None = None
-    ) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock, index_keys: Tensor | None = None) -> None:
         """Keeps keys (before RoPE) and values [n, H, d] of a block of tokens, and with an indexer index keys [n, 1, d],
         for attention and storage."""
         batch, rows = block.batch, slice(block.start, block.stop)
@@ -88,8 +85,9 @@ class Prefill:
         """Attends with queries [n, H_q, d] of a block before RoPE. This block and those before it must be appended.
 
         The returned function returns the result, with undefined rows for tokens that do not need attention. ``sinks``
-        are float32 [H_q]. ``index_queries`` [n, H, d] before RoPE select if there is an indexer. On a GPU the attention of the last block runs while the layer is stored, because all queries
-        that an index learns from are known by then.
+        are float32 [H_q]. ``index_queries`` [n, H, d] before RoPE select if there is an indexer. On a GPU the attention
+        of the last block runs while the layer is stored, because all queries that an index learns from are known by
+        then.
         """
         batch, first = block.batch, block.start
         positions = batch.positions[block.start : block.stop]
@@ -226,12 +224,9 @@ class Prefill:
         if new is None:
             if max(row_range.lengths) <= indexer.budget:
                 return self._attend_packed(layer, q, batch, row_range, None)
-            stops = list(accumulate(row_range.lengths))
-            rows = [slice(stop - count, stop) for stop, count in zip(stops, row_range.lengths, strict=True)]
-            new_tokens = [x[index, row_range.start : row_range.stop] for x in batch.exact]
-            return torch.cat(
-                [attend_selected_blocks(q[r], index_queries[r], *(x[r] for x in new_tokens), indexer) for r in rows]
-            )
+            of_range = (x[index, row_range.start : row_range.stop] for x in batch.exact)
+            each = zip(*(x.split(row_range.lengths) for x in (q, index_queries, *of_range)), strict=True)
+            return torch.cat([attend_selected_blocks(indexer, *tokens) for tokens in each])
         cached = batch.plan_of(new).cached if new.cached else ()
         compressed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
         k, v = self._behind_exact_tail(layer, batch, new, row_range.stop, compressed)
@@ -243,7 +238,7 @@ class Prefill:
             tail = batch.plan_of(new).tail
             index_keys.append(self.store.index_keys[layer][tail.pages, 0, tail.offsets])
         index_keys.append(batch.index_keys[index, new.start : row_range.stop, 0])
-        return attend_selected_blocks(q, index_queries, k, v, torch.cat(index_keys).unsqueeze(1), indexer)
+        return attend_selected_blocks(indexer, q, index_queries, k, v, torch.cat(index_keys).unsqueeze(1))
 
     def _attend_window(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, window: int, sinks: Tensor | None

@@ -127,9 +127,7 @@ class ExactPrefill:
         form = "windowed" if windowed else "packed"
         return f"dense_attention.{form}" not in self.ops.needing_lengths
 
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, part: ExactPrompts, index_keys: Tensor | None = None
-    ) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, part: ExactPrompts, index_keys: Tensor | None = None) -> None:
         """Stores keys (before RoPE) and values [T, H, d]. First reads the cached tokens, because in the ring of a
         window the new ones overwrite them."""
         pages = self.store.k[layer], self.store.v[layer]

@@ -18,7 +18,7 @@ SCORES_AT_ONCE = 2**24
 
 
 def attend_selected_blocks(
-    q: Tensor, index_queries: Tensor, k: Tensor, v: Tensor, index_keys: Tensor, indexer: Indexer
+    indexer: Indexer, q: Tensor, index_queries: Tensor, k: Tensor, v: Tensor, index_keys: Tensor
 ) -> Tensor:
     """Attends with the queries of the last n of m positions, each to the blocks that it selects and to no later token.
 
@@ -40,9 +40,7 @@ def attend_selected_blocks(
         last = seen - count + rows.stop  # no query of the tile sees more tokens
         kept = _attended(index_queries[rows], index_keys[:last], positions, indexer)
         queries = q[rows].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [H, G, n, d]
-        keys, values = (
-            x[:last].transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (k, v)
-        )
+        keys, values = (x[:last].transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (k, v))
         out = scaled_dot_product_attention(queries, keys, values, kept.transpose(0, 1).unsqueeze(1))
         parts.append(out.permute(2, 0, 1, 3).flatten(1, 2))
     return torch.cat(parts)

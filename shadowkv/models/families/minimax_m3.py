@@ -82,6 +82,8 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     ]
     sizes = {name: fields.get(name, default) for name, default in _DEFAULTS.items()}
     sizes |= {name: sparse[theirs] for name, theirs in _SPARSE_CONFIG.items() if sparse.get(theirs) is not None}
+    if fields.get("hidden_act", "silu") not in ("silu", "swigluoai"):
+        reasons.append(f"hidden_act={fields['hidden_act']!r:.60} is not supported, only 'swigluoai'")
     reasons += [
         f"{name}={size!r:.60} is not a whole number from 1 to {MAX_SIZE}"
         for name, size in sizes.items()
@@ -99,11 +101,13 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
         qk_norm=True,
         wide_norms=True,
     )
-    layers = range(config.num_layers)
-    indexed = _switches(fields.get("layer_types"), sparse.get("sparse_attention_freq"), SPARSE, FULL_ATTENTION, layers)
-    with_experts = _switches(fields.get("mlp_layer_types"), fields.get("moe_layer_freq"), "sparse", "dense", layers)
-    indexer = _indexer(sizes, config)
-    kinds = tuple(LayerKind(indexer=indexer) if has else FULL for has in indexed or [False] * len(layers))
+    count = config.num_layers
+    indexed = _switches({**sparse, **fields}, ("layer_types", SPARSE, FULL_ATTENTION), "sparse_attention_freq", count)
+    with_experts = _switches(fields, ("mlp_layer_types", "sparse", "dense"), "moe_layer_freq", count)
+    kinds = (FULL,) * count
+    if indexed is not None and any(indexed):
+        indexer = _indexer(sizes, config)
+        kinds = tuple(LayerKind(indexer=indexer) if has else FULL for has in indexed)
     routing = Routing(
         fields["num_local_experts"],
         fields["num_experts_per_tok"],
@@ -117,23 +121,28 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
         intermediate_size=sizes["dense_intermediate_size"],
         experts=Experts(routing, config.intermediate_size, shared_size=sizes["shared_intermediate_size"]),
         dense_layers=tuple(layer for layer, has in enumerate(with_experts or ()) if not has),
-        layer_kinds=kinds if any(indexed or ()) else (),
+        layer_kinds=() if set(kinds) == {FULL} else kinds,
         draft_layers=fields.get("num_mtp_modules", 0),
     )
 
 
-def _switches(types: Any, freq: Any, on: str, off: str, layers: range) -> list[bool] | None:
-    """Reads which layers have something, from a list of names, or from a list of numbers as published configs have it.
-    None if both are missing; raises ValueError."""
-    given, name = (types, f"{on} or {off}") if types is not None else (freq, "0 or 1")
+def _switches(fields: dict[str, Any], names: tuple[str, str, str], freq: str, count: int) -> list[bool] | None:
+    """Reads which of ``count`` layers have something. None if no field says it; raises ValueError.
+
+    Args:
+        names: the field that transformers writes, and its values for layers that have it and for others.
+        freq: the field of published configs, which is read if the other is missing. Its values are 1 and 0.
+    """
+    field, *values = names if fields.get(names[0]) is not None else (freq, 1, 0)
+    given = fields.get(field)
     if given is None:
         return None
-    allowed = (on, off) if types is not None else (0, 1)
-    if not isinstance(given, list) or len(given) != len(layers) or not all(value in allowed for value in given):
-        raise ValueError(
-            f"this config cannot be used: {str(given)[:60]} is not a list of {name} for each of {len(layers)} layers"
+    if not isinstance(given, list) or len(given) != count or not all(value in values for value in given):
+        words = (
+            f"{field}={str(given)[:60]} is not supported, only {values[0]} or {values[1]} for each of {count} layers"
         )
-    return [value in (on, 1) for value in given]
+        raise ValueError(f"this config cannot be used: {words}")
+    return [value == values[0] for value in given]
 
 
 def _indexer(sizes: dict[str, int], config: ModelConfig) -> Indexer:
@@ -159,7 +168,7 @@ def _indexer(sizes: dict[str, int], config: ModelConfig) -> Indexer:
 def targets(config: ModelConfig) -> Targets:
     """Names in the files, as ``text_weight`` returns them -> parameters."""
     result = decoder_targets(config, shared_expert="shared_experts") | head_norms(config)
-    dim, hidden = config.head_dim, config.hidden_size
+    dim = config.head_dim
     for layer in range(config.num_layers):
         if config.indexer_of(layer) is None:
             continue
