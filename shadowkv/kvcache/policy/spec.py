@@ -153,8 +153,8 @@ class KVSpec:
             reasons.append("index='native' selects as many blocks as the model does: leave out budget and outliers")
         elif shape.indexed and self.index not in ("none", NATIVE):
             reasons.append(
-                f"index={self.index!r} cannot replace the indexer that this model's layers were trained with: use "
-                f"index={NATIVE!r}, or a policy with index='none' such as full or fp8"
+                f"index={self.index!r} cannot replace the indexer that this model's layers were trained with: add "
+                f"index={NATIVE} (turbo:index={NATIVE}), or use a policy with index='none' such as full or fp8"
             )
         return reasons
 
