@@ -236,6 +236,8 @@ class KVSpec:
 
     def attended_tokens(self, context: int) -> int:
         """Maximum number of tokens per kv head that a step attends to in a context of ``context`` tokens."""
+        if self.native and isinstance(self.budget, int):
+            return min(context, self.budget)
         if not self.compresses or context <= self.dense_limit:
             return context
         tail = context - PAGE * self.compressed_pages(context)
