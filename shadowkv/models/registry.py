@@ -30,9 +30,9 @@ FAMILIES = {
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt_oss",
-    "minimax_m2": "minimax_m2",
-    "minimax_m3_vl": "minimax_m3",
-    "minimax_m3_vl_text": "minimax_m3",
+    "minimax_m2": "minimax.minimax_m2",
+    "minimax_m3_vl": "minimax.minimax_m3",
+    "minimax_m3_vl_text": "minimax.minimax_m3",
 }
 """model_type -> module of ``families``. A new family is one module and one line here."""
 
