@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.compressed import CompressedBatch
-from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.parts.index_native import INDEX_KEYS, largest_of_blocks, selected_blocks
+from shadowkv.kvcache.parts.base import INDEX_KEYS, Selection
+from shadowkv.kvcache.policy.selected_blocks import largest_of_blocks, selected_blocks
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.store import GroupStore
 

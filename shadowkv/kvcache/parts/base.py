@@ -37,6 +37,9 @@ EXCLUDED = "excluded"
 be neither scored nor selected. The cache owns it. Policies have it if they have outliers or their index reads it."""
 
 
+INDEX_KEYS = "index_keys"
+"""Field of exact and of compressed pages in layers with an indexer, [1, 64, d]: index keys after RoPE."""
+
 COMPRESSED_AT_ONCE = 512
 """Pages of one layer that are compressed at a time, which limits temporary memory."""
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.compression.storing import Storing
-from shadowkv.kvcache.parts.base import PrefillStrategy
-from shadowkv.kvcache.parts.index_native import INDEX_KEYS
+from shadowkv.kvcache.parts.base import INDEX_KEYS, PrefillStrategy
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock, RowRange
 from shadowkv.kvcache.prefill.native import attend_selected_blocks

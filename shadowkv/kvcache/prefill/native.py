@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shadowkv.kvcache.parts.index_native import largest_of_blocks, selected_blocks
+from shadowkv.kvcache.policy.selected_blocks import largest_of_blocks, selected_blocks
 from shadowkv.kvcache.policy.shape import Indexer
 
 SCORES_AT_ONCE = 2**24

@@ -12,8 +12,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, Tier
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.memory.streams import Numbers
-from shadowkv.kvcache.parts.base import EXCLUDED
-from shadowkv.kvcache.parts.index_native import INDEX_KEYS
+from shadowkv.kvcache.parts.base import EXCLUDED, INDEX_KEYS
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.ops.apply_rope.tables import RotaryTables

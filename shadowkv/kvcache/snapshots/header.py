@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.parts.index_native import INDEX_KEYS
+from shadowkv.kvcache.parts.base import INDEX_KEYS
 from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, UNLIMITED, cut_short
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.snapshots import dataclass_json
