@@ -233,6 +233,18 @@ METHODS = (
         ("ops/test_gated_delta_rule.py", "ops/test_causal_convolution.py", "models/test_qwen3_5.py"),
     ),
     Method(
+        "native indexers (MiniMax-M3)",
+        (
+            *_parts("index_native"),
+            "kvcache/decode/native.py",
+            "kvcache/prefill/native.py",
+            "layers/indexer.py",
+        ),
+        ("chunk_mean_scores", "attend_selected", "paged_attention"),
+        (),
+        ("models/test_minimax_m3.py",),
+    ),
+    Method(
         "a step's layers in one call, on a CPU",
         ("engine/execution/fused_layers.py",),
         ("decode_layers",),

@@ -60,6 +60,8 @@ class ShadowKVCache(Cache):
             raise ValueError(f"{ours.architecture} models have layers with a separate RoPE: use an engine for them")
         if any(kind.state for kind in ours.layer_kinds):
             raise ValueError(f"{ours.architecture} models have layers with a recurrent state: use an engine for them")
+        if ours.shape.indexed:
+            raise ValueError(f"{ours.architecture} models have layers with an indexer: use an engine for them")
         spec, rotary = resolve(preset(kv), ours.shape), model.get_decoder().rotary_emb
         self.batch = Batch(spec, ours, max_model_len, rotary)
         super().__init__(layers=[_Layer(self.batch, number) for number in range(ours.num_layers)])

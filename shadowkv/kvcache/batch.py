@@ -24,12 +24,15 @@ class PartHandler(Protocol):
     """Stores keys and values, and computes attention, for the parts of one kind in a group of layers. Layers are
     numbered within the group."""
 
-    def append(self, layer: int, k: Tensor, v: Tensor, part: Any) -> None:
-        """Stores keys (before RoPE) and values [T, H, d] of a part's tokens."""
+    def append(self, layer: int, k: Tensor, v: Tensor, part: Any, index_keys: Tensor | None = None) -> None:
+        """Stores keys (before RoPE) and values [T, H, d] of a part's tokens, and index keys (before RoPE) [T, 1, d] in
+        layers with an indexer."""
 
-    def start(self, layer: int, q: Tensor, part: Any, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+    def start(
+        self, layer: int, q: Tensor, part: Any, sinks: Tensor | None = None, index_queries: Tensor | None = None
+    ) -> Callable[[], Tensor]:
         """Starts attention of a part's queries [T, H_q, d] before RoPE. The returned function finishes it and returns
-        [T, H_q, d]."""
+        [T, H_q, d]. In layers with an indexer, ``index_queries`` [T, H, d] before RoPE select what is attended to."""
         ...
 
 

@@ -409,9 +409,9 @@ class KVCache:
 
     def exact_layers(self) -> ExactLayers | None:
         """Exact pages of all layers, for an op that appends tokens and attends to exact pages itself. None if there are
-        several groups of layers, recurrent states, a window, or values fetched from the host."""
+        several groups of layers, recurrent states, a window, an indexer, or values fetched from the host."""
         group = self.groups[0]
-        several = len(self.groups) > 1 or self.recurrent is not None
+        several = len(self.groups) > 1 or self.recurrent is not None or self.shape.indexed
         if several or group.layout.window is not None or group.decode.fetching is not None:
             return None
         return ExactLayers(group.store.k, group.store.v, group.store.rotary, group.decode.attend_beside)
@@ -466,12 +466,15 @@ class KVCache:
 
     # -- calls of the model's attention ----------------------------------------------------------------------------
 
-    def append(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        """Stores keys (before RoPE) and values [T, H, d] of the batch's new tokens."""
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: Batch, index_keys: Tensor | None = None) -> None:
+        """Stores keys (before RoPE) and values [T, H, d] of the batch's new tokens, and in layers with an indexer their
+        index keys (before RoPE) [T, 1, d]."""
         group, at = self.place(layer)
-        group.append(at, k, v, batch.groups[group.number])
+        group.append(at, k, v, batch.groups[group.number], index_keys)
 
-    def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+    def start(
+        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: Tensor | None = None
+    ) -> Callable[[], Tensor]:
         """Starts attention of queries [T, H_q, d] before RoPE, with softmax scale 1 / sqrt(d).
 
         It does all work that need not wait for values from the host. The returned function finishes the attention and
@@ -480,9 +483,12 @@ class KVCache:
         Prefill attends to all earlier tokens, or to selected blocks if it is sparse. Decode attends to [sink | outliers
         | selected | tail], or to all tokens if the sequence is dense or the policy does not select. ``sinks``, float32
         [H_q], are scores of one more position in every softmax. The value of that position is 0 (``ops/add_sinks``).
+
+        In layers with an indexer, prefill and decode attend to the blocks that the index queries [T, H, d] before RoPE
+        select (``policy.shape.Indexer``).
         """
         group, at = self.place(layer)
-        return group.start(at, q, batch.groups[group.number], sinks)
+        return group.start(at, q, batch.groups[group.number], sinks, index_queries)
 
     # -- calls of the model's recurrent layers ---------------------------------------------------------------------
 
@@ -525,13 +531,15 @@ class FanOut:
         self._batches = [first, *(cache.prefill_batch(work, bounds, first) for cache, work in others)]
         return first
 
-    def append(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: Batch, index_keys: Tensor | None = None) -> None:
         """Stores a block's keys and values."""
-        self.caches[0].append(layer, k, v, batch)
+        self.caches[0].append(layer, k, v, batch, index_keys)
 
-    def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+    def start(
+        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: Tensor | None = None
+    ) -> Callable[[], Tensor]:
         """Starts a block's attention."""
-        return self.caches[0].start(layer, q, batch, sinks)
+        return self.caches[0].start(layer, q, batch, sinks, index_queries)
 
     def states(self, layer: int, batch: Batch) -> tuple[dict[str, Tensor], tuple[RecurrentPart, ...]]:
         """The recurrent states of a layer."""

@@ -68,9 +68,10 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
     their own, and the names of all called ops, including ``also``."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS, *prefill_strategy(spec).ops}, 0
-    if spec.compresses:
-        ops |= {*OF_COMPRESSED_PAGES, *layout.parts.ops, OF_SELECTED if spec.selects else OF_ALL}
-        pages = spec.compressed_pages(layout.max_model_len)
+    for group in layout.groups:
+        if group.spec.compresses:
+            ops |= {*OF_COMPRESSED_PAGES, *group.parts.ops, OF_SELECTED if group.spec.selects else OF_ALL}
+            pages = group.spec.compressed_pages(layout.max_model_len)
     if any(group.window is not None for group in layout.groups):
         ops |= {*OF_WINDOWS}
     if shape.sinks:
@@ -94,7 +95,14 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
         mass=layout.parts.index.mass is not None,
         max_pages=pages,
         # Captured steps are rounded up to a page more than the longest sequence.
-        max_selected=min(pages * PAGE // spec.chunk, int(spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))),
+        max_selected=max(
+            (
+                min(pages * PAGE // spec.chunk, int(of_group.budget_chunks(np.asarray(layout.max_model_len + PAGE))))
+                for of_group in (group.spec for group in layout.groups)
+                if of_group.compresses
+            ),
+            default=0,
+        ),
         fetched_bytes=layout.fetched_bytes,
         host_values=bool(layout.host_fields),
         capability=torch.cuda.get_device_capability(device) if gpu else None,

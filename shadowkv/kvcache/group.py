@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,24 +76,36 @@ class LayerGroup:
         """The sequences' parts in this group."""
         return [sequence.of_group(self.number) for sequence in whole] if self.number else whole
 
-    def append(self, layer: int, k: Tensor, v: Tensor, parts: tuple[Part, ...]) -> None:
-        """Stores keys (before RoPE) and values [T, H, d] of packed tokens. Each part goes to its handler."""
+    def append(
+        self, layer: int, k: Tensor, v: Tensor, parts: tuple[Part, ...], index_keys: Tensor | None = None
+    ) -> None:
+        """Stores keys (before RoPE) and values [T, H, d] of packed tokens, and index keys [T, 1, d] with an indexer.
+        Each part goes to its handler."""
         if len(parts) == 1:
-            return self.handlers[type(parts[0])].append(layer, k, v, parts[0])
-        counts = [part.num_tokens for part in parts]
-        for part, own_k, own_v in zip(parts, k.split(counts), v.split(counts), strict=True):
-            self.handlers[type(part)].append(layer, own_k, own_v, part)
+            return self.handlers[type(parts[0])].append(layer, k, v, parts[0], index_keys)
+        for part, *own in zip(parts, *(_split(x, parts) for x in (k, v, index_keys)), strict=True):
+            self.handlers[type(part)].append(layer, own[0], own[1], part, own[2])
 
     def start(
-        self, layer: int, q: Tensor, parts: tuple[Part, ...], sinks: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        parts: tuple[Part, ...],
+        sinks: Tensor | None = None,
+        index_queries: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Starts attention of packed queries [T, H_q, d] before RoPE. Each part goes to its handler. The returned
-        function finishes it and returns [T, H_q, d]."""
+        """Starts attention of packed queries [T, H_q, d] before RoPE, with index queries [T, H, d] if there is an
+        indexer. Each part goes to its handler. The returned function finishes it and returns [T, H_q, d]."""
         if len(parts) == 1:
-            return self.handlers[type(parts[0])].start(layer, q, parts[0], sinks)
+            return self.handlers[type(parts[0])].start(layer, q, parts[0], sinks, index_queries)
         # A step's fetches from the host cross the bus while the prompts attend.
         started = [
-            self.handlers[type(part)].start(layer, own, part, sinks)
-            for part, own in zip(parts, q.split([part.num_tokens for part in parts]), strict=True)
+            self.handlers[type(part)].start(layer, own, part, sinks, own_index)
+            for part, own, own_index in zip(parts, _split(q, parts), _split(index_queries, parts), strict=True)
         ]
         return lambda: torch.cat([finish() for finish in started])
+
+
+def _split(x: Tensor | None, parts: tuple[Part, ...]) -> Sequence[Any]:
+    """Splits ``x`` [T, ...] by parts; None for each part if it is None."""
+    return [None] * len(parts) if x is None else x.split([part.num_tokens for part in parts])

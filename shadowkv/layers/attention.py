@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shadowkv.kvcache.recurrent.batch import RecurrentPart
+from shadowkv.layers.indexer import Indexer
 from shadowkv.layers.norm import JointNorm, RMSNorm
 from shadowkv.layers.spec import LayerSpec, projection
 
@@ -19,14 +20,18 @@ class Cache(Protocol):
     Tokens of all sequences are packed. ``batch`` says which sequence each token belongs to, and which tokens need
     attention (``of_needed``). Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by
     1/sqrt(d). ``sinks``, float32 [Hq], are the scores of one more position in every softmax. The value of that position
-    is 0. Shapes: T tokens, Hq query heads, H kv heads, d dimensions of a head.
+    is 0. Layers with an indexer also pass index queries and index keys before RoPE. Shapes: T tokens, Hq query heads, H
+    kv heads, d dimensions of a head.
     """
 
-    def append(self, layer: int, k: Tensor, v: Tensor, batch: Any) -> None:
-        """Stores keys and values, each [T, H, d], of the batch's tokens."""
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: Any, index_keys: Tensor | None = None) -> None:
+        """Stores keys and values, each [T, H, d], of the batch's tokens, and their index keys [T, 1, d]."""
 
-    def start(self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts causal attention of queries [T, Hq, d] over their sequences, including their own tokens.
+    def start(
+        self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None, index_queries: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """Starts causal attention of queries [T, Hq, d] over their sequences, including their own tokens. If there are
+        index queries [T, H, d], a query attends to the blocks that its index queries select.
 
         The returned function finishes the attention and returns [T, Hq, d]. Before the caller calls it, the caller can
         launch other work, while the cache waits for values from the host.
@@ -46,9 +51,11 @@ class Attention(nn.Module):
     key_norm: RMSNorm | None
     value_norm: RMSNorm | None
     sinks: nn.Parameter | None
+    indexer: Indexer | None
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
+        self.indexer = Indexer(spec) if spec.indexer else None
         self.layer, self.group = spec.cached_as, spec.group
         self.num_query_heads, self.num_kv_heads, self.head_dim = spec.heads
         self.query_dim = self.num_query_heads * self.head_dim
@@ -95,13 +102,14 @@ class Attention(nn.Module):
         needs. D is the hidden size.
         """
         qkv = self.qkv(x)
-        self._store(qkv[:, self.query_rows :], cache, batch)
+        self._store(x, qkv[:, self.query_rows :], cache, batch)
         q, gate = qkv[:, : self.query_rows].unflatten(-1, (self.num_query_heads, -1)), None
         if self.output_gate:
             q, gate = q.chunk(2, dim=-1)
         if self.query_norm is not None:
             q = self.query_norm(q)
-        finish = cache.start(self.layer, q, batch, self.sinks)
+        index_queries = () if self.indexer is None else (self.indexer.queries(x),)
+        finish = cache.start(self.layer, q, batch, self.sinks, *index_queries)
         return lambda: self._finish(finish(), gate, batch)
 
     def _finish(self, attended: Tensor, gate: Tensor | None, batch: Any) -> Tensor:
@@ -115,9 +123,9 @@ class Attention(nn.Module):
         """Stores keys and values of normalised hidden states [T, D] in the cache, if the layer has its own, without
         attention."""
         if not self.reuses_keys:
-            self._store(self.qkv.rows(x, self.query_rows, self.qkv_dim), cache, batch)
+            self._store(x, self.qkv.rows(x, self.query_rows, self.qkv_dim), cache, batch)
 
-    def _store(self, kv: Tensor, cache: Cache, batch: Any) -> None:
+    def _store(self, x: Tensor, kv: Tensor, cache: Cache, batch: Any) -> None:
         if self.reuses_keys:
             return
         heads = kv.unflatten(-1, (-1, self.head_dim)).split(self.num_kv_heads, dim=1)
@@ -126,4 +134,5 @@ class Attention(nn.Module):
             k = self.key_norm(k)
         if self.value_norm is not None:
             v = self.value_norm(v)
-        cache.append(self.layer, k, v, batch)
+        index_keys = () if self.indexer is None else (self.indexer.keys(x),)
+        cache.append(self.layer, k, v, batch, *index_keys)

@@ -107,6 +107,7 @@ class LayerSpec:
         intermediate_size: I, width of the MLP.
         experts: the mixture of experts that replaces the MLP; None for an MLP.
         linear: the linear attention that replaces attention; None for attention.
+        indexer: whether an indexer selects what a query attends to (``Indexer``).
         row_blocks: row blocks of the weights that stay quantised as files store them, by name within the layer.
         hidden_size: D, width of the residual stream.
         rms_norm_eps: added to the mean square in every RMSNorm.
@@ -140,6 +141,7 @@ class LayerSpec:
     intermediate_size: int
     experts: Experts | None
     linear: LinearAttention | None
+    indexer: bool
     row_blocks: Mapping[str, tuple[RowBlock, ...]]
     hidden_size: int
     rms_norm_eps: float

@@ -79,6 +79,7 @@ CATALOGUE: dict[str, WheelFile | HubFile | Adapted | Shape] = {
     "gpt-oss-20b": Shape("openai/gpt-oss-20b"),
     "gpt-oss-120b": Shape("openai/gpt-oss-120b"),
     "minimax-m2": Shape("MiniMaxAI/MiniMax-M2"),
+    "minimax-m3": Shape("MiniMaxAI/MiniMax-M3"),
     "yi-9b-200k": Shape("01-ai/Yi-9B-200K"),
     "phi-3-mini-128k": Shape("microsoft/Phi-3-mini-128k-instruct"),
     "qwen2-7b": Shape("Qwen/Qwen2-7B-Instruct"),

@@ -36,7 +36,9 @@ FAMILIES = {
     "gemma4_unified": "gemma4",
     "gemma4_unified_text": "gemma4",
     "gpt_oss": "gpt_oss",
-    "minimax_m2": "minimax_m2",
+    "minimax_m2": "minimax.minimax_m2",
+    "minimax_m3_vl": "minimax.minimax_m3",
+    "minimax_m3_vl_text": "minimax.minimax_m3",
 }
 """model_type -> module of ``families``. A new family is one module and one line here."""
 

@@ -260,6 +260,8 @@ class Shard:
             gated = 2 if whole.output_gate else 1
             of_keys = (_moved(keys, q * gated + number * kv) for number in range(self._projected(layer)))
             return Cut((_times(queries, gated), *of_keys))
+        if module == "attention.indexer.query":  # one head for each kv head; all ranks have the key head
+            return Cut((keys,))
         if name == "attention.sinks":
             return Cut((self.query_heads(heads),))
         if whole.normed_heads is not None and module in ("attention.query_norm", "attention.key_norm"):

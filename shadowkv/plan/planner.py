@@ -197,7 +197,7 @@ class Planner:
         return Plan(
             name,
             layout.spec,
-            layout.spec.attended_tokens(self.context),
+            layout.main.spec.attended_tokens(self.context),
             need,
             bytes_of_kinds(layout, self.context),
             self._full_bytes() / need.device,

@@ -51,10 +51,18 @@ class DenseCache:
         self.recurrent: dict[int, dict[str, Tensor]] = {}
         self.kept: dict[int, list[tuple[Tensor, Tensor, DenseBatch]]] = {}
 
-    def append(self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: DenseBatch, index_keys: Tensor | None = None) -> None:
         self.kept.setdefault(layer, []).append((self.rotate(layer, k, batch.positions), v, batch))
 
-    def start(self, layer: int, q: Tensor, batch: DenseBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+    def start(
+        self,
+        layer: int,
+        q: Tensor,
+        batch: DenseBatch,
+        sinks: Tensor | None = None,
+        index_queries: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
+        """Attends to all tokens: prompts of these tests are shorter than what an indexer selects."""
         return lambda: self.attend(layer, q, batch, sinks)
 
     def attend(self, layer: int, q: Tensor, batch: DenseBatch, sinks: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from typing import Any
 
 import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TINY = {
@@ -60,6 +62,25 @@ MINIMAX = {
     "num_experts_per_tok": 3,
     "head_dim": 16,
     "rotary_dim": 8,
+}
+
+MINIMAX_M3 = {
+    "model_type": "minimax_m3_vl_text",
+    "num_hidden_layers": 3,
+    "intermediate_size": 32,
+    "dense_intermediate_size": 80,
+    "shared_intermediate_size": 48,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 128,
+    "index_topk_blocks": 2,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
 }
 
 QWEN3_5 = {
@@ -193,6 +214,12 @@ CASES: dict[str, dict[str, Any]] = {
         **{"linear_num_value_heads": 4, "norm_topk_prob": False},
     },
     "minimax_m2": MINIMAX,
+    "minimax_m3": MINIMAX_M3,
+    "minimax_m3-small-blocks": {
+        **{**MINIMAX_M3, "index_block_size": 64, "index_topk_blocks": 3, "index_local_blocks": 2},
+        **{"layer_types": ["minimax_m3_sparse"] * 3, "num_attention_heads": 6, "num_key_value_heads": 3},
+        **{"index_n_heads": 3, "mlp_layer_types": ["sparse"] * 3},
+    },
     "minimax_m2-all-rotates": {**MINIMAX, "rotary_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 3},
     "glm4-no-bias": {"model_type": "glm4", "head_dim": 16, "attention_bias": False},
 }
@@ -217,8 +244,32 @@ def build(name: str, directory: Path, sizes: Mapping[str, int] = MappingProxyTyp
                 if name.endswith("q_norm.weight"):
                     parameter.mul_(len(parameter) ** -0.5)
     model.save_pretrained(directory, safe_serialization=True, **save)
+    if fields["model_type"] == "minimax_m3_vl_text":
+        name_as_published(directory / "model.safetensors")
     write_tokenizer(directory)
     return model
+
+
+def name_as_published(file: Path) -> None:
+    """Gives weights of MiniMax-M3 the names of the published files, which transformers writes only for its multimodal
+    model."""
+    weights = dict[str, torch.Tensor]()
+    for name, weight in load_file(file).items():
+        name = f"language_model.{name}".replace(".self_attn.indexer.", ".self_attn.index_")
+        name = re.sub(r"\.mlp\.(experts|gate|shared_experts)\.", r".block_sparse_moe.\1.", name)
+        name = name.replace(".gate.e_score_", ".e_score_")
+        if name.endswith("experts.gate_up_proj"):
+            for number, expert in enumerate(weight):
+                for part, rows in zip(("w1", "w3"), expert.chunk(2), strict=True):
+                    weights[f"{name.removesuffix('gate_up_proj')}{number}.{part}.weight"] = rows.clone()
+        elif name.endswith("experts.down_proj"):
+            weights |= {f"{name.removesuffix('down_proj')}{i}.w2.weight": x.clone() for i, x in enumerate(weight)}
+        elif ".gate_up_proj." in name:
+            for part, rows in zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True):
+                weights[name.replace("gate_up_proj", part)] = rows.clone()
+        else:
+            weights[name] = weight
+    save_file(weights, file)
 
 
 def learned_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

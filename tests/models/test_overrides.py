@@ -162,6 +162,14 @@ VALUES: dict[str, Any] = {
     "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 3,
     "full_attention_interval": 1,
+    "dense_intermediate_size": 64,
+    "shared_intermediate_size": 32,
+    "index_block_size": 64,
+    "index_topk_blocks": 8,
+    "index_local_blocks": 2,
+    "mlp_layer_types": ["sparse", "sparse"],
+    "moe_layer_freq": [1, 1],
+    "sparse_attention_config": {"sparse_attention_freq": [1, 1]},
 }
 """Another value than the tiny models' of every field that some family reads."""
 
@@ -177,15 +185,29 @@ REFUSED = {
     "qk_norm_type": "per_head",
     "scoring_func": "softmax",
     "use_routing_bias": False,
-    "shared_intermediate_size": 32,
     "attn_type_list": [1, 0],
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "use_gemma_norm": False,
     "attn_output_gate": False,
     "mamba_ssm_dtype": "bfloat16",
     "output_gate_type": "sigmoid",
 }
 """Values that no family, or not this one, runs with."""
 
-REFUSED_BY = {"minimax_m2": {"use_qk_norm": False}}
+_BY_MINIMAX_M3 = {
+    "use_qk_norm": False,
+    "qk_norm_type": "per_layer",
+    "n_shared_experts": 3,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+}
+REFUSED_BY: dict[str, dict[str, Any]] = {
+    "minimax_m2": {"use_qk_norm": False, "shared_intermediate_size": 32},
+    "minimax_m3_vl": _BY_MINIMAX_M3,
+    "minimax_m3_vl_text": _BY_MINIMAX_M3,
+}
 """Of fields that others read."""
 
 GEMMA4 = {
@@ -221,6 +243,9 @@ def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path
     config |= {"tie_word_embeddings": False}
     if "full_attention_interval" in family(model_type).FIELDS:
         config |= {"full_attention_interval": 2, "partial_rotary_factor": 0.5}
+    if "index_n_heads" in family(model_type).FIELDS:
+        config |= {"index_n_heads": 2, "index_head_dim": 16, "moe_layer_freq": [0, 1]}
+        config |= {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}}
     config |= {"use_sliding_window": True, "max_window_layers": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}
     if "experts" in str(family(model_type).FIELDS):
         counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)

@@ -69,15 +69,17 @@ class ObservedCache(KVCache):
         self._selected.append(selected.chunks)
         return selected
 
-    def start(self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+    def start(
+        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: Tensor | None = None
+    ) -> Callable[[], Tensor]:
         """Does the same as ``KVCache.start``, and calls the observer at the end."""
         step = batch.groups[self.place(layer)[0].number][0]
         if not isinstance(step, DecodeBatch):
-            return super().start(layer, q, batch, sinks)
+            return super().start(layer, q, batch, sinks, index_queries)
         if step.of_sequence is not None:
             raise ValueError("selections of a sequence with several segments cannot be observed; use longer prompts")
         self.batch, self._selected, self.selection_hook = batch, [], self._keep
-        finish = super().start(layer, q, batch, sinks)
+        finish = super().start(layer, q, batch, sinks, index_queries)
         selected = None
         if self._selected:
             of_compressed = torch.cat(self._selected)

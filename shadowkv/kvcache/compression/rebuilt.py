@@ -40,7 +40,8 @@ class RebuiltTokens:
         # Exact tokens that are not in the span are written to one extra row.
         size = (2, self.shape.num_kv_heads, step * PAGE + 1, self.shape.head_dim)
         buffers = [torch.empty(size, dtype=self.store.k.dtype, device=self.store.compute) for _ in spans[:2]]
-        exact = torch.stack(self.store.read_exact(slice(layer, layer + 1), static))[:, 0].transpose(1, 2)
+        keys_and_values = self.store.read_exact(slice(layer, layer + 1), static)[:2]
+        exact = torch.stack(keys_and_values)[:, 0].transpose(1, 2)
         head = torch.arange(size[1], device=exact.device)[:, None]
         exact_rows = self._rows_of_exact(layer, row, exact.shape[2], step, len(spans))
         key_source, value_source = (x.source(self.store, layer, row) for x in (self.parts.keys, self.parts.values))

@@ -40,21 +40,19 @@ class Storing:
         for part in self.parts:
             part.observe(self.store, layers, states, queries, first)
 
-    def store_tokens(
-        self, layers: slice, plans: list[StoragePlan], new_tokens: list[tuple[Tensor, Tensor, Tensor]]
-    ) -> None:
+    def store_tokens(self, layers: slice, plans: list[StoragePlan], new_tokens: list[tuple[Tensor, ...]]) -> None:
         """Stores tokens of several sequences in some layers. The sequences must compress equally many tokens.
 
         Args:
-            new_tokens: for each sequence, the new tokens' keys, RoPE-rotated keys and values, each [L, n, H, d]. The
-                exact tail comes before them.
+            new_tokens: for each sequence, the new tokens' keys, RoPE-rotated keys and values, each [L, n, H, d], and
+                with an indexer index keys [L, n, 1, d]. The exact tail comes before them.
         """
         count = plans[0].compressed
         joined = [self._behind_exact(layers, plan, *new) for plan, new in zip(plans, new_tokens, strict=True)]
-        keys, rope_keys, values = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
-        self._compress(layers, plans, keys, rope_keys, values)
+        keys, *exact = (_stacked(x) for x in zip(*joined, strict=True))  # [L, n, S, H, d]
+        self._compress(layers, plans, keys, *exact)
         for i, plan in enumerate(plans):
-            self.store.write_tokens(layers, plan.exact, rope_keys[:, i, count:], values[:, i, count:])
+            self.store.write_tokens(layers, plan.exact, *(x[:, i, count:] for x in exact))
 
     def commit(self, sequence: CachedSequence, plan: StoragePlan) -> None:
         """Makes the new tokens part of their sequence, after all layers have stored them."""
@@ -80,7 +78,7 @@ class Storing:
         step = max(1, min(STATES_AT_ONCE, TOKENS_AT_ONCE // length) // len(tails))
         for layers in self.layout.portions(step):
             count = layers.stop - layers.start
-            none = self.store.k[layers].new_empty(count, 0, shape.num_kv_heads, shape.head_dim)
+            none, *others = (x.new_empty(count, 0, x.shape[2], x.shape[4]) for x in self.store.exact)
             learning = [
                 plan.observed for sequence, plan in tails if plan.observed is not None and not sequence.observed
             ]
@@ -88,13 +86,19 @@ class Storing:
                 gone = none.new_empty(count, len(learning), 0, shape.num_query_heads, shape.head_dim)
                 states = torch.cat(learning)
                 self.observe(layers, states, gone, torch.zeros_like(states))
-            self.store_tokens(layers, [plan for _, plan in tails], [(none, none, none)] * len(tails))
+            self.store_tokens(layers, [plan for _, plan in tails], [(none, none, *others)] * len(tails))
         for sequence, plan in tails:
             sequence.observed = False
             self.commit(sequence, plan)
 
     def _compress(
-        self, layers: slice, plans: list[StoragePlan], keys: Tensor, rope_keys: Tensor, values: Tensor
+        self,
+        layers: slice,
+        plans: list[StoragePlan],
+        keys: Tensor,
+        rope_keys: Tensor,
+        values: Tensor,
+        index_keys: Tensor | None = None,
     ) -> None:
         """Compresses the first ``plan.compressed`` of tokens [L, n, S, H, d]. It fits the states of new segments
         first."""
@@ -118,24 +122,20 @@ class Storing:
             )
         if len(plans) > 1:
             states = states.repeat_interleave(count // PAGE)
-        tokens = (_in_pages(x, count) for x in (keys, rope_keys, values))
+        tokens = (None if x is None else _in_pages(x, count) for x in (keys, rope_keys, values, index_keys))
         names = ("page_starts", "pages", "value_pages")
         where = (torch.cat([getattr(plan, name) for plan in plans]) for name in names)
         self.compression.write(CompressedTokens(layers, states, *where, *tokens), excluded)
 
-    def _behind_exact(
-        self, layers: slice, plan: StoragePlan, keys: Tensor, rope_keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Joins the exact tail of a sequence and its new tokens: keys, RoPE-rotated keys and values [L, n, H, d]."""
+    def _behind_exact(self, layers: slice, plan: StoragePlan, keys: Tensor, *new: Tensor) -> tuple[Tensor, ...]:
+        """Joins the exact tail of a sequence and its new tokens. ``keys`` and ``new`` are as in ``store_tokens``."""
         count = len(plan.tail.pages)
         if not count:
-            return keys, rope_keys, values
-        tail, tail_values = self.store.read_exact(layers, plan.tail)
+            return keys, *new
+        tail, *others = self.store.read_exact(layers, plan.tail)
         positions = torch.arange(plan.before, plan.before + count, device=tail.device).expand(len(tail), -1)
         before = self.ops.apply_rope(tail, positions, self.store.rotary, inverse=True)
-        pairs = ((before, keys), (tail, rope_keys), (tail_values, values))
-        first, second, third = (torch.cat(pair, dim=1) for pair in pairs)
-        return first, second, third
+        return tuple(torch.cat(pair, dim=1) for pair in zip((before, tail, *others), (keys, *new), strict=True))
 
     def _earlier(self, layers: slice, plan: StoragePlan) -> Tensor:
         """Rebuilds the keys before RoPE [L, n, H, d] of all compressed tokens of a sequence. If new tokens are too few
@@ -163,7 +163,8 @@ class Storing:
         chosen = torch.cat((sink, outliers), dim=2)  # [L, H, chunks]
         tokens = (chosen.unsqueeze(-1) * chunk + torch.arange(chunk, device=device)).flatten(2)
         rows = tokens.transpose(1, 2).unsqueeze(-1).expand(-1, -1, -1, rope_keys.shape[-1])
-        self.store.write_tokens(layers, plan.static, rope_keys.gather(1, rows), values.gather(1, rows))
+        if chosen.shape[2]:
+            self.store.write_tokens(layers, plan.static, rope_keys.gather(1, rows), values.gather(1, rows))
         bits = torch.zeros(len(rope_keys), heads, rope_keys.shape[1] // chunk, dtype=torch.bool, device=device)
         bits.scatter_(2, chosen, True)
         return bits.unflatten(2, (-1, PAGE // chunk)).transpose(1, 2)

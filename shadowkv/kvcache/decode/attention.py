@@ -15,6 +15,7 @@ from torch import Tensor
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.decode.batch import DecodeBatch, GroupPlan, batch_of
 from shadowkv.kvcache.decode.fetching import Fetching
+from shadowkv.kvcache.decode.native import NativeSelected, NativeSelection
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream, upload
 from shadowkv.kvcache.parts.base import Selection
@@ -58,6 +59,7 @@ class Decode:
         self.parts, self.ops, self.spec = store.layout.parts, store.ops, store.layout.spec
         self.side_stream = SideStream(store.compute, captured=True)
         self.fetching = Fetching(store, self.side_stream) if store.buffer is not None else None
+        self.native = None if store.index_keys is None else NativeSelection(store)
         self.hook: SelectionHook | None = None
         self.query_hook: QueryHook | None = None
 
@@ -75,8 +77,12 @@ class Decode:
             numbers = upload(torch.from_numpy(plan.packed()), self.store.compute)
         return batch_of(plan, numbers, self.parts.index, self.compression.tables, self.store.layout.window)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch) -> None:
-        """Stores keys (before RoPE) and values [B, H, d] of the new tokens."""
+    def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch, index_keys: Tensor | None = None) -> None:
+        """Stores keys (before RoPE) and values [B, H, d] of the new tokens, and with an indexer index keys
+        [B, 1, d]."""
+        if index_keys is not None:
+            where = batch.positions, batch.write_page, batch.write_offset
+            self.store.append_index_keys(layer, index_keys, *where)
         if batch.compressed is None or self.fetching is not None:
             self._append(layer, k, v, batch)
         else:  # on the stream of exact attention, which reads the new tokens
@@ -86,28 +92,45 @@ class Decode:
         """Applies RoPE to queries [B, H_q, d]."""
         return self.ops.apply_rope(q, batch.positions, self.store.rotary)
 
-    def start(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+    def start(
+        self,
+        layer: int,
+        q: Tensor,
+        batch: DecodeBatch,
+        sinks: Tensor | None = None,
+        index_queries: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
         """Starts attention of queries [B, H_q, d] before RoPE. The returned function finishes the attention and returns
         [B, H_q, d]. ``sinks``, float32 [H_q], are added to the attention to exact tokens, so that the merge counts them
-        once."""
+        once. ``index_queries`` [B, H, d] select if there is an indexer. While all sequences are dense they select
+        everything."""
         q = self.apply_rope(q, batch)
         if self.query_hook is not None:
             self.query_hook(self.store.layout.layers[layer], q, batch)
+        native = None
+        if self.native is not None and batch.compressed is not None:
+            assert index_queries is not None, "layers with an indexer have index queries"
+            index_queries = self.apply_rope(index_queries, batch)
+            native = self.native.select(layer, index_queries, batch, batch.compressed)
         if batch.compressed is not None and self.fetching is not None:
-            return self._start_fetched(layer, q, batch, batch.compressed, self.fetching, sinks)
-        out = self._attend(layer, q, batch, sinks)
+            return self._start_fetched(layer, q, batch, batch.compressed, self.fetching, sinks, native)
+        out = self._attend(layer, q, batch, sinks, native)
         return lambda: out
 
-    def _select(self, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
-        selected = self.parts.index.select(self.store, layer, q, batch)
+    def _select(self, layer: int, q: Tensor, batch: CompressedBatch, native: Selection | None = None) -> Selection:
+        """Selects chunks. ``native`` is what the model's indexer has selected, if there is one."""
+        selected = self.parts.index.select(self.store, layer, q, batch) if native is None else native
         return selected if self.hook is None else self.hook(self.store.layout.layers[layer], q, batch, selected)
 
-    def _attend(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None) -> Tensor:
+    def _attend(
+        self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None, native: NativeSelected | None
+    ) -> Tensor:
+        selected, counts = (None, None) if native is None else native
         if batch.compressed is None:
-            return self._attend_exact(layer, q, batch, sinks)[0]
+            return self._attend_exact(layer, q, batch, sinks, counts)[0]
         # Exact attention is little work; it runs while chunks are searched.
-        exact = self.side_stream.start(lambda: self._attend_exact(layer, q, batch, sinks))
-        compressed = self._attend_compressed(layer, batch.of_compressed(q), batch.compressed)
+        exact = self.side_stream.start(lambda: self._attend_exact(layer, q, batch, sinks, counts))
+        compressed = self._attend_compressed(layer, batch.of_compressed(q), batch.compressed, selected)
         return self._merge(exact(), compressed, batch)
 
     def attend_beside(self, layer: int, q: Tensor, out: Tensor, lse: Tensor, batch: DecodeBatch) -> Tensor:
@@ -126,9 +149,15 @@ class Decode:
         pages = self.store.k[layer], self.store.v[layer]
         self.ops.append_tokens(k, v, batch.positions, self.store.rotary, *pages, batch.write_page, batch.write_offset)
 
-    def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _attend_exact(
+        self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None, counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attends to exact pages. ``counts`` int64 [B, H, E], for each kv head, are the tokens of each page that an
+        indexer selects; None attends to all tokens."""
         pages = self.store.k[layer], self.store.v[layer], batch.pages
-        if batch.starts is None:
+        if counts is not None:
+            out, lse = self._attend_heads(q, *pages, counts)
+        elif batch.starts is None:
             out, lse = self.ops.paged_attention(q, *pages, batch.counts)
         else:
             out, lse = self.ops.paged_window_attention(q, *pages, batch.starts, batch.counts)
@@ -136,14 +165,25 @@ class Decode:
             out, lse = self.ops.add_sinks(out, lse, sinks)
         return out, lse
 
-    def _attend_compressed(self, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
+    def _attend_heads(self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Attends to exact pages, kv head by kv head, because each has other ``counts`` [B, H, E]."""
+        parts = [
+            self.ops.paged_attention(of_head, k[:, head : head + 1], v[:, head : head + 1], pages, counts[:, head])
+            for head, of_head in enumerate(q.chunk(k.shape[1], dim=1))
+        ]
+        outs, sums = zip(*parts, strict=True)
+        return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
+
+    def _attend_compressed(
+        self, layer: int, q: Tensor, batch: CompressedBatch, native: Selection | None = None
+    ) -> tuple[Tensor, Tensor]:
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
         if not self.spec.selects:
             assert batch.span is not None, "batches of decode steps have a span"
             out, lse = self.ops.attend_coded(q, keys, values, *batch.span)
             return out, lse
-        selected = self._select(layer, q, batch)
+        selected = self._select(layer, q, batch, native)
         most = batch.most if self.hook is None else None  # a hook may return more
         out, lse = self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight, most)
         return out, lse
@@ -171,16 +211,19 @@ class Decode:
         compressed: CompressedBatch,
         fetching: Fetching,
         sinks: Tensor | None,
+        native: NativeSelected | None,
     ) -> Callable[[], Tensor]:
         """Starts attention with values on the host, in portions of rows. The values of one portion cross the bus while
         another is scored or attended to."""
         queries, started = batch.of_compressed(q), []
+        selection, counts = (None, None) if native is None else native
         for rows in fetching.portions(compressed):
             portion = compressed.part(rows)
-            selected = self._select(layer, queries[rows], portion).chunks
+            of_rows = None if selection is None else Selection(selection.chunks[rows])
+            selected = self._select(layer, queries[rows], portion, of_rows).chunks
             fetch = fetching.start(layer, selected, portion, self.parts.values.source(self.store, layer, portion))
             started.append((rows, portion, selected, fetch))
-        exact = self._attend_exact(layer, q, batch, sinks)  # runs while values cross the bus
+        exact = self._attend_exact(layer, q, batch, sinks, counts)  # runs while values cross the bus
 
         def finish() -> Tensor:
             parts = []

@@ -159,6 +159,8 @@ class DecodeBatch:
         positions: int64 [B], position of each new token.
         pages: int64 [B, E], ids of the exact pages, at most E for each sequence.
         counts: int64 [B, E], valid tokens of each exact page, with the new one.
+        exact_numbers: int64 [B, E], for each exact page, its number in the sequence; arbitrary if it has no valid
+            tokens. None without an indexer.
         starts: int64 [B, E], for each exact page, its first token in the window, counted from the page's start. None
             without a window.
         write_page: int64 [B], id of the exact page that the new token is written to.
@@ -178,6 +180,7 @@ class DecodeBatch:
     sequence: Tensor | None = None
     of_sequence: Tensor | None = None
     starts: Tensor | None = None
+    exact_numbers: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -203,6 +206,7 @@ class DecodeBatch:
             self.write_offset[rows],
             None if self.compressed is None else replace(self.compressed.part(rows), overlapped=True),
             starts=None if self.starts is None else self.starts[rows],
+            exact_numbers=None if self.exact_numbers is None else self.exact_numbers[rows],
         )
 
 
@@ -249,6 +253,7 @@ def batch_of(
         sequence,
         of_sequence,
         starts=starts,
+        exact_numbers=_exact_numbers(sequences, plan.exact_pages) if index.spec.native else None,
     )
 
 
@@ -274,6 +279,13 @@ def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, index: IndexPar
         span=span,
         most=segments.top_k + segments.sampled if spec.selects else None,
     )
+
+
+def _exact_numbers(numbers: SequenceNumbers, width: int) -> Tensor:
+    """Returns the number of each exact page [B, ``width``] in its sequence. There are no static pages."""
+    oldest = numbers.compressed[:, None] // PAGE
+    column = torch.arange(width, device=oldest.device)
+    return oldest + (column - oldest) % numbers.ring_pages[:, None]
 
 
 def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:

@@ -125,6 +125,8 @@ class DecodePlanner:
         length = numbers.length[sequence]
         if isinstance(spec.budget, float):
             budget = spec.budget_chunks(np.where(last, length, end) - first)
+        elif spec.native:  # what the whole sequence selects can all be in one segment
+            budget = spec.budget_chunks(length)
         else:  # a number of tokens, or the default's minimum, is for the whole sequence: segments share it
             whole = spec.budget_chunks(length)
             budget = -(-whole * (end - first) // np.maximum(1, numbers.compressed[sequence]))

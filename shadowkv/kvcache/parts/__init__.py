@@ -23,7 +23,7 @@ from shadowkv.kvcache.codecs import LATENT_CODECS, NAMES_OF_PARTS, ROW_CODECS
 from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, KeyPart, Part, PrefillStrategy, StoredPart, ValuePart
 from shadowkv.kvcache.plugins import checked_name, has
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.kvcache.policy.spec import ROTATED, KVSpec
+from shadowkv.kvcache.policy.spec import PAGE, ROTATED, KVSpec
 from shadowkv.settings import settings_of, violations
 
 DENSE = "dense"
@@ -31,6 +31,7 @@ DENSE = "dense"
 OURS = {
     "index": {
         "none": "index_plain:AttendAll",
+        "native": "index_native:NativeIndex",
         "chunk-mean": "index_chunks:ChunkMean",
         "chunk-mean-fp8": "index_chunks:ChunkMeanFP8",
         "sketch": "index_sketch:Sketch",
@@ -145,9 +146,25 @@ def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
         wrong = [reason for part in parts for reason in part.unsupported(spec, shape)]
     reasons += wrong
     reasons += spec.contradictions(shape)
+    if not reasons:
+        reasons = _unsupported_by_indexers(spec, shape)
     if reasons:
         raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
-    return spec
+    return replace(spec, index="none") if spec.native else spec  # the layout says which layers select
+
+
+def _unsupported_by_indexers(spec: KVSpec, shape: ModelShape) -> list[str]:
+    """Reasons why layers with an indexer cannot have the keys and values of ``spec``."""
+    reasons = []
+    for indexer in dict.fromkeys(kind.indexer for kind in shape.kinds if kind.indexer is not None):
+        native = spec.of_indexer(indexer)
+        reasons += [reason for part in _parts(native) for reason in part.unsupported(native, shape)]
+        if indexer.budget < native.local + PAGE:
+            reasons.append(
+                f"local={native.local} tokens and a page of {PAGE} are more than the {indexer.budget} that a query "
+                f"attends to in layers with an indexer: use at most {indexer.budget - PAGE}"
+            )
+    return reasons
 
 
 def _parts(spec: KVSpec) -> list[type[Part]]:
@@ -229,8 +246,12 @@ def describe(spec: KVSpec, shape: ModelShape) -> str:
     prefill = list[str]()
     if spec.prefill is not None:
         prefill = [f"{spec.prefill} prefill {prefill_strategy(spec).described(spec, shape)}".rstrip()]
+    attended = "every token attended"
+    if shape.indexed:
+        kinds = dict.fromkeys(str(kind) for kind in shape.kinds if kind.indexer is not None)
+        prefill += [f"{' or '.join(kinds)} attended in layers with one"]
     if not spec.compresses:
-        return ", ".join(("every key and value exact on the device", "every token attended", *prefill))
+        return ", ".join(("every key and value exact on the device", attended, *prefill))
     described = {axis: _part(axis, getattr(spec, axis)).described(spec, shape) for axis in STORED}
     keys, index, values = (
         f"{getattr(spec, axis)} {axis}{f' ({words})' if words else ''}" for axis, words in described.items()

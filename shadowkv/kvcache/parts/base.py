@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,6 +36,9 @@ EXCLUDED = "excluded"
 """Field of compressed pages, bool [H, C]: True for chunks that are stored exactly elsewhere (sink, outliers) and must
 be neither scored nor selected. The cache owns it. Policies have it if they have outliers or their index reads it."""
 
+
+INDEX_KEYS = "index_keys"
+"""Field of exact and of compressed pages in layers with an indexer, [1, 64, d]: index keys after RoPE."""
 
 COMPRESSED_AT_ONCE = 512
 """Pages of one layer that are compressed at a time, which limits temporary memory."""
@@ -63,6 +66,7 @@ class CompressedTokens:
         keys: [L, n, 64, H, d] before RoPE.
         rope_keys: [L, n, 64, H, d] after RoPE.
         values: [L, n, 64, H, d].
+        index_keys: [L, n, 64, 1, d] after RoPE, in layers with an indexer; None in others.
     """
 
     layers: slice
@@ -73,16 +77,18 @@ class CompressedTokens:
     keys: Tensor
     rope_keys: Tensor
     values: Tensor
+    index_keys: Tensor | None = None
 
     def split(self, count: int) -> Iterator[CompressedTokens]:
         """Yields portions of at most ``count`` pages."""
         for start in range(0, len(self.pages), count):
             rows = slice(start, start + count)
-            yield CompressedTokens(
-                self.layers,
-                self.states if len(self.states) == 1 else self.states[rows],
-                *(x[rows] for x in (self.first, self.pages, self.value_pages)),
-                *(x[:, rows] for x in (self.keys, self.rope_keys, self.values)),
+            yield replace(
+                self,
+                states=self.states if len(self.states) == 1 else self.states[rows],
+                **{name: getattr(self, name)[rows] for name in ("first", "pages", "value_pages")},
+                **{name: getattr(self, name)[:, rows] for name in ("keys", "rope_keys", "values")},
+                index_keys=None if self.index_keys is None else self.index_keys[:, rows],
             )
 
 

@@ -46,24 +46,51 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """How a layer that was trained with an indexer chooses what a query attends to: whole blocks of tokens, for each kv
+    head. The indexer has one query head for each kv head, and one key head, with the head dim of attention.
+
+    A block's score is the largest product of the index query with the index key of one of its tokens.
+
+    Attributes:
+        block_size: tokens of a block, a multiple of 64.
+        topk_blocks: number of blocks that a query attends to: those with the largest scores, and the local ones.
+        local_blocks: number of newest blocks that are always among them, the query's own included.
+    """
+
+    block_size: int
+    topk_blocks: int
+    local_blocks: int
+
+    @property
+    def budget(self) -> int:
+        """The most tokens that a query attends to."""
+        return self.block_size * self.topk_blocks
+
+
+@dataclass(frozen=True)
 class LayerKind:
-    """The kind of a layer: full attention, attention to a window, or a recurrent state.
+    """The kind of a layer: full attention, attention to a window or to what an indexer selects, or a recurrent state.
 
     Attributes:
         window: number of newest tokens that a query attends to, its own included; None for all tokens.
         rope: the layer's own RoPE; None for the model's. Only layers with a window can have their own.
         heads: the layer's own heads; None for the model's. Only layers with a window can have their own.
         state: arrays of one sequence's recurrent state, in layers that have one instead of attention; else empty.
+        indexer: the indexer that selects what a query attends to; None without one.
     """
 
     window: int | None = None
     rope: RopeConfig | None = None
     heads: Heads | None = None
     state: tuple[StateArray, ...] = ()
+    indexer: Indexer | None = None
 
     def __str__(self) -> str:
         if self.state:
             return "a recurrent state"
+        if self.indexer is not None:
+            return f"{self.indexer.topk_blocks} blocks of {self.indexer.block_size} chosen by an indexer"
         return "full attention" if self.window is None else f"a window of {self.window}"
 
 
@@ -127,6 +154,11 @@ class ModelShape:
         """The shape of ``count`` layers of one kind."""
         heads = self.heads if kind.heads is None else kind.heads
         return replace(self, num_layers=count, kinds=(), **heads._asdict())
+
+    @property
+    def indexed(self) -> bool:
+        """Whether any layer has an indexer."""
+        return any(kind.indexer is not None for kind in self.kinds)
 
     @property
     def group(self) -> int:

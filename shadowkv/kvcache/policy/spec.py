@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.shape import Indexer, ModelShape
 from shadowkv.ops.page import PAGE as PAGE
 
 DEFAULT_BUDGET = 1 / 64
@@ -43,6 +43,9 @@ PREFILL_ERROR_HELP = (
     "share of that sum; a lower value is slower and more exact"
 )
 
+NATIVE = "native"
+"""The index of layers that were trained with an indexer (``shape.Indexer``)."""
+
 ROTATED = "rotated"
 """Name of values in 3 bits, or in 4 if 3 do not fit the head dim. Resolving a policy replaces it."""
 
@@ -55,7 +58,8 @@ class KVSpec:
         keys: how keys are stored and rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``, ``low-rank-int4``, or a
             codec of rows after RoPE, as for values.
         index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``sketch``,
-            ``sketch-1bit`` or ``exact``.
+            ``sketch-1bit`` or ``exact``. ``native`` is the model's own indexer. In layers that have one, ``none`` means
+            ``native``.
         values: how values are stored: ``dense``, or a codec of rows (``shadowkv.kvcache.codecs``): ``rotated-4bit``,
             ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, or ``fp8``. ``rotated`` is 3
             bits, or 4 if the head dim is not a multiple of 64.
@@ -106,6 +110,11 @@ class KVSpec:
         kept = {name: value for name, value in dict(self.settings).items() if not goes(name)}
         return replace(self, **own, settings=kept | of_parts)
 
+    def of_indexer(self, indexer: Indexer) -> KVSpec:
+        """The policy in layers that were trained with an indexer. Keys, values and place stay, and the indexer decides
+        what is attended to."""
+        return replace(self, index=NATIVE, budget=indexer.budget, outliers=0, dense_below=None, skip_layers=0)
+
     def as_dict(self) -> dict[str, Any]:
         """Its fields and settings by name. A setting has its axis only if another one has the same name."""
         settings = dict(self.settings)
@@ -138,6 +147,15 @@ class KVSpec:
             reasons.append(f"budget={self.budget} tokens is less than 1")
         if not self.selects and (self.budget is not None or self.outliers):
             reasons.append("index='none' attends to every token: budget, outliers have no meaning with it")
+        if self.native and not shape.indexed:
+            reasons.append("index='native' needs a model with layers that have an indexer, and this one has none")
+        elif self.native and (self.budget is not None or self.outliers):
+            reasons.append("index='native' selects as many blocks as the model does: leave out budget and outliers")
+        elif shape.indexed and self.index not in ("none", NATIVE):
+            reasons.append(
+                f"index={self.index!r} cannot replace the indexer that this model's layers were trained with: add "
+                f"index={NATIVE} (turbo:index={NATIVE}), or use a policy with index='none' such as full or fp8"
+            )
         return reasons
 
     @property
@@ -151,9 +169,14 @@ class KVSpec:
         return self.index != "none"
 
     @property
+    def native(self) -> bool:
+        """Whether the model's own indexer selects. It decides for all tokens, also for exact ones and the first."""
+        return self.index == NATIVE
+
+    @property
     def sink_chunks(self) -> int:
         """Number of chunks at the start that stay exact."""
-        return -(-SINK // self.chunk)
+        return 0 if self.native else -(-SINK // self.chunk)
 
     @property
     def static_tokens(self) -> int:
@@ -168,13 +191,16 @@ class KVSpec:
 
     @property
     def dense_limit(self) -> int:
-        """Length of the longest sequence that stays dense after its prompt."""
+        """Length of the longest sequence that stays dense after its prompt. An indexer attends to all of a dense
+        sequence."""
+        if self.native and isinstance(self.budget, int):
+            return self.budget
         return max(self.exact_limit, (self.dense_below or 0) - 1)
 
     @property
     def late_limit(self) -> int:
         """Length of the longest sequence that stays dense while its answer is generated."""
-        return self.dense_limit + (LATE if self.dense_limit > self.exact_limit else 0)
+        return self.dense_limit + (LATE if self.dense_limit > self.exact_limit and not self.native else 0)
 
     @property
     def ring_pages(self) -> int:
@@ -210,6 +236,8 @@ class KVSpec:
 
     def attended_tokens(self, context: int) -> int:
         """Maximum number of tokens per kv head that a step attends to in a context of ``context`` tokens."""
+        if self.native and isinstance(self.budget, int):
+            return min(context, self.budget)
         if not self.compresses or context <= self.dense_limit:
             return context
         tail = context - PAGE * self.compressed_pages(context)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.compression.storing import Storing
-from shadowkv.kvcache.parts.base import PrefillStrategy
+from shadowkv.kvcache.parts.base import INDEX_KEYS, PrefillStrategy
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock, RowRange
+from shadowkv.kvcache.prefill.native import attend_selected_blocks
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, GroupStore
@@ -58,24 +59,40 @@ class Prefill:
         for sequence, count in sequences:
             new.append(NewTokens(sequence, start, start + count, sequence.length))
             start += count
-        return GroupPrefill(new, planner, store.compute, layout.shape, store.k.dtype, layer_ranges, layout.scratch)
+        shape, dtype, scratch = layout.shape, store.k.dtype, layout.scratch
+        return GroupPrefill(new, planner, store.compute, shape, dtype, layer_ranges, scratch, layout.model_indexed)
 
-    def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock) -> None:
-        """Keeps keys (before RoPE) and values [n, H, d] of a block of tokens, for attention and storage."""
+    def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock, index_keys: Tensor | None = None) -> None:
+        """Keeps keys (before RoPE) and values [n, H, d] of a block of tokens, and with an indexer index keys [n, 1, d],
+        for attention and storage."""
         batch, rows = block.batch, slice(block.start, block.stop)
         index = batch.scratch_index(layer)
         kept = (x[index, rows] for x in (batch.keys, batch.rope_keys, batch.values))
         self.ops.append_block(k, v, batch.positions[rows], self.store.rotary, *kept)
+        if index_keys is not None and batch.index_keys is not None:
+            rotated = self.ops.apply_rope(index_keys, batch.positions[rows], self.store.rotary)
+            batch.index_keys[index, rows] = rotated
 
-    def start(self, layer: int, q: Tensor, block: PrefillBlock, sinks: Tensor | None = None) -> Callable[[], Tensor]:
+    def start(
+        self,
+        layer: int,
+        q: Tensor,
+        block: PrefillBlock,
+        sinks: Tensor | None = None,
+        index_queries: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
         """Attends with queries [n, H_q, d] of a block before RoPE. This block and those before it must be appended.
 
         The returned function returns the result, with undefined rows for tokens that do not need attention. ``sinks``
-        are float32 [H_q]. On a GPU the attention of the last block runs while the layer is stored, because all queries
-        that an index learns from are known by then.
+        are float32 [H_q]. ``index_queries`` [n, H, d] before RoPE select if there is an indexer. On a GPU the attention
+        of the last block runs while the layer is stored, because all queries that an index learns from are known by
+        then.
         """
         batch, first = block.batch, block.start
-        q = self.ops.apply_rope(q, batch.positions[block.start : block.stop], self.store.rotary)
+        positions = batch.positions[block.start : block.stop]
+        q = self.ops.apply_rope(q, positions, self.store.rotary)
+        if index_queries is not None:
+            index_queries = self.ops.apply_rope(index_queries, positions, self.store.rotary)
         if batch.attended != layer:  # layers that reuse its keys come later
             batch.keep_queries(layer, block, q)
             if block.stop == batch.num_tokens:
@@ -84,6 +101,8 @@ class Prefill:
                     self._start_storing(layer, batch, self.side)
         parts = [
             (rows, self._attend_row_ranges(layer, q[rows], batch, row_ranges, sinks))
+            if index_queries is None
+            else (rows, self._attend_indexed(layer, q[rows], index_queries[rows], batch, row_ranges[0]))
             for row_ranges in batch.attending_together(block, self._shared)
             for rows in (slice(row_ranges[0].start - first, row_ranges[-1].stop - first),)
         ]
@@ -138,13 +157,13 @@ class Prefill:
     def _store(self, layers: slice, batch: GroupPrefill, cached: bool) -> None:
         """Stores layers of the sequences with cached tokens (``cached``), or of the new sequences."""
         count, to_store = layers.stop - layers.start, batch.to_store(cached)
+        exact_tokens = batch.exact[: len(self.store.exact)]
         for group in to_store.observed:
             self.storing.observe(layers, group.states, batch.queries[:count][:, group.rows], group.first)
         for rows, exact in to_store.exact:
-            self.store.write_tokens(layers, exact, batch.rope_keys[:count, rows], batch.values[:count, rows])
+            self.store.write_tokens(layers, exact, *(x[:count, rows] for x in exact_tokens))
         for rows, plan in to_store.compressed:
-            keys, rope_keys, values = (x[:count, rows] for x in (batch.keys, batch.rope_keys, batch.values))
-            self.storing.store_tokens(layers, [plan], [(keys, rope_keys, values)])
+            self.storing.store_tokens(layers, [plan], [tuple(x[:count, rows] for x in (batch.keys, *exact_tokens))])
 
     # -- attending -------------------------------------------------------------------------------------------------
 
@@ -152,7 +171,8 @@ class Prefill:
         """Returns what identifies the cached segments of a row range that attends exactly. Neighbouring row ranges with
         the same segments attend to them in one call. None if the row range attends alone."""
         new = row_range.alone
-        if new is None or not new.cached or not self._is_exact(new, row_range.stop):
+        indexed = self.layout.indexer is not None
+        if new is None or not new.cached or indexed or not self._is_exact(new, row_range.stop):
             return None
         return tuple(segment.ids for segment in batch.plan_of(new).cached) or None
 
@@ -196,6 +216,31 @@ class Prefill:
             return self._attend_causally(q, k, v, sinks)
         self._rebuild(layer, cached, k[:compressed], v[:compressed])
         return self.strategy.attend(self.ops, self.layout.layers[layer], q, k, v, new.stop - row_range.stop, sinks)
+
+    def _attend_indexed(
+        self, layer: int, q: Tensor, index_queries: Tensor, batch: GroupPrefill, row_range: RowRange
+    ) -> Tensor:
+        """Attention of a row range to the blocks that index queries [n, H, d] after RoPE select."""
+        assert self.layout.indexer is not None and batch.index_keys is not None and self.store.index_keys is not None
+        new, index, indexer = row_range.alone, batch.scratch_index(layer), self.layout.indexer
+        if new is None:
+            if max(row_range.lengths) <= indexer.budget:
+                return self._attend_packed(layer, q, batch, row_range, None)
+            of_range = (x[index, row_range.start : row_range.stop] for x in batch.exact)
+            each = zip(*(x.split(row_range.lengths) for x in (q, index_queries, *of_range)), strict=True)
+            return torch.cat([attend_selected_blocks(indexer, *tokens) for tokens in each])
+        cached = batch.plan_of(new).cached if new.cached else ()
+        compressed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
+        k, v = self._behind_exact_tail(layer, batch, new, row_range.stop, compressed)
+        if len(k) <= indexer.budget and not cached:
+            return self._attend_causally(q, k, v, None)
+        self._rebuild(layer, cached, k[:compressed], v[:compressed])
+        index_keys = [self.store.page[INDEX_KEYS][layer][segment.row.pages].flatten(0, -2) for segment in cached]
+        if new.cached:
+            tail = batch.plan_of(new).tail
+            index_keys.append(self.store.index_keys[layer][tail.pages, 0, tail.offsets])
+        index_keys.append(batch.index_keys[index, new.start : row_range.stop, 0])
+        return attend_selected_blocks(indexer, q, index_queries, k, v, torch.cat(index_keys).unsqueeze(1))
 
     def _attend_window(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, window: int, sinks: Tensor | None

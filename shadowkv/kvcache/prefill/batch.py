@@ -82,6 +82,7 @@ class GroupPrefill:
         starts: int32 [S + 1], the first row of each sequence.
         layers_at_once: g, the number of layers that are stored together.
         keys, rope_keys, values: [g, T, H, d], scratch memory of these layers, reused by the next ones.
+        index_keys: [g, T, 1, d] after RoPE, as ``keys``; None if no layer of the model has an indexer.
         queries: [g, Q, H_q, d], after RoPE: the last queries of each sequence, packed.
         last: int64 [Q], the rows of the batch that these queries belong to.
         layer_ranges: ranges of consecutive layers of the model. Only layers of one range are stored together.
@@ -100,6 +101,7 @@ class GroupPrefill:
         dtype: torch.dtype,
         layer_ranges: Sequence[range],
         scratch: tuple[Heads, LayerKind | None],
+        indexed: bool = False,
     ) -> None:
         self.new, self.layer_ranges, self.scratch, self._planner = new, layer_ranges, scratch, planner
         self.num_tokens = new[-1].stop
@@ -121,6 +123,7 @@ class GroupPrefill:
         # Zeros: random keys may be stored without having been attended to.
         size = self.layers_at_once, observed, shape.num_query_heads, shape.head_dim
         self.queries = torch.zeros(size, dtype=dtype, device=device)
+        self.index_keys = torch.empty_like(self.rope_keys[:, :, :1]) if indexed else None
         self.storing: int | None = None
         self.attended: int | None = None
         self._plans: dict[int, StoragePlan] = {}
@@ -137,6 +140,12 @@ class GroupPrefill:
         other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]
         other._planner, other._plans, other._to_store, other._together = planner, {}, {}, {}
         return other
+
+    @property
+    def exact(self) -> tuple[Tensor, ...]:
+        """What exact pages can hold of the new tokens: RoPE-rotated keys, values, and index keys if there are any."""
+        others = () if self.index_keys is None else (self.index_keys,)
+        return self.rope_keys, self.values, *others
 
     def plan_of(self, new: NewTokens) -> StoragePlan:
         """Returns how the new tokens of a sequence are stored. The first call plans all sequences."""

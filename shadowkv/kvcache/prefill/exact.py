@@ -127,7 +127,7 @@ class ExactPrefill:
         form = "windowed" if windowed else "packed"
         return f"dense_attention.{form}" not in self.ops.needing_lengths
 
-    def append(self, layer: int, k: Tensor, v: Tensor, part: ExactPrompts) -> None:
+    def append(self, layer: int, k: Tensor, v: Tensor, part: ExactPrompts, index_keys: Tensor | None = None) -> None:
         """Stores keys (before RoPE) and values [T, H, d]. First reads the cached tokens, because in the ring of a
         window the new ones overwrite them."""
         pages = self.store.k[layer], self.store.v[layer]
@@ -135,9 +135,19 @@ class ExactPrefill:
         rope_keys = self.ops.apply_rope(k, part.positions, self.store.rotary)
         part.keys, part.values = self.ops.gather_context(rope_keys, v, *pages, part.sources, part.cu_seqlens_k[-1:])
         self.ops.append_tokens(k, v, part.positions, self.store.rotary, *pages, part.write_page, part.write_offset)
+        if index_keys is not None:
+            self.store.append_index_keys(layer, index_keys, part.positions, part.write_page, part.write_offset)
 
-    def start(self, layer: int, q: Tensor, part: ExactPrompts, sinks: Tensor | None = None) -> Callable[[], Tensor]:
-        """Attends with queries [T, H_q, d] before RoPE. The returned function returns the result."""
+    def start(
+        self,
+        layer: int,
+        q: Tensor,
+        part: ExactPrompts,
+        sinks: Tensor | None = None,
+        index_queries: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
+        """Attends with queries [T, H_q, d] before RoPE. The returned function returns the result. Index queries select
+        nothing, because a sequence that stays exact is not longer than what a query attends to."""
         assert part.keys is not None and part.values is not None, "the layer has not been appended"
         q = self.ops.apply_rope(q, part.positions, self.store.rotary)
         pack = Packed(part.cu_seqlens, None, part.cu_seqlens_k)

@@ -126,10 +126,12 @@ class GroupLayout:
 
     Attributes:
         model_layers: number of all layers of the model that store something.
+        model_indexed: whether any layer of the model has an indexer.
         attending: number of layers of the model that attend to keys and values of the group.
         scratch: what groups have in common whose prefills share scratch memory (``ModelShape.scratch_of``).
         window: number of newest tokens that a step attends to, which are exact in a ring of pages; None for all tokens.
         rope: the group's own RoPE; None for the model's.
+        indexer: the indexer of the group's layers; None without one.
         parts: the policy's parts.
         exact_fields, compressed_fields: fields of pages in the device tier.
         excluded_fields: the field ``EXCLUDED`` of compressed pages, if the policy has it.
@@ -153,6 +155,7 @@ class GroupLayout:
     ) -> None:
         self.name, self.layers, self.model_layers = name, tuple(layers), shape.num_layers
         self.window, self.rope, self.scratch = kind.window, kind.rope, shape.scratch_of(kind)
+        self.indexer, self.model_indexed = kind.indexer, shape.indexed
         others = shape.kinds or (kind,) * shape.num_layers
         has_last = max(layer for layer, other in enumerate(others) if other == kind) in self.layers
         self.attending = len(self.layers) + (shape.reused.count(kind) if has_last else 0)
@@ -161,7 +164,8 @@ class GroupLayout:
         self.spec, self.shape, self.dtype, self.parts = spec, shape, dtype, parts
         self.max_model_len, self.fetch_buffer = max_model_len, fetch_buffer
         heads = (shape.num_kv_heads, PAGE, shape.head_dim)
-        self.exact_fields = (Field("k", heads, dtype), Field("v", heads, dtype))
+        index_keys = parts.index.page_fields() if spec.native else ()
+        self.exact_fields = (Field("k", heads, dtype), Field("v", heads, dtype), *index_keys)
         on_device = [*parts.keys.page_fields(), *parts.index.page_fields()]
         values = parts.values.page_fields()
         self.excluded_fields: tuple[Field, ...] = ()

@@ -36,7 +36,8 @@ class Layout:
         states: what is chosen of recurrent states.
 
     Attributes:
-        groups: the groups. The first one has the layers that the policy compresses, if there are any.
+        groups: the groups. The first one has the layers with an indexer, or else those that the policy compresses, if
+            there are any.
         recurrent: the layers with a recurrent state; None if there are none.
         places: for each layer of the model, the number of its group, and its number within the group. Layers with a
             recurrent state count as one more group.
@@ -181,7 +182,11 @@ def _groups(spec: KVSpec, shape: ModelShape) -> Iterator[tuple[str, KVSpec, Laye
     kinds = shape.kinds or (FULL,) * shape.num_layers
     full, ends = [layer for layer, kind in enumerate(kinds) if kind == FULL], spec.skip_layers
     inner = full[ends : len(full) - ends]
-    yield "", replace(spec, skip_layers=0), FULL, inner
+    for kind in dict.fromkeys(kinds):
+        if kind.indexer is not None:  # first, because they are most layers of their models
+            layers = [layer for layer, other in enumerate(kinds) if other == kind]
+            yield "indexed", spec.of_indexer(kind.indexer), kind, layers
+    yield "full", replace(spec, skip_layers=0), FULL, inner
     of_prefill = {name: value for name, value in dict(spec.settings).items() if name.startswith("prefill.")}
     exact = KVSpec(prefill=spec.prefill, settings=of_prefill)
     yield EXACT, exact, FULL, [layer for layer in full if layer not in inner]

@@ -12,7 +12,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, Tier
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.memory.streams import Numbers
-from shadowkv.kvcache.parts.base import EXCLUDED
+from shadowkv.kvcache.parts.base import EXCLUDED, INDEX_KEYS
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.ops.apply_rope.tables import RotaryTables
@@ -59,6 +59,8 @@ class GroupStore(CompressedStore):
     Attributes:
         tiers: the tiers by name. Unused tiers have no bytes.
         k, v: exact pages, [num_layers, page ids, H, 64, d].
+        index_keys: index keys of exact pages, [num_layers, page ids, 1, 64, d]; None without an indexer.
+        exact: ``k``, ``v``, and ``index_keys`` if there are any.
         buffer: the fetch buffer, [num_layers, segment slots, *field.shape] except for the counters; None without one.
     """
 
@@ -80,7 +82,8 @@ class GroupStore(CompressedStore):
             self.tiers[tier.name] = Tier(tier.name, layers, tier.block_bytes, count, device, pinned, tier.paged)
         on_device, on_host = self.tiers["device"], self.tiers["host"]
         exact = on_device.views(layout.exact_fields)
-        self.k, self.v = exact["k"], exact["v"]
+        self.k, self.v, self.index_keys = exact["k"], exact["v"], exact.get(INDEX_KEYS)
+        self.exact = tuple(exact.values())
         compressed, across_bus = on_device.views(layout.compressed_fields), on_host.views(layout.host_fields)
         states = self.tiers["states"].views(layout.state_fields)
         page, head_dim = compressed | across_bus, layout.shape.head_dim
@@ -105,10 +108,10 @@ class GroupStore(CompressedStore):
         step = self.layout.exact_bytes // GRANULE
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
 
-    def read_exact(self, layers: slice, rows: ExactRows) -> tuple[Tensor, Tensor]:
-        """Reads the RoPE-rotated keys and values [L, n, H, d] of n tokens in exact pages."""
-        keys, values = (x[layers][:, rows.pages, :, rows.offsets].transpose(0, 1) for x in (self.k, self.v))
-        return keys, values
+    def read_exact(self, layers: slice, rows: ExactRows) -> tuple[Tensor, ...]:
+        """Reads n tokens in exact pages: RoPE-rotated keys and values [L, n, H, d], and with an indexer index keys
+        [L, n, 1, d]."""
+        return tuple(x[layers][:, rows.pages, :, rows.offsets].transpose(0, 1) for x in self.exact)
 
     def excluded(self, layer: int, pages: Tensor, first: Tensor) -> Tensor:
         """Returns which chunks of compressed pages [R, P] are exact (sink, outliers), bool [R, H, P * C].
@@ -123,9 +126,18 @@ class GroupStore(CompressedStore):
         sink = (chunk < spec.sink_chunks) & (first == 0)[:, None]
         return sink[:, None].expand(-1, self.layout.shape.num_kv_heads, -1)
 
-    def write_tokens(self, layers: slice, rows: ExactRows, rope_keys: Tensor, values: Tensor) -> None:
-        """Writes RoPE-rotated keys and values [L, n, H, d] of n tokens to exact pages."""
-        for exact, tokens in ((self.k[layers], rope_keys), (self.v[layers], values)):
+    def append_index_keys(
+        self, layer: int, index_keys: Tensor, positions: Tensor, pages: Tensor, offsets: Tensor
+    ) -> None:
+        """Applies RoPE to index keys [n, 1, d] of tokens at ``positions``, and writes them to rows ``offsets`` of exact
+        ``pages``, int64 [n] each."""
+        assert self.index_keys is not None, "the layers have no indexer"
+        self.index_keys[layer][pages, 0, offsets] = self.ops.apply_rope(index_keys, positions, self.rotary).squeeze(1)
+
+    def write_tokens(self, layers: slice, rows: ExactRows, *of_tokens: Tensor) -> None:
+        """Writes n tokens to exact pages: what ``read_exact`` reads of them."""
+        for of_layers, tokens in zip(self.exact, of_tokens, strict=True):
+            exact = of_layers[layers]
             # A GPU scatters elements one by one, so elements of 8 bytes are faster.
             wide = exact.dtype if exact.shape[-1] * exact.itemsize % 8 else torch.int64
             exact.view(wide)[:, rows.pages, :, rows.offsets] = tokens.to(exact.dtype).transpose(0, 1).view(wide)

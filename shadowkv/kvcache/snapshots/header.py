@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.parts.base import INDEX_KEYS
 from shadowkv.kvcache.policy.growth import MAX_SEGMENTS, UNLIMITED, cut_short
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.snapshots import dataclass_json
@@ -37,6 +38,9 @@ DTYPES = {
     )
 }  # fmt: skip
 """Dtypes of fields, by name."""
+
+TAIL_INDEX_KEYS = f"tail.{INDEX_KEYS}"
+"""Name of the field with the index keys of exact tokens."""
 
 MOST = {"tokens": 2**31, "layers": 2**12, "fields": 2**10, "axes": 8, "bytes of a layer": 2**40}
 """Limits of the numbers in a header. Larger numbers are rejected."""
@@ -134,7 +138,8 @@ class SnapshotHeader:
             dense.
         fields: the fields of a layer, in the order of their bytes, such as ``segments.0.pages.latents`` [num_pages,
             ...], ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail`` [2,
-            tail_tokens, H, d] and ``observed.basis`` [...]. An axis of 2 has RoPE-rotated keys, then values.
+            tail_tokens, H, d], ``tail.index_keys`` [1, tail_tokens, 1, d] in layers with an indexer, and
+            ``observed.basis`` [...]. An axis of 2 has RoPE-rotated keys, then values.
         num_layers: number of all layers of the model.
         layer_bytes: bytes of a layer with these fields.
         layers: the layers with these fields; empty if all layers have them.
@@ -383,6 +388,8 @@ def _shapes(header: SnapshotHeader) -> dict[str, tuple[int, ...]]:
             shapes[f"segments.{number}.static"] = (2, segment.static_tokens)
     if header.tail_tokens:
         shapes["tail"] = (2, header.tail_tokens)
+        if any(field.name == TAIL_INDEX_KEYS for field in header.fields):
+            shapes[TAIL_INDEX_KEYS] = (1, header.tail_tokens)
     if header.observed:
         shapes["observed."] = ()
     if header.recurrent and header.fields:

@@ -23,7 +23,7 @@ from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.pools import SequencePools
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
 from shadowkv.kvcache.sequences.store import ExactRows, GroupStore, exact_rows
-from shadowkv.kvcache.snapshots.header import Cut, Link, SnapshotField, SnapshotHeader
+from shadowkv.kvcache.snapshots.header import TAIL_INDEX_KEYS, Cut, Link, SnapshotField, SnapshotHeader
 
 COPIED_AT_ONCE = 8192
 """Exact tokens that are copied at a time, to bound the temporary memory."""
@@ -74,10 +74,10 @@ class StateLocation:
 
 @dataclass(frozen=True)
 class TokensLocation:
-    """Exact tokens: ``rows`` of keys and of values [num_layers, page ids, H, 64, d]."""
+    """Exact tokens: ``rows`` of keys and of values, or of index keys, each [num_layers, page ids, H, 64, d]."""
 
     field: SnapshotField
-    memory: tuple[Tensor, Tensor]
+    memory: tuple[Tensor, ...]
     rows: ExactRows
 
     def read(self, layer: int, out: Tensor) -> None:
@@ -151,6 +151,9 @@ class SnapshotLocations:
         self.held["device"] += [ring[number % len(ring)] for number in range(start // PAGE, -(-stop // PAGE))]
         rows = exact_rows(self._numbers, ring, start, stop)
         self._locations.append(lambda x: TokensLocation(self._fields[name], (self._store.k, self._store.v), rows(x)))
+        if (index_keys := self._store.index_keys) is not None:
+            field = self._fields[TAIL_INDEX_KEYS]  # without a sink and outliers, all exact tokens are in the tail
+            self._locations.append(lambda x: TokensLocation(field, (index_keys,), rows(x)))
 
 
 def _pages_location(field: SnapshotField, memory: Tensor, page_ids: slice, numbers: Tensor) -> Location:

@@ -22,6 +22,7 @@ from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.pools import SequencePools
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Outline, Span
 from shadowkv.kvcache.snapshots.header import (
+    TAIL_INDEX_KEYS,
     Cut,
     Link,
     Snapshot,
@@ -321,6 +322,8 @@ class GroupContents:
                     yield Field(f"{name}.static", (2, segment.static_tokens, *token), layout.dtype)
         if content.tail_tokens:
             yield Field("tail", (2, content.tail_tokens, *token), layout.dtype)
+            if layout.indexer is not None:
+                yield Field(TAIL_INDEX_KEYS, (1, content.tail_tokens, 1, layout.shape.head_dim), layout.dtype)
         if content.observed:
             for x in state:
                 yield Field(f"observed.{x.name}", x.shape, x.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shadowkv.kvcache.policy.shape import FULL, Heads, LayerKind, ModelShape
+from shadowkv.kvcache.policy.shape import FULL, Heads, Indexer, LayerKind, ModelShape
 from shadowkv.layers.spec import Experts, LinearAttention
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.ops.apply_rope.tables import RopeConfig
@@ -193,6 +193,10 @@ class ModelConfig:
     def linear_of(self, layer: int) -> LinearAttention | None:
         """The linear attention of a layer; None if it has softmax attention."""
         return self.linear if self.layer_kinds and self.layer_kinds[layer].state else None
+
+    def indexer_of(self, layer: int) -> Indexer | None:
+        """The indexer of a layer; None if it has none."""
+        return self.layer_kinds[layer].indexer if self.layer_kinds else None
 
     def with_linear(self, linear: LinearAttention) -> ModelConfig:
         """The config with other sizes of linear attention."""

@@ -1,0 +1,56 @@
+"""Prompts in layers with an indexer: every query attends to the blocks that it selects, in PyTorch.
+
+Queries are taken in tiles, so that scores and masks stay small. All keys are multiplied, and then masked: this is
+correct, but no faster than dense attention.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from shadowkv.kvcache.policy.selected_blocks import largest_of_blocks, selected_blocks
+from shadowkv.kvcache.policy.shape import Indexer
+
+SCORES_AT_ONCE = 2**24
+"""Scores of all heads that exist at a time, which take 64 MiB in float32."""
+
+
+def attend_selected_blocks(
+    indexer: Indexer, q: Tensor, index_queries: Tensor, k: Tensor, v: Tensor, index_keys: Tensor
+) -> Tensor:
+    """Attends with the queries of the last n of m positions, each to the blocks that it selects and to no later token.
+
+    Args:
+        q: [n, H_q, d], after RoPE.
+        index_queries: [n, H, d], after RoPE.
+        k, v: [m, H, d], keys after RoPE and values.
+        index_keys: [m, 1, d], after RoPE.
+
+    Returns:
+        [n, H_q, d].
+    """
+    count, seen, heads = len(q), len(k), k.shape[1]
+    tile = max(1, SCORES_AT_ONCE // (q.shape[1] * seen))
+    parts = []
+    for start in range(0, count, tile):
+        rows = slice(start, min(start + tile, count))
+        positions = torch.arange(seen - count + rows.start, seen - count + rows.stop, device=q.device)
+        last = seen - count + rows.stop  # no query of the tile sees more tokens
+        kept = _attended(index_queries[rows], index_keys[:last], positions, indexer)
+        queries = q[rows].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [H, G, n, d]
+        keys, values = (x[:last].transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (k, v))
+        out = scaled_dot_product_attention(queries, keys, values, kept.transpose(0, 1).unsqueeze(1))
+        parts.append(out.permute(2, 0, 1, 3).flatten(1, 2))
+    return torch.cat(parts)
+
+
+def _attended(index_queries: Tensor, index_keys: Tensor, positions: Tensor, indexer: Indexer) -> Tensor:
+    """Which of the first m tokens queries at ``positions`` [n] attend to, bool [n, H, m]."""
+    scores = index_queries.float() @ index_keys.squeeze(1).float().T
+    token = torch.arange(scores.shape[-1], device=scores.device)
+    future = (token > positions[:, None]).unsqueeze(1)
+    scores = largest_of_blocks(scores.masked_fill(future, float("-inf")), indexer.block_size)
+    blocks = selected_blocks(scores, positions, indexer)
+    return blocks.repeat_interleave(indexer.block_size, dim=-1)[..., : len(token)] & ~future
