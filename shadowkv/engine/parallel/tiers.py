@@ -21,6 +21,7 @@ from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.startup.prefix_cache import RankCache
 from shadowkv.engine.startup.sizing import offload_bytes
 from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.header import Link, SnapshotHeader
 from shadowkv.kvcache.snapshots.layers import Reading, Restoring
@@ -186,7 +187,7 @@ class RankMover:
         """Opens the reading of copy ``number``."""
         try:
             self._jobs[number] = _Job(self._mover.open(sequence, start, stop))
-        except (ValueError, torch.OutOfMemoryError) as error:
+        except (ValueError, OutOfBlocks, torch.OutOfMemoryError) as error:
             self._fail(number, error)
 
     def _fail(self, number: int, error: Exception) -> None:
