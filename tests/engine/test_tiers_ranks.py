@@ -33,6 +33,7 @@ from faulty_disks import FullDisk, HeldDisk
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.parallel.ranks import Ranks
+from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.snapshots.layers import Reading
 from shadowkv.kvcache.snapshots.snapshots import Snapshots
 from shadowkv.layers.group import RankFailure
@@ -257,6 +258,10 @@ def no_memory(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("no memory left")
 
 
+def no_blocks(*_: Any, **__: Any) -> Any:
+    raise OutOfBlocks("there are none")
+
+
 PLACES: dict[str, tuple[type, str]] = {
     "open": (Snapshots, "open_reading"),
     "read": (Reading, "read_layer"),
@@ -264,30 +269,31 @@ PLACES: dict[str, tuple[type, str]] = {
 }
 
 
-def harm(runner: Runner, _: list[Any], rank: int, place: str) -> None:
-    """Lets ``place`` fail on a rank from now on. Every rank calls it."""
-    if runner.model.group.rank == rank:
+def harm(runner: Runner, _: list[Any], ranks: tuple[int, ...], place: str, fault: Any = no_memory) -> None:
+    """Lets ``place`` fail on some ranks from now on. Every rank calls it."""
+    if runner.model.group.rank in ranks:
         owner, name = PLACES[place]
         setattr(owner, f"{name}_before", getattr(owner, name))
-        setattr(owner, name, no_memory)
+        setattr(owner, name, fault)
 
 
-def heal(runner: Runner, _: list[Any], rank: int, place: str) -> None:
+def heal(runner: Runner, _: list[Any], ranks: tuple[int, ...], place: str) -> None:
     """Ends what ``harm`` did."""
-    if runner.model.group.rank == rank:
+    if runner.model.group.rank in ranks:
         owner, name = PLACES[place]
         setattr(owner, name, getattr(owner, f"{name}_before"))
 
 
 def test_what_one_rank_cannot_copy_is_not_there(model: Path, wanted: list[int]) -> None:
     with tiers_of(model, kv_offload_gib=0.0625) as engine:
-        for rank, place in itertools.product((0, 1), ("open", "read")):
-            engine.runner.collective_rpc(harm, [], rank, place)
+        alone = itertools.product(((0,), (1,)), ("open", "read"), (no_memory,))
+        for ranks, place, fault in (*alone, ((0, 1), "open", no_blocks)):
+            engine.runner.collective_rpc(harm, [], ranks, place, fault)
             for _ in range(2):
                 assert ask(engine, QUESTION)[::2] == (wanted, 0)
                 evict_device(engine)
                 assert engine.stats().prefixes["host"].used_bytes == 0
-            engine.runner.collective_rpc(heal, [], rank, place)
+            engine.runner.collective_rpc(heal, [], ranks, place)
         ask(engine, QUESTION)
         evict_device(engine)
         assert ask(engine, QUESTION)[::2] == (wanted, 704)
@@ -298,7 +304,7 @@ def test_what_one_rank_cannot_restore_ends_all(model: Path) -> None:
     with engine_of(model, 2, kv="full", kv_offload_gib=0.0625) as engine:
         ask(engine, QUESTION)
         evict_device(engine)
-        engine.runner.collective_rpc(harm, [], 1, "restore")
+        engine.runner.collective_rpc(harm, [], (1,), "restore")
         with pytest.raises(RankFailure, match="tensor-parallel rank 1 failed: OutOfMemoryError: no memory left"):
             ask(engine, QUESTION)
 
@@ -367,7 +373,7 @@ def test_weights_of_any_rank_make_another_key(model: Path, tmp_path: Path) -> No
 
 def test_a_save_that_a_rank_cannot_copy_is_answered(model: Path, tmp_path: Path) -> None:
     with tiers_of(model, kv_disk_dir=str(tmp_path)) as engine:
-        engine.runner.collective_rpc(harm, [], 1, "read")
+        engine.runner.collective_rpc(harm, [], (1,), "read")
         ask(engine, QUESTION)
         pages, saves = engine.requests.pages(QUESTION, None), engine.saves
         assert saves is not None
