@@ -70,7 +70,7 @@ NO_EFFECT = {
     ),
     "there is only one block manager": "--use-v2-block-manager",
     "sequences are never preempted": "--preemption-mode N",
-    "there is no speculative decoding": "--num-lookahead-slots N",
+    "drafts have the room of tokens to come": "--num-lookahead-slots N",
     "there is no cascade attention": "--disable-cascade-attn",
     "there is no hybrid KV cache manager": "--disable-hybrid-kv-cache-manager",
     "scales of an fp8 cache are always computed from the prompt": "--calculate-kv-scales",
@@ -116,7 +116,6 @@ REFUSED = {
     "an engine uses the GPUs of one machine; replicas can run on several: shadowkv ray serve --replicas N": (
         "--nnodes -n N=1, --node-rank -r N=0, --master-addr N=127.0.0.1, --headless"
     ),
-    "there is no speculative decoding; --kv turbo makes decode steps faster": "--speculative-config -sc N",
     "weights stay on the GPU; --quantization fp8 makes them smaller": "--cpu-offload-gb N=0",
     "set a fraction of the GPU's memory: --gpu-memory-utilization SHARE": "--kv-cache-memory-bytes N",
     "use --kv-offload-gib GIB, which keeps cached prompts in host memory": "--kv-offloading-size N",
