@@ -533,6 +533,8 @@ def _output(request: Request, tokens: list[int], reason: str | None) -> TokenOut
         len(request.output_token_ids),
         request.cached_tokens,
         request.times,
+        accepted_drafts=request.accepted_drafts,
+        rejected_drafts=request.rejected_drafts,
     )
 
 
