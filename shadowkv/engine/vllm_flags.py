@@ -60,7 +60,7 @@ NO_EFFECT = {
         "--max-num-partial-prefills N, --max-long-partial-prefills N, --long-prefill-token-threshold N"
     ),
     "the engine always runs in a process of its own": "--async-scheduling",
-    "a step always makes one token per sequence": "--num-scheduler-steps N=1",
+    "a step makes one token per sequence, and more with --speculative-config": "--num-scheduler-steps N=1",
     "CUDA graphs cover every length; --enforce-eager disables them": "--max-seq-len-to-capture N",
     "the engine chooses the batch sizes of CUDA graphs; --enforce-eager disables them": (
         "--cuda-graph-sizes --cudagraph-capture-sizes N+, --max-cudagraph-capture-size N"
