@@ -22,6 +22,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import RepetitionDetectionParams
 from shadowkv.wording import SettingsError
+from tests.models.families import build
 
 PLAIN = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
 SEEDED = replace(PLAIN, temperature=1.0, seed=7)
@@ -103,12 +104,16 @@ def test_a_step_makes_as_many_tokens_as_are_right(make: Any, monkeypatch: pytest
     assert steps in (range(22, 26) if right else range(140, 153))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "gpt_oss"])
 def test_windows_keep_what_rows_with_drafts_need(
     family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A window's ring goes around, and drafts that go into its next page are removed."""
-    model = make_model(family, tmp_path_factory.mktemp(family))
+    directory = tmp_path_factory.mktemp(family)
+    if family == "gpt_oss":  # with sinks
+        model = directory, build(family, directory, {"max_position_embeddings": 1024, "vocab_size": 300})
+    else:
+        model = make_model(family, directory)
     params = {"a": replace(PLAIN, max_tokens=300), "b": replace(SEEDED, max_tokens=260), "c": PLAIN}
 
     def said(engine: Engine) -> dict[str, list[int]]:
@@ -303,6 +308,12 @@ def test_a_wrong_config_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match="speculative_config=") as refused:
         EngineConfig(speculative_config=given)
     assert message in str(refused.value)
+
+
+def test_models_with_a_recurrent_state_are_refused(tmp_path: Path) -> None:
+    build("qwen3_5", tmp_path)
+    with pytest.raises(SettingsError, match="layers with a recurrent state, from which wrong tokens cannot be removed"):
+        Engine(EngineConfig(model=str(tmp_path), max_num_seqs=2, speculative_config=SUFFIX))
 
 
 def test_policies_that_fetch_values_are_refused(make: Any) -> None:
