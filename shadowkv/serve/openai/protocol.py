@@ -32,7 +32,6 @@ from shadowkv.serve.bodies.limits import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
     MAX_LOGIT_BIASES,
-    MAX_MESSAGES,
     MAX_NAME_CHARS,
     MAX_PROMPT_TOKENS,
     MAX_PROMPTS,
@@ -43,7 +42,7 @@ from shadowkv.serve.bodies.limits import (
     MAX_TEXT_CHARS,
     MAX_TOKEN_ID,
 )
-from shadowkv.serve.openai.messages import Conversation, TextPart, Turns
+from shadowkv.serve.openai.messages import Conversation, Prediction, Turns
 from shadowkv.serve.openai.output_schema import (
     RESPONSE_FORMAT,
     Choices,
@@ -122,19 +121,6 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-
-class Prediction(Body):
-    """``prediction``: text that the answer may have. It makes the answer faster where the server drafts tokens
-    (``--speculative-config``), and never changes it."""
-
-    type: Literal["content"]
-    content: Annotated[Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)], Field()]
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class RepetitionDetection(Body):

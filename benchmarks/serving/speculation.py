@@ -2,14 +2,15 @@
 (with the text as ``prediction``), and free chats.
 
 Both engines are in one process and have the same weights. They answer in turn, ``--rounds`` times; an answer that
-differs is printed. A ratio is that of the sums of the rounds' median times between the first token and the last:
+differs is printed. Rows that the file has are not measured again. A ratio is that of the sums of the rounds' median times between the first token and the last:
 
-    python -m benchmarks.sweeps.speculation --model smollm2-135m-64k-chat --out results/speculation.csv
+    python -m benchmarks.serving.speculation --model smollm2-135m-64k-chat --out results/speculation.csv
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import statistics
 import sys
 import time
@@ -35,6 +36,7 @@ CHATS = (
     "Explain to a child why the sky is blue and sunsets are red.",
     "Write a polite message to my neighbour about the noise at night.",
 )
+KEY = COLUMNS[:6]
 TASKS = ("quote", "edit", "chat")
 WORD, OTHER = "people", "persons"
 """The word that an edit replaces, and by what."""
@@ -116,6 +118,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
     rows = list[dict[str, Any]]()
+    if args.out.exists():
+        with args.out.open(newline="", encoding="utf-8") as file:
+            rows += csv.DictReader(file)
+    there = {tuple(row[name] for name in KEY) for row in rows}
     for kv in args.kv:
         longest = max(args.context) + args.tokens + 512
         config: dict[str, Any] = {"kv": kv, "max_num_seqs": 4, "max_model_len": longest, "dtype": args.dtype}
@@ -126,6 +132,8 @@ def main(argv: list[str] | None = None) -> int:
         drafting = Engine(EngineConfig(**config, speculative_config=speculative), loaded)
         for task in args.tasks:
             for context in args.context if task != "chat" else [0]:
+                if tuple(map(str, (args.model, kv, args.method, args.k, task, context))) in there:
+                    continue
                 rows.append(measure(args, plain, drafting, task, context))
                 write_rows(args.out, COLUMNS, rows)
                 print(" ".join(f"{name}={rows[-1][name]}" for name in COLUMNS), file=sys.stderr, flush=True)
