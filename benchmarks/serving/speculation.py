@@ -2,7 +2,8 @@
 (with the text as ``prediction``), and free chats.
 
 Both engines are in one process and have the same weights. They answer in turn, ``--rounds`` times; an answer that
-differs is printed. Rows that the file has are not measured again. A ratio is that of the sums of the rounds' median times between the first token and the last:
+differs is printed. Rows that the file has are not measured again. A ratio is that of the sums of the rounds' median
+times between the first token and the last:
 
     python -m benchmarks.serving.speculation --model smollm2-135m-64k-chat --out results/speculation.csv
 """

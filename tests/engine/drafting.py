@@ -24,7 +24,7 @@ def draft_by(patch: pytest.MonkeyPatch, drafts: Drafts) -> None:
 
     class Given:
         def __init__(self, request: Request, *others: Any) -> None:
-            self._request, self.gate, self.matches = request, Gate(speculation.AcceptanceRates(None, 1, 1)), True
+            self._request, self.gate = request, Gate(speculation.AcceptanceRates(None, 1, 1))
 
         def read(self, tokens: Sequence[int]) -> None:
             pass

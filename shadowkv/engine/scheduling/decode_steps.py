@@ -152,7 +152,8 @@ class DecodeSteps:
         """Whether another step can be launched behind ``step`` before its tokens are read."""
         if not (self.run_ahead and step.on_device) or step.drafts:
             return False
-        return self.speculation is None or not self.speculation.expects([running.request for running in step.rows])
+        requests = [running.request for running in step.rows]
+        return self.speculation is None or not self.speculation.expects(requests, step.lengths)
 
     def forget(self, running: Running) -> None:
         """Removes the tokens from an ending sequence that a step ahead or a draft has appended."""

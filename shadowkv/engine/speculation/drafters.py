@@ -6,6 +6,7 @@ host, some microseconds for a token.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,7 +16,7 @@ SEPARATOR = -1
 """Stands between predicted text and prompt. No token equals it."""
 
 SHORTEST_MATCH = 2
-"""Tokens of the shortest match of ``SuffixDrafter``."""
+"""Tokens of the shortest match of ``SuffixDrafter``, which are a key of its table."""
 
 LONGEST_MATCH = 64
 """Tokens that ``SuffixDrafter`` compares at most to find the longest match. A match then grows with the answer."""
@@ -89,17 +90,18 @@ class SuffixDrafter:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._newest: dict[tuple[int, ...], int] = {}  # of each pair of tokens, the position after its newest place
-        self._earlier: list[int] = []  # of each position, the one after the place before of the same pair; or -1
+        self._newest: dict[int, int] = {}  # of each pair of tokens, the position after its newest place
+        self._earlier = array("i")  # of each position, the one after the place before of the same pair; or -1
         self._matches: list[int] = []  # positions after the earlier occurrences of the longest match, newest first
         self._matched = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the text."""
         for token in tokens:
-            end, pair = len(self._tokens), tuple(self._tokens[-SHORTEST_MATCH:])
+            end, pair = len(self._tokens), self._pair()
             self._earlier.append(self._newest.get(pair, -1))
-            self._newest[pair] = end
+            if end >= SHORTEST_MATCH:
+                self._newest[pair] = end
             self._tokens.append(token)
             if self._matches:
                 self._matches = [at + 1 for at in self._matches if self._tokens[at] == token]
@@ -124,9 +126,13 @@ class SuffixDrafter:
             matches = [at for at, own in zip(matches, following, strict=True) if own == token]
         return _until_separator(drafted)
 
+    def _pair(self) -> int:
+        """The newest pair of tokens as a number; -1, which is no pair, without one."""
+        return self._tokens[-2] << 32 | self._tokens[-1] & 0xFFFFFFFF if len(self._tokens) > 1 else -1
+
     def _look_up(self) -> None:
         tokens, self._matches, self._matched = self._tokens, [], SHORTEST_MATCH
-        at = self._newest.get(tuple(tokens[-SHORTEST_MATCH:]), -1)
+        at = self._newest.get(self._pair(), -1)
         for _ in range(OCCURRENCES):
             if at < 0:
                 break

@@ -12,6 +12,9 @@ from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.engine.speculation.drafters import SEPARATOR, Drafter, drafter_of
 from shadowkv.engine.speculation.gate import FIRST_TOKENS, RECENT_TOKENS, AcceptanceRates, Gate, StepTimes
 
+LONGEST_TEXT = 131_072
+"""Newest tokens of a prompt that are looked up. Reading a token takes half a microsecond and some 150 bytes."""
+
 
 @dataclass
 class SpeculationStats:
@@ -70,9 +73,11 @@ class Speculation:
             rows += len(drafts[-1])
         return drafts if rows > len(requests) else []
 
-    def expects(self, requests: Sequence[Request]) -> bool:
-        """Whether a request's known text has a match, so that the next step may have a draft."""
-        return any(self._of(request).matches for request in requests)
+    def expects(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
+        """Whether a request's known text would have a draft, so that the next step may have one. Arguments are as in
+        ``drafts``."""
+        rows, times = len(requests), self._times_at(lengths)
+        return any(self._of(request).draft(self._most, times, rows, rows) for request in requests)
 
     def judge(self, request: Request, drafted: int, accepted: int) -> None:
         """Takes in how many of a request's drafted tokens were accepted."""
@@ -97,7 +102,8 @@ class _Drafts:
     def __init__(self, request: Request, drafter: Drafter, gate: Gate) -> None:
         self._drafter, self.gate, self._count = drafter, gate, 0
         predicted = request.params.predicted_token_ids
-        drafter.extend([*predicted, SEPARATOR, *request.prompt_token_ids] if predicted else request.prompt_token_ids)
+        prompt = request.prompt_token_ids[-LONGEST_TEXT:]
+        drafter.extend([*predicted, SEPARATOR, *prompt] if predicted else prompt)
 
     def read(self, tokens: Sequence[int]) -> None:
         """Reads what is new of the answer's ``tokens``."""
@@ -105,14 +111,9 @@ class _Drafts:
             self._drafter.extend(tokens[self._count :])
             self._count = len(tokens)
 
-    @property
-    def matches(self) -> bool:
-        """Whether the text has a match."""
-        return self._drafter.matched > 0
-
     def draft(self, most: int, times: StepTimes, rows: int, sequences: int) -> list[int]:
         """Returns the drafted tokens, at most ``most``, for a step with ``rows`` other rows of ``sequences``
         sequences."""
-        if most <= 0 or not self.matches or not (draft := self._drafter.draft(most)):
+        if most <= 0 or not (draft := self._drafter.draft(most)):
             return []
         return draft[: self.gate.length(self._drafter.matched, len(draft), times, rows, sequences, self._count)]
