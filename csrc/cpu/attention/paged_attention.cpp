@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <utility>
 
 #include "constants.h"
 #include "cpu/common/instruction_set.h"
@@ -34,10 +33,6 @@ PagedPlan::PagedPlan(const int64_t* pages, const int64_t* counts, int64_t batch,
       first_partial.push_back(static_cast<int64_t>(tasks.size()));
     }
   }
-  // Rows of one sequence (drafted tokens) attend to the same pages: one after the other they find them in the caches.
-  std::stable_sort(tasks.begin(), tasks.end(), [this](const PageTask& one, const PageTask& other) {
-    return std::make_pair(entries[one.first].page, one.head) < std::make_pair(entries[other.first].page, other.head);
-  });
 }
 
 PagedPartials::PagedPartials(const PagedPlan& plan, int64_t group, int64_t dim)
