@@ -51,6 +51,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_answers_are_those_without_drafts(make: Any, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
     """With prompts that are compressed at once and later, whatever else is asked for, beside requests that are
     aborted."""
+    for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):  # packs without a clock
+        monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
 
     def said(engine: Engine) -> tuple[dict[str, tuple[list[int], str | None]], list[float]]:
         for number, params in enumerate(KINDS * 2):  # together, so that prompts are packed alike
