@@ -271,6 +271,13 @@ METHODS = (
         ),
     ),
     Method(
+        "speculative decoding",
+        ("engine/speculation/speculation.py", "engine/scheduling/drafted_rows.py", "kvcache/decode/planning.py"),
+        (),
+        (),
+        ("engine/test_speculation.py", "engine/test_drafters.py"),
+    ),
+    Method(
         "sampling of tokens", ("engine/execution/sampler.py",), ("sample_tokens",), (), ("ops/test_sample_tokens.py",)
     ),
 )

@@ -56,6 +56,11 @@ def parse_overrides(text: str) -> dict[str, Any]:
     return _object(text, """'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}'""")
 
 
+def parse_speculative_config(text: str) -> dict[str, Any]:
+    """Parses ``--speculative-config``. Raises ArgumentTypeError if it is no JSON object."""
+    return _object(text, """'{"method": "suffix", "num_speculative_tokens": 8}'""")
+
+
 def _object(text: str, wanted: str) -> dict[str, Any]:
     try:
         value = json.loads(text)

@@ -144,6 +144,8 @@ class AnswerText:
             output.prefilled,
             output.error_code,
             self._stop_reason(output) if self.ended else None,
+            output.accepted_drafts,
+            output.rejected_drafts,
         )
 
     def _stop_reason(self, output: TokenOutput) -> str | int | None:
@@ -173,6 +175,8 @@ def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
         None if selections is None else [step for output in outputs for step in output.selections or ()],
         _first(output.prefilled for output in reversed(outputs)),
         last.error_code,
+        last.accepted_drafts,
+        last.rejected_drafts,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PREFILL_ERROR, PREFILL_ERROR_HELP, KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
@@ -22,6 +23,7 @@ from shadowkv.load_settings import (
     parse_count,
     parse_object,
     parse_overrides,
+    parse_speculative_config,
 )
 from shadowkv.prefix_cache.eviction import POLICIES
 from shadowkv.settings import (
@@ -211,6 +213,16 @@ class EngineConfig:
         "served, priority runs the lowest priority number first",
         choices=SCHEDULING_POLICIES,
     )
+    speculative_config: Mapping[str, Any] | None = setting(
+        None,
+        SCHEDULING,
+        "speculative decoding: drafts several tokens from a request's own text, and verifies them in one step; method "
+        "is ngram or suffix, num_speculative_tokens the most drafted tokens, prompt_lookup_min and prompt_lookup_max "
+        "the n-grams of ngram (default: off)",
+        "-sc",
+        parse=parse_speculative_config,
+        metavar="JSON",
+    )
     default_max_tokens: int = setting(
         1024,
         SAMPLING,
@@ -385,6 +397,11 @@ class EngineConfig:
                 f"device={self.device!r} is one GPU: with tensor_parallel_size > 1 it must be 'cuda', which takes the "
                 "first GPUs"
             )
+        if self.speculative_config is not None:
+            try:
+                SpeculativeConfig.of(self.speculative_config)
+            except ValueError as error:
+                bad.append(f"speculative_config={dict(self.speculative_config)!r:.200}: {error}")
         if self.rope_theta is not None and "rope_theta" in (self.hf_overrides or {}):
             bad.append(f"rope_theta={self.rope_theta} is also in hf_overrides: set only one of them")
         if bad:
@@ -414,6 +431,17 @@ class EngineConfig:
         """Entries that replace those of the model's config.json."""
         theta = {} if self.rope_theta is None else {"rope_theta": self.rope_theta}
         return {**(self.hf_overrides or {}), **theta}
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How tokens are drafted; None without speculative decoding."""
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a decode step: one for each sequence, and those of one sequence's drafted tokens."""
+        drafted = 0 if self.speculation is None else self.speculation.num_speculative_tokens or 0
+        return self.max_num_seqs + SPARE_SEQS + drafted
 
     @property
     def disk_gib(self) -> float:

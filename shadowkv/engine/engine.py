@@ -32,10 +32,11 @@ from shadowkv.engine.request import Request, RequestError, SchemaTimeout
 from shadowkv.engine.request_factory import RequestFactory
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.decode_steps import DecodeSteps
-from shadowkv.engine.scheduling.held_rows import Chosen, Selected
+from shadowkv.engine.scheduling.held_rows import Chosen, ChosenRows, Selected
 from shadowkv.engine.scheduling.pacing import Pace
 from shadowkv.engine.scheduling.prefill_queue import PrefillInFlight, PrefillQueue
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
+from shadowkv.engine.speculation.speculation import Speculation, SpeculationStats
 from shadowkv.engine.startup.loading import (
     checked_defaults,
     current,
@@ -103,6 +104,7 @@ class EngineStats:
         usage: share of the KV cache that requests in flight hold, 0 to 1; None unless requested.
         checkpoint_bytes: bytes of checkpoints of recurrent states, part of the tier ``recurrent_states``; None if no
             layer has such a state.
+        speculation: counts of drafts; None without speculative decoding.
     """
 
     running: int
@@ -113,6 +115,7 @@ class EngineStats:
     deferred: int = 0
     usage: float | None = None
     checkpoint_bytes: int | None = None
+    speculation: SpeculationStats | None = None
 
 
 class Engine:
@@ -184,7 +187,9 @@ class Engine:
             config.scheduling_policy,
             self.pace,
         )
-        self.decode_steps = DecodeSteps(self.runner, self.scheduler, self.runner.graphs is not None, self.pace)
+        run_ahead = self.runner.graphs is not None
+        speculation = None if config.speculation is None else Speculation(config.speculation, config.max_rows)
+        self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead, self.pace, speculation)
         self.prefill_queue = PrefillQueue(self.runner, self.scheduler, self.pace)
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
@@ -300,6 +305,7 @@ class Engine:
             self.scheduler.deferred,
             self.scheduler.usage if usage else None,
             None if self.cache.recurrent is None else self.cache.recurrent.checkpoint_bytes,
+            None if self.decode_steps.speculation is None else self.decode_steps.speculation.stats,
         )
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -439,12 +445,16 @@ class Engine:
         self._aborted.difference_update(running.request.request_id for running in prefill.rows)
 
     def _decode(self, wait: bool) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
         try:
-            chosen = self.decode_steps.next(wait)
+            chosen: ChosenRows | None = self.decode_steps.next(wait)
+            while chosen is not None:  # once, or as long as drafts are right
+                outputs += self._take_tokens(*chosen)
+                chosen = self.decode_steps.following()
         except torch.OutOfMemoryError as error:  # waiting requests may need less memory
             message = _explain(error)
-            return [self._fail(running, message) for running in list(self.scheduler.running)]
-        return self._take_tokens(*chosen)
+            outputs += [self._fail(running, message) for running in list(self.scheduler.running)]
+        return outputs
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
@@ -530,6 +540,8 @@ def _output(request: Request, tokens: list[int], reason: str | None) -> TokenOut
         len(request.output_token_ids),
         request.cached_tokens,
         request.times,
+        accepted_drafts=request.accepted_drafts,
+        rejected_drafts=request.rejected_drafts,
     )
 
 

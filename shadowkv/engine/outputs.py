@@ -92,6 +92,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         prompt_tokens, completion_tokens: counts so far.
         cached_tokens: prompt tokens that the prefix cache had.
         times: times of the request's events so far.
+        accepted_drafts, rejected_drafts: drafted tokens so far that were, and were not, the next ones of the answer.
         logprobs: one per new token, if requested.
         prompt_logprobs: one per prompt token, None for the first, if requested. They are on the first output that is
             not progress (``is_progress``).
@@ -114,6 +115,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     selections: list[TokenSelections | None] | None = None
     prefilled: int | None = None
     error_code: ErrorCode | None = None
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
     @property
     def is_progress(self) -> bool:
@@ -131,7 +134,7 @@ class TextOutput:
         stop_reason: on the last output, as in vLLM: the stop string or the stop token that ended the text, or
             ``repetition_detected``; else None.
         token_ids, logprobs, finish_reason, error, error_code, prompt_tokens, completion_tokens, cached_tokens, times,
-            prompt_logprobs, selections, prefilled: as in ``TokenOutput``.
+            prompt_logprobs, selections, prefilled, accepted_drafts, rejected_drafts: as in ``TokenOutput``.
     """
 
     request_id: str
@@ -150,6 +153,8 @@ class TextOutput:
     prefilled: int | None = None
     error_code: ErrorCode | None = None
     stop_reason: str | int | None = None
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
     @property
     def is_progress(self) -> bool:

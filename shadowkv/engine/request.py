@@ -74,6 +74,7 @@ class Request:
         allowed: ``allowed_token_ids`` on the device; None until the sampler has copied them there.
         times: times of the request's events.
         cached_tokens: prompt tokens that the prefix cache had.
+        accepted_drafts, rejected_drafts: drafted tokens that were, and were not, the next tokens of the answer.
         passed: version of the prefix cache at which shorter prompts last overtook this one; -1 if none has.
     """
 
@@ -95,6 +96,8 @@ class Request:
     times: RequestTimes = field(default_factory=lambda: RequestTimes(time.monotonic()))
     output_token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
     passed: int = -1
 
     @property
@@ -153,6 +156,7 @@ class RequestLimits:
             "stop_token_ids": params.stop_token_ids,
             "allowed_token_ids": params.allowed_token_ids or (),
             "logprob_token_ids": params.logprob_token_ids or (),
+            "predicted_token_ids": params.predicted_token_ids,
         }
         for name, ids in named.items():
             for token in (min(ids, default=0), max(ids, default=0)):

@@ -19,7 +19,7 @@ this many tokens."""
 MAX_LOGPROB_TOKEN_IDS = 128
 """Most entries of ``logprob_token_ids``, as in vLLM."""
 
-SEQUENCES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
+SEQUENCES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids", "predicted_token_ids")
 """Parameters that accept a list and store it as a tuple."""
 
 
@@ -146,6 +146,8 @@ class SamplingParams:
             is off. The engine's ``max_logprobs`` limits it.
         prompt_logprobs: number of alternatives to report per prompt token, with the same values.
         logprob_token_ids: tokens to report beside the chosen one, instead of the most likely ones.
+        predicted_token_ids: tokens that the answer may have, from which drafts are made too (OpenAI's ``prediction``).
+            They do not change the answer. Without ``speculative_config`` they have no effect.
         return_selections: whether to report the tokens that each token attended to (``CompletionOutput.selections``).
             On a GPU, steps of a batch with such a request run without CUDA graphs, which is slower.
         return_progress: whether to report the progress of the prefill (``TextOutput.prefilled``).
@@ -185,6 +187,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] | None = None
+    predicted_token_ids: tuple[int, ...] = ()
     return_selections: bool = False
     return_progress: bool = False
     cache_prompt: bool = True
@@ -200,7 +203,7 @@ class SamplingParams:
             object.__setattr__(self, "thinking_token_budget", None)
         if wrong := wrong_types(self):
             raise TypeError("; ".join(wrong))
-        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "predicted_token_ids"):
             if not all(_is_number(token, Integral) for token in getattr(self, name) or ()):
                 raise TypeError(f"{name}={getattr(self, name)!r:.100} must be token ids, whole numbers")
         if self.logprob_token_ids and self.logprobs is None:

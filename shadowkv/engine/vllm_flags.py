@@ -60,7 +60,7 @@ NO_EFFECT = {
         "--max-num-partial-prefills N, --max-long-partial-prefills N, --long-prefill-token-threshold N"
     ),
     "the engine always runs in a process of its own": "--async-scheduling",
-    "a step always makes one token per sequence": "--num-scheduler-steps N=1",
+    "a step makes one token per sequence, and more with --speculative-config": "--num-scheduler-steps N=1",
     "CUDA graphs cover every length; --enforce-eager disables them": "--max-seq-len-to-capture N",
     "the engine chooses the batch sizes of CUDA graphs; --enforce-eager disables them": (
         "--cuda-graph-sizes --cudagraph-capture-sizes N+, --max-cudagraph-capture-size N"
@@ -70,7 +70,7 @@ NO_EFFECT = {
     ),
     "there is only one block manager": "--use-v2-block-manager",
     "sequences are never preempted": "--preemption-mode N",
-    "there is no speculative decoding": "--num-lookahead-slots N",
+    "drafts have the room of tokens to come": "--num-lookahead-slots N",
     "there is no cascade attention": "--disable-cascade-attn",
     "states are kept every 8192 prompt tokens and at the end of a prompt; --max-mamba-checkpoints limits how many": (
         "--mamba-cache-mode N=align, --mamba-block-size N"
@@ -122,7 +122,6 @@ REFUSED = {
     "an engine uses the GPUs of one machine; replicas can run on several: shadowkv ray serve --replicas N": (
         "--nnodes -n N=1, --node-rank -r N=0, --master-addr N=127.0.0.1, --headless"
     ),
-    "there is no speculative decoding; --kv turbo makes decode steps faster": "--speculative-config -sc N",
     "weights stay on the GPU; --quantization fp8 makes them smaller": "--cpu-offload-gb N=0",
     "set a fraction of the GPU's memory: --gpu-memory-utilization SHARE": "--kv-cache-memory-bytes N",
     "use --kv-offload-gib GIB, which keeps cached prompts in host memory": "--kv-offloading-size N",

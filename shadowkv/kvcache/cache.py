@@ -325,12 +325,34 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    def plan_decode(self, sequences: Sequence[CachedSequence]) -> DecodePlan:
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether a step can append several tokens to a sequence. It cannot if a recurrent state would have to be taken
+        back with them, if rows of a sequence would fetch values into the same buffer, or if the model has an indexer:
+        ``decode.native`` selects for one token of each sequence."""
+        fetches = any(group.decode.fetching is not None for group in self.groups)
+        return self.recurrent is None and not self.shape.indexed and not fetches
+
+    def most_tokens(self, sequences: Sequence[CachedSequence]) -> list[int]:
+        """Returns the most new tokens that a step can append to each sequence. They end before the sequence's capacity,
+        and before the next compression is due."""
+        if not self.takes_drafts:
+            return [1] * len(sequences)
+        of_groups = [group.planner.most_tokens(group.sequences(sequences)) for group in self.groups]
+        most: list[int] = np.minimum.reduce(of_groups).tolist()
+        return most
+
+    def plan_decode(self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None) -> DecodePlan:
         """Plans a decode step of ``sequences`` (at least one), and the page compressions that are due before it.
 
-        Raises ValueError if a sequence is at its capacity.
+        Args:
+            counts: number of new tokens of each sequence, 1 to ``most_tokens``. Each is a row of the step; the rows of
+                a sequence follow one another. None for one token each. Tokens that turn out to be wrong are removed
+                with ``truncate``.
+
+        Raises ValueError if a sequence has no room for its new tokens.
         """
-        plans = [group.planner.plan(group.sequences(sequences)) for group in self.groups]
+        plans = [group.planner.plan(group.sequences(sequences), counts) for group in self.groups]
         alone = all(plan.of_sequence is None for plan in plans)  # micro-batches need one segment per row
         parts = max(plan.micro_batches for plan in plans) if alone else 1
         recurrent = None

@@ -38,6 +38,7 @@ SET = EngineConfig(
     generation_config="vllm",
     override_generation_config={"top_k": 5},
     seed=7,
+    speculative_config={"method": "ngram", "num_speculative_tokens": 3},
     kv="quest",
     kv_dense_below=2048,
     prefill="sparse",

@@ -50,7 +50,7 @@ def steps(
     if eager:
         # Of the same shapes: additions in another order change last bits, and those which tokens are drawn.
         plan = engine.cache.plan_decode
-        monkeypatch.setattr(engine.cache, "plan_decode", lambda some: engine.cache.rounded(plan(some), 6))
+        monkeypatch.setattr(engine.cache, "plan_decode", lambda *some: engine.cache.rounded(plan(*some), 6))
     draw, sequences, logits = random.Random(0), [], []
 
     def feed(sequence: CachedSequence, count: int) -> None:

@@ -29,9 +29,9 @@ def paced(engine: Engine, seconds: float = 1e-9) -> list[tuple[int, list[int]]]:
     engine._prefill_seconds = lambda gap: gap
     steps, decode = [], engine.runner.decode
 
-    def noted(sequences: Any, last: Any, sources: Any, record: Any, prompts: Any) -> torch.Tensor:
+    def noted(sequences: Any, last: Any, sources: Any, record: Any, prompts: Any, *drafts: Any) -> torch.Tensor:
         steps.append((len(sequences), [len(ids) for _, ids in prompts]))
-        return decode(sequences, last, sources, record, prompts)
+        return decode(sequences, last, sources, record, prompts, *drafts)
 
     engine.runner.decode = noted
     return steps

@@ -133,9 +133,9 @@ def test_what_prompts_add_to_a_step_is_their_pace(make: Any, monkeypatch: pytest
     monkeypatch.setattr(time, "monotonic", lambda: passed[0])
     decode = engine.runner.decode
 
-    def slow(sequences: Any, tokens: Any, sources: Any, record: Any, prompts: Any) -> torch.Tensor:
+    def slow(sequences: Any, tokens: Any, sources: Any, record: Any, prompts: Any, *drafts: Any) -> torch.Tensor:
         passed[0] += 5 + 2 * len(prompts)
-        return decode(sequences, tokens, sources, record, prompts)
+        return decode(sequences, tokens, sources, record, prompts, *drafts)
 
     monkeypatch.setattr(engine.runner, "decode", slow)
     params = SamplingParams(max_tokens=30, ignore_eos=True)

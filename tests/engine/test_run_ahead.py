@@ -54,9 +54,9 @@ def test_answers_are_those_of_steps_one_by_one(make: Any, monkeypatch: pytest.Mo
     launched: list[bool] = []
     decode = ahead.runner.decode
 
-    def spy(sequences: Any, tokens: Any, sources: list[int], record: Any, prompts: Any) -> Any:
+    def spy(sequences: Any, tokens: Any, sources: list[int], *others: Any) -> Any:
         launched.append(max(sources) >= 0)  # some tokens are still on their way
-        return decode(sequences, tokens, sources, record, prompts)
+        return decode(sequences, tokens, sources, *others)
 
     monkeypatch.setattr(ahead.runner, "decode", spy)
     assert answers(ahead, params) == answers(wanted, params)

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from drafting import SUFFIX, counts, draft_by, mostly
 from safetensors.torch import save_file
 from test_engine import drain, prompt, tokens
 from test_mixed_steps import never_joining, paced
@@ -317,3 +318,24 @@ def test_what_a_rank_cannot_load_is_said_once(model: Path) -> None:
     ):
         pass
     assert not workers()
+
+
+def test_ranks_verify_drafts_together(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 drafts, and tells the other what to append and what to remove."""
+    params = SamplingParams(max_tokens=90, temperature=1.0, seed=5, ignore_eos=True)
+
+    def said(engine: Engine) -> dict[str, list[int]]:
+        for name, length in (("a", 60), ("b", 300)):
+            engine.add_request(name, prompt(length, length), params)
+        found = {name: tokens(outputs) for name, outputs in drain(engine).items()}
+        while engine.scheduler.prefix_cache.evict():
+            pass
+        assert engine.cache.free == engine.cache.total
+        return found
+
+    with engine_of(model, 2, kv="shadowkv:place=device") as engine:
+        wanted = said(engine)
+    draft_by(monkeypatch, mostly(wanted))
+    with engine_of(model, 2, kv="shadowkv:place=device", speculative_config=SUFFIX) as engine:
+        assert said(engine) == wanted
+        assert min(counts(engine)) > 20

@@ -63,8 +63,8 @@ def test_it_uses_everything_once_and_leaves_nothing_behind(make: Any, monkeypatc
         prompts.append([len(tokens) for _, tokens in work])
         return prefill(work, scored)
 
-    def planned(sequences: Any) -> Any:
-        made = plan(sequences)
+    def planned(*what: Any) -> Any:
+        made = plan(*what)
         compressed.append(any(group.compression is not None for group in made.groups))
         return made
 

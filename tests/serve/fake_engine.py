@@ -94,6 +94,7 @@ class FakeEngine:
     fingerprint = "01234567"
     max_num_seqs = 4
     scheduling_policy = "fair"
+    drafts = False
     kv = "fake"
     max_concurrency = 2.5
     role = "both"

@@ -95,7 +95,6 @@ REFUSED = [
     ("--lora-modules sql=/adapters/sql", "--adapter"),
     ("--pipeline-parallel-size 2", "--tensor-parallel-size"),
     ("--data-parallel-size 2", "shadowkv ray serve --replicas"),
-    ('--speculative-config {"method":"ngram"}', "--kv turbo"),
     ("--cpu-offload-gb 4", "--quantization fp8"),
     ("--kv-offloading-size 4", "--kv-offload-gib"),
     ("--convert embed", "no embeddings"),

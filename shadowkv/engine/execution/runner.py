@@ -130,8 +130,10 @@ class Runner:
         sources: list[int] | None = None,
         record: AbstractContextManager[Any] | None = None,
         prompts: Sequence[tuple[CachedSequence, list[int]]] = (),
+        drafts: Sequence[list[int]] = (),
     ) -> Tensor:
-        """Runs a decode step: appends a token to each sequence and returns float32 logits [B, V] of the next.
+        """Runs a decode step: appends a token to each sequence and returns float32 logits [B, V] of the next. The step
+        has a row for each token, and B is their number.
 
         Args:
             tokens: the token of each sequence, unless ``sources`` names a row.
@@ -142,10 +144,19 @@ class Runner:
             prompts: n other sequences and their new tokens (at most a block) for the same pass. Logits are then
                 [B + n, V]. The pass is a CUDA graph if all prompts stay exact and its shape has a graph. If it raises,
                 these sequences can only be released, and the step can run without them.
+            drafts: for each sequence, drafted tokens, which are appended behind its token. Each is a further row of its
+                sequence. Wrong ones must be removed with ``KVCache.truncate``. Empty if nothing is drafted.
         """
         if sources is not None and any(source >= 0 for source in sources):
             self.model.group.copy_first(self.chosen)  # only rank 0 chooses tokens
-        plan, sources = self.cache.plan_decode(sequences), sources or [-1] * len(tokens)
+        sources, counts = sources or [-1] * len(tokens), None
+        if drafts:
+            counts = [1 + len(draft) for draft in drafts]
+            tokens = [one for token, draft in zip(tokens, drafts, strict=True) for one in (token, *draft)]
+            sources = [
+                row for source, draft in zip(sources, drafts, strict=True) for row in (source, *[-1] * len(draft))
+            ]
+        plan = self.cache.plan_decode(sequences, counts)
         logits = None
         if self.graphs is not None and record is None:
             logits = self._captured(plan, tokens, sources, prompts)

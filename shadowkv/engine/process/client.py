@@ -150,6 +150,7 @@ class EngineClient:
         config = facts.config
         self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role
         self.max_num_seqs, self.scheduling_policy = config.max_num_seqs, config.scheduling_policy
+        self.drafts = config.speculation is not None
         self.sampling_defaults = facts.sampling_defaults
         self.stopping, self._ended, self._error = False, False, cast("str | None", None)
         self.name, self._numbers = secrets.token_hex(4), itertools.count()

@@ -17,7 +17,7 @@ import msgspec
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 
-VERSION = 7
+VERSION = 8
 """Version of these messages."""
 
 ID_BYTES = 4

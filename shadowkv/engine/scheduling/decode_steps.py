@@ -7,21 +7,28 @@ sequence whose grammar mask is not ready is held: the other sequences go on, and
 logits later.
 
 Short prompts can join a step. The same pass computes them, and the step chooses their first tokens.
+
+With speculative decoding a step can have several rows of a sequence, for drafted tokens behind its newest one. They are
+drafted from tokens that the host has seen. So no step is launched ahead where a draft is likely, and none behind one
+with drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.scheduling.drafted_rows import DraftedRows, cut_to_answer
 from shadowkv.engine.scheduling.held_rows import Chosen, ChosenRows, HeldRows, Selected, joined
 from shadowkv.engine.scheduling.pacing import Mark, Pace
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
 from shadowkv.engine.selections import SelectionRecord
+from shadowkv.engine.speculation.speculation import Speculation
 
 
 class DecodeSteps:
@@ -30,6 +37,7 @@ class DecodeSteps:
     Args:
         run_ahead: whether to launch a step before the tokens of the step before are read. On a CPU it gains nothing.
         pace: gets the time that prompts add to a step.
+        speculation: drafts tokens; None without speculative decoding.
 
     Attributes:
         seconds: device time of the last step without prompts. Steps that captured a CUDA graph do not count: the device
@@ -37,11 +45,20 @@ class DecodeSteps:
         held: rows that wait for their grammars.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, run_ahead: bool, pace: Pace) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        run_ahead: bool,
+        pace: Pace,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.runner, self.scheduler, self.run_ahead, self.pace = runner, scheduler, run_ahead, pace
+        self.speculation = speculation
         self.seconds = 0.0
         self._ahead: _Step | None = None
         self._behind: _Step | None = None
+        self._drafted: DraftedRows | None = None
         self.held = HeldRows(runner, scheduler)
 
     @property
@@ -77,7 +94,8 @@ class DecodeSteps:
         """Returns the next token of every running sequence, and its selections if requested. Some rows can be of
         sequences that have ended in the meantime.
 
-        Held rows are included when their grammars are ready. If all rows are held, ``wait`` waits for a moment.
+        Held rows are included when their grammars are ready. If all rows are held, ``wait`` waits for a moment. When
+        these tokens are part of their answers, ``following`` must be called until it returns None.
         """
         step = self._in_flight or self._launch(None)
         if step is None:
@@ -87,7 +105,12 @@ class DecodeSteps:
             with suppress(torch.OutOfMemoryError):  # the next call launches it again; this step's tokens are kept
                 self._ahead = self._launch(step)
         before = self.held.release(wait=False)
-        if step.on_device:
+        if step.drafts:
+            assert self.speculation is not None, "nothing else drafts"
+            place = self.scheduler, self.held, self.speculation
+            self._drafted = DraftedRows(step.rows, step.drafts, partial(self._choose, step), *place)
+            chosen = self._drafted.next() or ([], ([], [], []), {})
+        elif step.on_device:
             chosen = step.rows, step.chosen(), step.selected()
         else:
             chosen = self.held.choose(step.rows, step.logits, step.selected())
@@ -100,7 +123,24 @@ class DecodeSteps:
                 self.scheduler.prefix_cache.speeds.computed(step.prompt_tokens, beyond)
             else:
                 self.seconds = seconds
+                if self.speculation is not None:
+                    self.speculation.took(step.lengths, len(step.logits), seconds)
         return joined(chosen, before)
+
+    def following(self) -> ChosenRows | None:
+        """Returns the tokens that follow those returned before, of sequences whose drafts were right so far. None if
+        there are none; their sequences then have no wrong tokens left."""
+        chosen = None if self._drafted is None else self._drafted.next()
+        if chosen is None:
+            self._drafted = None
+        return chosen
+
+    def _choose(self, step: _Step, running: list[Running], rows: list[int]) -> ChosenRows:
+        """Chooses tokens of sequences from the rows of a step with drafts."""
+        if not step.on_device:
+            return self.held.choose(running, step.logits[rows], {})
+        tokens, _, finite = step.chosen()
+        return running, ([tokens[row] for row in rows], [None] * len(rows), [finite[row] for row in rows]), {}
 
     @property
     def _in_flight(self) -> _Step | None:
@@ -110,13 +150,14 @@ class DecodeSteps:
 
     def _precedes(self, step: _Step) -> bool:
         """Whether another step can be launched behind ``step`` before its tokens are read."""
-        return self.run_ahead and step.on_device
+        if not (self.run_ahead and step.on_device) or step.drafts:
+            return False
+        requests = [running.request for running in step.rows]
+        return self.speculation is None or not self.speculation.expects(requests, step.lengths)
 
     def forget(self, running: Running) -> None:
-        """Removes the token that a step ahead has appended to an ending sequence."""
-        if self._ahead is not None and running in self._ahead.rows:
-            sequence = running.sequence
-            self.runner.cache.truncate(sequence, sequence.length - 1)
+        """Removes the tokens from an ending sequence that a step ahead or a draft has appended."""
+        cut_to_answer(running, self.held, self.scheduler)
 
     def _launch(self, before: _Step | None, prompts: Sequence[Running] = ()) -> _Step | None:
         """Launches a step of the running sequences and ``prompts`` behind ``before``; None if no sequence is left to
@@ -141,15 +182,26 @@ class DecodeSteps:
         if asking:
             record = SelectionRecord(self.runner.cache, [rows[row].sequence for row in asking], asking)
         work = [(running.sequence, running.new_token_ids) for running in prompts]
-        logits = self.runner.decode([running.sequence for running in rows], tokens, sources, record, work)
+        drafts = [] if before is not None or prompts or record is not None else self._drafts(rows)
+        logits = self.runner.decode([running.sequence for running in rows], tokens, sources, record, work, drafts)
         captured = self.runner.captures > captures
         ahead = [source >= 0 for source in sources] + [False] * len(prompts)
         count = sum(len(ids) for _, ids in work)
-        return _Step([*rows, *prompts], ahead, logits, self.runner, started, captured, asking, record, count)
+        return _Step([*rows, *prompts], ahead, logits, self.runner, started, captured, asking, record, count, drafts)
+
+    def _drafts(self, rows: Sequence[Running]) -> list[list[int]]:
+        """Returns a draft for each row; none if nothing is drafted."""
+        if self.speculation is None:
+            return []
+        sequences = [running.sequence for running in rows]
+        most = [tokens - 1 for tokens in self.runner.cache.most_tokens(sequences)]
+        lengths = [sequence.length for sequence in sequences]
+        return self.speculation.drafts([running.request for running in rows], lengths, most)
 
 
 class _Step:
-    """A step in flight: a row for each decoding sequence, then a row for each prompt."""
+    """A step in flight: a row for each decoding sequence, then a row for each prompt. With drafts it has no prompts,
+    and each sequence's row is followed by those of its drafted tokens."""
 
     def __init__(
         self,
@@ -162,10 +214,12 @@ class _Step:
         asking: list[int],
         record: SelectionRecord | None,
         prompt_tokens: int,
+        drafts: list[list[int]],
     ) -> None:
-        self.rows, self.started = rows, started
+        self.rows, self.drafts, self.started = rows, drafts, started
         self.captured, self._asking, self._record = captured, asking, record
         self.prompt_tokens = prompt_tokens
+        self.lengths = [running.sequence.length for running in rows]
         requests = [running.request for running in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain
@@ -173,8 +227,12 @@ class _Step:
         self.logits = logits if plain else logits.clone()
         if plain:
             steps = [len(r.output_token_ids) + 1 + on_its_way for r, on_its_way in zip(requests, ahead, strict=True)]
+            if drafts:
+                places = [(row, place) for row, draft in enumerate(drafts) for place in range(1 + len(draft))]
+                requests, steps = [requests[row] for row, _ in places], [steps[row] + place for row, place in places]
             chosen = runner.sampler.choose(logits, requests, steps)
-            runner.chosen[: len(rows)] = chosen[0]
+            if not drafts:
+                runner.chosen[: len(rows)] = chosen[0]
             self._landing = chosen
             if chosen.is_cuda:
                 self._landing = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)

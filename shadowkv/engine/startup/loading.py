@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shadowkv.engine.config import SPARE_SEQS, EngineConfig
+from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.sampling_params import SamplingParams
@@ -98,6 +98,7 @@ def load_engine_parts(
     layout = layout.resized(max_model_len)
     ops = give_ops(loaded, layout, device, backends, config.attention_backend)
     cache = make(layout, loaded.config.rope, slots=slots, memory=memory, ops=ops, device=device)
+    check_drafts(config, cache)
     return loaded, cache, _describe(config, loaded, cache)
 
 
@@ -141,10 +142,25 @@ def ops_for(
 
 
 def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
-    """Returns the most sequences that a decode step can have as a CUDA graph. Returns None if decode steps are not CUDA
+    """Returns the most rows that a decode step can have as a CUDA graph. Returns None if decode steps are not CUDA
     graphs."""
     graphs = cache.device.type == "cuda" and not config.enforce_eager and not cache.ops.synchronising
-    return config.max_num_seqs + SPARE_SEQS if graphs else None
+    return config.max_rows if graphs else None
+
+
+def check_drafts(config: EngineConfig, cache: KVCache) -> None:
+    """Raises SettingsError if ``speculative_config`` is set and steps of ``cache`` cannot have drafts."""
+    if config.speculation is None or cache.takes_drafts:
+        return
+    reason = "the policy fetches values from the host into a buffer, in which two rows of a sequence would collide; "
+    reason += "set fetch_buffer=0, or choose a policy that keeps values on the device"
+    if cache.recurrent is not None:
+        reason = "this model has layers with a recurrent state, from which wrong tokens cannot be removed; leave it out"
+    if cache.shape.indexed:
+        reason = "this model has its own indexer, which selects for one token of a sequence in a step; leave it out"
+    raise SettingsError(
+        f"speculative_config={dict(config.speculative_config or {})!r}: {reason}", ["speculative_config"]
+    )
 
 
 def default_prefill(

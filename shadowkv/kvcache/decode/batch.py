@@ -21,11 +21,11 @@ from shadowkv.ops.sampling import Sampling
 
 
 class SequenceNumbers(NamedTuple):
-    """Numbers of B sequences, each int64 [B].
+    """Numbers of B rows, each int64 [B]. A row is a new token of a sequence; most steps have one row per sequence.
 
     Attributes:
-        slot: row in the tables of pages.
-        length: cached tokens.
+        slot: the sequence's row in the tables of pages.
+        length: tokens of the sequence before the new one.
         compressed: compressed tokens.
         ring_pages: pages of the ring of the exact tail.
         static_pages: exact pages of sink and outliers.
@@ -62,13 +62,13 @@ class SegmentNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The plan of a decode step of B sequences in a group of layers. Its numbers are all that the device needs.
+    """The plan of a decode step of B rows in a group of layers. Its numbers are all that the device needs.
 
     Attributes:
-        sequences, segments: NumPy arrays. If no sequence has several segments, each sequence has one (R = B). It is
-            empty if the sequence is dense.
-        of_sequence: int64 [B, S], for each sequence the rows of its segments in ``segments``, filled up with R. None if
-            each sequence has one segment.
+        sequences, segments: NumPy arrays. If no sequence has several segments, each row has one (R = B). It is empty if
+            the sequence is dense.
+        of_sequence: int64 [B, S], for each row the rows of its segments in ``segments``, filled up with R. None if each
+            row has one segment.
         exact_pages, compressed_pages: widths of the page tables: the most exact pages of a sequence (at least 1), and
             the most compressed pages of a segment.
         max_budget: most chunks that a segment selects, by top-k and by sampling.
@@ -114,7 +114,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The plan of a decode step of B sequences, for all layers.
+    """The plan of a decode step of B rows, for all layers.
 
     Attributes:
         groups: the plans of all groups of layers.
@@ -136,7 +136,7 @@ class DecodePlan:
 
     @property
     def num_rows(self) -> int:
-        """B, the number of sequences."""
+        """B, the number of rows."""
         return len(self.groups[0].sequences.slot)
 
     def packed(self) -> np.ndarray:
@@ -153,7 +153,7 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """A decode step of B sequences in a group of layers, on the device. It is a ``batch.Part``.
+    """A decode step of B rows in a group of layers, on the device. It is a ``batch.Part``.
 
     Attributes:
         positions: int64 [B], position of each new token.
@@ -184,7 +184,7 @@ class DecodeBatch:
 
     @property
     def num_tokens(self) -> int:
-        """B, the number of sequences."""
+        """B, the number of rows."""
         return len(self.positions)
 
     def of_compressed(self, x: Tensor) -> Tensor:

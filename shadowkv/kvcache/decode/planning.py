@@ -33,22 +33,28 @@ class DecodePlanner:
         self.pool, self.compression, self.layout = storing.pool, storing.compression, storing.layout
         self.tables, self.spec = storing.pool.tables, storing.spec
 
-    def plan(self, sequences: Sequence[CachedSequence]) -> GroupPlan:
+    def plan(self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None) -> GroupPlan:
         """Plans a step of ``sequences`` and the page compressions that are due before. It first turns tails that have
-        outgrown their state into segments. Raises ValueError if a sequence is at its capacity."""
+        outgrown their state into segments.
+
+        Args:
+            counts: number of new tokens of each sequence, at most ``most_tokens``. None for one each. A sequence has a
+                row for each of its tokens. Row j attends to the tokens up to its own, as a step would after j other
+                steps.
+
+        Raises ValueError if a sequence has no room for its new tokens.
+        """
         tables, spec = self.tables, self.spec
         for sequence in sequences:
             self.pool.await_layers(sequence)
         slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
-        capacity = np.fromiter((sequence.capacity for sequence in sequences), np.int64, len(sequences))
-        if (tables.length[slots] >= capacity).any():
-            raise ValueError(f"a sequence is at its capacity: lengths {tables.length[slots]}, capacities {capacity}")
+        room = self._capacity(sequences) - tables.length[slots]
+        new = np.ones_like(slots) if counts is None else np.asarray(counts, np.int64)
+        if (room < new).any():
+            raise ValueError(f"a sequence is at its capacity: it has room for {room} tokens, and {new} are new")
         compression = None
         if spec.compresses:
-            tail = tables.length[slots] - tables.compressed[slots]
-            growth = self.layout.growth
-            limit = np.where(tables.segments[slots] > 0, growth.late_limit(1), growth.late_limit(0))
-            outgrown = (tables.compressed[slots] + PAGE > tables.valid_until[slots]) & (tail >= limit)
+            outgrown = self._outgrown(slots)
             if outgrown.any():
                 self.storing.compress_tails([sequences[int(row)] for row in outgrown.nonzero()[0]])
             due = self.compression.due(slots)
@@ -57,19 +63,53 @@ class DecodePlanner:
                 for row in map(int, due.nonzero()[0]):
                     self.pool.compress(sequences[row], sequences[row].compressed + PAGE)
         names = "length", "compressed", "ring_pages", "static_pages"
-        numbers = SequenceNumbers(slots, *(getattr(tables, name)[slots] for name in names))
+        rows = slots if counts is None else slots.repeat(new)
+        numbers = SequenceNumbers(rows, *(getattr(tables, name)[rows] for name in names))
+        if counts is not None:
+            own = np.arange(len(rows)) - (new.cumsum() - new).repeat(new)  # numbers of a sequence's rows
+            numbers = numbers._replace(length=numbers.length + own)
         segments, of_sequence = self._segments(numbers)
         budget = segments.top_k + segments.sampled
         return GroupPlan(
             numbers,
             segments,
             of_sequence,
-            int((numbers.static_pages + tables.ring_widths(slots)).max()),
+            int((numbers.static_pages + tables.ring_widths(rows, numbers.length)).max()),
             int((segments.end - segments.first).max()) // PAGE,
             int(budget.max()),
             1 if self.fetching is None or of_sequence is not None else self.fetching.micro_batches(budget),
             compression,
         )
+
+    def most_tokens(self, sequences: Sequence[CachedSequence]) -> np.ndarray:
+        """The most new tokens, int64 [n], that a step can append to each sequence.
+
+        They end before the sequence's capacity, and before the next compression is due: every token then attends to
+        what it would attend to in a step of its own. There are at most as many as a window's ring has room for.
+        """
+        tables = self.tables
+        slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
+        most = np.minimum(self._capacity(sequences) - tables.length[slots], PAGE)
+        if self.spec.compresses:
+            compressed = tables.compressed[slots] + PAGE * self.compression.due(slots)
+            valid = (tables.segments[slots] > 0) & (compressed + PAGE <= tables.valid_until[slots])
+            limit = np.where(valid, self.spec.local + PAGE, self._late_limit(slots))
+            before = np.where(self._outgrown(slots), 1, compressed + limit - tables.length[slots])
+            most = np.minimum(most, before)
+        return most
+
+    def _capacity(self, sequences: Sequence[CachedSequence]) -> np.ndarray:
+        return np.fromiter((sequence.capacity for sequence in sequences), np.int64, len(sequences))
+
+    def _late_limit(self, slots: np.ndarray) -> np.ndarray:
+        growth = self.layout.growth
+        return np.where(self.tables.segments[slots] > 0, growth.late_limit(1), growth.late_limit(0))
+
+    def _outgrown(self, slots: np.ndarray) -> np.ndarray:
+        """Returns which tails have outgrown their state, bool [n]."""
+        tables = self.tables
+        tail = tables.length[slots] - tables.compressed[slots]
+        return (tables.compressed[slots] + PAGE > tables.valid_until[slots]) & (tail >= self._late_limit(slots))
 
     def forecast(
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
@@ -87,7 +127,7 @@ class DecodePlanner:
         tables, layout = self.tables, self.layout
         slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
         segments = int(tables.segments[slots].max(initial=0))
-        exact = int((tables.static_pages[slots] + tables.ring_widths(slots)).max(initial=0))
+        exact = int((tables.static_pages[slots] + tables.ring_widths(slots, tables.length[slots])).max(initial=0))
         compressed = int(tables.compressed[slots].max(initial=0))
         for sequence, length in joining:
             at = sequence.segment_state
@@ -141,7 +181,7 @@ class DecodePlanner:
 
     def end(self, plan: GroupPlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
-        self.tables.length[plan.sequences.slot] += 1
+        np.add.at(self.tables.length, plan.sequences.slot, 1)  # a sequence has a row for each new token
         if self.fetching is not None:
             self.fetching.publish()
 

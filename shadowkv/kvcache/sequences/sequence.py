@@ -353,12 +353,12 @@ class Tables:
             values = segment.value_pages + (sequence.host_reserve if last else []) if values_elsewhere else pages
             _write(self.value_pages, segment.slot, values[:width])
 
-    def ring_widths(self, slots: np.ndarray) -> np.ndarray:
-        """Number of ring pages that a step reads, int64 [n], for each of ``slots``."""
+    def ring_widths(self, slots: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Number of ring pages that a step reads, int64 [n], for sequences in ``slots`` with ``length`` tokens."""
         return np.where(
             self.segments[slots] > 0,
             self.ring_pages[slots],
-            np.minimum(self.length[slots] // PAGE + 1, self.ring_pages[slots]),
+            np.minimum(length // PAGE + 1, self.ring_pages[slots]),
         )
 
     def clear(self, slot: int) -> None:

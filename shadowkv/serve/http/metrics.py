@@ -21,6 +21,7 @@ from shadowkv.serve.http.settings import METRICS_PREFIXES
 if TYPE_CHECKING:
     from shadowkv.engine.engine import EngineStats
     from shadowkv.engine.process.client import EngineClient
+    from shadowkv.engine.speculation.speculation import SpeculationStats
     from shadowkv.prefix_cache.stats import TierStats
 
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 20)
@@ -334,7 +335,26 @@ class _EngineFigures(Collector):
             counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
             counter.add_metric([self._model], count)
             yield counter
+        if stats.speculation is not None:
+            yield from self._drafts(stats.speculation)
         yield from self._prefixes(stats.prefixes)
+
+    def _drafts(self, stats: SpeculationStats) -> Iterator[Metric]:
+        """Metrics of speculative decoding, with vLLM's names."""
+        for name, text, count in (
+            ("num_drafts", "Drafts, each for one sequence in one step.", stats.num_drafts),
+            ("num_draft_tokens", "Drafted tokens.", stats.num_draft_tokens),
+            ("num_accepted_tokens", "Drafted tokens that were accepted.", stats.num_accepted_tokens),
+        ):
+            counter = CounterMetricFamily(f"{self._prefix}:spec_decode_{name}", text, labels=["model_name"])
+            counter.add_metric([self._model], count)
+            yield counter
+        text = "Accepted tokens by their place in the draft."
+        name = f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos"
+        counter = CounterMetricFamily(name, text, labels=["model_name", "position"])
+        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+            counter.add_metric([self._model, str(position)], count)
+        yield counter
 
     def _prefixes(self, tiers: Mapping[str, TierStats]) -> Iterator[Metric]:
         """Metrics of the prefix cache, by tier."""

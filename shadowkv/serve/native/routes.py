@@ -117,7 +117,7 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
             running = (await engine.stats()).running
         except EngineDead as error:
             raise as_api_error(error) from error
-        about = {"n_ctx": engine.max_model_len, "speculative": False}
+        about = {"n_ctx": engine.max_model_len, "speculative": engine.drafts}
         return [{"id": slot, **about, "is_processing": slot < running} for slot in range(engine.max_num_seqs)]
 
     return router

@@ -20,13 +20,16 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
-    """Details of an answer's tokens: how many are reasoning."""
+    """Details of an answer's tokens: how many are reasoning, and how many were drafted and accepted or rejected."""
 
-    reasoning_tokens: int
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(Answer):
-    """Token counts. ``completion_tokens_details`` is present where the server separates reasoning from text."""
+    """Token counts. ``completion_tokens_details`` is present where the server separates reasoning from text, and with
+    ``prediction``."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -45,6 +45,9 @@ class Chat(Endpoint):
         flags = request.parse_special, request.add_special_tokens
         return [conversation_tokens(self.tokenizer, request, limit, *flags)]
 
+    def predicted(self, request: ChatRequest) -> str:
+        return "" if request.prediction is None else request.prediction.text
+
     def opening(self, request: ChatRequest, prompt: list[int]) -> list[int]:
         known = self.format_of(request)
         opening = None if known is None else known.opening

@@ -81,6 +81,10 @@ class Endpoint(ABC):
         itself."""
         return []
 
+    def predicted(self, request: Any) -> str:
+        """Text that the answers may have, from which tokens are drafted too."""
+        return ""
+
     def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
         """The text that each prompt's answers begin with, if the request asks for an echo."""
         return None
@@ -209,9 +213,14 @@ async def _prepare(
         prompts = [request.truncated(prompt, *lengths) for prompt in endpoint.prompts(request, limit)]
         for prompt in prompts:
             prompt.extend(endpoint.opening(request, prompt))
-        skip = request.skip_special_tokens and not endpoint.reads_special_tokens(request)
+        own: dict[str, Any] = {
+            "skip_special_tokens": request.skip_special_tokens and not endpoint.reads_special_tokens(request)
+        }
+        if engine.drafts and (predicted := endpoint.predicted(request)):
+            tokens = endpoint.tokenizer.encode(predicted, add_special_tokens=False)
+            own["predicted_token_ids"] = tuple(tokens[: engine.max_model_len])
         choices = [
-            engine_request(engine, prompt, replace(params, skip_special_tokens=skip), owner, tenant, body.priority)
+            engine_request(engine, prompt, replace(params, **own), owner, tenant, body.priority)
             for prompt in prompts
             for params in request.sampling(engine.sampling_defaults, engine.max_model_len - len(prompt))
         ]

@@ -16,7 +16,7 @@ from shadowkv.prefix_cache.protocol import SaveError
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
 from shadowkv.serve.openai.logprobs import scored_prompt, width
-from shadowkv.serve.openai.protocol import GenerationRequest, KVTransferParams, TextRequest
+from shadowkv.serve.openai.protocol import ChatRequest, GenerationRequest, KVTransferParams, TextRequest
 from shadowkv.serve.text.reasoning import ReasoningParser
 from shadowkv.serve.text.tool_parser import CallPart, ToolParser
 
@@ -209,11 +209,16 @@ class Job:
 
     def usage(self) -> dict[str, Any]:
         """Token counts so far. The choices of one prompt share its tokens. Reasoning tokens are counted separately,
-        too, where the server separates reasoning from text."""
+        too, where the server separates reasoning from text; drafted tokens are where the request has a prediction."""
         prompts = [output for index, output in self.last_outputs.items() if index % self.request.n == 0]
         thinks = any(reasoning is not None for reasoning in self.reasoning)
-        thoughts = {"completion_tokens_details": {"reasoning_tokens": self.thinking_tokens}} if thinks else {}
-        return {**_usage(prompts, self.last_outputs.values()), **thoughts}
+        details = {"reasoning_tokens": self.thinking_tokens} if thinks else {}
+        if isinstance(self.request, ChatRequest) and self.request.prediction is not None:
+            outputs = self.last_outputs.values()
+            details["accepted_prediction_tokens"] = sum(output.accepted_drafts for output in outputs)
+            details["rejected_prediction_tokens"] = sum(output.rejected_drafts for output in outputs)
+        separate = {"completion_tokens_details": details} if details else {}
+        return {**_usage(prompts, self.last_outputs.values()), **separate}
 
     def usage_of(self, index: int, has_begun: bool = True) -> dict[str, Any]:
         """Token counts so far of one choice and its prompt; of the prompt alone if the choice has not ``has_begun``."""

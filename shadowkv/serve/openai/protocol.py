@@ -42,7 +42,7 @@ from shadowkv.serve.bodies.limits import (
     MAX_TEXT_CHARS,
     MAX_TOKEN_ID,
 )
-from shadowkv.serve.openai.messages import Conversation, Turns
+from shadowkv.serve.openai.messages import Conversation, Prediction, Turns
 from shadowkv.serve.openai.output_schema import (
     RESPONSE_FORMAT,
     Choices,
@@ -447,6 +447,7 @@ class ChatRequest(GenerationRequest, Conversation):
     echo: bool = False
     verbose: bool = False
     verbosity: Literal["medium"] = "medium"
+    prediction: Prediction | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:

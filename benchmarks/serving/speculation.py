@@ -1,0 +1,145 @@
+"""Decode speed with drafts over that without, on answers of a real model: text that is quoted, text that is edited
+(with the text as ``prediction``), and free chats.
+
+Both engines are in one process and have the same weights. They answer in turn, ``--rounds`` times; an answer that
+differs is printed. Rows that the file has are not measured again. A ratio is that of the sums of the rounds' median
+times between the first token and the last:
+
+    python -m benchmarks.serving.speculation --model smollm2-135m-64k-chat --out results/speculation.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.prefix_cache.hits import write_rows
+from benchmarks.sweeps.engines import about, add_model_arguments, model_of
+from shadowkv.engine.config import EngineConfig, policy_name
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.eval.prompts.texts import haystack
+from shadowkv.kvcache.presets import POLICY_HELP
+
+COLUMNS = ("model", "kv", "method", "k", "task", "context", "batch", "accepted_per_round", "tokens_per_s", "ratio")
+COLUMNS += ("slowest_ratio", "fastest_ratio", "load")
+
+CHATS = (
+    "Tell me a story about a lighthouse keeper who finds a letter in a bottle.",
+    "What should I look at when I buy a used bicycle?",
+    "Explain to a child why the sky is blue and sunsets are red.",
+    "Write a polite message to my neighbour about the noise at night.",
+)
+KEY = COLUMNS[:6]
+TASKS = ("quote", "edit", "chat")
+WORD, OTHER = "people", "persons"
+"""The word that an edit replaces, and by what."""
+
+
+def requests(engine: Engine, task: str, context: int, tokens: int) -> Iterator[tuple[list[int], SamplingParams]]:
+    """Prompts of a task with about ``context`` tokens, and how they are answered."""
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+    def prompt(text: str) -> list[int]:
+        return engine.tokenizer.encode_chat([{"role": "user", "content": text}])
+
+    if task == "chat":
+        for number, text in enumerate(CHATS):
+            yield prompt(text), SamplingParams(max_tokens=tokens, temperature=0.7, seed=number, ignore_eos=True)
+        return
+    sentences = haystack(None).sentences
+    text, number = "", 0
+    while len(engine.tokenizer.encode(text)) < context:
+        text, number = f"{text} {sentences[number % len(sentences)]}".strip(), number + 1
+    ask = "Repeat the following text word for word."
+    if task == "edit":
+        ask = f"Repeat the following text, but write {OTHER!r} wherever it has {WORD!r}."
+    predicted = engine.tokenizer.encode(text, add_special_tokens=False) if task == "edit" else []
+    yield prompt(f"{ask}\n\n{text}"), SamplingParams(**{**vars(params), "predicted_token_ids": tuple(predicted)})
+
+
+def answer(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
+    """An answer's tokens, and seconds from the first of them to the last."""
+    engine.add_request("alone", prompt, params)
+    said, first = list[int](), 0.0
+    while engine.has_work:
+        said += [token for output in engine.step() for token in output.token_ids]
+        if said and not first:
+            first = time.perf_counter()
+    return said, time.perf_counter() - first
+
+
+def measure(args: argparse.Namespace, plain: Engine, drafting: Engine, task: str, context: int) -> dict[str, Any]:
+    """A row."""
+    kv = plain.config.policy
+    drafts = drafting.decode_steps.speculation
+    assert drafts is not None, "one engine drafts"
+    before = drafts.stats.num_drafts, drafts.stats.num_accepted_tokens
+    times: dict[Engine, list[list[float]]] = {plain: [], drafting: []}
+    for prompt, params in requests(plain, task, context, args.tokens):
+        wanted, _ = answer(plain, prompt, params)  # warms up, and fills the prefix cache
+        for engine in times:
+            times[engine].append([])
+        for _ in range(args.rounds):
+            for engine in times:
+                said, seconds = answer(engine, prompt, params)
+                times[engine][-1].append(seconds)
+                if said != wanted:
+                    print(f"{task} {context}: the answers differ", file=sys.stderr)
+    rounds = drafts.stats.num_drafts - before[0]
+    without, with_drafts = (sum(map(statistics.median, times[engine])) for engine in (plain, drafting))
+    pairs = [sum(a) / sum(b) for a, b in zip(zip(*times[plain]), zip(*times[drafting]), strict=True)]
+    made = (args.tokens - 1) * len(times[plain])
+    accepted = (drafts.stats.num_accepted_tokens - before[1]) / max(1, rounds)
+    given = (args.model, kv, args.method, args.k, task, context, 1, accepted, made / with_drafts)
+    load = Path("/proc/loadavg").read_text(encoding="ascii").split()[0]
+    figures = (*given, without / with_drafts, min(pairs), max(pairs), load)
+    return dict(zip(COLUMNS, figures, strict=True)) | about(drafting)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
+    parser.add_argument("--kv", nargs="+", default=["full"], type=policy_name, help=POLICY_HELP)
+    parser.add_argument("--method", default="suffix", help="(default: %(default)s)")
+    parser.add_argument("--k", type=int, default=8, help="most drafted tokens (default: %(default)s)")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="(default: all)")
+    parser.add_argument("--context", nargs="+", type=int, default=[2048, 4096, 8192], help="tokens of texts")
+    parser.add_argument("--tokens", type=int, default=256, help="of an answer (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="CSV file")
+    args = parser.parse_args(argv)
+    rows = list[dict[str, Any]]()
+    if args.out.exists():
+        with args.out.open(newline="", encoding="utf-8") as file:
+            rows += csv.DictReader(file)
+    there = {tuple(row[name] for name in KEY) for row in rows}
+    for kv in args.kv:
+        longest = max(args.context) + args.tokens + 512
+        config: dict[str, Any] = {"kv": kv, "max_num_seqs": 4, "max_model_len": longest, "dtype": args.dtype}
+        config |= model_of(args)
+        loaded = load_from_config(EngineConfig(**config))
+        speculative = {"method": args.method, "num_speculative_tokens": args.k}
+        plain = Engine(EngineConfig(**config), loaded)
+        drafting = Engine(EngineConfig(**config, speculative_config=speculative), loaded)
+        for task in args.tasks:
+            for context in args.context if task != "chat" else [0]:
+                if tuple(map(str, (args.model, kv, args.method, args.k, task, context))) in there:
+                    continue
+                rows.append(measure(args, plain, drafting, task, context))
+                write_rows(args.out, COLUMNS, rows)
+                print(" ".join(f"{name}={rows[-1][name]}" for name in COLUMNS), file=sys.stderr, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""``SpeculativeConfig``: the settings of ``--speculative-config``, with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shadowkv.field_types import wrong_types
+
+METHODS = ("ngram", "suffix")
+MAX_SPECULATIVE_TOKENS = 63
+"""Most drafted tokens of a step. With the newest token they are a page, which every cache has room for."""
+
+SUFFIX_TOKENS = 24
+"""Default of ``num_speculative_tokens`` for ``suffix``, as in vLLM."""
+
+LOOKUP_SIZE = 5
+"""Default of ``prompt_lookup_min`` and ``prompt_lookup_max``, as in vLLM."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How tokens are drafted.
+
+    Attributes:
+        method: ``ngram`` drafts what follows the first occurrence of the newest n-gram (vLLM's prompt lookup).
+            ``suffix`` drafts what most often follows the longest match (SuffixDecoding, arXiv:2411.04975).
+        num_speculative_tokens: most drafted tokens of a sequence in a step. ``ngram`` needs it.
+        prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram to look up, in tokens; only for ``ngram``.
+            None is the value of the other, or else 5.
+
+    Raises ValueError for invalid values. The message lists all of them.
+    """
+
+    method: str
+    num_speculative_tokens: int | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+
+    def __post_init__(self) -> None:
+        if bad := wrong_types(self) or self._contradictions():
+            raise ValueError("; ".join(bad))
+        if self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", SUFFIX_TOKENS)
+        if self.method == "ngram":
+            least, most = self.prompt_lookup_min, self.prompt_lookup_max
+            object.__setattr__(self, "prompt_lookup_min", least or most or LOOKUP_SIZE)
+            object.__setattr__(self, "prompt_lookup_max", most or least or LOOKUP_SIZE)
+
+    def _contradictions(self) -> list[str]:
+        bad, count, least, most = [], self.num_speculative_tokens, self.prompt_lookup_min, self.prompt_lookup_max
+        if self.method not in METHODS:
+            bad.append(f"method={self.method!r} is not one of {', '.join(METHODS)}")
+        if count is None and self.method == "ngram":
+            bad.append("method='ngram' needs num_speculative_tokens, the number of tokens to draft")
+        if count is not None and not 1 <= count <= MAX_SPECULATIVE_TOKENS:
+            bad.append(f"num_speculative_tokens={count} must be between 1 and {MAX_SPECULATIVE_TOKENS}")
+        sizes = {"prompt_lookup_min": least, "prompt_lookup_max": most}
+        for name, size in sizes.items():
+            if size is not None and self.method != "ngram":
+                bad.append(f"{name}={size} has no meaning with method={self.method!r}; it is for method='ngram'")
+            elif size is not None and size < 1:
+                bad.append(f"{name}={size} must be at least 1")
+        if least is not None and most is not None and least > most:
+            bad.append(f"prompt_lookup_min={least} must be at most prompt_lookup_max, which is {most}")
+        return bad
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
+        """Makes it from the object of ``--speculative-config``. Raises ValueError for unknown names, a missing method,
+        and invalid values."""
+        names = [field.name for field in fields(cls)]
+        if unknown := [name for name in values if name not in names]:
+            raise ValueError(f"{', '.join(map(repr, unknown))} is not one of {', '.join(names)}")
+        if "method" not in values:
+            raise ValueError(f"method is missing; it is one of {', '.join(METHODS)}")
+        return cls(**values)

@@ -1,0 +1,149 @@
+"""The gate: how many tokens to draft, by what is accepted and by how long steps take.
+
+``StepTimes`` knows what further rows cost in a step, ``AcceptanceRates`` how many of them are accepted. ``Gate`` weighs
+them up for one request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict, deque
+from statistics import median
+
+KEPT_TIMES = 7
+"""Step times that are kept for each number of rows. Their median counts, so that a slow step now and then does not."""
+
+ROW_SHARE = 0.1
+"""Time of a further row as a share of the step's, where it has not been measured yet."""
+
+MATCH_KINDS = 4, 8, 16
+"""Lengths of matches, in tokens, from which a longer kind begins. Rates are measured for each kind."""
+
+FIRST_RATES = 0.4, 0.6, 0.8, 0.9
+"""Assumed acceptance rates of the kinds before anything is measured. Each counts as ``FIRST_TOKENS`` drafted tokens."""
+
+FIRST_TOKENS, RECENT_TOKENS = 16, 1024
+"""Weight of the first rates, and the window of all requests' rates, in drafted tokens: older ones fade out."""
+
+OTHERS_TOKENS, OWN_TOKENS = 8, 64
+"""Weight of all requests' rates in those of one request, and the window of its own, in drafted tokens."""
+
+LEAST_GAIN = 1.02
+"""Tokens per second with a draft, over those without, from which it is worth drafting."""
+
+MOST_LOSS = 0.01
+"""Share of a request's steps that drafts may cost it without a gain. As much again may be spent on trials."""
+
+
+FREE_LOSS = 1.0
+"""Steps that drafts may cost a request besides."""
+
+
+class StepTimes:
+    """Time of a decode step by its number of rows."""
+
+    def __init__(self) -> None:
+        self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
+        self._rows: list[int] = []
+        self._seconds: list[float] = []
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Adds a step of ``rows`` rows that took ``seconds``."""
+        recent, at = self._recent[rows], bisect_left(self._rows, rows)
+        recent.append(seconds)
+        if len(recent) == 1:
+            self._rows.insert(at, rows)
+            self._seconds.insert(at, seconds)
+        self._seconds[at] = median(recent)
+
+    def seconds(self, rows: int) -> float:
+        """Predicts the time of a step of ``rows`` rows. Between measured numbers it is interpolated. Beyond them, and
+        before the first measurement, each row adds ``ROW_SHARE`` of a step."""
+        if not self._rows:
+            return 1 + ROW_SHARE * (rows - 1)
+        after = bisect_right(self._rows, rows)
+        if not after:
+            return self._seconds[0]
+        below, seconds = self._rows[after - 1], self._seconds[after - 1]
+        if after == len(self._rows):
+            return seconds + ROW_SHARE * self._seconds[0] * (rows - below)
+        share = (rows - below) / (self._rows[after] - below)
+        return seconds + share * (self._seconds[after] - seconds)
+
+
+class AcceptanceRates:
+    """Shares of drafted tokens that are accepted if all drafted tokens before them are, by kind of match.
+
+    Args:
+        before: the rates before anything is measured; None for ``FIRST_RATES``.
+        weight: weight of ``before``, in drafted tokens.
+        window: drafted tokens after which measurements have faded out.
+    """
+
+    def __init__(self, before: AcceptanceRates | None, weight: int, window: int) -> None:
+        self._before, self._weight, self._window = before, weight, window
+        self._drafted, self._accepted = [0.0] * len(FIRST_RATES), [0.0] * len(FIRST_RATES)
+
+    def rate(self, matched: int) -> float:
+        """Returns the rate of drafts behind a match of ``matched`` tokens."""
+        kind = bisect_right(MATCH_KINDS, matched)
+        before = FIRST_RATES[kind] if self._before is None else self._before.rate(matched)
+        return (self._accepted[kind] + self._weight * before) / (self._drafted[kind] + self._weight)
+
+    def add(self, matched: int, drafted: int, accepted: int) -> None:
+        """Adds a draft behind a match of ``matched`` tokens. Tokens behind the first wrong one tell nothing."""
+        kind, judged = bisect_right(MATCH_KINDS, matched), min(drafted, accepted + 1)
+        kept = max(0.0, 1 - judged / self._window)
+        self._drafted[kind] = kept * self._drafted[kind] + judged
+        self._accepted[kind] = kept * self._accepted[kind] + accepted
+
+
+class Gate:
+    """Chooses how many tokens to draft for one request.
+
+    A draft must be expected to pay, by the measured rates and times. Once drafts have cost the request ``FREE_LOSS``
+    and ``MOST_LOSS`` of its steps, they wait until it has made more steps. Drafts that are not expected to pay are
+    tried now and then, within the same share. So a request is not slowed down by much, and its gate opens again when
+    its text changes.
+
+    Args:
+        overall: rates of all requests.
+    """
+
+    def __init__(self, overall: AcceptanceRates) -> None:
+        self._overall = overall
+        self._own = AcceptanceRates(overall, OTHERS_TOKENS, OWN_TOKENS)
+        self._balance = self._tried = 0.0  # tokens lost since drafts last paid (not above 0), and cost of trials
+        self._matched, self._cost, self._is_trial = 0, 0.0, False
+
+    def length(self, matched: int, most: int, times: StepTimes, rows: int, sequences: int, steps: int) -> int:
+        """Returns the number of tokens to draft, at most ``most``. ``judge`` must be called with what became of them.
+
+        Args:
+            matched: tokens of the match.
+            times: times of such steps.
+            rows, sequences: rows of the step without this draft, and its sequences.
+            steps: tokens of the answer so far.
+        """
+        rate, plain = self._own.rate(matched), times.seconds(rows)
+        best, value, gain = 0, LEAST_GAIN, 0.0
+        for count in range(1, most + 1):
+            gain += rate**count
+            over = (1 + gain / sequences) * plain / times.seconds(rows + count)
+            if over > value:
+                best, value = count, over
+        self._is_trial = not best
+        count = best or min(most, 1)
+        # A slower step costs every sequence: all of it counts as this request's.
+        self._matched, self._cost = matched, sequences * (times.seconds(rows + count) / plain - 1)
+        loss = self._tried + self._cost if self._is_trial else -self._balance - FREE_LOSS
+        return count if loss <= MOST_LOSS * steps else 0
+
+    def judge(self, drafted: int, accepted: int) -> None:
+        """Takes in how many of the drafted tokens were accepted."""
+        for rates in (self._own, self._overall):
+            rates.add(self._matched, drafted, accepted)
+        if self._is_trial:
+            self._tried += self._cost
+        else:
+            self._balance = min(self._balance + accepted - self._cost, 0.0)

@@ -1,0 +1,119 @@
+"""``Speculation``: drafts for the running requests of an engine, and what became of them. ``DecodeSteps`` calls it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from shadowkv.engine.request import Request
+from shadowkv.engine.speculation.config import SpeculativeConfig
+from shadowkv.engine.speculation.drafters import SEPARATOR, Drafter, drafter_of
+from shadowkv.engine.speculation.gate import FIRST_TOKENS, RECENT_TOKENS, AcceptanceRates, Gate, StepTimes
+
+LONGEST_TEXT = 131_072
+"""Newest tokens of a prompt that are looked up. Reading a token takes half a microsecond and some 150 bytes."""
+
+
+@dataclass
+class SpeculationStats:
+    """Counts since the start, with vLLM's names.
+
+    Attributes:
+        num_drafts: drafts, each of one sequence in one step.
+        num_draft_tokens, num_accepted_tokens: their tokens, and how many of these were accepted.
+        num_accepted_tokens_per_pos: accepted tokens by their place in the draft.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+
+class Speculation:
+    """Drafts tokens for running requests, where it pays.
+
+    Args:
+        max_rows: most rows of a step. Drafts that do not fit are cut.
+
+    Attributes:
+        stats: counts for ``/metrics``.
+    """
+
+    def __init__(self, config: SpeculativeConfig, max_rows: int) -> None:
+        assert config.num_speculative_tokens is not None, "set by SpeculativeConfig"
+        self._config, self._max_rows, self._most = config, max_rows, config.num_speculative_tokens
+        self._requests: WeakKeyDictionary[Request, _Drafts] = WeakKeyDictionary()
+        self._rates = AcceptanceRates(None, FIRST_TOKENS, RECENT_TOKENS)
+        self._times: defaultdict[int, StepTimes] = defaultdict(StepTimes)
+        self.stats = SpeculationStats(num_accepted_tokens_per_pos=[0] * self._most)
+
+    def took(self, lengths: Sequence[int], rows: int, seconds: float) -> None:
+        """Takes in the time of a step with ``rows`` rows. ``lengths`` are those of its sequences."""
+        self._times_at(lengths).add(rows, seconds)
+
+    def _times_at(self, lengths: Sequence[int]) -> StepTimes:
+        """Returns the times of steps with about as many tokens: of a power of 2, since what a row costs depends on
+        them."""
+        return self._times[sum(lengths).bit_length()]
+
+    def drafts(self, requests: Sequence[Request], lengths: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        """Returns the drafted tokens of each request, behind its newest token. Empty if nothing is drafted.
+
+        Args:
+            lengths: tokens of the requests' sequences.
+            most: most drafted tokens of each request.
+        """
+        rows, drafts, times = len(requests), list[list[int]](), self._times_at(lengths)
+        for request, room in zip(requests, most, strict=True):
+            most_tokens = min(room, self._most, self._max_rows - rows)
+            drafts.append(self._of(request).draft(most_tokens, times, rows, len(requests)))
+            rows += len(drafts[-1])
+        return drafts if rows > len(requests) else []
+
+    def expects(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
+        """Whether a request's known text would have a draft, so that the next step may have one. Arguments are as in
+        ``drafts``."""
+        rows, times = len(requests), self._times_at(lengths)
+        return any(self._of(request).draft(self._most, times, rows, rows) for request in requests)
+
+    def judge(self, request: Request, drafted: int, accepted: int) -> None:
+        """Takes in how many of a request's drafted tokens were accepted."""
+        stats = self.stats
+        stats.num_drafts += 1
+        stats.num_draft_tokens += drafted
+        stats.num_accepted_tokens += accepted
+        for place in range(accepted):
+            stats.num_accepted_tokens_per_pos[place] += 1
+        self._of(request).gate.judge(drafted, accepted)
+
+    def _of(self, request: Request) -> _Drafts:
+        if (own := self._requests.get(request)) is None:
+            own = self._requests[request] = _Drafts(request, drafter_of(self._config), Gate(self._rates))
+        own.read(request.output_token_ids)
+        return own
+
+
+class _Drafts:
+    """The drafts of one request."""
+
+    def __init__(self, request: Request, drafter: Drafter, gate: Gate) -> None:
+        self._drafter, self.gate, self._count = drafter, gate, 0
+        predicted = request.params.predicted_token_ids
+        prompt = request.prompt_token_ids[-LONGEST_TEXT:]
+        drafter.extend([*predicted, SEPARATOR, *prompt] if predicted else prompt)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Reads what is new of the answer's ``tokens``."""
+        if len(tokens) > self._count:
+            self._drafter.extend(tokens[self._count :])
+            self._count = len(tokens)
+
+    def draft(self, most: int, times: StepTimes, rows: int, sequences: int) -> list[int]:
+        """Returns the drafted tokens, at most ``most``, for a step with ``rows`` other rows of ``sequences``
+        sequences."""
+        if most <= 0 or not (draft := self._drafter.draft(most)):
+            return []
+        return draft[: self.gate.length(self._drafter.matched, len(draft), times, rows, sequences, self._count)]

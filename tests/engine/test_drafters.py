@@ -1,0 +1,143 @@
+"""What drafters find in a text, by plain searches, and what the gate lets through."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from shadowkv.engine.speculation.config import SpeculativeConfig
+from shadowkv.engine.speculation.drafters import SEPARATOR, NgramDrafter, SuffixDrafter, drafter_of
+from shadowkv.engine.speculation.gate import AcceptanceRates, Gate, StepTimes
+
+
+def longest_match(text: list[int]) -> int:
+    """Length of the longest suffix of a text that occurs earlier in it."""
+    return max(
+        (
+            length
+            for end in range(1, len(text))
+            for length in range(1, end + 1)
+            if text[end - length : end] == text[-length:]
+        ),
+        default=0,
+    )
+
+
+@pytest.mark.parametrize("letters", [2, 4, 12])
+def test_suffixes_are_the_longest_ones(letters: int) -> None:
+    draw = random.Random(letters)
+    drafter, text = SuffixDrafter(), list[int]()
+    for _ in range(12):
+        more = [draw.randrange(letters) for _ in range(draw.choice([1, 1, 1, 4]))]
+        if draw.random() < 0.3 and len(text) > 8:
+            start = draw.randrange(len(text) - 6)
+            more = text[start : start + 6]
+        drafter.extend(more)
+        text += more
+        wanted = longest_match(text)
+        assert drafter.matched == (wanted if wanted > 1 else 0)
+        if drafter.matched:
+            (first, *_), whole = drafter.draft(1), text + drafter.draft(5)
+            ends = [end for end in range(2, len(text)) if text[end - wanted : end] == text[-wanted:] and end >= wanted]
+            following = [text[end] for end in ends]
+            assert following.count(first) == max(map(following.count, following))
+            assert len(whole) == len(text) + 5, "a match at the end goes on with its own draft"
+
+
+def test_ngrams_are_looked_up_from_the_longest_and_the_first() -> None:
+    drafter = NgramDrafter(2, 3)
+    drafter.extend([1, 2, 3, 9, 5, 2, 3, 8, 1, 2, 3])
+    assert (drafter.matched, drafter.draft(3)) == (3, [9, 5, 2])
+    drafter.extend([7, 2, 3])
+    assert (drafter.matched, drafter.draft(2)) == (2, [9, 5])
+    drafter.extend([4])
+    assert (drafter.matched, drafter.draft(2)) == (0, [])
+
+
+def test_vllms_defaults() -> None:
+    config = SpeculativeConfig.of({"method": "ngram", "num_speculative_tokens": 3})
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == (5, 5)
+    assert SpeculativeConfig.of({"method": "suffix"}).num_speculative_tokens == 24
+    config = SpeculativeConfig.of({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2})
+    assert isinstance(drafter_of(config), NgramDrafter) and config.prompt_lookup_min == 2
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_end_at_the_end_of_a_predicted_text(method: str) -> None:
+    config = {"method": method, "num_speculative_tokens": 8}
+    drafter = drafter_of(SpeculativeConfig.of(config | ({"prompt_lookup_max": 2} if method == "ngram" else {})))
+    drafter.extend([1, 2, 3, 4, SEPARATOR, 7, 8, 1, 2])
+    assert drafter.draft(8) == [3, 4]
+
+
+def test_a_long_text_is_read_and_looked_up_in_linear_time() -> None:
+    """Texts whose tokens are all alike, and prompts of 100,000 tokens, are no exception."""
+    draw = random.Random(0)
+    times = []
+    for text in ([5] * 20_000, [draw.randrange(50) for _ in range(20_000)]):
+        drafter, start = SuffixDrafter(), time.perf_counter()
+        drafter.extend(text[:-2000])
+        for token in text[-2000:]:
+            drafter.extend([token])
+            drafter.draft(8)
+        times.append(time.perf_counter() - start)
+    assert max(times) < 20, times  # a search of the whole text for each token takes minutes
+
+
+def test_step_times_are_measured_and_interpolated() -> None:
+    times = StepTimes()
+    assert times.seconds(5) == pytest.approx(1.4)
+    for seconds in (2.0, 2.2, 90.0):
+        times.add(1, seconds)
+    times.add(5, 4.2)
+    assert [times.seconds(rows) for rows in (1, 3, 5)] == pytest.approx([2.2, 3.2, 4.2])
+    assert times.seconds(7) == pytest.approx(4.2 + 2 * 0.22)
+
+
+def measured(cost: float) -> StepTimes:
+    """Times of steps in which each further row costs this share of a step."""
+    times = StepTimes()
+    for rows in range(1, 40):
+        times.add(rows, 1 + cost * (rows - 1))
+    return times
+
+
+def test_the_gate_drafts_where_it_pays() -> None:
+    gate = Gate(AcceptanceRates(None, 16, 1024))
+    assert gate.length(20, 8, measured(0.05), 1, 1, 100) == 8
+    assert gate.length(20, 8, measured(0.5), 1, 1, 0) < 5
+    assert gate.length(20, 8, measured(2.0), 1, 1, 100) == 0
+    assert gate.length(20, 8, measured(0.0), 1, 1, 100) == 8
+    assert gate.length(2, 8, measured(0.05), 1, 1, 100) < 5, "a short match is less sure"
+    assert gate.length(20, 8, measured(0.05), 30, 30, 100) <= 8
+
+
+@pytest.mark.parametrize("cost", [0.1, 0.3, 0.8])
+def test_drafts_that_are_always_wrong_cost_little(cost: float) -> None:
+    """At most 2 % of the steps of an answer of 1,000 tokens, and the first few."""
+    overall, times, lost = AcceptanceRates(None, 16, 1024), measured(cost), 0.0
+    gate = Gate(overall)
+    for steps in range(1000):
+        if drafted := gate.length(steps % 20, 8, times, 1, 1, steps):
+            gate.judge(drafted, 0)
+            lost += times.seconds(1 + drafted) - 1
+    assert 0 < lost < 20 + 1 + 8 * cost
+    gate, again = Gate(overall), 0.0
+    for steps in range(100):  # the next request knows
+        if drafted := gate.length(2, 8, times, 1, 1, steps):
+            gate.judge(drafted, 0)
+            again += times.seconds(1 + drafted) - 1
+    assert again <= 2
+
+
+def test_a_closed_gate_opens_when_the_text_changes() -> None:
+    overall, times = AcceptanceRates(None, 16, 1024), measured(0.2)
+    gate, opened = Gate(overall), 0
+    for steps in range(600):
+        right = steps >= 300
+        if drafted := gate.length(10, 8, times, 1, 1, steps):
+            gate.judge(drafted, drafted if right else 0)
+            opened += right and drafted > 2
+    assert opened > 100

@@ -1,0 +1,349 @@
+"""Steps with drafts give the answers of steps without, whatever is drafted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafting import SUFFIX, counts, draft_by, mostly
+from test_engine import GREEDY, assert_empty, drain, prompt, tokens
+from test_layer_kinds import engine_of
+from test_layer_kinds import make as make_model
+from test_run_ahead import answers
+from tiny_llama import write_config
+
+from shadowkv import SamplingParams
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.outputs import TokenOutput
+from shadowkv.engine.sampling_params import RepetitionDetectionParams
+from shadowkv.wording import SettingsError
+from tests.models.families import build
+
+PLAIN = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+SEEDED = replace(PLAIN, temperature=1.0, seed=7)
+KINDS = [
+    PLAIN,
+    replace(SEEDED, stop_token_ids=tuple(range(3, 6))),
+    replace(PLAIN, max_tokens=1),
+    replace(PLAIN, max_tokens=2, ignore_eos=False),
+    replace(PLAIN, repetition_penalty=1.3),
+    replace(SEEDED, presence_penalty=1.5, frequency_penalty=0.5),
+    replace(SEEDED, logprobs=2, max_tokens=40),
+    replace(SEEDED, temperature=0.8, min_tokens=60, stop_token_ids=tuple(range(3, 40)), top_k=20),
+    replace(SEEDED, logit_bias={9: 4.0, 11: 3.0}, min_p=0.05),
+    replace(PLAIN, allowed_token_ids=(4, 5, 6, 7), repetition_detection=RepetitionDetectionParams(4, 1, 5)),
+]
+"""All that can change which token comes next, or where an answer ends."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With heads of 16 dimensions, which every policy takes."""
+    return write_config(tmp_path_factory.mktemp("wide"), hidden_size=96, max_position_embeddings=2048)
+
+
+@pytest.mark.parametrize("kv", ["full", "fp8", "shadowkv:budget=0.5", "turbo:budget=0.5", "turbo-host:budget=0.5"])
+def test_answers_are_those_without_drafts(make: Any, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
+    """With prompts that are compressed at once and later, whatever else is asked for, beside requests that are
+    aborted."""
+    for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):  # packs without a clock
+        monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
+
+    def said(engine: Engine) -> tuple[dict[str, tuple[list[int], str | None]], list[float]]:
+        for number, params in enumerate(KINDS * 2):  # together, so that prompts are packed alike
+            engine.add_request(str(number), prompt(number, (450, 70)[number % 2]), params)
+            engine.add_request(f"aborted {number}", prompt(number, 300), PLAIN)
+        outputs: dict[str, list[TokenOutput]] = {}
+        while engine.has_work:
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).append(output)
+                if output.request_id.startswith("aborted") and output.completion_tokens > 9:
+                    engine.abort(output.request_id)
+        assert_empty(engine)
+        whole = {name: (tokens(of_it), of_it[-1].finish_reason) for name, of_it in outputs.items() if name.isdecimal()}
+        steps = (step for name in sorted(whole) for output in outputs[name] for step in output.logprobs or ())
+        return whole, [step.logprob for step in steps]
+
+    options = {"kv": kv, "fetch_buffer": 0.0, "max_num_seqs": 40}
+    wanted, logprobs = said(make(**options))
+    draft_by(monkeypatch, mostly({name: ids for name, (ids, _) in wanted.items()}))
+    engine = make(**options, speculative_config={**SUFFIX, "num_speculative_tokens": 40})
+    got, got_logprobs = said(engine)
+    assert got == wanted and got_logprobs == pytest.approx(logprobs, abs=1e-3)
+    assert len(logprobs) == 80
+    accepted, rejected = counts(engine)
+    assert accepted > 500 and rejected > 100
+
+
+def test_requests_that_come_and_go_are_answered_alike(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = answers(make(kv="full"), KINDS * 2)
+    draft_by(monkeypatch, mostly(wanted[0]))
+    engine = make(kv="full", speculative_config=SUFFIX)
+    assert answers(engine, KINDS * 2) == wanted
+    assert min(counts(engine)) > 100
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_a_step_makes_as_many_tokens_as_are_right(make: Any, monkeypatch: pytest.MonkeyPatch, right: float) -> None:
+    (plain := make(kv="full")).add_request("a", prompt(1, 70), PLAIN)
+    wanted = tokens(drain(plain)["a"])
+    draft_by(monkeypatch, mostly({"a": wanted}, right))
+    (engine := make(kv="full", speculative_config=SUFFIX)).add_request("a", prompt(1, 70), PLAIN)
+    steps = 0
+    said: list[int] = []
+    while engine.has_work:
+        said += tokens(engine.step())
+        steps += 1
+        if engine.scheduler.running:
+            assert engine.scheduler.running[0].sequence.length == 70 + len(said) - 1
+    assert said == wanted
+    assert steps in (range(22, 26) if right else range(140, 153))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "gpt_oss"])
+def test_windows_keep_what_rows_with_drafts_need(
+    family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window's ring goes around, and drafts that go into its next page are removed."""
+    directory = tmp_path_factory.mktemp(family)
+    if family == "gpt_oss":  # with sinks
+        model = directory, build(family, directory, {"max_position_embeddings": 1024, "vocab_size": 300})
+    else:
+        model = make_model(family, directory)
+    params = {"a": replace(PLAIN, max_tokens=300), "b": replace(SEEDED, max_tokens=260), "c": PLAIN}
+
+    def said(engine: Engine) -> dict[str, list[int]]:
+        for number, (name, one) in enumerate(params.items()):
+            engine.add_request(name, [token % 90 for token in prompt(number, (5, 130, 300)[number])], one)
+        return {name: tokens(outputs) for name, outputs in drain(engine).items()}
+
+    wanted = said(engine_of(model))
+    draft_by(monkeypatch, mostly(wanted))
+    engine = engine_of(model, speculative_config={**SUFFIX, "num_speculative_tokens": 40})
+    assert said(engine) == wanted
+    assert min(counts(engine)) > 50
+    for output in (engine, engine_of(model)):  # what is left in the prefix cache is what was said
+        text = [token % 90 for token in prompt(1, 130)] + wanted["b"]
+        output.add_request("next", text + [5] * 9, PLAIN)
+        wanted.setdefault("next", following := tokens(drain(output)["next"]))
+        assert following == wanted["next"]
+
+
+def test_grammars_hold_along_a_draft(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its masks come in time or late: a held row drops the rest of its draft."""
+    params = replace(SEEDED, ignore_eos=False, json_schema='{"type": "array", "items": {"type": "integer"}}')
+
+    def said(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
+        for name, seed in (("a", 1), ("b", 2), ("c", 3)):
+            engine.add_request(name, prompt(seed, 30), replace(params, seed=seed, logprobs=0 if name == "c" else None))
+        return {name: (tokens(outputs), outputs[-1].finish_reason) for name, outputs in drain(engine).items()}
+
+    wanted = said(make(kv="full"))
+    draft_by(monkeypatch, mostly({name: ids for name, (ids, _) in wanted.items()}))
+    engine = make(kv="full", speculative_config=SUFFIX)
+    assert said(engine) == wanted
+    assert min(counts(engine)) > 5
+    for seconds in ("RULES_SECONDS", "IDLE_SECONDS"):
+        monkeypatch.setattr(f"shadowkv.engine.scheduling.held_rows.{seconds}", 0.0)
+    engine = make(kv="full", speculative_config=SUFFIX)
+    assert said(engine) == wanted
+    assert_empty(engine)
+
+
+def test_draws_follow_the_models_distribution(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chi-square of 4,000 answers of three tokens out of four, without seeds, with the same draft in all of them."""
+    few, text = (10, 20, 30, 40), prompt(5, 20)
+    params = SamplingParams(max_tokens=3, temperature=1.0, allowed_token_ids=few, ignore_eos=True)
+    plain = make(kv="full")
+
+    def chances(before: tuple[int, ...]) -> list[float]:
+        asked = replace(params, max_tokens=1, logprob_token_ids=few)
+        plain.add_request("one", [*text, *before], asked)
+        (output,) = drain(plain)["one"]
+        assert output.logprobs is not None
+        weights = torch.tensor([output.logprobs[0].top[token] for token in few], dtype=torch.float64).softmax(0)
+        return weights.tolist()
+
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        expected = {
+            (*before, token): chance * own
+            for before, chance in expected.items()
+            for token, own in zip(few, chances(before), strict=True)
+        }
+    draft_by(monkeypatch, lambda request: [10, 20, 30][len(request.output_token_ids) :])
+    engine = make(kv="full", max_num_seqs=100, speculative_config=SUFFIX, seed=3)
+    seen: Counter[tuple[int, ...]] = Counter()
+    for batch in range(100):
+        for number in range(40):
+            engine.add_request(f"{batch}-{number}", text, params)
+        seen.update(tuple(tokens(outputs)) for outputs in drain(engine).values())
+    assert min(counts(engine)) > 400
+    total = sum(seen.values())
+    square = sum((seen[said] - total * chance) ** 2 / (total * chance) for said, chance in expected.items())
+    assert square < 103.4  # of 63 degrees of freedom: exceeded by chance once in 1,000
+
+
+def test_drafts_end_before_the_next_compression(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token sees what it would see in a step of its own, so pages are compressed at the same lengths."""
+    options = {"kv": "turbo:budget=0.5", "fetch_buffer": 0.0}
+
+    def pages(engine: Engine) -> tuple[list[int], set[tuple[int, int]]]:
+        engine.add_request("a", prompt(1, 450), PLAIN)
+        seen, said = set[tuple[int, int]](), list[int]()
+        plan = engine.cache.plan_decode
+
+        def watched(sequences: Any, counts: Any = None) -> Any:
+            made = plan(sequences, counts)
+            for length, compressed in zip(made.groups[0].sequences.length, made.groups[0].sequences.compressed):
+                seen.add((int(length), int(compressed)))
+            return made
+
+        monkeypatch.setattr(engine.cache, "plan_decode", watched)
+        while engine.has_work:
+            said += tokens(engine.step())
+        return said, seen
+
+    wanted, lengths = pages(make(**options))
+    draft_by(monkeypatch, mostly({"a": wanted}, 1.0))
+    got, drafted = pages(make(**options, speculative_config={**SUFFIX, "num_speculative_tokens": 40}))
+    assert (got, {pair for pair in drafted if pair[0] < 450 + 149}) == (wanted, lengths)
+    assert len({compressed for _, compressed in lengths}) > 2
+
+
+def test_an_abort_and_a_stop_leave_nothing_of_a_draft(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_by(monkeypatch, lambda request: [5] * 6)
+    engine = make(kv="turbo:budget=0.5", fetch_buffer=0.0, speculative_config=SUFFIX)
+    for name in ("a", "b", "c"):
+        engine.add_request(name, prompt(ord(name), 300), PLAIN)
+    while len(engine.scheduler.running) < 3:
+        engine.step()
+    engine.step()
+    engine.abort("a")
+    engine.stop("b")
+    assert engine.num_running == 1
+    drain(engine)
+    assert_empty(engine)
+
+
+def test_a_continued_chat_is_that_of_a_fresh_engine(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rejected drafts have written is in no page that the prefix cache keeps."""
+    plain = make(kv="full")
+
+    def turn(engine: Engine, text: list[int]) -> tuple[list[int], TokenOutput]:
+        engine.add_request("turn", text, replace(PLAIN, max_tokens=100))
+        outputs = drain(engine)["turn"]
+        return tokens(outputs), outputs[-1]
+
+    first, _ = turn(plain, prompt(1, 100))
+    later = [*prompt(1, 100), *first, *prompt(2, 30)]
+    wanted, _ = turn(make(kv="full"), later)
+    draft_by(monkeypatch, mostly({"turn": first}, 0.5))
+    engine = make(kv="full", speculative_config=SUFFIX)
+    assert turn(engine, prompt(1, 100))[0] == first
+    said, last = turn(engine, later)
+    assert said == wanted and last.cached_tokens == 199
+
+
+def test_text_that_repeats_is_drafted_and_other_text_is_not(make: Any) -> None:
+    """By the real drafter and gate: a random model that may only say two tokens soon repeats itself."""
+    engine = make(kv="full", speculative_config=SUFFIX)
+    engine.add_request("a", prompt(1, 50), replace(PLAIN, allowed_token_ids=(4, 5)))
+    drain(engine)
+    accepted, _ = counts(engine)
+    engine.add_request("b", prompt(2, 50), SEEDED)
+    drain(engine)
+    of_both, rejected = counts(engine)
+    assert accepted > 50 and of_both - accepted < 10 and rejected < 40
+    assert engine.stats().speculation == engine.decode_steps.speculation.stats
+    per_place = engine.decode_steps.speculation.stats.num_accepted_tokens_per_pos
+    assert sum(per_place) == of_both and sorted(per_place, reverse=True) == per_place
+
+
+def test_a_step_ahead_goes_on_where_nothing_matches(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make(kv="full")
+    plain.add_request("a", prompt(1, 30), SEEDED)
+    wanted = tokens(drain(plain)["a"])
+    engine = make(kv="full", speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    engine.decode_steps.run_ahead = True
+    ahead = []
+    decode = engine.runner.decode
+
+    def spy(sequences: Any, last: Any, sources: list[int], *others: Any) -> Any:
+        ahead.append(max(sources) >= 0)
+        return decode(sequences, last, sources, *others)
+
+    monkeypatch.setattr(engine.runner, "decode", spy)
+    engine.add_request("a", prompt(1, 30), SEEDED)
+    assert tokens(drain(engine)["a"]) == wanted
+    assert ahead.count(True) > 100
+    engine.add_request("b", prompt(1, 30), replace(PLAIN, logit_bias={}))
+    engine.add_request("c", [4, 5, 6, 7, 8, 9] * 5, replace(PLAIN, max_tokens=20))
+    drain(engine)
+    assert counts(engine)[0] + counts(engine)[1] > 0
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "method is missing; it is one of ngram, suffix"),
+        ({"method": "eagle"}, "method='eagle' is not one of ngram, suffix"),
+        ({"method": "suffix", "model": "x"}, "'model' is not one of method, num_speculative_tokens"),
+        ({"method": "ngram"}, "needs num_speculative_tokens"),
+        ({"method": "suffix", "num_speculative_tokens": 64}, "num_speculative_tokens=64 must be between 1 and 63"),
+        ({"method": "suffix", "num_speculative_tokens": "8"}, "num_speculative_tokens='8' must be int or None"),
+        ({"method": "suffix", "prompt_lookup_max": 3}, "has no meaning with method='suffix'"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 2},
+            "prompt_lookup_min=4 must be at most prompt_lookup_max, which is 2",
+        ),
+    ],
+)
+def test_a_wrong_config_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match="speculative_config=") as refused:
+        EngineConfig(speculative_config=given)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("qwen3_5", "layers with a recurrent state, from which wrong tokens cannot be removed"),
+        ("minimax_m3", "its own indexer, which selects for one token of a sequence"),
+    ],
+)
+def test_models_that_take_no_drafts_are_refused(model: str, reason: str, tmp_path: Path) -> None:
+    build(model, tmp_path)
+    with pytest.raises(SettingsError, match=reason):
+        Engine(EngineConfig(model=str(tmp_path), kv="full", max_num_seqs=2, speculative_config=SUFFIX))
+
+
+def test_policies_that_fetch_values_are_refused(make: Any) -> None:
+    with pytest.raises(SettingsError, match="set fetch_buffer=0"):
+        make(kv="turbo-host", speculative_config=SUFFIX)
+
+
+def test_drafts_stay_within_the_rows_of_a_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs have a most of them."""
+    draft_by(monkeypatch, lambda request: [5] * 6)
+    engine = make(kv="full", max_num_seqs=3, speculative_config=SUFFIX)
+    rows = []
+    decode = engine.runner.decode
+
+    def spy(*arguments: Any) -> Any:
+        logits = decode(*arguments)
+        rows.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(engine.runner, "decode", spy)
+    for name in ("a", "b", "c"):
+        engine.add_request(name, prompt(ord(name), 30), GREEDY)
+    drain(engine)
+    assert max(rows) == engine.config.max_rows == 10
