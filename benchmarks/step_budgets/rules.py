@@ -1,7 +1,6 @@
-"""Whether a decode step loses less if an error bound, and not a fixed number, says how many tokens each kv head reads.
+"""Rules by which rows of a step select tokens, and an index that gives each row of a batch its own rule.
 
-The prompt is computed once, exactly. It is forked into one row for each rule, and all rows follow the tokens that full
-attention generates. Keys and values are exact, so only the selection differs. A rule has three parts:
+A rule has three parts:
 
 - ``draw``: how tokens are drawn. ``sketch`` is the step's own op, ``select_by_sketch``: half of the tokens are those
   with the best scores, half are sampled. ``exact`` samples in proportion to the largest share of the exact softmax that
@@ -12,46 +11,22 @@ attention generates. Keys and values are exact, so only the selection differs. A
   ones.
 - ``amount``: the number of tokens, or the error.
 
-Results are rows of a CSV file, one for each prompt and rule. Prompts that the file has are not measured again.
-``--summary`` prints means over prompts with 95 % intervals (bootstrap over prompts).
-
-    python -m benchmarks.step_budgets --length 8192 --text essays code logs tables --prompts 2 --out FILE
-    python -m benchmarks.step_budgets --out FILE --summary
+Shapes: R rows, H kv heads, G query heads of each, T compressed tokens, d dimensions of a head.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import math
-import sys
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.sweeps.engines import add_model_arguments, model_of
-from shadowkv.engine.config import EngineConfig
-from shadowkv.engine.execution.runner import Runner
-from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.eval.fidelity.follow import kl_divergence
-from shadowkv.eval.fidelity.observed import ObservedCache
-from shadowkv.eval.fidelity.prompts import NAMED, Prompt, read_prompts
-from shadowkv.eval.provenance import provenance
-from shadowkv.eval.running.caches import open_cache, open_cache_as, prefill, prefill_all
-from shadowkv.eval.suites import ruler
-from shadowkv.kvcache import parts
-from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.parts.index_sketch import Sketch
-from shadowkv.kvcache.presets import preset
-from shadowkv.models.loader import LoadedModel
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.ops.sampling import CAUTION, Sampling
 from shadowkv.ops.select_blocks.reference import systematic
 from shadowkv.ops.select_by_sketch.reference import CHUNK_SHARPNESS, log_sharpness
@@ -61,13 +36,16 @@ LEAST, CAP = 32, 3840
 """Least and largest number of tokens that an error may ask for. The largest is four times the default's number."""
 
 CANDIDATES = torch.tensor(sorted({round(LEAST * 2 ** (step / 4)) for step in range(28)} | {CAP}))
+LARGEST = int(CAUTION * CAP) - 64
+"""Heads that drew this many tokens or more had reached ``CAP``: samples are a few fewer than wanted."""
+
 PER_OCTAVE, BINS = 8, 320
 """Weights are counted in bins of an eighth of an octave, down to 2**-40 of the largest."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How a row selects tokens; see the module."""
+    """The three parts of a rule, as the module says."""
 
     draw: str
     number: str
@@ -245,7 +223,7 @@ class ByRule(Sketch):
         shared = self._shared[name, layer]
         flat = queries.transpose(0, 1).flatten(1, 2)  # [H, R * G, d]
         products = (flat @ shared.transpose(1, 2)).unflatten(1, (len(queries), -1)).transpose(0, 1)
-        own = pages[:, shared.shape[1] // 64 :]
+        own = pages[:, shared.shape[1] // PAGE :]
         if not own.shape[1]:
             return products.contiguous()
         tails = torch.stack([rows(page_ids) for page_ids in own])
@@ -259,151 +237,3 @@ class ByRule(Sketch):
         bits = 8 * signs.shape[-1]
         levels = 2 * plane_bits(signs, bits).float() + plane_bits(rest, bits) - 1.5
         return (levels * decode_scale(scale).unsqueeze(-1)).transpose(0, 1).flatten(1, 2)
-
-
-class Follower:
-    """The rows of all rules, and full attention, which they follow."""
-
-    def __init__(self, loaded: LoadedModel, capacity: int) -> None:
-        fields = {"keys": "dense", "values": "dense", "index": "by-rule", "sampled": 0.5, "budget": CAP}
-        spec = preset("turbo", **fields, dense_below=0)
-        self.loaded, self.capacity = loaded, capacity
-        self.full = open_cache(loaded, preset("full"), capacity)
-        self.cache = open_cache_as(ObservedCache, loaded, spec, capacity, len(RULES) + 1)
-        (group,) = self.cache.groups
-        self.index, self.store = group.layout.parts.index, group.store
-        assert isinstance(self.index, ByRule)
-        self.cache.query_hook = self._attend_exact
-
-    def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> None:
-        pages = self.store.k[layer], self.store.v[layer], batch.pages
-        self.index.exact_lse = self.store.ops.paged_attention(q, *pages, batch.counts)[1]
-
-    def follow(self, prompt: list[int], steps: int, ends: set[int]) -> Iterator[dict[str, str]]:
-        """Yields a row of results for each rule."""
-        self.index.reset()
-        model, length = self.loaded.model, len(prompt)
-        (exact, stored), logits = prefill_all(model, [self.full, self.cache], prompt, self.capacity)
-        shared = self.cache.fork_point(stored, length)
-        rows = [self.cache.fork(stored, shared, length, self.capacity) for _ in RULES]
-        prefill(model, self.cache, [(row, prompt[shared:]) for row in rows])
-        full, ours = Runner(model, self.full), Runner(model, self.cache)
-        token, kl, agrees = int(logits[0].argmax()), [], []
-        with torch.inference_mode():
-            for _ in range(steps):
-                if token in ends:
-                    break
-                reference = full.decode([exact], [token])
-                own = ours.decode(rows, [token] * len(rows))
-                kl.append(kl_divergence(reference.expand_as(own), own))
-                token = int(reference.argmax())
-                agrees.append(own.argmax(-1) == token)
-        for cache, sequence in ((self.full, exact), (self.cache, stored), *((self.cache, row) for row in rows)):
-            cache.release(sequence)
-        counts = torch.stack(self.index.counts).float().unflatten(0, (len(kl), -1))  # [steps, layers, R, H]
-        for number, rule in enumerate(RULES):
-            own_kl, own_counts = torch.stack(kl)[:, number], counts[:, :, number]
-            quantiles = own_counts.flatten().quantile(torch.tensor([0.5, 0.95]))
-            agreed = torch.stack(agrees)[:, number].float()
-            figures = {
-                "kl": own_kl.mean(),
-                "kl_max": own_kl.max(),
-                "top1": agreed.mean(),
-                "all_top1": agreed.min(),
-                "tokens": own_counts.mean(),
-                "tokens_p50": quantiles[0],
-                "tokens_p95": quantiles[1],
-                "tokens_of_worst_step": own_counts.mean((1, 2)).max(),
-                "at_cap": (own_counts >= CAUTION * CAP - 64).float().mean(),
-            }
-            yield {
-                "draw": rule.draw,
-                "number": rule.number,
-                "amount": f"{rule.amount:g}",
-                "steps": str(len(kl)),
-                **{name: f"{float(x):.5g}" for name, x in figures.items()},
-                "tokens_by_layer": " ".join(f"{x:.0f}" for x in own_counts.mean((0, 2)).tolist()),
-            }
-
-
-def prompts_of(kind: str, loaded: LoadedModel, count: int, tokens: int, new: int) -> Iterator[tuple[Prompt, int]]:
-    """Prompts of a kind of text or of a task of RULER, and how many tokens to follow at most."""
-    if kind in NAMED:
-        for prompt in read_prompts([Path(kind)], loaded.tokenizer, count, tokens):
-            yield prompt, new
-        return
-    for sample in ruler.samples(kind, loaded.tokenizer, tokens + new, count, 71, None):
-        encoded = loaded.tokenizer.encode(sample.turns[0], add_special_tokens=True)
-        yield Prompt(f"{kind}:{sample.id}", encoded), min(new, sample.max_new_tokens)
-
-
-def summarise(path: Path) -> None:
-    """Prints a table for every length: means over prompts, with 95 % intervals of KL."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    groups: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
-    for row in rows:
-        for text in (row["text"], "all"):
-            groups[row["length"], text, row["draw"], row["number"], row["amount"]].append(row)
-    draws = np.random.default_rng(0)
-    for key, own in sorted(groups.items(), key=lambda item: (item[0][:4], float(item[0][4]))):
-        kl, top1, tokens, p95, worst = (
-            np.array([float(row[name]) for row in own])
-            for name in ("kl", "top1", "tokens", "tokens_p95", "tokens_of_worst_step")
-        )
-        means = kl[draws.integers(len(kl), size=(2000, len(kl)))].mean(1)
-        low, high = np.quantile(means, (0.025, 0.975))
-        print(
-            f"{' '.join(key):42} n={len(kl):3} tokens {tokens.mean():6.0f} p95 {p95.mean():6.0f} worst step "
-            f"{worst.mean():6.0f} KL {kl.mean():.4f} ({low:.4f} to {high:.4f}) top-1 {100 * top1.mean():.2f} %"
-        )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser)
-    kinds = (*NAMED, *ruler.TASKS)
-    texts = ["essays", "code", "logs", "tables"]
-    parser.add_argument("--text", nargs="+", default=texts, choices=kinds, metavar="KIND", help="of NAMED or RULER")
-    parser.add_argument("--length", type=int, default=8192, metavar="TOKENS", help="of prompts (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=2, help="of each kind (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=96, help="to follow, at most (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file")
-    parser.add_argument("--summary", action="store_true", help="only prints what the file has")
-    args = parser.parse_args(argv)
-    if args.summary:
-        summarise(args.out)
-        return 0
-    parts.register("index", "by-rule", ByRule)
-    capacity = args.length + 2 * args.new_tokens
-    loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=capacity))
-    ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
-    done = set()
-    if args.out.exists():
-        with args.out.open(newline="", encoding="utf-8") as file:
-            done = {(row["length"], row["prompt"]) for row in csv.DictReader(file)}
-    follower = Follower(loaded, capacity)
-    for number in range(args.prompts):
-        for kind in args.text:
-            prompt, steps = list(prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens))[number]
-            if (str(args.length), prompt.name) in done:
-                continue
-            start = time.perf_counter()
-            about = {"length": str(args.length), "text": kind, "prompt": prompt.name}
-            new = [about | row for row in follower.follow(prompt.tokens, steps, ends)]
-            for row in new:
-                row["commit"] = str(provenance()["commit"])
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            fresh = not args.out.exists()
-            with args.out.open("a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(new[0]), lineterminator="\n")
-                if fresh:
-                    writer.writeheader()
-                writer.writerows(new)
-            print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,223 @@
+"""Measures how far steps are from full attention if a fixed number or an error bound says how many tokens they read.
+
+The prompt is computed once, exactly. It is forked into one row for each rule (``rules.py``), and all rows follow the
+tokens that full attention generates. Keys and values are exact, so only the selection differs.
+
+Results are rows of a CSV file, one for each prompt and rule. Prompts that the file has are not measured again.
+``--summary`` prints means over prompts, with 95 % intervals by bootstrap over prompts. Where an error says the number,
+it also compares the KL with that of a fixed number at equal mean tokens, which is interpolated.
+
+    python -m benchmarks.step_budgets --model smollm2-135m-64k --length 8224 --prompts 2 --out FILE
+    python -m benchmarks.step_budgets --out FILE --summary
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.step_budgets.rules import CAP, LARGEST, RULES, ByRule
+from benchmarks.sweeps.engines import add_model_arguments, model_of
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.eval.fidelity.follow import kl_divergence
+from shadowkv.eval.fidelity.observed import ObservedCache
+from shadowkv.eval.fidelity.prompts import NAMED, Prompt, read_prompts
+from shadowkv.eval.provenance import commit
+from shadowkv.eval.running.caches import open_cache, open_cache_as, prefill, prefill_all
+from shadowkv.eval.suites import ruler
+from shadowkv.kvcache import parts
+from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.presets import preset
+from shadowkv.models.loader import LoadedModel
+
+
+class Follower:
+    """The rows of all rules, and full attention, which they follow."""
+
+    def __init__(self, loaded: LoadedModel, capacity: int) -> None:
+        fields = {"keys": "dense", "values": "dense", "index": "by-rule", "sampled": 0.5, "budget": CAP}
+        spec = preset("turbo", **fields, dense_below=0)
+        self.loaded, self.capacity = loaded, capacity
+        self.full = open_cache(loaded, preset("full"), capacity)
+        self.cache = open_cache_as(ObservedCache, loaded, spec, capacity, len(RULES) + 1)
+        (group,) = self.cache.groups
+        self.index, self.store = group.layout.parts.index, group.store
+        assert isinstance(self.index, ByRule)
+        self.cache.query_hook = self._attend_exact
+
+    def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> None:
+        pages = self.store.k[layer], self.store.v[layer], batch.pages
+        self.index.exact_lse = self.store.ops.paged_attention(q, *pages, batch.counts)[1]
+
+    def follow(self, prompt: list[int], steps: int, ends: set[int]) -> Iterator[dict[str, str]]:
+        """Yields a row of results for each rule."""
+        self.index.reset()
+        model, length = self.loaded.model, len(prompt)
+        (exact, stored), logits = prefill_all(model, [self.full, self.cache], prompt, self.capacity)
+        shared = self.cache.fork_point(stored, length)
+        rows = [self.cache.fork(stored, shared, length, self.capacity) for _ in RULES]
+        prefill(model, self.cache, [(row, prompt[shared:]) for row in rows])
+        full, ours = Runner(model, self.full), Runner(model, self.cache)
+        token, kl, agrees = int(logits[0].argmax()), [], []
+        with torch.inference_mode():
+            for _ in range(steps):
+                if token in ends:
+                    break
+                reference = full.decode([exact], [token])
+                own = ours.decode(rows, [token] * len(rows))
+                kl.append(kl_divergence(reference.expand_as(own), own))
+                token = int(reference.argmax())
+                agrees.append(own.argmax(-1) == token)
+        for cache, sequence in ((self.full, exact), (self.cache, stored), *((self.cache, row) for row in rows)):
+            cache.release(sequence)
+        counts = torch.stack(self.index.counts).float().unflatten(0, (len(kl), -1))  # [steps, layers, R, H]
+        for number, rule in enumerate(RULES):
+            own_kl, own_counts = torch.stack(kl)[:, number], counts[:, :, number]
+            quantiles = own_counts.flatten().quantile(torch.tensor([0.5, 0.95]))
+            agreed = torch.stack(agrees)[:, number].float()
+            figures = {
+                "kl": own_kl.mean(),
+                "kl_max": own_kl.max(),
+                "top1": agreed.mean(),
+                "all_top1": agreed.min(),
+                "tokens": own_counts.mean(),
+                "tokens_p50": quantiles[0],
+                "tokens_p95": quantiles[1],
+                "tokens_of_worst_step": own_counts.mean((1, 2)).max(),
+                "at_cap": (own_counts >= LARGEST).float().mean(),
+                "spread": own_counts.std(correction=0),
+                "spread_of_heads": own_counts.mean(0).std(correction=0),
+            }
+            yield {
+                "draw": rule.draw,
+                "number": rule.number,
+                "amount": f"{rule.amount:g}",
+                "steps": str(len(kl)),
+                **{name: f"{float(x):.5g}" for name, x in figures.items()},
+                "tokens_by_layer": " ".join(f"{x:.0f}" for x in own_counts.mean((0, 2)).tolist()),
+            }
+
+
+def prompts_of(kind: str, loaded: LoadedModel, count: int, tokens: int, new: int) -> Iterator[tuple[Prompt, int]]:
+    """Prompts of a kind of text or of a task of RULER, and how many tokens to follow at most."""
+    if kind in NAMED:
+        for prompt in read_prompts([Path(kind)], loaded.tokenizer, count, tokens):
+            yield prompt, new
+        return
+    for sample in ruler.samples(kind, loaded.tokenizer, tokens + new, count, 71, None):
+        encoded = loaded.tokenizer.encode(sample.turns[0], add_special_tokens=True)
+        yield Prompt(f"{kind}:{sample.id}", encoded), min(new, sample.max_new_tokens)
+
+
+def summarise(path: Path) -> None:
+    """Prints a table for every length, over all its prompts and over those of each text."""
+    measured: dict[tuple[str, str], dict[str, list[dict[str, str]]]] = defaultdict(lambda: defaultdict(list))
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            for text in ("all texts", row["text"]):
+                measured[row["length"], text][row["prompt"]].append(row)
+    for (length, text), prompts in measured.items():
+        rows = list(prompts.values())
+        print(f"\n{text}, {length} tokens, prompts: {len(rows)}\n")
+        print("| drawn by | number by | | tokens | 95 % of heads | worst step | top-1 | KL | KL over fixed |")
+        print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+
+        def column(name: str, rows: list[list[dict[str, str]]] = rows) -> np.ndarray:
+            return np.array([[float(row[name]) for row in own] for own in rows])  # [prompts, rules]
+
+        kl, tokens, draws = column("kl"), column("tokens"), np.random.default_rng(0)
+        samples = draws.integers(len(rows), size=(2000, len(rows)))
+        kl_means, token_means = kl[samples].mean(1), tokens[samples].mean(1)
+        others = [100 * column("top1"), column("tokens_p95"), column("tokens_of_worst_step")]
+        for at, rule in enumerate(rows[0]):
+            top1, p95, worst = (values[:, at].mean() for values in others)
+            fixed = [n for n, one in enumerate(rows[0]) if (one["draw"], one["number"]) == (rule["draw"], "fixed")]
+            over = (
+                ""
+                if at in fixed
+                else _interval(
+                    kl[:, at].mean()
+                    / _interpolated(tokens[:, at].mean(), tokens[:, fixed].mean(0), kl[:, fixed].mean(0)),
+                    [
+                        mine / _interpolated(mean, all_tokens[fixed], all_kl[fixed])
+                        for mine, mean, all_tokens, all_kl in zip(
+                            kl_means[:, at], token_means[:, at], token_means, kl_means
+                        )
+                    ],
+                    2,
+                )
+            )
+            print(
+                f"| {rule['draw']} | {rule['number']} | {rule['amount']} | {tokens[:, at].mean():.0f} | {p95:.0f} | "
+                f"{worst:.0f} | {top1:.1f} | {_interval(kl[:, at].mean(), kl_means[:, at], 4)} | {over} |"
+            )
+
+
+def _interval(mean: float, draws: Sequence[float], digits: int) -> str:
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return "" if np.isnan(mean) else f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def _interpolated(tokens: float, all_tokens: np.ndarray, all_kl: np.ndarray) -> float:
+    """KL of a fixed number of tokens, between those that were measured; NaN outside of them."""
+    at = np.interp(np.log(tokens), np.log(all_tokens), np.log(all_kl), left=np.nan, right=np.nan)
+    return float(np.exp(at))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    kinds = (*NAMED, *ruler.TASKS)
+    texts = ["essays", "code", "logs", "tables"]
+    parser.add_argument("--text", nargs="+", default=texts, choices=kinds, metavar="KIND", help="of NAMED or RULER")
+    parser.add_argument("--length", type=int, default=8192, metavar="TOKENS", help="of prompts (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=2, help="of each kind (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=96, help="to follow, at most (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="CSV file")
+    parser.add_argument("--summary", action="store_true", help="only prints what the file has")
+    args = parser.parse_args(argv)
+    if args.summary:
+        summarise(args.out)
+        return 0
+    parts.register("index", "by-rule", ByRule)
+    capacity = args.length + 2 * args.new_tokens
+    loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=capacity))
+    ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
+    done = set()
+    if args.out.exists():
+        with args.out.open(newline="", encoding="utf-8") as file:
+            done = {(row["length"], row["prompt"]) for row in csv.DictReader(file)}
+    follower = Follower(loaded, capacity)
+    for number in range(args.prompts):
+        for kind in args.text:
+            prompt, steps = list(prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens))[number]
+            if (str(args.length), prompt.name) in done:
+                continue
+            start = time.perf_counter()
+            about = {"commit": str(commit()), "length": str(args.length), "text": kind, "prompt": prompt.name}
+            new = [about | row for row in follower.follow(prompt.tokens, steps, ends)]
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            fresh = not args.out.exists()
+            with args.out.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, list(new[0]), lineterminator="\n")
+                if fresh:
+                    writer.writeheader()
+                writer.writerows(new)
+            print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
