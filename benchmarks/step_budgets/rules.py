@@ -8,7 +8,7 @@ A rule has three parts:
 - ``number``: what says how many. ``fixed`` is the same number for all heads. ``sketch`` and ``exact`` take the least
   number for which the standard deviation of every query's sum of attention weights is at most ``amount``, as a share of
   the whole softmax, exact tokens included. ``sketch`` computes it from the scores of the sketch, ``exact`` from exact
-  ones.
+  ones. ``mean`` is what ``sketch`` took for the same layer and kv head, averaged over this step and all earlier ones.
 - ``amount``: the number of tokens, or the error.
 
 Shapes: R rows, H kv heads, G query heads of each, T compressed tokens, d dimensions of a head.
@@ -17,6 +17,7 @@ Shapes: R rows, H kv heads, G query heads of each, T compressed tokens, d dimens
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ class Rule:
 
 RULES = (
     *(Rule("sketch", "fixed", tokens) for tokens in (240, 480, 960, 1920, 3840)),
+    *(Rule("sketch", "mean", error) for error in (0.02, 0.01)),
     *(Rule("sketch", "sketch", error) for error in (0.04, 0.02, 0.01, 0.005)),
     Rule("sketch", "exact", 0.02),
     *(Rule("exact", "exact", error) for error in (0.02, 0.01, 0.005)),
@@ -62,7 +64,8 @@ RULES = (
 """Rows in this order: rules that need scores of the sketch, or exact ones, are neighbours."""
 BY_SKETCH = slice(sum(rule.draw == "sketch" for rule in RULES))
 BY_EXACT = slice(BY_SKETCH.stop, None)
-SKETCH_ERRORS = slice(sum(rule.number == "fixed" for rule in RULES[BY_SKETCH]), BY_SKETCH.stop)
+SKETCH_ERRORS = slice(next(n for n, rule in enumerate(RULES) if rule.number == "sketch"), BY_SKETCH.stop)
+MEANS = {n: RULES.index(Rule("sketch", "sketch", rule.amount)) for n, rule in enumerate(RULES) if rule.number == "mean"}
 EXACT_SCORES = slice(next(n for n, rule in enumerate(RULES) if "exact" in (rule.draw, rule.number)), None)
 AMOUNTS = torch.tensor([rule.amount for rule in RULES])
 
@@ -152,6 +155,7 @@ class ByRule(Sketch):
     def reset(self) -> None:
         """Forgets a prompt."""
         self.counts = []
+        self._taken: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._shared: dict[tuple[str, int], Tensor] = {}
 
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
@@ -179,6 +183,9 @@ class ByRule(Sketch):
         log_weight = CHUNK_SHARPNESS * log_sharpness(queries, heads)[rows].unsqueeze(-1) * scores.amax(2)
         numbers = AMOUNTS[BY_SKETCH, None].long().expand(-1, heads).clone()
         numbers[rows] = numbers_of_sketch(log_weight, shares, AMOUNTS[rows])
+        self._taken[layer].append(numbers)
+        for row, of_row in MEANS.items():
+            numbers[row] = torch.stack([earlier[of_row] for earlier in self._taken[layer]]).float().mean(0).round()
 
         coarse = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages)
         drawn = []
