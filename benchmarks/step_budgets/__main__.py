@@ -52,8 +52,9 @@ class Follower:
         self.full = open_cache(loaded, preset("full"), capacity)
         self.cache = open_cache_as(ObservedCache, loaded, spec, capacity, len(RULES) + 1)
         (group,) = self.cache.groups
-        self.index, self.store = group.layout.parts.index, group.store
-        assert isinstance(self.index, ByRule)
+        index = group.layout.parts.index
+        assert isinstance(index, ByRule)
+        self.index, self.store = index, group.store
         self.cache.query_hook = self._attend_exact
 
     def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> None:
