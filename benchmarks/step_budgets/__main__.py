@@ -144,36 +144,25 @@ def summarise(path: Path) -> None:
         for at, rule in enumerate(rows[0]):
             top1, p95, worst = (values[:, at].mean() for values in others)
             fixed = [n for n, one in enumerate(rows[0]) if (one["draw"], one["number"]) == (rule["draw"], "fixed")]
-            over = (
-                ""
-                if at in fixed
-                else _interval(
-                    kl[:, at].mean()
-                    / _interpolated(tokens[:, at].mean(), tokens[:, fixed].mean(0), kl[:, fixed].mean(0)),
-                    [
-                        mine / _interpolated(mean, all_tokens[fixed], all_kl[fixed])
-                        for mine, mean, all_tokens, all_kl in zip(
-                            kl_means[:, at], token_means[:, at], token_means, kl_means
-                        )
-                    ],
-                    2,
-                )
-            )
+            ratio = _ratio(at, fixed, kl.mean(0), tokens.mean(0))
+            ratios = [_ratio(at, fixed, *means) for means in zip(kl_means, token_means, strict=True)]
+            over = "" if at in fixed else _interval(ratio, ratios, 2)
             print(
                 f"| {rule['draw']} | {rule['number']} | {rule['amount']} | {tokens[:, at].mean():.0f} | {p95:.0f} | "
-                f"{worst:.0f} | {top1:.1f} | {_interval(kl[:, at].mean(), kl_means[:, at], 4)} | {over} |"
+                f"{worst:.0f} | {top1:.1f} | {_interval(kl[:, at].mean(), kl_means[:, at], 5)} | {over} |"
             )
 
 
-def _interval(mean: float, draws: Sequence[float], digits: int) -> str:
+def _ratio(at: int, fixed: list[int], kl: np.ndarray, tokens: np.ndarray) -> float:
+    """A rule's KL, divided by that of a fixed number at its mean tokens. NaN if no fixed numbers are around it."""
+    log_tokens, log_kl = np.log(tokens), np.log(kl)
+    others = np.interp(log_tokens[at], log_tokens[fixed], log_kl[fixed], left=np.nan, right=np.nan)
+    return float(np.exp(log_kl[at] - others))
+
+
+def _interval(mean: float, draws: Sequence[float] | np.ndarray, digits: int) -> str:
     low, high = np.quantile(draws, (0.025, 0.975))
-    return "" if np.isnan(mean) else f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def _interpolated(tokens: float, all_tokens: np.ndarray, all_kl: np.ndarray) -> float:
-    """KL of a fixed number of tokens, between those that were measured; NaN outside of them."""
-    at = np.interp(np.log(tokens), np.log(all_tokens), np.log(all_kl), left=np.nan, right=np.nan)
-    return float(np.exp(at))
+    return "" if np.isnan(low + mean + high) else f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
