@@ -102,6 +102,7 @@ class Follower:
             }
             yield {
                 "draw": rule.draw,
+                "scores": rule.scores,
                 "number": rule.number,
                 "amount": f"{rule.amount:g}",
                 "steps": str(len(kl)),
@@ -131,8 +132,8 @@ def summarise(path: Path) -> None:
     for (length, text), prompts in measured.items():
         rows = list(prompts.values())
         print(f"\n{text}, {length} tokens, prompts: {len(rows)}\n")
-        print("| drawn by | number by | | tokens | 95 % of heads | worst step | top-1 | KL | KL over fixed |")
-        print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+        print("| drawn by | scores | number by | | tokens | 95 % of heads | worst step | top-1 | KL | KL over fixed |")
+        print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
 
         def column(name: str, rows: list[list[dict[str, str]]] = rows) -> np.ndarray:
             return np.array([[float(row[name]) for row in own] for own in rows])  # [prompts, rules]
@@ -143,13 +144,17 @@ def summarise(path: Path) -> None:
         others = [100 * column("top1"), column("tokens_p95"), column("tokens_of_worst_step")]
         for at, rule in enumerate(rows[0]):
             top1, p95, worst = (values[:, at].mean() for values in others)
-            fixed = [n for n, one in enumerate(rows[0]) if (one["draw"], one["number"]) == (rule["draw"], "fixed")]
+
+            def same(one: dict[str, str], rule: dict[str, str] = rule) -> bool:
+                return (one["draw"], one["scores"], one["number"]) == (rule["draw"], rule["scores"], "fixed")
+
+            fixed = [n for n, one in enumerate(rows[0]) if same(one)]
             ratio = _ratio(at, fixed, kl.mean(0), tokens.mean(0))
             ratios = [_ratio(at, fixed, *means) for means in zip(kl_means, token_means, strict=True)]
             over = "" if at in fixed else _interval(ratio, ratios, 2)
             print(
-                f"| {rule['draw']} | {rule['number']} | {rule['amount']} | {tokens[:, at].mean():.0f} | {p95:.0f} | "
-                f"{worst:.0f} | {top1:.1f} | {_interval(kl[:, at].mean(), kl_means[:, at], 5)} | {over} |"
+                f"| {rule['draw']} | {rule['scores']} | {rule['number']} | {rule['amount']} | "
+                f"{tokens[:, at].mean():.0f} | {p95:.0f} | {worst:.0f} | {top1:.1f} | {_interval(kl[:, at].mean(), kl_means[:, at], 5)} | {over} |"
             )
 
 

@@ -1,14 +1,17 @@
 """Rules by which rows of a step select tokens, and an index that gives each row of a batch its own rule.
 
-A rule has three parts:
+A rule has four parts:
 
-- ``draw``: how tokens are drawn. ``sketch`` is the step's own op, ``select_by_sketch``: half of the tokens are those
-  with the best scores, half are sampled. ``exact`` samples in proportion to the largest share of the exact softmax that
-  a query of the kv head gives a token.
-- ``number``: what says how many. ``fixed`` is the same number for all heads. ``sketch`` and ``exact`` take the least
-  number for which the standard deviation of every query's sum of attention weights is at most ``amount``, as a share of
-  the whole softmax, exact tokens included. ``sketch`` computes it from the scores of the sketch, ``exact`` from exact
-  ones. ``mean`` is what ``sketch`` took for the same layer and kv head, averaged over this step and all earlier ones.
+- ``draw``: how tokens are drawn. ``halves`` is the step's own op, ``select_by_sketch``: half of the tokens are those
+  with the best scores, half are sampled by flattened weights. ``shares`` is what a sparse prefill does with blocks: the
+  probability of a token is a factor times the largest share of the softmax that a query of the kv head gives it, at
+  most 1.
+- ``scores``: ``sketch`` has the scores that a step has: signs choose runs of 8 tokens, of which a quarter is sampled,
+  and all bits score the tokens of these runs. ``exact`` has exact scores of all tokens.
+- ``number``: what says how many tokens a kv head draws. ``fixed`` is the same number for all. ``error`` is the least
+  number for which every query's sum of attention weights has a standard deviation of at most ``amount``, as a share of
+  the whole softmax, exact tokens included. The scores say it; the variance of sampling runs is left out. ``mean`` is
+  what ``error`` took for the same layer and kv head, averaged over this step and all earlier ones.
 - ``amount``: the number of tokens, or the error.
 
 Shapes: R rows, H kv heads, G query heads of each, T compressed tokens, d dimensions of a head.
@@ -27,11 +30,17 @@ from torch import Tensor
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.parts.index_sketch import Sketch
-from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.ops.sampling import CAUTION, Sampling
+from shadowkv.kvcache.policy.spec import DEFAULT_BUDGET_FLOOR, PAGE
+from shadowkv.ops.sampling import CAUTION, Sampling, systematic_sample
 from shadowkv.ops.select_blocks.reference import systematic
-from shadowkv.ops.select_by_sketch.reference import CHUNK_SHARPNESS, log_sharpness
-from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, decode_scale, plane_bits
+from shadowkv.ops.select_by_sketch.reference import (
+    CHUNK_SHARPNESS,
+    RUN_SHARPNESS,
+    SAMPLED_SHARE,
+    kept_runs,
+    log_sharpness,
+)
+from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN, decode_scale, plane_bits
 
 LEAST, CAP = 32, 3840
 """Least and largest number of tokens that an error may ask for. The largest is four times the default's number."""
@@ -46,28 +55,32 @@ PER_OCTAVE, BINS = 8, 320
 
 @dataclass(frozen=True)
 class Rule:
-    """The three parts of a rule, as the module says."""
+    """The parts of a rule, as the module says."""
 
     draw: str
+    scores: str
     number: str
     amount: float
 
 
 RULES = (
-    *(Rule("sketch", "fixed", tokens) for tokens in (240, 480, 960, 1920, 3840)),
-    *(Rule("sketch", "mean", error) for error in (0.02, 0.01)),
-    *(Rule("sketch", "sketch", error) for error in (0.04, 0.02, 0.01, 0.005)),
-    Rule("sketch", "exact", 0.02),
-    *(Rule("exact", "exact", error) for error in (0.02, 0.01, 0.005)),
-    *(Rule("exact", "fixed", tokens) for tokens in (240, 480, 960)),
+    *(Rule("halves", "sketch", "fixed", tokens) for tokens in (240, 480, 960, 1920, 3840)),
+    Rule("halves", "sketch", "mean", 0.02),
+    *(Rule("halves", "sketch", "error", error) for error in (0.04, 0.02, 0.01)),
+    *(Rule("shares", "sketch", "fixed", tokens) for tokens in (240, 480, 960)),
+    *(Rule("shares", "sketch", "error", error) for error in (0.04, 0.02, 0.01)),
+    *(Rule("shares", "exact", "fixed", tokens) for tokens in (240, 480, 960)),
+    *(Rule("shares", "exact", "error", error) for error in (0.04, 0.02, 0.01)),
 )
-"""Rows in this order: rules that need scores of the sketch, or exact ones, are neighbours."""
-BY_SKETCH = slice(sum(rule.draw == "sketch" for rule in RULES))
-BY_EXACT = slice(BY_SKETCH.stop, None)
-SKETCH_ERRORS = slice(next(n for n, rule in enumerate(RULES) if rule.number == "sketch"), BY_SKETCH.stop)
-MEANS = {n: RULES.index(Rule("sketch", "sketch", rule.amount)) for n, rule in enumerate(RULES) if rule.number == "mean"}
-EXACT_SCORES = slice(next(n for n, rule in enumerate(RULES) if "exact" in (rule.draw, rule.number)), None)
+"""Rows in this order: rules that need the same scores are neighbours."""
+HALVES = slice(sum(rule.draw == "halves" for rule in RULES))
+SHARES = slice(HALVES.stop, None)
+SKETCH = slice(RULES.index(Rule("halves", "sketch", "error", 0.04)), sum(rule.scores == "sketch" for rule in RULES))
+ERRORS = HALVES.stop - SKETCH.start  # rules of ``halves`` with an error
+EXACT = slice(SKETCH.stop, None)
+MEAN, OF = (RULES.index(Rule("halves", "sketch", number, 0.02)) for number in ("mean", "error"))
 AMOUNTS = torch.tensor([rule.amount for rule in RULES])
+BY_ERROR = torch.tensor([rule.number == "error" for rule in RULES])
 
 
 class Histogram:
@@ -109,7 +122,7 @@ class Histogram:
         return variance.amax(2).clamp(min=0).sqrt()
 
 
-def numbers_of_sketch(log_weight: Tensor, shares: Tensor, errors: Tensor) -> Tensor:
+def numbers_of_halves(log_weight: Tensor, shares: Tensor, errors: Tensor) -> Tensor:
     """Returns the least of ``CANDIDATES`` with at most ``errors`` [R], if half of it are the tokens of the largest
     weights and half are sampled by weight: int64 [R, H]. It is ``CAP`` if there is none."""
     histogram = Histogram(log_weight, shares)
@@ -161,57 +174,61 @@ class ByRule(Sketch):
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         assert batch.sampling is not None and len(q) == len(RULES)
         heads = self.shape.num_kv_heads
+        uniform = batch.sampling.uniform(store.layers[layer], heads)
         queries = store.ops.sketch_queries(q, store.state["sketch_query_map"][layer], batch.states)
         signs, rest, scale = (store.page[f"sketch_{name}"][layer] for name in ("signs", "rest", "scale"))
         excluded = (scale[batch.pages[:1]] == EXCLUDED_SCALE).transpose(1, 2).flatten(2).unsqueeze(2)
         grouped = q.unflatten(1, (heads, -1)) * q.shape[-1] ** -0.5
+        coarse = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages)
+        sharpness = log_sharpness(queries, heads)
 
-        rows = EXACT_SCORES
-        exact = self._products("keys", store, layer, grouped[rows], batch.pages[rows]).masked_fill_(excluded, -math.inf)
-        of_exact = self._shares(exact, self.exact_lse[rows])
-
-        rows = SKETCH_ERRORS
+        rows = SKETCH
+        keep = kept_runs(batch.num_pages, torch.full_like(batch.num_pages, DEFAULT_BUDGET_FLOOR), 1)[rows]
+        few = keep < coarse.shape[-1]
+        wanted = keep[:, None].expand(-1, heads)
+        best = torch.where(few[:, None], wanted - wanted // SAMPLED_SHARE, wanted)
+        kept, chance = systematic_sample(coarse[rows], best, wanted, RUN_SHARPNESS * sharpness[rows], uniform[0][rows])
+        log_chance = chance.masked_fill(~kept, 0).log2().repeat_interleave(RUN, -1)  # -inf: not kept
         whole, unit = (x[rows] for x in queries.of_heads(heads))
         scores = self._products("sketch", store, layer, whole * unit[..., None], batch.pages[rows])
-        scores.masked_fill_(excluded, -math.inf)
+        scores.masked_fill_(excluded | log_chance.isneginf().unsqueeze(2), -math.inf)
         mean = (grouped[rows] * store.state["sketch_mean"][layer][batch.states[rows]].unsqueeze(2)).sum(-1)
         length = queries.length.unflatten(1, (heads, -1))[rows].unsqueeze(-1)
-        estimated = EXACT_SCORES.start - SKETCH_ERRORS.start
-        logits = (length * scores + mean.unsqueeze(-1))[:estimated]
-        of_sketch = self._shares(logits, self.exact_lse[rows][:estimated])
-        shares = torch.cat((of_sketch, of_exact[: BY_SKETCH.stop - EXACT_SCORES.start]))
-        log_weight = CHUNK_SHARPNESS * log_sharpness(queries, heads)[rows].unsqueeze(-1) * scores.amax(2)
-        numbers = AMOUNTS[BY_SKETCH, None].long().expand(-1, heads).clone()
-        numbers[rows] = numbers_of_sketch(log_weight, shares, AMOUNTS[rows])
-        self._taken[layer].append(numbers)
-        for row, of_row in MEANS.items():
-            numbers[row] = torch.stack([earlier[of_row] for earlier in self._taken[layer]]).float().mean(0).round()
+        logits = length * scores + mean.unsqueeze(-1) - math.log(2) * log_chance.clamp(min=-99).unsqueeze(2)
+        of_sketch = self._shares(logits, self.exact_lse[rows])
+        log_weight = CHUNK_SHARPNESS * sharpness[rows].unsqueeze(-1) * scores.amax(2) - log_chance.clamp(min=-99)
+        exact = self._products("keys", store, layer, grouped[EXACT], batch.pages[EXACT]).masked_fill_(
+            excluded, -math.inf
+        )
+        of_exact = self._shares(exact, self.exact_lse[EXACT])
 
-        coarse = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages)
+        numbers = AMOUNTS[HALVES, None].long().expand(-1, heads).clone()
+        numbers[BY_ERROR[HALVES]] = numbers_of_halves(log_weight[:ERRORS], of_sketch[:ERRORS], AMOUNTS[rows][:ERRORS])
+        self._taken[layer].append(numbers[OF])
+        numbers[MEAN] = torch.stack(self._taken[layer]).float().mean(0).round()
         drawn = []
         for head in range(heads):  # the op takes a number for each row, so every head is a call of its own
             one, group = slice(head, head + 1), slice(head * grouped.shape[2], (head + 1) * grouped.shape[2])
-            fields = (getattr(queries, name)[BY_SKETCH, group].contiguous() for name in queries.__dataclass_fields__)
-            planes = (coarse[BY_SKETCH, one].contiguous(), signs[:, one], rest[:, one], scale[:, one])
-            table, count = (batch.pages[BY_SKETCH], batch.num_pages[BY_SKETCH]), numbers[:, head]
-            sampling = Sampling(count // 2, batch.sampling.seeds[BY_SKETCH])
+            fields = (getattr(queries, name)[HALVES, group].contiguous() for name in queries.__dataclass_fields__)
+            planes = (coarse[HALVES, one].contiguous(), signs[:, one], rest[:, one], scale[:, one])
+            table, count = (batch.pages[HALVES], batch.num_pages[HALVES]), numbers[:, head]
+            sampling = Sampling(count // 2, batch.sampling.seeds[HALVES])
             number, top = store.layers[layer] * heads + head, count - count // 2
             drawn.append(
                 store.ops.select_by_sketch(type(queries)(*fields), *planes, *table, top, 1, CAP, sampling, number)
             )
         selected, log_stands_for = (torch.cat(x, 1) for x in zip(*drawn, strict=True))
 
-        by_error = torch.tensor([rule.number != "fixed" for rule in RULES[BY_EXACT]])
-        probability = probabilities(of_exact[-len(by_error) :], AMOUNTS[BY_EXACT], by_error)
-        offset = batch.sampling.uniform(store.layers[layer], heads)[1][BY_EXACT].unsqueeze(-1)
-        taken = systematic(probability, offset) & (probability > 0)
+        probability = probabilities(torch.cat((of_sketch[ERRORS:], of_exact)), AMOUNTS[SHARES], BY_ERROR[SHARES])
+        taken = systematic(probability, uniform[1][SHARES].unsqueeze(-1)) & (probability > 0)
         place = torch.where(taken, taken.cumsum(-1) - 1, CAP).clamp(max=CAP)
         tokens = torch.arange(taken.shape[-1]).expand_as(place)
         others = torch.full((*taken.shape[:2], CAP + 1), -1).scatter_(-1, place, tokens)[..., :CAP]
-        weights = -probability.log().gather(-1, others.clamp(min=0))
-        chunks, log_weights = torch.cat((selected, others)), torch.cat((log_stands_for, weights))
+        stands_for = -probability.log()
+        stands_for[: len(log_chance) - ERRORS] -= math.log(2) * log_chance[ERRORS:]
+        chunks = torch.cat((selected, others))
         self.counts.append((chunks >= 0).sum(-1))
-        return Selection(chunks, log_weights)
+        return Selection(chunks, torch.cat((log_stands_for, stands_for.gather(-1, others.clamp(min=0)))))
 
     def _shares(self, logits: Tensor, exact_lse: Tensor) -> Tensor:
         """Shares of the whole softmax, [R, H, G, T]."""

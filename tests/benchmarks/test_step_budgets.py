@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.step_budgets.__main__ import Follower, summarise
-from benchmarks.step_budgets.rules import CANDIDATES, RULES, ByRule, numbers_of_sketch, probabilities
+from benchmarks.step_budgets.rules import CANDIDATES, RULES, ByRule, numbers_of_halves, probabilities
 from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import load_from_config
@@ -30,11 +30,11 @@ def test_probabilities_have_the_error_or_the_number(sharpness: float) -> None:
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 3.0])
-def test_numbers_of_the_sketch_have_the_error_of_its_samples(sharpness: float) -> None:
+def test_numbers_of_halves_have_the_error_of_their_samples(sharpness: float) -> None:
     """Half of the tokens are the best ones and half are sampled by flattened weights, many times over."""
     shares, error, times = shares_of(3000, sharpness), 0.03, 400
     log_weight = 0.7 * shares.amax(2).log2()
-    numbers = numbers_of_sketch(log_weight, shares, torch.tensor([error]))
+    numbers = numbers_of_halves(log_weight, shares, torch.tensor([error]))
     assert CANDIDATES[0] < numbers.min() and numbers.max() < 2000
     for head, number in enumerate(numbers[0]):
         values = log_weight[0, head].half().expand(times, -1)
@@ -55,15 +55,19 @@ def test_rows_follow_full_attention(tmp_path, capsys) -> None:
     prompt = torch.randint(5, 128, (544,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = list(Follower(loaded, 560).follow(prompt, 4, set()))
     assert [row["amount"] for row in rows] == [f"{rule.amount:g}" for rule in RULES]
-    tokens = {(row["draw"], row["number"], row["amount"]): float(row["tokens"]) for row in rows}
-    assert 200 < tokens["sketch", "fixed", "240"] <= 240
-    assert tokens["sketch", "sketch", "0.04"] < tokens["sketch", "sketch", "0.005"]
-    assert tokens["sketch", "mean", "0.01"] == pytest.approx(tokens["sketch", "sketch", "0.01"], rel=0.3)
-    all_read = [row for row in rows if float(row["tokens"]) == tokens["sketch", "fixed", "3840"]]
+    tokens = {(row["draw"], row["scores"], row["number"], row["amount"]): float(row["tokens"]) for row in rows}
+    assert 200 < tokens["halves", "sketch", "fixed", "240"] <= 240
+    assert tokens["halves", "sketch", "error", "0.04"] < tokens["halves", "sketch", "error", "0.01"]
+    assert tokens["halves", "sketch", "mean", "0.02"] == pytest.approx(
+        tokens["halves", "sketch", "error", "0.02"], rel=0.3
+    )
+    for scores in ("sketch", "exact"):
+        assert 230 < tokens["shares", scores, "fixed", "240"] < 241
+    all_read = [row for row in rows if float(row["tokens"]) == tokens["halves", "sketch", "fixed", "3840"]]
     assert all_read and all(float(row["kl"]) < 1e-6 for row in all_read)
     file = tmp_path / "rows.csv"
     about = {"length": "544", "text": "random", "prompt": "0"}
     lines = [",".join((about | row).values()) for row in rows]
     file.write_text("\n".join([",".join(about | rows[0]), *lines]) + "\n")
     summarise(file)
-    assert capsys.readouterr().out.count("| sketch | sketch | 0.04 |") == 2
+    assert capsys.readouterr().out.count("| halves | sketch | error | 0.04 |") == 2
