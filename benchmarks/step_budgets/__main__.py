@@ -152,10 +152,9 @@ def summarise(path: Path) -> None:
             ratio = _ratio(at, fixed, kl.mean(0), tokens.mean(0))
             ratios = [_ratio(at, fixed, *means) for means in zip(kl_means, token_means, strict=True)]
             over = "" if at in fixed else _interval(ratio, ratios, 2)
-            print(
-                f"| {rule['draw']} | {rule['scores']} | {rule['number']} | {rule['amount']} | "
-                f"{tokens[:, at].mean():.0f} | {p95:.0f} | {worst:.0f} | {top1:.1f} | {_interval(kl[:, at].mean(), kl_means[:, at], 5)} | {over} |"
-            )
+            texts = (rule["draw"], rule["scores"], rule["number"], rule["amount"], f"{tokens[:, at].mean():.0f}")
+            figures = (f"{p95:.0f}", f"{worst:.0f}", f"{top1:.1f}", _interval(kl[:, at].mean(), kl_means[:, at], 5))
+            print(f"| {' | '.join((*texts, *figures, over))} |")
 
 
 def _ratio(at: int, fixed: list[int], kl: np.ndarray, tokens: np.ndarray) -> float:
