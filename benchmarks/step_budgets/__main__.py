@@ -61,8 +61,8 @@ class Follower:
         pages = self.store.k[layer], self.store.v[layer], batch.pages
         self.index.exact_lse = self.store.ops.paged_attention(q, *pages, batch.counts)[1]
 
-    def follow(self, prompt: list[int], steps: int, ends: set[int]) -> Iterator[dict[str, str]]:
-        """Yields a row of results for each rule."""
+    def follow(self, prompt: list[int], steps: int, ends: set[int], until: float) -> Iterator[dict[str, str]]:
+        """Yields a row of results for each rule, of the steps up to ``until`` (``time.perf_counter``), at least one."""
         self.index.reset()
         model, length = self.loaded.model, len(prompt)
         (exact, stored), logits = prefill_all(model, [self.full, self.cache], prompt, self.capacity)
@@ -73,7 +73,7 @@ class Follower:
         token, kl, agrees = int(logits[0].argmax()), [], []
         with torch.inference_mode():
             for _ in range(steps):
-                if token in ends:
+                if token in ends or (kl and time.perf_counter() > until):
                     break
                 reference = full.decode([exact], [token])
                 own = ours.decode(rows, [token] * len(rows))
@@ -179,12 +179,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=8192, metavar="TOKENS", help="of prompts (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=2, help="of each kind (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=96, help="to follow, at most (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3600, help="after which no step begins (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     parser.add_argument("--summary", action="store_true", help="only prints what the file has")
     args = parser.parse_args(argv)
     if args.summary:
         summarise(args.out)
         return 0
+    until = time.perf_counter() + args.seconds
     parts.register("index", "by-rule", ByRule)
     capacity = args.length + 2 * args.new_tokens
     loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=capacity))
@@ -199,9 +201,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             prompt, steps = list(prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens))[number]
             if (str(args.length), prompt.name) in done:
                 continue
+            if time.perf_counter() > until:
+                return 0
             start = time.perf_counter()
             about = {"commit": str(commit()), "length": str(args.length), "text": kind, "prompt": prompt.name}
-            new = [about | row for row in follower.follow(prompt.tokens, steps, ends)]
+            new = [about | row for row in follower.follow(prompt.tokens, steps, ends, until)]
             args.out.parent.mkdir(parents=True, exist_ok=True)
             fresh = not args.out.exists()
             with args.out.open("a", newline="", encoding="utf-8") as file:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -53,7 +55,7 @@ def test_rows_follow_full_attention(tmp_path, capsys) -> None:
             EngineConfig(model=str(path), max_model_len=640, load_format="dummy", dtype="float32")
         )
     prompt = torch.randint(5, 128, (544,), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = list(Follower(loaded, 560).follow(prompt, 4, set()))
+    rows = list(Follower(loaded, 560).follow(prompt, 4, set(), math.inf))
     assert [row["amount"] for row in rows] == [f"{rule.amount:g}" for rule in RULES]
     tokens = {(row["draw"], row["scores"], row["number"], row["amount"]): float(row["tokens"]) for row in rows}
     assert 200 < tokens["halves", "sketch", "fixed", "240"] <= 240
