@@ -4,8 +4,8 @@ The prompt is computed once, exactly. It is forked into one row for each rule (`
 tokens that full attention generates. Keys and values are exact, so only the selection differs.
 
 Results are rows of a CSV file, one for each prompt and rule. Prompts that the file has are not measured again.
-``--summary`` prints means over prompts, with 95 % intervals by bootstrap over prompts. Where an error says the number,
-it also compares the KL with that of a fixed number at equal mean tokens, which is interpolated.
+``--summary`` prints means over prompts, with 95 % intervals by bootstrap over prompts. It divides a rule's KL by that of
+a fixed number at equal mean tokens, which is interpolated: with the rule's own draw and scores, and with the step's.
 
     python -m benchmarks.step_budgets --model smollm2-135m-64k --length 8224 --prompts 2 --out FILE
     python -m benchmarks.step_budgets --out FILE --summary
@@ -122,6 +122,10 @@ def prompts_of(kind: str, loaded: LoadedModel, count: int, tokens: int, new: int
         yield Prompt(f"{kind}:{sample.id}", encoded), min(new, sample.max_new_tokens)
 
 
+COLUMNS = ("drawn by", "scores", "number by", "", "tokens", "95 % of heads", "worst step", "top-1, %", "KL")
+RATIOS = ("KL over a fixed number's", "over the step's own")
+
+
 def summarise(path: Path) -> None:
     """Prints a table for every length, over all its prompts and over those of each text."""
     measured: dict[tuple[str, str], dict[str, list[dict[str, str]]]] = defaultdict(lambda: defaultdict(list))
@@ -130,31 +134,29 @@ def summarise(path: Path) -> None:
             for text in ("all texts", row["text"]):
                 measured[row["length"], text][row["prompt"]].append(row)
     for (length, text), prompts in measured.items():
-        rows = list(prompts.values())
-        print(f"\n{text}, {length} tokens, prompts: {len(rows)}\n")
-        print("| drawn by | scores | number by | | tokens | 95 % of heads | worst step | top-1 | KL | KL over fixed |")
-        print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+        print(f"\n{text}, {length} tokens, prompts: {len(prompts)}\n\n| {' | '.join((*COLUMNS, *RATIOS))} |")
+        print(f"| {' | '.join(3 * ('---',) + 8 * ('---:',))} |")
+        _print_rules(list(prompts.values()))
 
-        def column(name: str, rows: list[list[dict[str, str]]] = rows) -> np.ndarray:
-            return np.array([[float(row[name]) for row in own] for own in rows])  # [prompts, rules]
 
-        kl, tokens, draws = column("kl"), column("tokens"), np.random.default_rng(0)
-        samples = draws.integers(len(rows), size=(2000, len(rows)))
-        kl_means, token_means = kl[samples].mean(1), tokens[samples].mean(1)
-        others = [100 * column("top1"), column("tokens_p95"), column("tokens_of_worst_step")]
-        for at, rule in enumerate(rows[0]):
-            top1, p95, worst = (values[:, at].mean() for values in others)
-
-            def same(one: dict[str, str], rule: dict[str, str] = rule) -> bool:
-                return (one["draw"], one["scores"], one["number"]) == (rule["draw"], rule["scores"], "fixed")
-
-            fixed = [n for n, one in enumerate(rows[0]) if same(one)]
-            ratio = _ratio(at, fixed, kl.mean(0), tokens.mean(0))
+def _print_rules(prompts: list[list[dict[str, str]]]) -> None:
+    """Prints a line for every rule; ``prompts`` has the rows of each prompt, in the order of rules."""
+    names = ("kl", "tokens", "top1", "tokens_p95", "tokens_of_worst_step")
+    kl, tokens, top1, p95, worst = (np.array([[float(row[name]) for row in own] for own in prompts]) for name in names)
+    draws = np.random.default_rng(0).integers(len(prompts), size=(2000, len(prompts)))
+    kl_means, token_means = kl[draws].mean(1), tokens[draws].mean(1)
+    kinds = [(row["draw"], row["scores"], row["number"]) for row in prompts[0]]
+    for at, rule in enumerate(prompts[0]):
+        over = []
+        for other in ((*kinds[at][:2], "fixed"), ("halves", "sketch", "fixed")):
+            fixed = [n for n, kind in enumerate(kinds) if kind == other]
             ratios = [_ratio(at, fixed, *means) for means in zip(kl_means, token_means, strict=True)]
-            over = "" if at in fixed else _interval(ratio, ratios, 2)
-            texts = (rule["draw"], rule["scores"], rule["number"], rule["amount"], f"{tokens[:, at].mean():.0f}")
-            figures = (f"{p95:.0f}", f"{worst:.0f}", f"{top1:.1f}", _interval(kl[:, at].mean(), kl_means[:, at], 5))
-            print(f"| {' | '.join((*texts, *figures, over))} |")
+            of_all = _ratio(at, fixed, kl.mean(0), tokens.mean(0))
+            over.append("" if at in fixed else _interval(of_all, ratios, 2))
+        texts = (*kinds[at], rule["amount"])
+        means = (f"{x[:, at].mean():.0f}" for x in (tokens, p95, worst))
+        figures = (f"{100 * top1[:, at].mean():.1f}", _interval(kl[:, at].mean(), kl_means[:, at], 5))
+        print(f"| {' | '.join((*texts, *means, *figures, *over))} |")
 
 
 def _ratio(at: int, fixed: list[int], kl: np.ndarray, tokens: np.ndarray) -> float:
