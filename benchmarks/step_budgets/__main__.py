@@ -4,8 +4,8 @@ The prompt is computed once, exactly. It is forked into one row for each rule (`
 tokens that full attention generates. Keys and values are exact, so only the selection differs.
 
 Results are rows of a CSV file, one for each prompt and rule. Prompts that the file has are not measured again.
-``--summary`` prints means over prompts, with 95 % intervals by bootstrap over prompts. It divides a rule's KL by that of
-a fixed number at equal mean tokens, which is interpolated: with the rule's own draw and scores, and with the step's.
+``--summary`` prints means over prompts, with 95 % intervals by bootstrap over prompts. It divides a rule's KL by that
+of a fixed number at equal mean tokens, which is interpolated: with the rule's own draw and scores, and with the step's.
 
     python -m benchmarks.step_budgets --model smollm2-135m-64k --length 8224 --prompts 2 --out FILE
     python -m benchmarks.step_budgets --out FILE --summary
