@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks.step_budgets.__main__ import Follower, summarise
-from benchmarks.step_budgets.rules import CANDIDATES, RULES, ByRule, numbers_of_halves, probabilities
+from benchmarks.step_budgets.rules import CANDIDATES, RULES, ByRule, Rule, numbers_of_halves, probabilities
 from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.kvcache import parts
+from shadowkv.kvcache.parts.index_sketch import Sketch
 from shadowkv.ops.sampling import systematic_sample
 
 
@@ -47,7 +49,21 @@ def test_numbers_of_halves_have_the_error_of_their_samples(sharpness: float) -> 
         assert 0.4 * error < float(sums.std(0).max()) < 1.1 * error
 
 
-def test_rows_follow_full_attention(tmp_path, capsys) -> None:
+def test_rows_follow_full_attention(tmp_path, capsys, monkeypatch) -> None:
+    """A fixed number of ``halves`` selects what a step of that budget selects."""
+    select, row = ByRule.select, RULES.index(Rule("halves", "sketch", "fixed", 240))
+
+    def checked(self, store, layer, q, batch):
+        selected = select(self, store, layer, q, batch)
+        counts = torch.full_like(batch.budget, 120)
+        step = replace(batch, budget=counts, sampling=replace(batch.sampling, counts=counts))
+        own = Sketch.select(self, store, layer, q, step)
+        found = (selected.chunks[row], selected.log_weight[row]), (own.chunks[row], own.log_weight[row])
+        chunks = [chunk[chunk >= 0] for chunk, _ in found]
+        assert torch.equal(*chunks) and torch.equal(*(weight[chunk >= 0] for chunk, weight in found))
+        return selected
+
+    monkeypatch.setattr(ByRule, "select", checked)
     if "by-rule" not in parts.REGISTERED["index"]:
         parts.register("index", "by-rule", ByRule)
     with tiny_model() as path:
