@@ -57,7 +57,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
 def _other_heads(shape: ModelShape) -> list[str]:
     """A line for each kind of layer with heads of its own."""
     return [
-        f"         {shape.kinds.count(kind)} layers with {kind}: {kind.heads.num_query_heads} query and "
+        f"         {(*shape.kinds, *shape.reused).count(kind)} layers with {kind}: {kind.heads.num_query_heads} query and "
         f"{kind.heads.num_kv_heads} kv heads of {kind.heads.head_dim}"
         for kind in dict.fromkeys(shape.kinds)
         if kind.heads is not None
