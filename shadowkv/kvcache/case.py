@@ -64,7 +64,7 @@ def with_other_heads(layout: Layout, case: Case) -> Iterator[Case]:
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterable[str] = ()) -> Case:
-    """Returns the case by which backends are chosen: the sizes of ``layout``, and the names of all called ops, including
+    """Returns the case by which backends are chosen: the sizes of ``layout``, and the names of all called ops with
     ``also``. Windows with heads of their own are not part of it (``with_other_heads``)."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS, *prefill_strategy(spec).ops}, 0

@@ -197,7 +197,7 @@ def test_rope_can_be_overridden(tmp_path: Path) -> None:
     config = load_config(tmp_path, hf_overrides={"rope_parameters": rope})
     assert (config.rope.scaling, config.rope.theta) == ("proportional", 5e5)
     assert (config.rope.proportion, config.rope.factor) == (0.5, 2.0)
-    with pytest.raises(ValueError, match="rope type 'proportional' reads no width; it reads .*, factor"):
+    with pytest.raises(ValueError, match=r"rope type 'proportional' reads no width; it reads .*, factor"):
         load_config(tmp_path, hf_overrides={"rope_parameters": rope | {"width": 2}})
 
 
