@@ -58,8 +58,8 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
 def _other_heads(shape: ModelShape) -> list[str]:
     """A line for each kind of layer with heads of its own."""
     return [
-        f"         {count} layers with {kind}: {kind.heads.num_query_heads} query and {kind.heads.num_kv_heads} kv heads "
-        f"of {kind.heads.head_dim}"
+        f"         {count} layers with {kind}: {kind.heads.num_query_heads} query and {kind.heads.num_kv_heads} kv "
+        f"heads of {kind.heads.head_dim}"
         for kind, count in Counter((*shape.kinds, *shape.reused)).items()
         if kind.heads is not None
     ]
