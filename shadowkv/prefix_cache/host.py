@@ -166,9 +166,8 @@ class Mover:
         reading.close()
 
     def down(self, reading: Reading, place: Place) -> Iterator[int]:
-        """Copies a reading into slabs. Yields a layer's number of bytes after the copy of this layer is launched, unless
-        the layer has none. Then yields 0 until all layers have arrived. Callers must run it to its end or call
-        ``finish``."""
+        """Copies a reading into slabs. Yields the number of bytes of each layer that has any, after its copy is
+        launched. Then yields 0 until all layers have arrived. Callers must run it to its end or call ``finish``."""
         header, begin = reading.header, self._begin(place)
         self._follow()
         with self._on_stream():
