@@ -225,8 +225,8 @@ class _Step:
         requests = [running.request for running in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain
-        # The capture of another graph would overwrite the logits before they are read.
-        self.logits = logits if plain else logits.clone()
+        # Another graph would overwrite the logits before they are read. No step is launched behind one with drafts.
+        self.logits = logits if plain or drafts else logits.clone()
         if plain:
             steps = [len(r.output_token_ids) + 1 + on_its_way for r, on_its_way in zip(requests, ahead, strict=True)]
             if drafts:
