@@ -438,10 +438,14 @@ class EngineConfig:
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
     @property
+    def drafted_rows(self) -> int:
+        """Rows of a decode step for drafted tokens: those of one sequence. 0 without speculative decoding."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens or 0
+
+    @property
     def max_rows(self) -> int:
-        """Most rows of a decode step: one for each sequence, and those of one sequence's drafted tokens."""
-        drafted = 0 if self.speculation is None else self.speculation.num_speculative_tokens or 0
-        return self.max_num_seqs + SPARE_SEQS + drafted
+        """Most rows of a decode step: one for each sequence, and those of drafted tokens."""
+        return self.max_num_seqs + SPARE_SEQS + self.drafted_rows
 
     @property
     def disk_gib(self) -> float:

@@ -532,7 +532,7 @@ class Engine:
 
 
 def _output(request: Request, tokens: list[int], reason: str | None) -> TokenOutput:
-    return TokenOutput(
+    output = TokenOutput(
         request.request_id,
         tokens,
         reason,
@@ -540,9 +540,10 @@ def _output(request: Request, tokens: list[int], reason: str | None) -> TokenOut
         len(request.output_token_ids),
         request.cached_tokens,
         request.times,
-        accepted_drafts=request.accepted_drafts,
-        rejected_drafts=request.rejected_drafts,
     )
+    if request.accepted_drafts or request.rejected_drafts:
+        output.accepted_drafts, output.rejected_drafts = request.accepted_drafts, request.rejected_drafts
+    return output
 
 
 def _explain(error: Exception) -> str:

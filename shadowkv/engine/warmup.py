@@ -109,8 +109,9 @@ class GraphGrid:
     """
 
     def __init__(self, engine: Engine) -> None:
-        most = engine.config.max_num_seqs
-        self._batches = sorted({min(round_up(count), most) for count in range(1, most + 1)}, reverse=True)
+        config = engine.config
+        counts = range(1, config.max_num_seqs + config.drafted_rows + 1)
+        self._batches = sorted({min(round_up(count), config.max_rows) for count in counts}, reverse=True)  # as in steps
         self.engine, self._left, self._longest = engine, self._captures(list(_plans(engine))), 0
         self._count, self._seconds, self._bytes = 0, 0.0, 0
 
@@ -155,7 +156,7 @@ class GraphGrid:
             "graphs: %d, for %s up to %d and sequences of up to %s tokens, in %.1f s, %.0f MiB; others when %s",
             self._count,
             counted(len(self._batches), "batch size"),
-            self.engine.config.max_num_seqs,
+            self._batches[0],
             f"{self._longest:,}",
             self._seconds,
             self._bytes / MIB,

@@ -114,6 +114,17 @@ def test_the_gate_drafts_where_it_pays() -> None:
     assert gate.length(20, 8, measured(0.05), 30, 30, 100) <= 8
 
 
+def test_a_gate_that_stays_closed_costs_no_look_at_each_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of many requests ask many gates, most of which stay closed: no draft of one request gains much there."""
+    gate, times, asked = Gate(AcceptanceRates(None, 16, 1024)), measured(0.05), []
+    seconds = times.seconds
+    monkeypatch.setattr(times, "seconds", lambda rows: asked.append(rows) or seconds(rows))
+    for steps in range(100):
+        gate.length(3, 60, times, 100, 100, steps)
+    assert len(asked) <= 5 * 100
+    assert gate.length(20, 60, times, 1, 1, 100) > 10, "an open one weighs all of them"
+
+
 @pytest.mark.parametrize("cost", [0.1, 0.3, 0.8])
 def test_drafts_that_are_always_wrong_cost_little(cost: float) -> None:
     """At most 2 % of the steps of an answer of 1,000 tokens, and the first few."""

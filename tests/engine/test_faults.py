@@ -170,7 +170,7 @@ def with_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, graph: type[Gra
     monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "_Captured", graph)
     monkeypatch.setattr(cuda_graphs, "EAGER_STEPS", 0)
-    most, vocabulary = engine.config.max_num_seqs, engine.model_config.vocab_size
+    most, vocabulary = engine.config.max_rows, engine.model_config.vocab_size
     engine.runner.graphs = cuda_graphs.CudaGraphs(engine.cache, engine.runner.step, most, vocabulary)
     engine.decode_steps.run_ahead = True
     return engine

@@ -70,6 +70,19 @@ def test_steps_of_short_sequences_have_graphs_from_the_start(graphed: Any, make:
     assert_empty(engine)
 
 
+@pytest.mark.parametrize(("most", "drafted"), [(9, 0), (2, 7), (5, 1)])
+def test_steps_of_all_numbers_of_rows_have_graphs_from_the_start(graphed: Any, most: int, drafted: int) -> None:
+    """Also of full batches whose number is rounded up, and of those with drafts."""
+    speculation = {"method": "suffix", "num_speculative_tokens": drafted} if drafted else None
+    engine = graphed(kv="full", max_num_seqs=most, max_cached_seqs=12, speculative_config=speculation)
+    capture_grid(engine)
+    sequences = [engine.cache.allocate(1, 100) for _ in range(most)]
+    for rows in range(1, most + drafted + 1):
+        counts = [1] * min(rows, most)
+        counts[0] += rows - len(counts)
+        assert engine.runner.graphs.has(engine.cache.plan_decode(sequences[: len(counts)], counts))
+
+
 def test_a_shape_that_was_not_foreseen_runs_eagerly_before_it_is_captured(graphed: Any, make: Any) -> None:
     engine, options = graphed(kv="full", max_num_seqs=2), {"kv": "full", "max_num_seqs": 2}
     graphs, seen = engine.runner.graphs, []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 from drafting import SUFFIX, counts, draft_by, mostly
 from test_engine import GREEDY, assert_empty, drain, prompt, tokens
+from test_faults import Graph, with_graphs
 from test_layer_kinds import engine_of
 from test_layer_kinds import make as make_model
 from test_run_ahead import answers
@@ -19,6 +22,7 @@ from tiny_llama import write_config
 from shadowkv import SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.execution import cuda_graphs
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import RepetitionDetectionParams
 from shadowkv.wording import SettingsError
@@ -288,6 +292,64 @@ def test_a_step_ahead_goes_on_where_nothing_matches(make: Any, monkeypatch: pyte
     drain(engine)
     assert counts(engine)[0] + counts(engine)[1] > 0
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("kv", ["full", "turbo:budget=0.5"])
+def test_answers_with_graphs_and_steps_ahead_are_those_without_drafts(
+    make: Any, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    """Steps with drafts and steps launched ahead follow one another, in graphs of many numbers of rows."""
+    options = {"kv": kv, "fetch_buffer": 0.0, "max_num_seqs": 5}
+    kinds = [*KINDS[:4], replace(SEEDED, max_tokens=90), replace(PLAIN, temperature=0.7, seed=3, stop_token_ids=(9,))]
+    wanted = answers(make(**options), kinds * 2)
+    right = mostly(wanted[0])
+    draw = random.Random(1)
+    draft_by(monkeypatch, lambda request: right(request) if draw.random() < 0.2 else [])
+    engine = with_graphs(make(**options, speculative_config=SUFFIX), monkeypatch, Graph)
+    ahead, decode = [], engine.runner.decode
+
+    def spy(sequences: Any, last: Any, sources: list[int], *others: Any) -> Any:
+        ahead.append(max(sources) >= 0)
+        return decode(sequences, last, sources, *others)
+
+    monkeypatch.setattr(engine.runner, "decode", spy)
+    assert answers(engine, kinds * 2) == wanted
+    assert min(counts(engine)) > 30 and min(ahead.count(True), ahead.count(False)) > 30
+    assert max(key[0] for key in engine.runner.graphs.graphs) > 6
+    assert_empty(engine)
+
+
+def test_times_are_of_steps_as_they_will_be(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the eager steps before a capture and the capture itself, and without the host's choice of tokens. Else
+    drafts would seem slow for ever on a GPU, and cheap beside penalties."""
+    draft_by(monkeypatch, lambda request: [5] * 3)
+    engine = with_graphs(make(kv="full", speculative_config=SUFFIX), monkeypatch, Graph)
+    monkeypatch.setattr(cuda_graphs, "EAGER_STEPS", 8)
+    assert engine.decode_steps.speculation is not None
+    taken: list[tuple[int, float]] = []
+    monkeypatch.setattr(
+        engine.decode_steps.speculation, "took", lambda lengths, rows, seconds: taken.append((rows, seconds))
+    )
+    engine.add_request("a", prompt(1, 30), PLAIN)
+    for _ in range(8 + 1):  # eager steps, and a capture
+        engine.step()
+    assert not taken
+    engine.step()
+    assert [rows for rows, _ in taken] == [4]
+    drain(engine)
+
+    draft_by(monkeypatch, lambda request: [])
+    sample = engine.runner.sampler.sample
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.2)
+        return sample(*given)
+
+    monkeypatch.setattr(engine.runner.sampler, "sample", slow)
+    taken.clear()
+    engine.add_request("b", prompt(1, 30), replace(PLAIN, max_tokens=16, repetition_penalty=1.3))
+    drain(engine)
+    assert min(seconds for _, seconds in taken) < 0.2 <= engine.decode_steps.seconds
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ class CudaGraphs:
             plan's numbers on the device; the newest tokens and their sources, int64 [2, B]; prompts or None; and
             whether it is a dry run. A dry run loads kernels, which a capture must not do. It computes only a few
             layers, because the next token waits for it.
-        max_batch: most sequences of a decode step.
+        max_batch: most rows of a decode step.
         vocabulary: V, the columns of the logits.
         together: whether other ranks run the same graphs. A rank without memory for a graph then raises RankFailure,
             because it does not know whether the other ranks have run theirs.
@@ -104,6 +104,7 @@ class CudaGraphs:
         graphs: graphs by shape, the most recently used last.
         without: shapes that had no memory for a graph.
         eager: number of eager runs by shape, for shapes without a graph.
+        eager_runs: number of eager runs so far, of shapes that will have a graph if they occur more often.
     """
 
     def __init__(self, cache: KVCache, step: Step, max_batch: int, vocabulary: int, together: bool = False) -> None:
@@ -112,6 +113,7 @@ class CudaGraphs:
         self.graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self.without: set[tuple[int, ...]] = set()
         self.eager: Counter[tuple[int, ...]] = Counter()
+        self.eager_runs = 0
         # Float32, for sampling. All graphs share this buffer; otherwise each would keep its own logits, 0.5 MB per row
         # and 128 MB for 256 rows.
         self._logits = torch.empty(max_batch + MAX_PROMPTS, vocabulary, device=cache.device)
@@ -234,6 +236,7 @@ class CudaGraphs:
             captured.replay(numbers)
         elif key not in self.without and not at_once and self.eager[key] < EAGER_STEPS:
             self.eager[key] += 1
+            self.eager_runs += 1
         elif key not in self.without:
             self.captures += 1
             del self.eager[key]

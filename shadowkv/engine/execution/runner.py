@@ -32,7 +32,7 @@ class Runner:
     """A model and the cache that its attention reads.
 
     Args:
-        graphs_up_to: maximum number of sequences of a decode step that runs as a CUDA graph; None to run every step
+        graphs_up_to: maximum number of rows of a decode step that runs as a CUDA graph; None to run every step
             eagerly.
 
     Attributes:
@@ -59,6 +59,11 @@ class Runner:
     def captures(self) -> int:
         """Number of CUDA graphs captured so far."""
         return 0 if self.graphs is None else self.graphs.captures
+
+    @property
+    def eager_runs(self) -> int:
+        """Number of eager runs so far of shapes that will have a CUDA graph. They take longer than later ones."""
+        return 0 if self.graphs is None else self.graphs.eager_runs
 
     def drop_graphs(self) -> None:
         """Frees all CUDA graphs. No step can follow."""

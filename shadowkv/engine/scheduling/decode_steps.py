@@ -123,8 +123,8 @@ class DecodeSteps:
                 self.scheduler.prefix_cache.speeds.computed(step.prompt_tokens, beyond)
             else:
                 self.seconds = seconds
-                if self.speculation is not None:
-                    self.speculation.took(step.lengths, len(step.logits), seconds)
+                if self.speculation is not None and not step.eager:
+                    self.speculation.took(step.lengths, len(step.logits), step.computed.since(step.started))
         return joined(chosen, before)
 
     def following(self) -> ChosenRows | None:
@@ -152,8 +152,9 @@ class DecodeSteps:
         """Whether another step can be launched behind ``step`` before its tokens are read."""
         if not (self.run_ahead and step.on_device) or step.drafts:
             return False
-        requests = [running.request for running in step.rows]
-        return self.speculation is None or not self.speculation.expects(requests, step.lengths)
+        if self.speculation is None:
+            return True
+        return not self.speculation.expects([running.request for running in step.rows], step.lengths)
 
     def forget(self, running: Running) -> None:
         """Removes the tokens from an ending sequence that a step ahead or a draft has appended."""
@@ -176,7 +177,7 @@ class DecodeSteps:
             sources.append(source)
         if not rows:
             return None
-        started, captures = Mark(self.runner.cache.device), self.runner.captures
+        started, captures, eager_runs = Mark(self.runner.cache.device), self.runner.captures, self.runner.eager_runs
         asking = [row for row, running in enumerate(rows) if running.request.params.return_selections]
         record = None
         if asking:
@@ -184,10 +185,11 @@ class DecodeSteps:
         work = [(running.sequence, running.new_token_ids) for running in prompts]
         drafts = [] if before is not None or prompts or record is not None else self._drafts(rows)
         logits = self.runner.decode([running.sequence for running in rows], tokens, sources, record, work, drafts)
-        captured = self.runner.captures > captures
+        captured, eager = self.runner.captures > captures, self.runner.eager_runs > eager_runs
         ahead = [source >= 0 for source in sources] + [False] * len(prompts)
         count = sum(len(ids) for _, ids in work)
-        return _Step([*rows, *prompts], ahead, logits, self.runner, started, captured, asking, record, count, drafts)
+        how = captured, eager
+        return _Step([*rows, *prompts], ahead, logits, self.runner, started, *how, asking, record, count, drafts)
 
     def _drafts(self, rows: Sequence[Running]) -> list[list[int]]:
         """Returns a draft for each row; none if nothing is drafted."""
@@ -211,20 +213,20 @@ class _Step:
         runner: Runner,
         started: Mark,
         captured: bool,
+        eager: bool,
         asking: list[int],
         record: SelectionRecord | None,
         prompt_tokens: int,
         drafts: list[list[int]],
     ) -> None:
         self.rows, self.drafts, self.started = rows, drafts, started
-        self.captured, self._asking, self._record = captured, asking, record
+        self.captured, self.eager, self._asking, self._record = captured, eager, asking, record
         self.prompt_tokens = prompt_tokens
-        self.lengths = [running.sequence.length for running in rows]
         requests = [running.request for running in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain
-        # The capture of another graph would overwrite the logits before they are read.
-        self.logits = logits if plain else logits.clone()
+        # Another graph would overwrite the logits before they are read. No step is launched behind one with drafts.
+        self.logits = logits if plain or drafts else logits.clone()
         if plain:
             steps = [len(r.output_token_ids) + 1 + on_its_way for r, on_its_way in zip(requests, ahead, strict=True)]
             if drafts:
@@ -237,7 +239,13 @@ class _Step:
             if chosen.is_cuda:
                 self._landing = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
                 self._landing.copy_(chosen, non_blocking=True)
-        self.ended = Mark(logits.device)
+        # The host can choose tokens after ``computed``; the step ends when it has.
+        self.computed = self.ended = Mark(logits.device)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of the sequences."""
+        return [running.sequence.length for running in self.rows]
 
     def chosen(self) -> Chosen:
         """The tokens that the device has chosen. Waits for the device."""

@@ -71,12 +71,12 @@ class DraftedRows:
     def next(self) -> ChosenRows | None:
         """Chooses the next token of each sequence whose tokens so far are as drafted. None if there is none. The tokens
         of the call before must be part of their answers."""
-        going = []
+        going, alive = [], {id(running) for running in self._scheduler.running}
         for one in self._rows:
-            if one.agrees and one.running in self._scheduler.running:
+            if one.agrees and id(one.running) in alive:
                 going.append(one)
             else:
-                self._end(one)
+                self._end(one, id(one.running) in alive)
         self._rows = going
         if not going:
             return None
@@ -89,8 +89,8 @@ class DraftedRows:
                 one.agrees = False  # held: its next token is chosen later, and its further rows are dropped
         return chosen
 
-    def _end(self, one: _Drafted) -> None:
-        if one.running in self._scheduler.running:
+    def _end(self, one: _Drafted, is_alive: bool) -> None:
+        if is_alive:
             cut_to_answer(one.running, self._held, self._scheduler)
         if one.draft:
             self._speculation.judge(one.running.request, len(one.draft), one.accepted)

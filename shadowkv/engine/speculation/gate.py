@@ -129,7 +129,10 @@ class Gate:
         best, value, gain = 0, LEAST_GAIN, 0.0
         for count in range(1, most + 1):
             gain += rate**count
-            over = (1 + gain / sequences) * plain / times.seconds(rows + count)
+            faster = plain / times.seconds(rows + count)
+            if (1 + rate / (1 - rate) / sequences) * faster <= value:  # if all further tokens cost nothing
+                break
+            over = (1 + gain / sequences) * faster
             if over > value:
                 best, value = count, over
         self._is_trial = not best

@@ -114,6 +114,7 @@ class _Drafts:
     def draft(self, most: int, times: StepTimes, rows: int, sequences: int) -> list[int]:
         """Returns the drafted tokens, at most ``most``, for a step with ``rows`` other rows of ``sequences``
         sequences."""
-        if most <= 0 or not (draft := self._drafter.draft(most)):
+        if most <= 0 or not (matched := self._drafter.matched):
             return []
-        return draft[: self.gate.length(self._drafter.matched, len(draft), times, rows, sequences, self._count)]
+        count = self.gate.length(matched, most, times, rows, sequences, self._count)
+        return self._drafter.draft(count) if count else []

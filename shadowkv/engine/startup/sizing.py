@@ -133,7 +133,7 @@ float32 copy, the logits of a mixed pass, and penalised logits."""
 
 
 def step_bytes(model: ModelConfig, layout: Layout) -> int:
-    """Device bytes of decode steps for each sequence of the batch, in addition to ``GRAPH_BYTES``.
+    """Device bytes of decode steps for each row of the batch, in addition to ``GRAPH_BYTES``.
 
     It is the sum of: float32 logits, scratch of sampling, the states that parts decode (one layer at a time), and
     scratch of fetches. Fetches run on another stream, so a graph keeps their scratch for each layer that fetches.
@@ -189,7 +189,7 @@ def offload_bytes(config: EngineConfig, layout: Layout) -> int:
 
 def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool = False) -> int:
     """Returns the device bytes that are left free for RoPE's tables, for a prefill, and for decode steps of ``batch``
-    sequences. With ``offload`` they are also for copies of cached prompts between device and host."""
+    rows. With ``offload`` they are also for copies of cached prompts between device and host."""
     prefill = prefill_bytes(model, layout.max_model_len, layout.dtype) + storing_bytes(layout)
     return (
         tables_bytes(layout)
@@ -346,7 +346,8 @@ def _device_bytes(
     if device.type != "cuda":
         return int(host_free * share), ""
     free, total = torch.cuda.mem_get_info(device)
-    working = working_bytes(model, layout, config.max_num_seqs, offload_bytes(config, layout) > 0)
+    rows = config.max_num_seqs + config.drafted_rows
+    working = working_bytes(model, layout, rows, offload_bytes(config, layout) > 0)
     return int(total * share) - (total - free) - working, (
         f" ({in_gib(int(total * share))} of the GPU can be used, {in_gib(total - free)} is in use by all "
         f"processes, and {in_gib(working)} is left free for prefill and decode steps)"
