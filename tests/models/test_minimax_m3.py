@@ -351,6 +351,7 @@ def test_configs_that_cannot_be_run(fields: Mapping[str, Any], words: str, tmp_p
     [
         ("turbo", "index='sketch' cannot replace the indexer that this model's layers were trained with"),
         ("full:index=native,budget=512", "index='native' selects as many blocks as the model does"),
+        ("fp8:skip_layers=1", "skip_layers=1 cannot leave layers with an indexer exact"),
         ("fp8:local=200", "local=200 tokens and a page of 64 are more than the 256 that a query attends to"),
     ],
 )
