@@ -15,6 +15,7 @@ from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.snapshots.header import SnapshotHeader
 from shadowkv.kvcache.traffic import attention_seconds
 
@@ -176,6 +177,21 @@ def test_a_restored_sequence_can_be_forked_where_its_window_is_whole() -> None:
     for _ in range(80):
         decode(other, [twin, child])
     check([twin, child])
+
+
+def test_a_fork_whose_window_cannot_be_copied_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = poisoned()
+    stream = Stream(0, cache.allocate(512, CAPACITY))
+    prefill(cache, [(stream, 512)])
+    before = cache.free
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory for the window")
+
+    monkeypatch.setattr(SequencePool, "copy_window", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for the window"):
+        cache.fork(stream.sequence, 512, 600, CAPACITY)
+    assert cache.free == before
 
 
 def test_windows_take_no_more_however_long_a_sequence_is(shape: ModelShape) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeEngine
+from prometheus_client.core import CounterMetricFamily
 
 from shadowkv.engine.speculation.speculation import SpeculationStats
+from shadowkv.serve.http.llama_metrics import llama_page
 
 TEXT = {"type": "content", "content": "Hello there"}
 PARTS = {"type": "content", "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]}
@@ -66,3 +68,11 @@ def test_metrics_have_vllms_names(
     assert found["spec_decode_num_accepted_tokens_total"] == 9
     places = [line for line in lines if "num_accepted_tokens_per_pos_total{" in line]
     assert [float(line.split()[-1]) for line in places] == [5, 3, 1] and 'position="2"' in places[2]
+
+
+def test_llama_cpps_page_counts_drafts() -> None:
+    counts = {"num_drafts": 5.0, "num_draft_tokens": 20.0, "num_accepted_tokens": 9.0}
+    metrics = [CounterMetricFamily(f"llamacpp:spec_decode_{name}", name, value=count) for name, count in counts.items()]
+    page = llama_page(metrics).decode()
+    assert all(f"\nllamacpp:spec_decode_{name}_total {count}\n" in page for name, count in counts.items())
+    assert "\nllamacpp:spec_decode_num_drafts_total 0.0\n" in llama_page([]).decode()

@@ -132,6 +132,9 @@ class SequencePools:
             first.other_groups = tuple(other_groups)
             if parent is not None and (self.recurrent is not None or any(outline.copied for outline in outlines)):
                 self.await_layers(parent)  # its windows or its recurrent state are copied
+            for number, (pool, outline) in enumerate(zip(self.pools, outlines, strict=True)):
+                if parent is not None and outline.copied:
+                    pool.copy_window(parent.of_group(number), in_groups[number], outline.copied)
             if self.recurrent is not None:
                 shared, states = outlines[0].shared, None if parent is None else parent.recurrent
                 first.recurrent = self.recurrent.begin(states, shared, first.length)
@@ -139,10 +142,6 @@ class SequencePools:
             for pool, sequence in zip(self.pools, in_groups):
                 pool.release(sequence)
             raise
-        if parent is not None:
-            for number, (pool, outline) in enumerate(zip(self.pools, outlines, strict=True)):
-                if outline.copied:
-                    pool.copy_window(parent.of_group(number), in_groups[number], outline.copied)
         return first
 
     def extend(self, sequence: CachedSequence, start: int, capacity: int) -> None:

@@ -17,6 +17,11 @@ def _own(name: str) -> Value:
     return lambda figures: figures[name]
 
 
+def _drafted(name: str) -> Value:
+    """0 without speculative decoding."""
+    return lambda figures: figures.get(name, 0.0)
+
+
 def _ratio(count: Value, seconds: str) -> Value:
     return lambda figures: count(figures) / figures[seconds] if figures[seconds] else 0.0
 
@@ -28,8 +33,6 @@ def _computed(figures: Figures) -> float:
 def _after_the_first(figures: Figures) -> float:
     return figures["request_generation_tokens_sum"] - figures["request_generation_tokens_count"]
 
-
-NO_DRAFTS = "Always 0: no tokens are drafted."
 
 COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("prompt_tokens_total", "Prompt tokens that were computed.", _computed),
@@ -43,9 +46,14 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ),
     ("n_decode_total", "Engine steps that generated tokens.", _own("iteration_tokens_total_count")),
     ("n_tokens_max", "Tokens of the longest request that ended.", _own("longest_request_tokens")),
-    ("spec_decode_num_draft_tokens_total", NO_DRAFTS, lambda figures: 0.0),
-    ("spec_decode_num_accepted_tokens_total", NO_DRAFTS, lambda figures: 0.0),
-    ("spec_decode_num_drafts_total", NO_DRAFTS, lambda figures: 0.0),
+    *(
+        (name, text, _drafted(name))
+        for name, text in (
+            ("spec_decode_num_draft_tokens_total", "Drafted tokens."),
+            ("spec_decode_num_accepted_tokens_total", "Drafted tokens that were accepted."),
+            ("spec_decode_num_drafts_total", "Drafts."),
+        )
+    ),
 )
 GAUGES: tuple[tuple[str, str, Value], ...] = (
     (
