@@ -52,7 +52,7 @@ def functions(op: str, dim: int, device: str) -> Iterator[tuple[str, Callable[..
         if device == "cuda" and name in SLOW:
             continue
         try:
-            yield name, choose(op, device, case, override=name).function
+            yield name, choose(op, device, (case,), override=name).function
         except ValueError:
             continue
 

@@ -101,20 +101,29 @@ class SelectionRecord:
 
     def _see(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
         """Records the selections of a portion of the batch, a micro-batch. The cache calls it as ``selection_hook``.
-        Every layer has the same portions in the same order."""
+        Every layer has the same portions in the same order. Portions that follow them are of layers that attend to the
+        layer's keys, and are not recorded."""
         if self._before[0] is not None:
             selected = self._before[0](layer, q, batch, selected)
         if layer == self._groups[0][0]:
-            slots = enumerate(batch.slots.tolist())
-            self._portions.append([(row, self._numbers[slot]) for row, slot in slots if slot in self._numbers])
+            portion = self._portion(batch)
+            if not portion or portion not in self._portions:
+                self._portions.append(portion)
+        if self._calls[layer] == len(self._portions):
+            return selected
         portion = self._portions[self._calls[layer]]
         self._calls[layer] += 1
-        for row, number in portion:
+        for row, slot in portion:
+            number = self._numbers[slot]
             if layer in self._layers[number]:
                 group = self._layers[number].index(layer)
                 scores = selected_scores(self._cache, layer, q, batch, selected, row)
                 self._scores.setdefault((number, group), []).append(scores)
         return selected
+
+    def _portion(self, batch: CompressedBatch) -> list[tuple[int, int]]:
+        """Returns rows and slots of the recorded sequences' segments in a portion of the batch."""
+        return [(row, slot) for row, slot in enumerate(batch.slots.tolist()) if slot in self._numbers]
 
     def _see_queries(self, layer: int, q: Tensor, batch: DecodeBatch) -> None:
         """Records the rows that attend to all tokens. The cache calls it as ``query_hook``. The rows of ``q`` follow
@@ -140,9 +149,8 @@ class SelectionRecord:
             return [exact_scores(self._cache, layer, q, batch.pages[row], first, end)]
         assert batch.compressed is not None
         if not self._portions:
-            slots = enumerate(batch.compressed.slots.tolist())
-            self._portions = [[(at, self._numbers[slot]) for at, slot in slots if slot in self._numbers]]
-        rows = [at for at, its_number in self._portions[0] if its_number == number]
+            self._portions = [self._portion(batch.compressed)]
+        rows = [at for at, slot in self._portions[0] if self._numbers[slot] == number]
         return [coded_scores(self._cache, layer, q, batch.compressed, at, first) for at in rows]
 
     def _exact(self, number: int) -> list[tuple[int, int]]:

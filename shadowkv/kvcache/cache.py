@@ -328,10 +328,8 @@ class KVCache:
     @property
     def takes_drafts(self) -> bool:
         """Whether a step can append several tokens to a sequence. It cannot if a recurrent state would have to be taken
-        back with them, if rows of a sequence would fetch values into the same buffer, or if the model has an indexer:
-        ``decode.native`` selects for one token of each sequence."""
-        fetches = any(group.decode.fetching is not None for group in self.groups)
-        return self.recurrent is None and not self.shape.indexed and not fetches
+        back with them, or if rows of a sequence would fetch values into the same buffer."""
+        return self.recurrent is None and all(group.decode.fetching is None for group in self.groups)
 
     def most_tokens(self, sequences: Sequence[CachedSequence]) -> list[int]:
         """Returns the most new tokens that a step can append to each sequence. They end before the sequence's capacity,

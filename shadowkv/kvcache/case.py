@@ -64,15 +64,15 @@ def with_other_heads(layout: Layout, case: Case) -> Iterator[Case]:
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterable[str] = ()) -> Case:
-    """Returns the case by which backends are chosen: the sizes of ``layout``, without those of windows with heads of
-    their own, and the names of all called ops, including ``also``."""
+    """Returns the case by which backends are chosen: the sizes of ``layout``, and the names of all called ops with
+    ``also``. Windows with heads of their own are not part of it (``with_other_heads``)."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS, *prefill_strategy(spec).ops}, 0
     for group in layout.groups:
         if group.spec.compresses:
             ops |= {*OF_COMPRESSED_PAGES, *group.parts.ops, OF_SELECTED if group.spec.selects else OF_ALL}
             pages = group.spec.compressed_pages(layout.max_model_len)
-    if any(group.window is not None for group in layout.groups):
+    if any(group.window is not None and group.shape.heads == shape.heads for group in layout.groups):
         ops |= {*OF_WINDOWS}
     if shape.sinks:
         ops |= {*OF_SINKS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -57,9 +58,9 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
 def _other_heads(shape: ModelShape) -> list[str]:
     """A line for each kind of layer with heads of its own."""
     return [
-        f"         {shape.kinds.count(kind)} layers with {kind}: {kind.heads.num_query_heads} query and "
-        f"{kind.heads.num_kv_heads} kv heads of {kind.heads.head_dim}"
-        for kind in dict.fromkeys(shape.kinds)
+        f"         {count} layers with {kind}: {kind.heads.num_query_heads} query and {kind.heads.num_kv_heads} kv "
+        f"heads of {kind.heads.head_dim}"
+        for kind, count in Counter((*shape.kinds, *shape.reused)).items()
         if kind.heads is not None
     ]
 

@@ -16,11 +16,6 @@ from shadowkv.prefix_cache.stats import Counts
 from shadowkv.prefix_cache.tree import Copy, Node, PrefixTree
 
 
-def only_part(header: SnapshotHeader) -> tuple[int, ...]:
-    """The parts of a copy (``Copy.parts``) if there is one rank."""
-    return (header.nbytes,)
-
-
 def pieces(header: SnapshotHeader, parts: tuple[int, ...]) -> tuple[int, int]:
     """Returns the number and the bytes of the equal pieces that the file of a copy has: ``SnapshotHeader.pieces``, or
     one piece with the parts of several ranks."""
@@ -47,7 +42,7 @@ class Copies:
         host: HostTier,
         counts: Counts,
         eviction: Eviction,
-        parts: Callable[[SnapshotHeader], tuple[int, ...]] = only_part,
+        parts: Callable[[SnapshotHeader], tuple[int, ...]],
     ) -> None:
         self.parts = parts
         self.host, self.tree, self.counts, self.eviction = host, tree, counts, eviction

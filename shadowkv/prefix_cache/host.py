@@ -166,14 +166,16 @@ class Mover:
         reading.close()
 
     def down(self, reading: Reading, place: Place) -> Iterator[int]:
-        """Copies a reading into slabs. Yields a layer's number of bytes after the copy of this layer is launched. Then
-        yields 0 until all layers have arrived. Callers must run it to its end or call ``finish``."""
+        """Copies a reading into slabs. Yields the number of bytes of each layer that has any, after its copy is
+        launched. Then yields 0 until all layers have arrived. Callers must run it to its end or call ``finish``."""
         header, begin = reading.header, self._begin(place)
         self._follow()
         with self._on_stream():
             staging = torch.empty(_widest(header), dtype=torch.uint8, device=self.device)
         for layer in range(header.num_layers):
             span = header.span(layer)
+            if span.start == span.stop:  # a recurrent state that was not kept
+                continue
             with self._on_stream():
                 reading.read_layer(layer, staging)
                 for slab, part in self.host.pieces(place.slabs, begin + span.start, begin + span.stop):

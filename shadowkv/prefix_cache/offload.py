@@ -61,7 +61,10 @@ class Offload:
         start, stop = node.first * PAGE, node.end * PAGE
         try:
             reading = self._mover.open(sequence, start, stop)
-        except (ValueError, OutOfBlocks, torch.OutOfMemoryError) as error:
+        except OutOfBlocks:
+            self._copies.counts.add(refused=1)
+            return
+        except (ValueError, torch.OutOfMemoryError) as error:
             logger.warning("a cached prompt is not copied to the host: %s", error)
             return
         copy = self._copies.add(node, reading.header, np.asarray(token_ids[start:stop], np.uint32), users=1)

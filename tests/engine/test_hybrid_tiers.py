@@ -22,6 +22,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.recurrent import states
 from shadowkv.prefix_cache.__main__ import main
+from shadowkv.prefix_cache.host import Place
 from shadowkv.wording import counted
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -127,6 +128,33 @@ def test_no_checkpoint_is_written_that_no_prompt_can_use(hybrid: Any, caching: b
         engine.step()
         assert engine.stats().checkpoint_bytes > 0
     drain(engine)
+
+
+def test_what_no_memory_is_reserved_for_is_not_copied(hybrid: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A finished sequence of whole pages leaves a checkpoint when it goes on. Its copy counts as refused."""
+    engine = hybrid(max_mamba_checkpoints=0, kv_offload_gib=0.0625)
+    first = prompt(0, 320 - GREEDY.max_tokens + 1)
+    answer, _ = ask(engine, first)
+    assert ask(engine, [*first, *answer, *prompt(1, 10)])[1] == 320
+    settle(engine)
+    host = engine.scheduler.prefix_cache.stats()["host"]
+    assert host.refused and not host.used_bytes and not caplog.messages
+    engine.close()
+
+
+def test_a_snapshot_without_a_state_is_copied_at_once(hybrid: Any) -> None:
+    """A yield of 0 bytes would say that layers are still on their way."""
+    engine = hybrid(kv_offload_gib=0.0625)
+    ask(engine, prompt(0, 320))
+    lower, (sequence,) = engine.scheduler.prefix_cache.lower, engine.scheduler.prefix_cache._kept
+    mover, host = lower.chains._mover, lower.copies.host
+    with mover.open(sequence, 0, 64) as reading:
+        header = reading.header
+        assert not header.of_groups[-1].fields, "no checkpoint is there"
+        slabs = host.take(header.nbytes)
+        assert slabs is not None and all(mover.down(reading, Place(slabs, (header.nbytes,))))
+        host.give(slabs)
+    engine.close()
 
 
 def layer_bytes(engine: Engine) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shadowkv.engine.startup.prefix_cache import cache_key
+from shadowkv.engine.startup.prefix_cache import RankCache, cache_key
 from shadowkv.wording import SettingsError
 
 
@@ -21,6 +21,7 @@ def test_an_error_that_nothing_has_is_refused(make: Any) -> None:
 
 def test_an_override_is_part_of_the_key(make: Any, loaded: Any) -> None:
     plain, other = (make(kv="full", **more) for more in ({}, {"hf_overrides": {"rms_norm_eps": 0.01}}))
-    keys = [cache_key(engine.config, loaded, engine.cache) for engine in (plain, other)]
+    ranks = [RankCache(plain.cache.layout, form="form", weights="weights")]
+    keys = [cache_key(engine.config, loaded, engine.cache, ranks) for engine in (plain, other)]
     assert keys[0] != keys[1]
     assert keys[1].model.startswith(f"{keys[0].model}-")

@@ -1,5 +1,6 @@
 """Sequences join, decode, fork, finish, come back, move and leave in any order: no page is lost, no answer changes."""
 
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 
@@ -226,3 +227,18 @@ def test_lifetimes(name: str) -> None:
     # A GPU adds kernels, not orders of events, and takes longer for sequences as small as these.
     examples = 12 if DEVICE == "cpu" else 8
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=15, deadline=None))
+
+
+def test_new_keys_and_values_live_until_attention_has_read_them() -> None:
+    """In a captured step another stream stores them, while queries are computed."""
+    cache = make_cache(SPECS["turbo"])
+    stream = Stream(0, cache.allocate(600, 700))
+    prefill(cache, [(stream, 600)])
+    batch = cache.decode_batch(cache.plan_decode([stream.sequence]))
+    q, k, v = (torch.randn(1, heads, 16, device=DEVICE) for heads in (6, 2, 2))
+    new = [weakref.ref(x) for x in (k, v)]
+    cache.append(0, k, v, batch)
+    del k, v
+    assert all(x() is not None for x in new)
+    cache.start(0, q, batch)()
+    assert all(x() is None for x in new)

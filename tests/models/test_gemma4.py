@@ -175,6 +175,32 @@ def test_a_prefill_for_several_policies(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(got[0], oracle(theirs, [*text, token]), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("layers", [8, 4])
+def test_selections_of_layers_that_reuse_keys_are_not_reported(layers: int, tmp_path: Path) -> None:
+    """The last layers attend to the keys of the newest or the only full layer. This layer's selection is reported."""
+    types = ["sliding_attention", "full_attention"] * (layers // 2)
+    sizes = {"num_hidden_layers": layers, "num_kv_shared_layers": layers // 2, "layer_types": types}
+    build("gemma4-shared-keys", tmp_path, LONG | sizes)
+    options = {"kv": "turbo:dense_below=0,budget=64,rank=16", "max_model_len": 700, "dtype": "float32"}
+    asking = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, return_selections=True)
+    with LLM(str(tmp_path), **options) as llm:
+        (output,) = llm.generate([prompt(0, 500)], asking)
+    own = list(range(1, layers // 2, 2))
+    for one in output.outputs[0].selections[1:]:
+        assert one is not None and [group.layer for group in one.groups] == own
+        assert all(sum(group.weights) == pytest.approx(1, abs=1e-3) for group in one.groups)
+
+
+def test_rope_can_be_overridden(tmp_path: Path) -> None:
+    build("gemma4", tmp_path)
+    rope = {"rope_type": "proportional", "rope_theta": 5e5, "partial_rotary_factor": 0.5, "factor": 2.0}
+    config = load_config(tmp_path, hf_overrides={"rope_parameters": rope})
+    assert (config.rope.scaling, config.rope.theta) == ("proportional", 5e5)
+    assert (config.rope.proportion, config.rope.factor) == (0.5, 2.0)
+    with pytest.raises(ValueError, match=r"rope type 'proportional' reads no width; it reads .*, factor"):
+        load_config(tmp_path, hf_overrides={"rope_parameters": rope | {"width": 2}})
+
+
 @pytest.mark.parametrize("kind", ["awq", "fp8, blocks", "int8"])
 @pytest.mark.parametrize("name", ["gemma4-keys-are-values", "gemma4-shared-keys"])
 def test_quantised_checkpoints(name: str, kind: str, tmp_path: Path) -> None:
@@ -231,6 +257,10 @@ def test_released_configs_and_those_of_transformers_5_are_alike(tmp_path: Path) 
         ({"per_layer_config": None, "global_head_dim": 0}, "global_head_dim=0 is not a whole number from 1 to 4096"),
         ({"layer_types": ["full_attention"]}, "layer_types is not a list"),
         ({"sliding_window": 0}, "sliding_window=0 is not a positive number"),
+        (
+            {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 95},
+            "vocab_size_per_layer_input=95 is less than vocab_size=96",
+        ),
     ],
 )
 def test_configs_that_cannot_be_run(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -244,7 +274,7 @@ def test_plans_say_which_layers_differ(capsys: pytest.CaptureFixture[str]) -> No
     assert plan(["--model", "gemma-4-e4b", "--context", "8192"]) == 0
     text = capsys.readouterr().out
     assert "42 layers, 8 query and 2 kv heads of 512" in text
-    assert "20 layers with a window of 512: 8 query and 2 kv heads of 256" in text
+    assert "35 layers with a window of 512: 8 query and 2 kv heads of 256" in text
     assert "18 layers attend to keys and values of other layers" in text
 
 

@@ -90,6 +90,29 @@ def test_logits_are_those_of_transformers(
     assert (cache.groups[0].pool.tables.compressed > 0).any()
 
 
+@pytest.mark.parametrize("kind", ["full", "segments"])
+def test_every_draft_of_a_step_selects_for_itself(kind: str, tmp_path: Path) -> None:
+    """From exact and from compressed pages. Some of the drafts are removed after the step, as wrong ones are."""
+    theirs, loaded = build("minimax_m3", tmp_path, LONG), load_model(tmp_path)
+    cache = open_cache(loaded, lossless(kind, loaded), 800, slots=24)
+    runner, texts = Runner(loaded.model, cache), [prompt(0, 500), prompt(1, budget(loaded) - 3), prompt(2, 5)]
+    sequences, most = [cache.allocate(len(text), 800) for text in texts], 0
+    prefill(loaded.model, cache, list(zip(sequences, texts, strict=True)))
+    for step in range(24):
+        counts = [min(room, 1 + (3 * step + i) % 8) for i, room in enumerate(cache.most_tokens(sequences))]
+        new = [prompt(10 * step + i, count) for i, count in enumerate(counts)]
+        got = runner.decode(sequences, [first for first, *_ in new], drafts=[drafts for _, *drafts in new])
+        if step in (0, 1, 9, 23):
+            seen = [[*text, *more[: i + 1]] for text, more in zip(texts, new, strict=True) for i in range(len(more))]
+            assert_close(got, [oracle(theirs, text) for text in seen])
+        right = [1 + (step + i) % count for i, count in enumerate(counts)]
+        texts = [[*text, *more[:count]] for text, more, count in zip(texts, new, right, strict=True)]
+        most = max(most, *counts)
+        for sequence, text in zip(sequences, texts, strict=True):
+            cache.truncate(sequence, len(text))
+    assert most == 8 and (cache.groups[0].pool.tables.compressed > 0).sum() > 1
+
+
 def assert_close(got: torch.Tensor, expected: list[torch.Tensor]) -> None:
     torch.testing.assert_close(got, torch.stack(expected), atol=1e-4, rtol=0)
 
@@ -328,6 +351,7 @@ def test_configs_that_cannot_be_run(fields: Mapping[str, Any], words: str, tmp_p
     [
         ("turbo", "index='sketch' cannot replace the indexer that this model's layers were trained with"),
         ("full:index=native,budget=512", "index='native' selects as many blocks as the model does"),
+        ("fp8:skip_layers=1", "skip_layers=1 cannot leave layers with an indexer exact"),
         ("fp8:local=200", "local=200 tokens and a page of 64 are more than the 256 that a query attends to"),
     ],
 )

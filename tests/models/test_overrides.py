@@ -229,7 +229,7 @@ READ_BY_GEMMA4 = {
     "num_kv_shared_layers": 1,
     "use_double_wide_mlp": True,
     "hidden_size_per_layer_input": 24,
-    "vocab_size_per_layer_input": 90,
+    "vocab_size_per_layer_input": 128,
     "enable_moe_block": False,
     "top_k_experts": 3,
     "final_logit_softcapping": 30.0,

@@ -33,7 +33,8 @@ def header(page: int) -> SnapshotHeader:
 
 
 def kept(tree: PrefixTree, slabs: int) -> Copies:
-    return Copies(tree, HostTier(slabs * 64, torch.device("cpu"), 64), Counts(), Eviction())
+    host = HostTier(slabs * 64, torch.device("cpu"), 64)
+    return Copies(tree, host, Counts(), Eviction(), lambda header: (header.nbytes,))
 
 
 def file_of(

@@ -352,3 +352,11 @@ def test_readers_that_have_ended_keep_nobody(written):
     assert readers.close(PATIENCE)
     with SnapshotFile(path.parent, header.name) as file, pytest.raises(CancelledError):
         file.read_into([bytearray(3000)], readers)
+
+
+@pytest.mark.parametrize("layer_bytes", [float("inf"), 10**400, LAYERS * LAYER_BYTES, -1, "many", None])
+def test_a_state_that_a_file_cannot_have_is_not_listed(layer_bytes: object) -> None:
+    """The cache's header is not checked when a file is listed."""
+    group = {"recurrent": True, "layers": [0, 1], "layer_bytes": 256}
+    assert header_of(prompt(0), contents={"other_groups": [group]}).state_bytes == 512
+    assert header_of(prompt(0), contents={"other_groups": [{**group, "layer_bytes": layer_bytes}]}).state_bytes == 0

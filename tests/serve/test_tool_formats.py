@@ -86,6 +86,7 @@ CASES = [
     (Gemma4, '<|tool_call>call:f{a:<|"|>Par', "", [("f", '{"a": "Par')]),
     (Gemma4, "<|tool_call>call:f{a:1,b:2", "", [("f", '{"a": 1')]),
     (Gemma4, "<|tool_call>call:f{}", "", [("f", "{}")]),
+    (Gemma4, "<|tool_call>call:f{,x:1,}<tool_call|>", "", [F]),
     (Gemma4, "<|tool_call>call:f x", "<|tool_call>call:f x", []),
     (Gemma4, "<|tool_call>sunny <|tool_ca", "<|tool_call>sunny <|tool_ca", []),
     (Generic, f'[{{"name": "f", "parameters": {{"x": 1}}}}, {{"name": "g", "parameters": {NESTED}}}]', "", [F, G]),

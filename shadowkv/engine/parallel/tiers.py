@@ -187,7 +187,9 @@ class RankMover:
         """Opens the reading of copy ``number``."""
         try:
             self._jobs[number] = _Job(self._mover.open(sequence, start, stop))
-        except (ValueError, OutOfBlocks, torch.OutOfMemoryError) as error:
+        except OutOfBlocks:  # on rank 0 too, which counts it
+            self._jobs[number] = _Job(None, failed=True)
+        except (ValueError, torch.OutOfMemoryError) as error:
             self._fail(number, error)
 
     def _fail(self, number: int, error: Exception) -> None:

@@ -156,8 +156,6 @@ def check_drafts(config: EngineConfig, cache: KVCache) -> None:
     reason += "set fetch_buffer=0, or choose a policy that keeps values on the device"
     if cache.recurrent is not None:
         reason = "this model has layers with a recurrent state, from which wrong tokens cannot be removed; leave it out"
-    if cache.shape.indexed:
-        reason = "this model has its own indexer, which selects for one token of a sequence in a step; leave it out"
     raise SettingsError(
         f"speculative_config={dict(config.speculative_config or {})!r}: {reason}", ["speculative_config"]
     )

@@ -136,7 +136,7 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
     """Device bytes of decode steps for each row of the batch, in addition to ``GRAPH_BYTES``.
 
     It is the sum of: float32 logits, scratch of sampling, the states that parts decode (one layer at a time), and
-    scratch of fetches. Fetches run on another stream, so a graph keeps their scratch for each of its layers.
+    scratch of fetches. Fetches run on another stream, so a graph keeps their scratch for each layer that fetches.
     """
     reading = sum(part.reading_bytes() for group in layout.groups for part in group.parts)
     fetching = sum(map(_fetching_bytes, layout.groups))
@@ -148,7 +148,7 @@ def _fetching_bytes(layout: GroupLayout) -> int:
     if not layout.fetched_bytes:
         return 0
     selected = int(layout.spec.budget_chunks(np.asarray(layout.max_model_len + PAGE)))
-    return layout.shape.num_layers * scratch_bytes(layout.shape.num_kv_heads * selected, layout.fetched_bytes)
+    return layout.attending * scratch_bytes(layout.shape.num_kv_heads * selected, layout.fetched_bytes)
 
 
 def _stored(tokens: int, shape: ModelShape) -> int:

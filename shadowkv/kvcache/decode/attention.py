@@ -60,6 +60,7 @@ class Decode:
         self.side_stream = SideStream(store.compute, captured=True)
         self.fetching = Fetching(store, self.side_stream) if store.buffer is not None else None
         self.native = None if store.index_keys is None else NativeSelection(store)
+        self._appended: tuple[Tensor, Tensor] | None = None
         self.hook: SelectionHook | None = None
         self.query_hook: QueryHook | None = None
 
@@ -86,6 +87,7 @@ class Decode:
         if batch.compressed is None or self.fetching is not None:
             self._append(layer, k, v, batch)
         else:  # on the stream of exact attention, which reads the new tokens
+            self._appended = k, v  # Until that stream has been waited for. Queries would else get their memory.
             self.side_stream.start(lambda: self._append(layer, k, v, batch))
 
     def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
@@ -131,7 +133,9 @@ class Decode:
         # Exact attention is little work; it runs while chunks are searched.
         exact = self.side_stream.start(lambda: self._attend_exact(layer, q, batch, sinks, counts))
         compressed = self._attend_compressed(layer, batch.of_compressed(q), batch.compressed, selected)
-        return self._merge(exact(), compressed, batch)
+        merged = self._merge(exact(), compressed, batch)
+        self._appended = None
+        return merged
 
     def attend_beside(self, layer: int, q: Tensor, out: Tensor, lse: Tensor, batch: DecodeBatch) -> Tensor:
         """Attends to compressed tokens with queries [B, H_q, d] after RoPE, and merges the result with the attention to

@@ -141,6 +141,8 @@ class KVSpec:
             )
         if self.skip_layers and not self.compresses:
             reasons.append(f"skip_layers={self.skip_layers} has no meaning where every layer is exact")
+        if self.skip_layers and shape.indexed:
+            reasons.append(f"skip_layers={self.skip_layers} cannot leave layers with an indexer exact: use 0")
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
             reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
         if isinstance(self.budget, int) and self.budget < 1:

@@ -14,7 +14,8 @@ from shadowkv.kvcache.policy.selected_blocks import largest_of_blocks, selected_
 from shadowkv.kvcache.policy.shape import Indexer
 
 SCORES_AT_ONCE = 2**24
-"""Scores of all heads that exist at a time, which take 64 MiB in float32."""
+"""Scores of index queries that exist at a time, which take 64 MiB in float32. Masked scores and masks take
+about twice as much. Query heads do not count, because attention keeps no scores."""
 
 
 def attend_selected_blocks(
@@ -32,7 +33,7 @@ def attend_selected_blocks(
         [n, H_q, d].
     """
     count, seen, heads = len(q), len(k), k.shape[1]
-    tile = max(1, SCORES_AT_ONCE // (q.shape[1] * seen))
+    tile = max(1, SCORES_AT_ONCE // (heads * seen))
     parts = []
     for start in range(0, count, tile):
         rows = slice(start, min(start + tile, count))

@@ -162,4 +162,5 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         *("beta_fast", "beta_slow", "truncate"),
     ),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor"),
+    "proportional": ("factor",),
 }

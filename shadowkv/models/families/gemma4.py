@@ -145,6 +145,9 @@ def _wrong(hf: dict[str, Any]) -> list[str]:
         value = hf.get(name)
         if value is not None and (type(value) is not int or not least <= value <= most):
             reasons.append(f"{name}={value!r:.60} is not a whole number from {least} to {most}")
+    rows, tokens = hf["vocab_size_per_layer_input"], hf["vocab_size"]
+    if not reasons and hf[_INPUTS] and type(tokens) is int and rows < tokens:
+        reasons.append(f"vocab_size_per_layer_input={rows} is less than vocab_size={tokens}")
     cap = hf.get("final_logit_softcapping")
     if cap is not None and not is_number(cap, 0):
         reasons.append(f"final_logit_softcapping={cap!r:.60} is not a positive number")

@@ -69,7 +69,7 @@ class FileHeader:
         length: number of tokens from the prompt's first token to the snapshot's last.
         layers: number of pieces of data, one per layer of the model; 1 if layers differ in size.
         layer_bytes: bytes of each piece.
-        contents: the cache's ``SnapshotHeader`` as a JSON object, which is not interpreted here. The file calls it
+        contents: the cache's ``SnapshotHeader`` as a JSON object. Nothing here relies on it. The file calls it
             ``header``.
         key: digest of everything that the bytes depend on (``CacheKey``).
         facts: what the digest was made of, in readable form.
@@ -125,9 +125,10 @@ class FileHeader:
         ranks only the first counts, which ``contents`` describe."""
         try:
             groups = [group for group in self.contents["other_groups"] if group["recurrent"]]
-            return sum(int(group["layer_bytes"]) * len(group["layers"]) for group in groups)
-        except (KeyError, TypeError, ValueError):
+            nbytes = sum(int(group["layer_bytes"]) * len(group["layers"]) for group in groups)
+        except (KeyError, OverflowError, TypeError, ValueError):
             return 0
+        return nbytes if 0 <= nbytes <= self.nbytes else 0
 
     @property
     def tokens(self) -> int:

@@ -57,7 +57,6 @@ class Gemma4(ToolParser):
                 return
             if sign == ",":
                 self._at += 1
-                before = ", "
                 continue
             if sign in "}]":
                 self._emit(levels.pop())
