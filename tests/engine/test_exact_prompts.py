@@ -38,7 +38,7 @@ class Uncaptured(CudaGraphs):
         self.cache, self._step, self.max_batch = engine.cache, runner.step, most
         self._logits = torch.full((most + MAX_PROMPTS, engine.model_config.vocab_size), torch.nan, device=engine.device)
         self.graphs, self.without, self.eager = Everything(), set(), Counter()
-        self.captures, self.passes = 0, 0
+        self.captures, self.eager_runs, self.passes = 0, 0, 0
 
     def _run(self, key: Any, numbers: np.ndarray, function: Any, dry_run: Any, at_once: bool = False) -> Any:
         static = torch.from_numpy(numbers).to(self.cache.device)
