@@ -42,6 +42,23 @@ from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 
 
+class RuledCache(ObservedCache):
+    """A cache whose only group of layers has the index of all rules."""
+
+    @property
+    def index(self) -> ByRule:
+        """The index."""
+        index = self.groups[0].layout.parts.index
+        assert isinstance(index, ByRule)
+        return index
+
+    def attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> None:
+        """Gives the index the log-sum-exps of the exact tokens. It is the cache's query hook."""
+        store = self.groups[0].store
+        pages = store.k[layer], store.v[layer], batch.pages
+        self.index.exact_lse = store.ops.paged_attention(q, *pages, batch.counts)[1]
+
+
 class Follower:
     """The rows of all rules, and full attention, which they follow."""
 
@@ -50,16 +67,9 @@ class Follower:
         spec = preset("turbo", **fields, dense_below=0)
         self.loaded, self.capacity = loaded, capacity
         self.full = open_cache(loaded, preset("full"), capacity)
-        self.cache = open_cache_as(ObservedCache, loaded, spec, capacity, len(RULES) + 1)
-        (group,) = self.cache.groups
-        index = group.layout.parts.index
-        assert isinstance(index, ByRule)
-        self.index, self.store = index, group.store
-        self.cache.query_hook = self._attend_exact
-
-    def _attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> None:
-        pages = self.store.k[layer], self.store.v[layer], batch.pages
-        self.index.exact_lse = self.store.ops.paged_attention(q, *pages, batch.counts)[1]
+        self.cache = open_cache_as(RuledCache, loaded, spec, capacity, len(RULES) + 1)
+        self.index = self.cache.index
+        self.cache.query_hook = self.cache.attend_exact
 
     def follow(self, prompt: list[int], steps: int, ends: set[int], until: float) -> Iterator[dict[str, str]]:
         """Yields a row of results for each rule, of the steps up to ``until`` (``time.perf_counter``), at least one."""
