@@ -9,6 +9,7 @@ from typing import Any
 
 from shadowkv.kvcache.parts import describe
 from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.recurrent.layout import RING, RecurrentLayout
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.plan.planner import Plan, Planner, StepFloor
 from shadowkv.wording import GIB, counted
@@ -31,6 +32,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         f"{planner.bytes_read(1) / GIB:.2f} GiB of them read in a step{' of one sequence' if config.experts else ''}",
         *_experts(planner, plans),
         *_dequantised(planner),
+        *_recurrent(planner),
         f"device   {machine.gpu_memory_gib:g} GiB x {machine.gpu_memory_utilization:g} "
         f"- {planner.weight_bytes / GIB:.2f} weights - {planner.prefill_bytes / GIB:.2f} prefill "
         f"- {planner.graph_bytes / GIB:.2f} graphs = {planner.cache_bytes / GIB:.2f} GiB for the cache; "
@@ -84,6 +86,19 @@ def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
         f"experts  {routing.experts} in {counted(layers, 'layer')}, {routing.per_token} a token: "
         f"{planner.expert_bytes / GIB:.2f} GiB of the weights; steps read by expectation "
         + ", ".join([f"{planner.bytes_read(1) / GIB:.2f} GiB of weights for one sequence", *touched])
+    ]
+
+
+def _recurrent(planner: Planner) -> list[str]:
+    """A line about recurrent states; empty without them."""
+    layout = RecurrentLayout.of(planner.config.shape, planner.states)
+    if layout is None:
+        return []
+    checkpoints = layout.settings.checkpoints
+    kept = "one for each sequence" if checkpoints is None else str(checkpoints)
+    return [
+        f"states   {layout.state_bytes / 2**20:.1f} MiB each: a sequence has {RING}, and checkpoints ({kept}) are not "
+        "counted in its bytes"
     ]
 
 

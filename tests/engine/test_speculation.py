@@ -87,7 +87,8 @@ def test_answers_are_those_without_drafts(make: Any, monkeypatch: pytest.MonkeyP
 def test_requests_that_come_and_go_are_answered_alike(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = answers(make(kv="full"), KINDS * 2)
     draft_by(monkeypatch, mostly(wanted[0]))
-    engine = make(kv="full", speculative_config=SUFFIX)
+    engine = make(kv="full", speculative_config={**SUFFIX, "num_speculative_tokens": 9})
+    assert "drafts  suffix, up to 9 tokens of a sequence in a step" in engine.notes
     assert answers(engine, KINDS * 2) == wanted
     assert min(counts(engine)) > 100
     assert_empty(engine)

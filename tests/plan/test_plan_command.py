@@ -171,6 +171,8 @@ def test_checkpoints_of_recurrent_states_leave_less_for_sequences(capsys: pytest
         sizes[plan["max_mamba_checkpoints"]] = plan["plans"][0]["largest_batch"]
     assert sizes[0] > sizes[64] > sizes[None] > sizes[400] > 0
     assert 64 < sizes[None] < 400
+    assert main([*command[:-1], "--max-mamba-checkpoints", "64"]) == 0
+    assert "149.6 MiB each: a sequence has 2, and checkpoints (64) are" in capsys.readouterr().out
     assert main([*command, "--mamba-ssm-cache-dtype", "bfloat16"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["largest_batch"] > sizes[None]
     assert main([*command, "--max-mamba-checkpoints", "-1"]) == 2

@@ -249,6 +249,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
             if group.window is not None
         ),
         *_recurrent(cache),
+        *_drafts(config),
         *backend_lines(cache.ops, cache.device, config.enforce_eager),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {counted(config.max_num_seqs, 'sequence')} at once",
@@ -277,6 +278,14 @@ def _recurrent(cache: KVCache) -> list[str]:
         f"{dtype}: {in_gib(states.total_bytes - checkpoints)} for {counted(cache.slots, 'sequence')}, "
         f"{in_gib(checkpoints)} for {counted(states.reserved, 'checkpoint')}"
     ]
+
+
+def _drafts(config: EngineConfig) -> list[str]:
+    """A line about speculative decoding, for a server's start; empty without it."""
+    if (drafts := config.speculation) is None:
+        return []
+    count = counted(drafts.num_speculative_tokens or 0, "token")
+    return [f"drafts  {drafts.method}, up to {count} of a sequence in a step"]
 
 
 def _experts(model: ModelConfig) -> str:
