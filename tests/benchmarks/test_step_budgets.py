@@ -64,8 +64,7 @@ def test_rows_follow_full_attention(tmp_path, capsys, monkeypatch) -> None:
         return selected
 
     monkeypatch.setattr(ByRule, "select", checked)
-    if "by-rule" not in parts.REGISTERED["index"]:
-        parts.register("index", "by-rule", ByRule)
+    monkeypatch.setitem(parts.REGISTERED["index"], "by-rule", ByRule)  # for this test alone
     with tiny_model() as path:
         loaded = load_from_config(
             EngineConfig(model=str(path), max_model_len=640, load_format="dummy", dtype="float32")
