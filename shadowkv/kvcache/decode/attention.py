@@ -87,7 +87,8 @@ class Decode:
         if batch.compressed is None or self.fetching is not None:
             self._append(layer, k, v, batch)
         else:  # on the stream of exact attention, which reads the new tokens
-            self._appended = k, v  # Until that stream has been waited for. Queries would else get their memory.
+            # Kept until that stream has been waited for: otherwise queries could be given their memory.
+            self._appended = k, v
             self.side_stream.start(lambda: self._append(layer, k, v, batch))
 
     def apply_rope(self, q: Tensor, batch: DecodeBatch) -> Tensor:
