@@ -155,9 +155,9 @@ REQUESTS = [
 ]
 
 
-def told(answer: httpx.Response) -> tuple[int, list[str], list[tuple[object, str, str]]]:
-    """What an answer says, without its id and its times; of a stream without how its text is cut: a busy server adds
-    several tokens at once."""
+def told(answer: httpx.Response) -> tuple[int, list[str], list[object], str]:
+    """What an answer says, without its id and its times: its events and the text that they add. How the text of a
+    stream is cut is left out: a busy server adds several tokens at once, also with the event that ends the answer."""
     names = sorted(name for name in answer.headers if name not in ("date", "server", "transfer-encoding", "connection"))
     assert len(answer.headers.get_list("x-request-id")) == 1
 
@@ -169,26 +169,30 @@ def told(answer: httpx.Response) -> tuple[int, list[str], list[tuple[object, str
             return {name: strip(one) for name, one in value.items() if name not in own}
         return value
 
-    said: list[tuple[object, str, str]] = []
+    events: list[object] = []
+    text = ""
     for line in answer.text.splitlines():
         if not line or line.startswith("event: "):  # the data has its type, too
             continue
-        event, *added = line, "", ""
+        event: Any = line
         with suppress(ValueError):
-            event, *added = apart(strip(json.loads(line.removeprefix("data: "))))
-        if said and any(added) and said[-1][0] == event:
-            before = said.pop()[1:]
-            added = [old + new for old, new in zip(before, added, strict=True)]
-        said.append((event, *added))
-    return answer.status_code, names, said
+            event = strip(json.loads(line.removeprefix("data: ")))
+        added, alone = take_text(event)
+        text += added
+        if not alone:
+            events.append(event)
+    return answer.status_code, names, events, text
 
 
-def apart(event: Any) -> tuple[object, str, str]:
-    """An event of a stream, the text that it adds, and why the answer ends with it."""
+def take_text(event: Any) -> tuple[str, bool]:
+    """Takes out the text that an event of a stream adds; and whether that is all that the event is there for."""
+    if not isinstance(event, dict):
+        return "", False
     if event.get("object") == "chat.completion.chunk":
         (choice,) = event["choices"]
-        return event, choice["delta"].pop("content", ""), choice.pop("finish_reason") or ""
-    return event, event.pop("delta", ""), ""
+        text = choice["delta"].pop("content", "")
+        return text, bool(text) and choice["finish_reason"] is None
+    return event.pop("delta", ""), event.get("type") == "response.output_text.delta"
 
 
 @pytest.mark.slow
