@@ -31,7 +31,7 @@ CASE = Case(
     [
         ({"dtype": torch.float16}, "float16 is not bfloat16"),
         ({"num_query_heads": 136}, "17 query heads a kv head are more than 16"),
-        ({"chunk": 32}, "chunks of 32"),
+        ({"chunk": 32}, "chunk size 32 is not 1, 2, 4, 8 or 16"),
         ({"rope_dim": 24}, "RoPE rotates 24 of 128 dimensions, in halves: not a multiple of 16"),
         ({"interleaved": True}, "in neighbours"),
         ({"rank": 48}, "rank 48"),

@@ -92,13 +92,14 @@ def check(got: Tensor, x: Tensor, numbers: Tensor) -> None:
 def close(error: Tensor, plain: Tensor, exact: Tensor) -> None:
     """Checks errors against those of products of bfloat16 numbers.
 
-    The norm is within three times theirs, plus a rounding of a row's factor or scale. The largest error is within twice
-    theirs, plus nine roundings of the largest result: up to ten thread blocks share a tile of the result and add their
-    parts in bfloat16.
+    There are up to ten roundings more. A row's factor or scale is rounded to bfloat16, and up to ten thread blocks
+    share a tile of the result and add their parts in bfloat16. The largest error is within twice theirs, plus nine
+    roundings of the largest result. The norm is within three times theirs, plus √10 roundings of at most a 256th part,
+    since roundings go up as often as down.
     """
     assert error.isfinite().all()
     assert error.amax() <= 2 * plain.amax() + 9 * 2**-9 * exact.abs().amax(), (error.amax(), plain.amax())
-    assert error.norm() <= 3 * plain.norm() + 2**-10 * exact.norm(), (error.norm(), plain.norm())
+    assert error.norm() <= 3 * plain.norm() + 10**0.5 * 2**-8 * exact.norm(), (error.norm(), plain.norm())
 
 
 @pytest.mark.parametrize("spikes", [False, True])

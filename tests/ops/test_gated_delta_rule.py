@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from inspect import unwrap
 from types import ModuleType
 from typing import Any
 
@@ -226,13 +227,15 @@ def test_chunks_of_spans(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="as long as it is, and PyTorch's chunks as elsewhere")
 def test_long_prompts_lose_no_more_than_transformers(seed: int) -> None:
-    """60,000 tokens, of a head that forgets a few of them and one that keeps thousands."""
+    """60,000 tokens, of a head that forgets a few of them and one that keeps thousands. Transformers' function in
+    PyTorch: where fla-core is installed, the one of that name calls its kernels, which multiply float32 in TF32."""
     modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    torch_chunk_gated_delta_rule = unwrap(modeling.torch_chunk_gated_delta_rule)
     case = draw_rule((60_000,), 2, 1, 16, 16, torch.float32)
     case = case._replace(log_decay=-torch.rand(60_000, 2, device=DEVICE) * torch.tensor([1.0, 1e-3], device=DEVICE))
     written, draws = case.spans.write, draws_of_rule(case)
     exact, exact_states = plain_rule(case, torch.float64)
-    theirs, their_states = modeling.torch_chunk_gated_delta_rule(
+    theirs, their_states = torch_chunk_gated_delta_rule(
         *(x.unsqueeze(0) for x in case[:5]),
         initial_state=case.states[case.spans.read],
         output_final_state=True,
