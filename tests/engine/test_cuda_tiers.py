@@ -74,8 +74,8 @@ def test_every_tier_answers_alike(tmp_path: Path, kv: str) -> None:
 
 
 def assert_alike(first: RequestOutput, second: RequestOutput) -> None:
-    """The same tokens, up to one at which two were nearly as likely. When restores end decides which steps run together,
-    and sums depend on the shape of the batch."""
+    """The same tokens, up to one at which two were nearly as likely. The ends of restores decide which steps run
+    together, and sums depend on the shape of the batch."""
     (one,), (other,) = first.outputs, second.outputs
     assert len(one.token_ids) == len(other.token_ids)
     for place, (a, b) in enumerate(zip(one.token_ids, other.token_ids, strict=True)):
