@@ -4,26 +4,15 @@ tokens."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from shadowkv.models.tokenization.tokenizer import DecodeStream, Tokenizer
+
 Value = TypeVar("Value")
-
-
-class DecodeStream(Protocol):
-    """Streaming detokenizer of one answer. It never returns half a character."""
-
-    def push(self, token_ids: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-class StreamsText(Protocol):
-    """A tokenizer that makes streaming detokenizers."""
-
-    def stream(self, skip_special_tokens: bool = True) -> DecodeStream: ...
 
 
 class Detokenizer:
@@ -85,7 +74,7 @@ class AnswerText:
             of a stop string.
     """
 
-    def __init__(self, tokenizer: StreamsText, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._include_stop, self._stop_token_ids = params.include_stop_str_in_output, frozenset(params.stop_token_ids)
         self._detokenizer = Detokenizer(
             tokenizer.stream(params.skip_special_tokens), params.stop, params.include_stop_str_in_output

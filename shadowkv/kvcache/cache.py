@@ -31,7 +31,7 @@ from shadowkv.kvcache.parts.base import BlockHook
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
 from shadowkv.kvcache.prefill.exact import exact_prompts, lengths_of, pages_of
-from shadowkv.kvcache.recurrent.batch import NewTokens, RecurrentPart, step, step_rows
+from shadowkv.kvcache.recurrent.batch import RecurrentPart, RecurrentTokens, step, step_rows
 from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.layout import Layout
@@ -231,18 +231,18 @@ class KVCache:
             groups.append(group.prefill.batch(own, bounds, next(shared, None)))
         return PrefillBatch(groups, self._recurrent_tokens(sequences))
 
-    def _recurrent_tokens(self, sequences: list[tuple[CachedSequence, int]]) -> list[NewTokens] | None:
+    def _recurrent_tokens(self, sequences: list[tuple[CachedSequence, int]]) -> list[RecurrentTokens] | None:
         """Returns each sequence's new tokens for layers with a recurrent state, with the checkpoints to write among
         them. None if no layer has a recurrent state."""
         if self.recurrent is None:
             return None
-        tokens, start = list[NewTokens](), 0
+        tokens, start = list[RecurrentTokens](), 0
         for sequence, count in sequences:
             cached, own = sequence.length, sequence.recurrent
             last = self._fork_point_after(sequence, cached + count)
             checkpoints = self.recurrent.plan_checkpoints(own, cached, last, between=not self.spec.outliers)
             wait = None if sequence.pending_layers is None else sequence.pending_layers.wait
-            tokens.append(NewTokens(own, start, start + count, cached, checkpoints, wait))
+            tokens.append(RecurrentTokens(own, start, start + count, cached, checkpoints, wait))
             start += count
         return tokens
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.policy.shape import LayerKind, ModelShape, StateArray
 from shadowkv.kvcache.recurrent import states as module
-from shadowkv.kvcache.recurrent.batch import NewTokens, block, step_rows
+from shadowkv.kvcache.recurrent.batch import RecurrentTokens, block, step_rows
 from shadowkv.kvcache.recurrent.layout import RING, RecurrentLayout, StateSettings
 from shadowkv.kvcache.recurrent.states import Checkpoint, RecurrentSequence, RecurrentStates
 
@@ -83,7 +83,7 @@ class Lives(RuleBasedStateMachine):
         one, cached = self.pick(data, True), 0
         cached, tokens = len(one.tokens), one.tokens + self.new_tokens(count)
         planned = self.states.plan_checkpoints(one.sequence, cached, (len(tokens) - 1) // 64 * 64)
-        prompt = NewTokens(one.sequence, 0, count, cached, planned)
+        prompt = RecurrentTokens(one.sequence, 0, count, cached, planned)
         for start in range(0, count, cut):
             part, at = block([prompt], start, min(count, start + cut), CPU), cached + start
             for _, spans in part.rounds:

@@ -16,8 +16,7 @@ from shadowkv.kvcache.compression.plans import StoragePlan, StoragePlanner
 from shadowkv.kvcache.memory.streams import Numbers, upload
 from shadowkv.kvcache.parts.base import OBSERVED, STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.policy.shape import Heads, LayerKind, ModelShape
-from shadowkv.kvcache.recurrent.batch import NewTokens as RecurrentTokens
-from shadowkv.kvcache.recurrent.batch import RecurrentPart
+from shadowkv.kvcache.recurrent.batch import RecurrentPart, RecurrentTokens
 from shadowkv.kvcache.recurrent.batch import block as recurrent_block
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.sequences.store import ExactRows

@@ -62,9 +62,10 @@ def step_rows(sequences: Sequence[RecurrentSequence], lengths: np.ndarray) -> np
     return np.array(rows, np.int64).T
 
 
-class NewTokens(NamedTuple):
-    """The new tokens of a prompt: rows ``start`` to ``stop`` of a packed batch, behind ``cached`` tokens, and the
-    checkpoints to write among them. ``wait`` waits for a layer of a sequence that is still arriving."""
+class RecurrentTokens(NamedTuple):
+    """The new tokens of a prompt, for layers with a recurrent state: rows ``start`` to ``stop`` of a packed batch,
+    behind ``cached`` tokens, and the checkpoints to write among them. ``wait`` waits for a layer of a sequence that is
+    still arriving."""
 
     sequence: RecurrentSequence
     start: int
@@ -74,7 +75,7 @@ class NewTokens(NamedTuple):
     wait: Callable[[int], None] | None = None
 
 
-def block(prompts: Sequence[NewTokens], start: int, stop: int, device: torch.device) -> RecurrentPart:
+def block(prompts: Sequence[RecurrentTokens], start: int, stop: int, device: torch.device) -> RecurrentPart:
     """Rows ``start`` to ``stop`` of packed prompts. Spans end at checkpoints."""
     rounds: list[list[tuple[range, int, int]]] = []
     for new in prompts:

@@ -97,6 +97,7 @@ def _decode(source: CodedRows, codes: Tensor, selected: Tensor) -> Tensor:
 
 
 def _rebuild(keys: LatentKeys, selected: Tensor) -> Tensor:
+    """Rebuilds the low-rank keys of selected chunks [B, H, k * c, d]: key = RoPE(latents x basis + mean)."""
     keys = keys.decoded()
     page_ids, chunks = _locate(keys.pages, selected, keys.latents.shape[1])
     widths = () if keys.widths is None else (keys.widths[keys.states][:, None, None],)

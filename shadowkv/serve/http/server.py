@@ -34,9 +34,9 @@ WAITING_CONNECTIONS = 2048
 class Server(uvicorn.Server):
     """uvicorn's server, which on shutdown also stops the engine or whatever else produces the answers.
 
-    The first signal closes the listening sockets and gives running requests ``shutdown_timeout`` seconds to finish. A
-    second signal ends the process immediately. A second SIGHUP is ignored, because shell and terminal can send one
-    each.
+    The first SIGTERM, SIGINT or SIGHUP closes the listening sockets and gives running requests ``shutdown_timeout``
+    seconds to finish (``shutdown``). A second signal ends the process immediately (``handle_exit``). A second SIGHUP is
+    ignored, because shell and terminal can send one each.
 
     Args:
         app: its state has ``settings``, ``metrics`` and ``counts``, as ``build_app`` sets them.
