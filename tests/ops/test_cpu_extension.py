@@ -177,7 +177,9 @@ def sketch_case() -> dict[str, Tensor]:
         "pages": torch.tensor([[0, 2], [1, 99]]),
         "num_pages": torch.tensor([2, 1]),
         "counts": torch.tensor([[10, 8], [2, 0], [20, 9], [5, 0]]),
-        "factors": torch.rand(2, 2, 1),
+        "length": torch.rand(2, 1),
+        "run_sharpness": 0.5,
+        "chunk_sharpness": 0.7,
         "random": torch.randint(1 << 32, (2, 2, 1)),
     }
 
@@ -266,7 +268,8 @@ def test_queries_that_are_not_finite_select_something_of_their_own_row_alone(see
         (RuntimeError, r"pages has shape \[1, 2\]", {"pages": torch.zeros(1, 2, dtype=torch.int64)}),
         (RuntimeError, r"coarse has shape \[2, 1, 8\]", {"coarse": torch.zeros(2, 1, 8).half()}),
         (RuntimeError, r"counts has shape \[3, 2\]", {"counts": torch.zeros(3, 2, dtype=torch.int64)}),
-        (RuntimeError, "factors and random have shapes", {"factors": torch.zeros(2, 2, 2)}),
+        (RuntimeError, r"length has shape \[2, 2\]", {"length": torch.zeros(2, 2)}),
+        (RuntimeError, r"random has shape \[2, 2, 2\]", {"random": torch.zeros(2, 2, 2, dtype=torch.int64)}),
         (
             IndexError,
             r"count -1 is not in \[0, 2\*\*30\)",

@@ -63,15 +63,16 @@ def problem(
     return queries, coarse, *planes, pages, torch.tensor(counts).cuda(), torch.tensor(budgets).cuda(), chunk, k
 
 
-def chunk_scores(args: tuple, row: int) -> Tensor:
-    """Float32 [H, chunks] of a row's valid pages, -inf where excluded."""
+def chunk_logits(args: tuple, row: int) -> Tensor:
+    """The largest of any query, float32 [H, chunks] of a row's valid pages, -inf where excluded."""
     queries, _, signs, rest, scale, pages, num_pages, _, chunk, _ = args
     page_ids, bits = pages[row, : num_pages[row]], 8 * signs.shape[-1]
     whole, unit = (x[row] for x in queries.of_heads(signs.shape[1]))
+    to_logit = (unit * queries.length[row].view_as(unit))[..., None, None]
     parts = []
     for some in page_ids.split(512):
         levels = 2 * plane_bits(signs[some], bits).float() + plane_bits(rest[some], bits) - 1.5
-        scores = torch.einsum("hgd,nhtd->hgnt", whole, levels).mul_(unit[..., None, None]).amax(1)
+        scores = torch.einsum("hgd,nhtd->hgnt", whole, levels).mul_(to_logit).amax(1)
         own = scale[some].transpose(0, 1)
         scores = (scores * decode_scale(own)).masked_fill(own == EXCLUDED_SCALE, -math.inf)
         parts.append(scores.unflatten(-1, (-1, chunk)).amax(-1))
@@ -89,7 +90,7 @@ def check(args: tuple) -> None:
         if count == 0 or runs == 0:
             assert (selected[row] == -1).all()
             continue
-        scores = chunk_scores(args, row)
+        scores = chunk_logits(args, row)
         first = coarse[row, :, :runs].float()
         edge = first.topk(int(keep[row]), dim=-1).values[:, -1:]
         for head in range(selected.shape[1]):
@@ -126,12 +127,12 @@ def check_sampling(args: tuple, sampling: Sampling, layer: int = 0) -> None:
     keep = reference.kept_runs(num_pages, budget + counts, chunk)
     by_sample = reference.sampled_runs(num_pages, keep, Sampling(counts, sampling.seeds))
     per_run, heads = 8 // chunk, made.shape[1]
-    sharpness = queries.length.unflatten(1, (heads, -1)).mean(-1)
+    length = reference.mean_length(queries, heads)
     for row, (top_k, sampled, runs) in enumerate(zip(budget.tolist(), counts.tolist(), (8 * num_pages).tolist())):
         if top_k == 0 or runs == 0:
             assert (made[row] == -1).all()
             continue
-        scores = chunk_scores(args, row)
+        scores = chunk_logits(args, row)
         for head in range(heads):
             chunks = made[row, head][made[row, head] >= 0]
             weights = log_weight[row, head, : len(chunks)]
@@ -144,12 +145,12 @@ def check_sampling(args: tuple, sampling: Sampling, layer: int = 0) -> None:
             of_run = torch.zeros_like(weights)
             if by_sample[row]:
                 values = coarse[row, head, :runs]
-                factor = reference.RUN_SHARPNESS * sharpness[row, head] / math.log(2)
+                factor = reference.RUN_SHARPNESS * length[row, head] / math.log(2)
                 numbers = (keep - by_sample)[row], keep[row], factor, keep[row]
                 _, chance = systematic_sample(values[None], *(x.view(1) for x in numbers))
                 edge = values[chance[0] < 1].amax()
                 sure = values > edge
-                log = reference.RUN_SHARPNESS * sharpness[row, head] * values.float()
+                log = reference.RUN_SHARPNESS * length[row, head] * values.float()
                 left = keep[row] - sure.sum()
                 level = (log.exp() * ~sure).sum().log() - (CAUTION * left).log()  # a kernel knows it roughly
                 own, chance = sure.repeat_interleave(per_run)[chunks], log.repeat_interleave(per_run)[chunks]
@@ -159,7 +160,7 @@ def check_sampling(args: tuple, sampling: Sampling, layer: int = 0) -> None:
                 of_run = (level - chance).clamp(min=0).masked_fill(own, 0)
             more = weights - of_run
             assert (more > -0.15).all()
-            value = reference.CHUNK_SHARPNESS * sharpness[row, head] * scores[head, chunks] + of_run
+            value = reference.CHUNK_SHARPNESS * scores[head, chunks] + of_run
             unsure = more > 0.2  # than what a run may be taken to stand for by mistake
             line = (more + value)[unsure]  # one number
             if len(line):
@@ -250,8 +251,8 @@ def test_samples_of_scores_beyond_float16(seed):
     larger(args[4], 106)
     selected, log_weight = cuda.select_by_sketch(*args, Sampling(torch.tensor([20, 30]).cuda(), torch.arange(2).cuda()))
     for row, wanted in enumerate((60, 35)):
-        slope = reference.CHUNK_SHARPNESS * reference.log_sharpness(args[0], 2)[row, :, None]
-        largest = slope * chunk_scores(args, row) > 65400  # nearly: which ones round to it, the last bits say
+        values = reference.CHUNK_SHARPNESS / math.log(2) * chunk_logits(args, row)
+        largest = values > 65400  # nearly: which ones round to it, the last bits say
         for head in range(2):
             chosen = selected[row, head][selected[row, head] >= 0]
             assert 0.9 * wanted - 1 < len(chosen) <= wanted
@@ -359,8 +360,8 @@ def test_weighted_sums_of_many_samples_are_those_over_everything(seed):
     args = (queries, rows[0], *one[2:5], rows[1], *numbers, *one[8:])
     sampling = Sampling(torch.full((times,), 100).cuda(), torch.arange(times).cuda())
     chunks, log_weight = cuda.select_by_sketch(*args, sampling)
-    scores = chunk_scores(one, 0)
-    summand = (scores * one[0].length.view(2, -1).mean(-1, keepdim=True)).exp().masked_fill(scores.isinf(), 0)
+    scores = chunk_logits(one, 0)
+    summand = scores.exp().masked_fill(scores.isinf(), 0)
     ones = log_weight.exp().masked_fill(chunks < 0, 0)
     for x, total in (
         (ones, scores.isfinite().sum(-1)),
@@ -410,7 +411,8 @@ def test_the_newest_tokens_are_sampled_where_values_weigh_more_than_their_bins(s
     """Values at the upper end of a bin, by whose middles a kernel estimates sums: at this sharpness they weigh twice as
     much as those."""
     args = list(problem([300] * 8, [64] * 8, 192))
-    args[0] = replace(args[0], length=torch.full_like(args[0].length, 40.0))
+    unit, length = args[0].unit * args[0].length / 40, torch.full_like(args[0].length, 40.0)  # tokens' logits as before
+    args[0] = replace(args[0], unit=unit, length=length)
     args[1] = (7.98 + 0.01 * torch.rand(args[1].shape, device="cuda")).half()
     sampling = Sampling(torch.full((8,), 128).cuda(), torch.arange(8).cuda())
     selected = cuda.select_by_sketch(*args, sampling)[0]

@@ -214,7 +214,9 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(ops, seed, heads, group, 
         own = args["pages"][b, : runs // 8]
         tokens = unpacked(args["signs"][own], args["rest"][own], args["scale"][own], dim)
         for h in range(heads):
-            scores = (tokens[:, h].flatten(0, 1) @ queries[b, h].T).amax(-1).unflatten(0, (-1, chunk)).amax(-1)
+            lengths = args["queries"].length[b].double().view(heads, -1)[h]
+            logits = lengths * (tokens[:, h].flatten(0, 1) @ queries[b, h].T)
+            scores = logits.amax(-1).unflatten(0, (-1, chunk)).amax(-1)
             excluded = args["scale"][own, h].flatten() == EXCLUDED_SCALE
             scores[excluded.unflatten(0, (-1, chunk)).all(-1)] = -math.inf
             kept = coarse[b, h, :runs].sort(descending=True).values[: int(keep[b])]

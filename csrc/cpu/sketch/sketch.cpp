@@ -204,10 +204,11 @@ void select_chunks(
   float edge = 0;
   Chosen kept;
   if (in.sampled_runs) {
-    kept = systematic_sample(coarse, in.keep - in.sampled_runs, in.keep, in.run_factor, in.run_random);
+    const float factor = in.run_sharpness / kLn2 * in.length;
+    kept = systematic_sample(coarse, in.keep - in.sampled_runs, in.keep, factor, in.run_random);
     edge = NOTHING;
     for (int64_t run = 0; run < runs; ++run)
-      if (!kept.in_top(run)) edge = std::max(edge, to_float(coarse[run]));
+      if (!kept.in_top(run)) edge = std::max(edge, in.length * to_float(coarse[run]));
   } else {
     std::vector<float> scores(runs);
     // NaN counts as nothing: it has no order.
@@ -216,7 +217,7 @@ void select_chunks(
   }
 
   std::vector<int64_t> numbers;
-  std::vector<float> scores, weights;  // weights: logarithms to base 2
+  std::vector<float> logits, weights;  // weights: logarithms to base 2
   for (int64_t run = 0; run < runs; ++run) {
     if (!kept.some[run]) continue;
     const int64_t page = in.pages[run * kRun / kPage], first = run * kRun % kPage;
@@ -232,19 +233,19 @@ void select_chunks(
         highest = std::max(highest, product * decode_scale(scale[token]));
       }
       numbers.push_back(run * per_run + chunk);
-      scores.push_back(highest);
+      logits.push_back(highest);
       weights.push_back(weight);
     }
   }
 
   Chosen chosen;
   if (in.sampled) {
-    std::vector<Float16> values(scores.size());
-    for (size_t i = 0; i < scores.size(); ++i)
-      values[i] = to_float16(std::min(in.chunk_factor * (scores[i] - edge) + weights[i], kLargestHalf));
+    std::vector<Float16> values(logits.size());
+    for (size_t i = 0; i < logits.size(); ++i)
+      values[i] = to_float16(std::min(in.chunk_sharpness / kLn2 * (logits[i] - edge) + weights[i], kLargestHalf));
     chosen = systematic_sample(values, in.budget, in.budget + in.sampled, 1.0f, in.chunk_random);
   } else {
-    chosen = largest(scores, in.budget);
+    chosen = largest(logits, in.budget);
   }
   int64_t count = 0;
   for (size_t i = 0; i < numbers.size() && count < width; ++i) {

@@ -75,11 +75,13 @@ struct SketchSelection {
   int64_t keep, sampled_runs; // runs examined, and how many of them are sampled
   int64_t budget, sampled;    // chunks of the top-k, and sampled ones
   int64_t chunk;              // tokens
-  float run_factor, chunk_factor;
+  float length;                        // of queries, which makes coarse scores logits
+  float run_sharpness, chunk_sharpness; // factors of logits in weights
   uint32_t run_random, chunk_random;
 };
 
-// Writes up to `width` chunk numbers, ascending, and the logarithm of how many chunks each stands for.
+// Writes up to `width` chunk numbers, ascending, and the logarithm of how many chunks each stands for. The scorer's units
+// make products logits.
 void select_chunks(
     const SketchScorer& scorer, const SketchPlanes& planes, const SketchSelection& in, int64_t width,
     int64_t* selected, float* log_weight);

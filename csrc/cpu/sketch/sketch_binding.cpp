@@ -148,36 +148,39 @@ Tensor sign_scores(
 }
 
 // counts [4, B]: runs examined, how many of them are sampled, top-k chunks, sampled chunks.
-// factors, random [2, B, H]: for the sampling of runs, and for that of chunks.
+// to_logit [B, H_q]: units of `whole` that make products logits. length [B, H]: a factor that makes coarse scores logits.
+// random [2, B, H]: for the sampling of runs, and for that of chunks.
 std::tuple<Tensor, Tensor> select_by_sketch(
-    const Tensor& whole, const Tensor& unit, const Tensor& coarse, const Tensor& signs, const Tensor& rest,
-    const Tensor& scale, const Tensor& pages, const Tensor& num_pages, const Tensor& counts, const Tensor& factors,
-    const Tensor& random, int64_t chunk, int64_t width) {
-  const SketchArguments in(whole, unit, signs, rest, scale, pages, num_pages);
+    const Tensor& whole, const Tensor& to_logit, const Tensor& coarse, const Tensor& signs, const Tensor& rest,
+    const Tensor& scale, const Tensor& pages, const Tensor& num_pages, const Tensor& counts, const Tensor& length,
+    double run_sharpness, double chunk_sharpness, const Tensor& random, int64_t chunk, int64_t width) {
+  const SketchArguments in(whole, to_logit, signs, rest, scale, pages, num_pages);
   const int64_t runs = shadowkv::kPageRuns * in.columns;
   check(coarse, "coarse", 3, at::kHalf);
   check(counts, "counts", 2, at::kLong);
-  check(factors, "factors", 3, at::kFloat);
+  check(length, "length", 2, at::kFloat);
   check(random, "random", 3, at::kLong);
   TORCH_CHECK(
       coarse.size(0) == in.batch && coarse.size(1) == in.heads && coarse.size(2) == runs, "coarse has shape ",
       coarse.sizes(), ", not [", in.batch, ", ", in.heads, ", ", runs, "]");
   TORCH_CHECK(counts.size(0) == 4 && counts.size(1) == in.batch, "counts has shape ", counts.sizes(), ", not [4, ",
               in.batch, "]");
-  for (const Tensor& x : {factors, random})
-    TORCH_CHECK(
-        x.size(0) == 2 && x.size(1) == in.batch && x.size(2) == in.heads, "factors and random have shapes ",
-        factors.sizes(), " and ", random.sizes(), ", not [2, ", in.batch, ", ", in.heads, "]");
+  TORCH_CHECK(
+      length.size(0) == in.batch && length.size(1) == in.heads, "length has shape ", length.sizes(), ", not [",
+      in.batch, ", ", in.heads, "]");
+  TORCH_CHECK(
+      random.size(0) == 2 && random.size(1) == in.batch && random.size(2) == in.heads, "random has shape ",
+      random.sizes(), ", not [2, ", in.batch, ", ", in.heads, "]");
   TORCH_CHECK(chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8, "chunks have 1, 2, 4 or 8 tokens, not ", chunk);
   const Tensor dense_coarse = coarse.contiguous(), dense_counts = counts.contiguous();
-  const Tensor dense_factors = factors.contiguous(), dense_random = random.contiguous();
+  const Tensor dense_length = length.contiguous(), dense_random = random.contiguous();
   Tensor selected = at::full({in.batch, in.heads, width}, -1, pages.options());
-  Tensor log_weight = at::zeros({in.batch, in.heads, width}, unit.options());
+  Tensor log_weight = at::zeros({in.batch, in.heads, width}, to_logit.options());
   const int64_t* count = dense_counts.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < 4 * in.batch; ++i)
     TORCH_CHECK_INDEX(count[i] >= 0 && count[i] < int64_t{1} << 30, "count ", count[i], " is not in [0, 2**30)");
   const int64_t* number = dense_random.const_data_ptr<int64_t>();
-  const float* factor = dense_factors.const_data_ptr<float>();
+  const float* lengths = dense_length.const_data_ptr<float>();
   const auto* scores = static_cast<const shadowkv::Float16*>(dense_coarse.const_data_ptr());
   int64_t* chosen = selected.mutable_data_ptr<int64_t>();
   float* weights = log_weight.mutable_data_ptr<float>();
@@ -188,7 +191,8 @@ std::tuple<Tensor, Tensor> select_by_sketch(
       if (count[row] == 0) continue;  // no runs are examined
       const shadowkv::SketchSelection selection = {
           scores + place * runs, in.page_numbers(row), in.count(row), count[row], count[in.batch + row],
-          count[2 * in.batch + row], count[3 * in.batch + row], chunk, factor[place], factor[places + place],
+          count[2 * in.batch + row], count[3 * in.batch + row], chunk, lengths[place],
+          static_cast<float>(run_sharpness), static_cast<float>(chunk_sharpness),
           static_cast<uint32_t>(number[place]), static_cast<uint32_t>(number[places + place])};
       shadowkv::select_chunks(
           in.scorer(row, head, false), in.planes(head), selection, width, chosen + place * width,
@@ -204,9 +208,9 @@ TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
   m.def(
       "sign_scores(Tensor whole, Tensor unit, Tensor signs, Tensor scale, Tensor pages, Tensor num_pages) -> Tensor");
   m.def(
-      "select_by_sketch(Tensor whole, Tensor unit, Tensor coarse, Tensor signs, Tensor rest, Tensor scale, "
-      "Tensor pages, Tensor num_pages, Tensor counts, Tensor factors, Tensor random, int chunk, int width) -> "
-      "(Tensor, Tensor)");
+      "select_by_sketch(Tensor whole, Tensor to_logit, Tensor coarse, Tensor signs, Tensor rest, Tensor scale, "
+      "Tensor pages, Tensor num_pages, Tensor counts, Tensor length, float run_sharpness, float chunk_sharpness, "
+      "Tensor random, int chunk, int width) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {

@@ -19,7 +19,7 @@ struct QueryFragments {
   static constexpr int kMagicBits = 0x4b400000;
   static constexpr float kMagic = 12582912;
   uint32_t b[kSets][kHalves][kPlanes][kWide ? 1 : 2];
-  float unit[kSets][2];
+  float unit[kSets][2]; // that makes products, before a token's scale, logits
   int start[kSets][2]; // start value of 4 times the sum of codes minus their mean
 
   __device__ __forceinline__ QueryFragments(const SelectBySketch& p, unsigned row) {
@@ -44,7 +44,8 @@ struct QueryFragments {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = 8 * s + 2 * t + e;
-        unit[s][e] = 0.25f * p.unit[query(column)], start[s][e] = kMagicBits - 6 * p.sum[query(column)];
+        unit[s][e] = 0.25f * p.unit[query(column)] * p.length[query(column)];
+        start[s][e] = kMagicBits - 6 * p.sum[query(column)];
       }
     }
   }

@@ -11,20 +11,18 @@ namespace {
 
 // Sets the arguments of sampling: either all are given or nothing is sampled.
 void set_sampling(
-    SelectBySketch& p, int64_t batch, int64_t heads, int64_t query_heads, int64_t k,
-    const std::optional<Tensor>& sampled, const std::optional<Tensor>& seeds, const Tensor& length,
-    double run_sharpness, double chunk_sharpness, int64_t layer, const std::optional<Tensor>& log_weight) {
+    SelectBySketch& p, int64_t batch, int64_t heads, int64_t k, const std::optional<Tensor>& sampled,
+    const std::optional<Tensor>& seeds, double run_sharpness, double chunk_sharpness, int64_t layer,
+    const std::optional<Tensor>& log_weight) {
   STD_TORCH_CHECK(
       sampled.has_value() == seeds.has_value() && sampled.has_value() == log_weight.has_value(),
       "sampled, seeds and log_weight go together");
   if (!sampled) return;
   check_dense(*sampled, "sampled", Dtype::Long, {batch});
   check_dense(*seeds, "seeds", Dtype::Long, {batch});
-  check_dense(length, "length", Dtype::Float, {batch, query_heads});
   check_dense(*log_weight, "log_weight", Dtype::Float, {batch, heads, k});
   p.sampled = static_cast<const int64_t*>(sampled->const_data_ptr());
   p.seeds = static_cast<const int64_t*>(seeds->const_data_ptr());
-  p.length = static_cast<const float*>(length.const_data_ptr());
   p.log_weight = static_cast<float*>(log_weight->mutable_data_ptr());
   p.run_sharpness = float(run_sharpness * std::numbers::log2e);
   p.chunk_sharpness = float(chunk_sharpness * std::numbers::log2e);
@@ -51,6 +49,7 @@ void select_by_sketch(
   check_dense(whole, "whole", Dtype::Char, {batch, query_heads, 8, bytes});
   check_dense(unit, "unit", Dtype::Float, {batch, query_heads});
   check_dense(sum, "sum", Dtype::Int, {batch, query_heads});
+  check_dense(length, "length", Dtype::Float, {batch, query_heads});
   check_field(signs, "signs", Dtype::Byte, {-1, heads, kPage, bytes});
   check_field(rest, "rest", Dtype::Byte, {-1, heads, kPage, bytes});
   check_field(scale, "scale", Dtype::Byte, {-1, heads, kPage});
@@ -65,8 +64,7 @@ void select_by_sketch(
   const int64_t k = selected.size(2);
   const Region region(columns, chunk, k);
   SelectBySketch p{.region = region};
-  set_sampling(
-      p, batch, heads, query_heads, k, sampled, seeds, length, run_sharpness, chunk_sharpness, layer, log_weight);
+  set_sampling(p, batch, heads, k, sampled, seeds, run_sharpness, chunk_sharpness, layer, log_weight);
   check_dense(workspace, "workspace", Dtype::Byte, {batch * heads, region.bytes()});
   STD_TORCH_CHECK(batch * heads < 65536, batch, " rows of ", heads, " kv heads are 65536 or more");
   if (batch * heads == 0 || k == 0) return;
@@ -74,6 +72,7 @@ void select_by_sketch(
   const torch::stable::accelerator::DeviceGuard guard(whole.get_device());
   p.whole = static_cast<const uint8_t*>(whole.const_data_ptr());
   p.unit = static_cast<const float*>(unit.const_data_ptr()), p.sum = static_cast<const int*>(sum.const_data_ptr());
+  p.length = static_cast<const float*>(length.const_data_ptr());
   p.coarse = static_cast<const uint4*>(coarse.const_data_ptr());
   p.signs = static_cast<const uint8_t*>(signs.const_data_ptr());
   p.rest = static_cast<const uint8_t*>(rest.const_data_ptr());

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
   let_next_launch_begin();
   const unsigned row = blockIdx.x, sequence = row / p.heads;
   const int pages = p.pages_of(sequence), to_keep = p.kept_of(sequence), sampled = p.sampled_runs_of(sequence);
-  RowState state = {0, 1, 0, 0}; // scores as they are
+  RowState state = {0, 1, 0, 0}; // logits as they are
   if (to_keep > 0) {
     const uint4* values =
         count_values(shared, phase.memory, room, p.coarse + int64_t(row) * p.num_pages_most, pages);
@@ -75,13 +75,13 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     float length = 0; // average over the queries
     if (p.sampled) {
       for (int i = 0; i < p.group; ++i) length += p.length[row * p.group + i];
-      length /= p.group, state.slope = p.chunk_sharpness * length;
+      length /= p.group, state.slope = p.chunk_sharpness;
     }
     if (sampled) {
       const Chosen chosen = systematic_sample(
           shared, values, pages, to_keep - sampled, to_keep, p.run_sharpness * length, mix_bits(p.state_of(row)), bits,
           keep);
-      state.count = chosen.count, state.edge = fmaxf(chosen.edge, -kLargestHalf);
+      state.count = chosen.count, state.edge = length * fmaxf(chosen.edge, -kLargestHalf);
     } else {
       state.count = select_largest(shared, values, pages, to_keep, bits, [&](uint32_t place, uint32_t run) {
         keep(place, run, 0);

@@ -17,7 +17,7 @@ static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * k
 template <int kBytes, int kQueries>
 constexpr int kScoreBlocks = 3 - (kBytes == 32) - (kQueries == 16);
 
-// What all of a row's scores share: the number of kept runs, and the linear map from scores to exponents.
+// What all of a row's chunks share: the number of kept runs, and the linear map from logits to exponents.
 struct RowState {
   int count;
   float slope, edge;
@@ -49,7 +49,7 @@ struct SelectBySketch {
   const int64_t* budget;                            // [B]
   const int64_t *sampled, *seeds;                   // [B], or null if nothing is sampled
   const float* length;                              // [B, H, G]
-  float run_sharpness, chunk_sharpness;             // times lengths, in exponents to base 2
+  float run_sharpness, chunk_sharpness;             // factors of logits in exponents to base 2
   uint32_t first_head;                              // of this layer, among all layers' heads
   uint8_t* workspace; // [B, H, region]
   int64_t* selected;  // [B, H, k]

@@ -33,10 +33,10 @@ def select_by_sketch(
     counts = torch.zeros_like(budget) if sampling is None else sampling.counts.where(budget > 0, 0)
     keep = reference.kept_runs(num_pages, budget + counts, chunk)
     numbers = torch.stack((keep, reference.sampled_runs(num_pages, keep, sampling), budget, counts))
-    sharpness = reference.log_sharpness(queries, heads)
-    factors = torch.stack((reference.RUN_SHARPNESS * sharpness, reference.CHUNK_SHARPNESS * sharpness))
-    random = torch.stack(sampling.uniform(layer, heads)) if sampling else torch.zeros_like(factors, dtype=torch.int64)
+    length = reference.mean_length(queries, heads)
+    random = torch.stack(sampling.uniform(layer, heads)) if sampling else length.new_zeros(2, *length.shape).long()
+    to_logit, sharpness = queries.unit * queries.length, (reference.RUN_SHARPNESS, reference.CHUNK_SHARPNESS)
     selected, log_weight = torch.ops.shadowkv.select_by_sketch(
-        queries.whole, queries.unit, *fields, numbers, factors, random, chunk, k
+        queries.whole, to_logit, *fields, numbers, length, *sharpness, random, chunk, k
     )
     return selected, None if sampling is None else log_weight

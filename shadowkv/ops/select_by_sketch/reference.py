@@ -32,8 +32,8 @@ SAMPLED_SHARE = 4
 
 RUN_SHARPNESS = 0.5
 CHUNK_SHARPNESS = 0.7
-"""A run or a chunk is sampled in proportion to the exponential of its score times the factor for runs or for chunks.
-Both factors are below 1, because scores are estimates, and tokens with low scores may matter. On attention of RULER
+"""A run or a chunk is sampled in proportion to the exponential of its logit times the factor for runs or for chunks.
+Both factors are below 1, because logits are estimates, and tokens with low ones may matter. On attention of RULER
 prompts, 0.3 to 0.7 and 0.6 to 0.85 work equally well."""
 
 
@@ -68,10 +68,10 @@ def sampled_runs(num_pages: Tensor, kept: Tensor, sampling: Sampling | None) -> 
     return torch.where((some > 0) & (kept < PAGE // RUN * num_pages), kept // SAMPLED_SHARE, 0)
 
 
-def log_sharpness(queries: SketchQueries, heads: int) -> Tensor:
-    """Returns the factor that makes scores logits of a base-2 softmax, float32 [B, H]. It is approximate: the mean over
-    the query heads of a kv head."""
-    return queries.length.unflatten(1, (heads, -1)).mean(-1) / math.log(2)
+def mean_length(queries: SketchQueries, heads: int) -> Tensor:
+    """Returns the factor that makes sign scores, which are the best of any query, logits, float32 [B, H]. It is
+    approximate: the mean over the query heads of a kv head."""
+    return queries.length.unflatten(1, (heads, -1)).mean(-1)
 
 
 def select_by_sketch(
@@ -88,8 +88,9 @@ def select_by_sketch(
     sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Selects the best chunks, and samples others. A chunk's score is the largest product of any of its tokens'
-    sketches with any query of its kv head. Queries are scaled to length 1.
+    """Selects the best chunks, and samples others. A chunk's logit is the largest product of any of its tokens'
+    sketches with any query of its kv head, as in a softmax. So a long query, whose softmax is sharp, weighs more than a
+    short one.
 
     Only ``kept_runs`` runs of 8 tokens are examined. Of these, ``sampled_runs`` are drawn at random. The others have
     the best ``coarse`` scores.
@@ -134,11 +135,10 @@ def select_by_sketch(
     kept = _largest(coarse, of_rows(keep))
     if sampling is not None:
         sampled, uniform = of_rows(sampled_runs(num_pages, keep, sampling)), sampling.uniform(layer, heads)
-        sharpness = log_sharpness(queries, heads)
-        some, chance = systematic_sample(
-            coarse, of_rows(keep) - sampled, of_rows(keep), RUN_SHARPNESS * sharpness, uniform[0]
-        )
-        unsure = coarse.float().masked_fill(chance == 1, float("-inf")).amax(-1)
+        length = mean_length(queries, heads)
+        factor = RUN_SHARPNESS / math.log(2) * length
+        some, chance = systematic_sample(coarse, of_rows(keep) - sampled, of_rows(keep), factor, uniform[0])
+        unsure = length * coarse.float().masked_fill(chance == 1, float("-inf")).amax(-1)
         kept, chance = some.where(sampled[..., None] > 0, kept), chance.where(sampled[..., None] > 0, 1)
         edge = unsure.where(sampled > 0, 0)
     runs = _numbers(kept, width)
@@ -154,19 +154,20 @@ def select_by_sketch(
     codes = 2 * plane_bits(of_runs(signs), bits) + plane_bits(of_runs(rest), bits)
     levels = (codes.float() - 1.5).flatten(2, 3)  # [B, H, tokens, 8 S]
     scales = of_runs(scale).flatten(2)
-    scores = (unit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2) * decode_scale(scales)
-    scores = scores.masked_fill(scales == EXCLUDED_SCALE, float("-inf"))
-    scores = scores.unflatten(-1, (-1, chunk)).amax(-1)  # [B, H, width * RUN / c]
+    to_logit = unit * queries.length.unflatten(1, (heads, -1))
+    logits = (to_logit.unsqueeze(-1) * (whole @ levels.transpose(-1, -2))).amax(2) * decode_scale(scales)
+    logits = logits.masked_fill(scales == EXCLUDED_SCALE, float("-inf"))
+    logits = logits.unflatten(-1, (-1, chunk)).amax(-1)  # [B, H, width * RUN / c]
     per_run = RUN // chunk
-    scores = scores.masked_fill((runs < 0).repeat_interleave(per_run, dim=-1), float("-inf"))
+    logits = logits.masked_fill((runs < 0).repeat_interleave(per_run, dim=-1), float("-inf"))
     numbers = (runs.unsqueeze(-1) * per_run + torch.arange(per_run, device=device)).flatten(2)
-    chosen = _largest(scores, of_rows(budget))
+    chosen = _largest(logits, of_rows(budget))
     if sampling is not None:
         chunk_weight = -chance.gather(-1, at_run).log2().repeat_interleave(per_run, dim=-1)
-        slope, counts = CHUNK_SHARPNESS * sharpness, of_rows(counts)
-        values = slope[..., None] * (scores - edge[..., None]) + chunk_weight
+        counts = of_rows(counts)
+        values = CHUNK_SHARPNESS / math.log(2) * (logits - edge[..., None]) + chunk_weight
         values = values.clamp(max=torch.finfo(torch.float16).max).half()
-        one = torch.ones_like(slope)
+        one = torch.ones_like(edge)
         some, chance = systematic_sample(values, of_rows(budget), of_rows(budget) + counts, one, uniform[1])
         chosen, chance = some.where(counts[..., None] > 0, chosen), chance.where(counts[..., None] > 0, 1)
     at = _numbers(chosen, k)
