@@ -38,7 +38,7 @@ from shadowkv.ops.select_by_sketch.reference import (
     RUN_SHARPNESS,
     SAMPLED_SHARE,
     kept_runs,
-    log_sharpness,
+    mean_length,
 )
 from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN, decode_scale, plane_bits
 
@@ -180,7 +180,7 @@ class ByRule(Sketch):
         excluded = (scale[batch.pages[:1]] == EXCLUDED_SCALE).transpose(1, 2).flatten(2).unsqueeze(2)
         grouped = q.unflatten(1, (heads, -1)) * q.shape[-1] ** -0.5
         coarse = store.ops.sign_scores(queries, signs, scale, batch.pages, batch.num_pages)
-        sharpness = log_sharpness(queries, heads)
+        sharpness = mean_length(queries, heads) / math.log(2)
 
         rows = SKETCH
         keep = kept_runs(batch.num_pages, torch.full_like(batch.num_pages, DEFAULT_BUDGET_FLOOR), 1)[rows]
@@ -196,7 +196,7 @@ class ByRule(Sketch):
         length = queries.length.unflatten(1, (heads, -1))[rows].unsqueeze(-1)
         logits = length * scores + mean.unsqueeze(-1) - math.log(2) * log_chance.clamp(min=-99).unsqueeze(2)
         of_sketch = self._shares(logits, self.exact_lse[rows])
-        log_weight = CHUNK_SHARPNESS * sharpness[rows].unsqueeze(-1) * scores.amax(2) - log_chance.clamp(min=-99)
+        log_weight = CHUNK_SHARPNESS / math.log(2) * (length * scores).amax(2) - log_chance.clamp(min=-99)
         exact = self._products("keys", store, layer, grouped[EXACT], batch.pages[EXACT]).masked_fill_(
             excluded, -math.inf
         )
