@@ -179,6 +179,12 @@ def test_checkpoints_of_recurrent_states_leave_less_for_sequences(capsys: pytest
     assert "--max-mamba-checkpoints -1 must be at least 0" in capsys.readouterr().err
 
 
+def test_settings_of_recurrent_states_are_refused_for_models_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--max-mamba-checkpoints", "0", "--mamba-ssm-cache-dtype", "bfloat16"]) == 2
+    flags = "--max-mamba-checkpoints 0, --mamba-ssm-cache-dtype bfloat16"
+    assert capsys.readouterr().err == f"error: {flags}: no layer of this model has a recurrent state; leave it out\n"
+
+
 def test_weights_in_eight_bits_leave_more_for_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     exact, low = run_json(capsys), run_json(capsys, "--quantization", "fp8")
     assert (exact["quantization"], low["quantization"]) == (None, "fp8")
