@@ -39,7 +39,11 @@ def test_every_command_helps_without_pytorch():
             "error: --kv-budget is a field of the policy: --kv turbo:budget=0.03 (see shadowkv serve --help)",
         ),
         (["plan", "--context", "1", "--kv", "ful"], "error: argument --kv: unknown KV preset 'ful'; known: full, "),
-        (["cache", "ls"], "error: the following arguments are required: --dir (see shadowkv cache ls --help)"),
+        (
+            ["cache", "ls"],
+            "error: --dir DIR is missing: name the directory that a server has as --kv-disk-dir "
+            "(see shadowkv cache ls --help)",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, line, capsys):

@@ -11,6 +11,7 @@ from typing import Any
 
 from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.field_types import wrong_types
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PREFILL_ERROR, PREFILL_ERROR_HELP, KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
 from shadowkv.load_settings import (
@@ -468,6 +469,15 @@ class EngineConfig:
         add_flags(parser, EngineConfig)
         fields_of_policies = [f"--kv-{name}" for name in ("rank", "budget", "chunk", "outliers")]
         parser.add_argument(*fields_of_policies, action=_OfPolicy, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def check_states(model: ModelShape, **chosen: Any) -> None:
+    """Raises SettingsError if ``chosen``, ``max_mamba_checkpoints`` and ``mamba_ssm_cache_dtype``, are not the defaults
+    and ``model`` has no recurrent states."""
+    given = {name: value for name, value in chosen.items() if value != getattr(EngineConfig, name)}
+    if given and not model.recurrent:
+        settings = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise SettingsError(f"{settings}: no layer of this model has a recurrent state; leave it out", given)
 
 
 def refused_policy(error: ValueError, kv: str | None, **chosen: Any) -> SettingsError:

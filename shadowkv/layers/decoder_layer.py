@@ -25,6 +25,7 @@ class DecoderLayer(nn.Module):
     Attributes:
         layer: the layer's number in the model.
         cached_as: number of its keys and values, or of its recurrent state, in the cache.
+        reuses_keys: whether these keys and values are another layer's.
     """
 
     post_attention_norm: RMSNorm | None
@@ -33,7 +34,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: LayerSpec, layer: int) -> None:
         super().__init__()
-        self.layer, self.cached_as = layer, spec.cached_as
+        self.layer, self.cached_as, self.reuses_keys = layer, spec.cached_as, spec.reuses_keys
 
         def norm() -> RMSNorm:
             return RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device)

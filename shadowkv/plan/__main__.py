@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, one_line
-from shadowkv.engine.config import EngineConfig, policy_name, refused_policy
+from shadowkv.engine.config import EngineConfig, check_states, policy_name, refused_policy
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.traffic import HIT_RATE
@@ -114,7 +114,9 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     )
     dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
     shard = Shard(config, 0, args.tensor_parallel_size, args.enable_expert_parallel)
-    states = StateSettings.of(args.max_mamba_checkpoints, args.mamba_ssm_cache_dtype)
+    checkpoints, state_dtype = args.max_mamba_checkpoints, args.mamba_ssm_cache_dtype
+    check_states(config.shape, max_mamba_checkpoints=checkpoints, mamba_ssm_cache_dtype=state_dtype)
+    states = StateSettings.of(checkpoints, state_dtype)
     options = args.hit_rate, args.fetch_buffer, args.replicas, forms, states
     planner = Planner(shard, dtype, args.context, machine, *options)
     plans = [_plan(planner, name) for name in dict.fromkeys(args.kv)]

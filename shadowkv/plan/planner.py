@@ -104,8 +104,8 @@ class Plan:
         device_saving: device bytes of ``full`` divided by this policy's.
         largest_batch: number of sequences that fit.
         reads: bytes that a step reads for one sequence, in one layer of ``Layout.main``.
-        equivalent_bandwidth_tbs: bandwidth in TB/s that full attention would need to be as fast: bytes of the context's
-            uncompressed keys and values, divided by the time of this policy's attention.
+        equivalent_bandwidth_tbs: bandwidth in TB/s that ``full`` would need to be as fast: bytes that its step reads
+            for one sequence, without weights, divided by the time of this policy's attention.
         single: shortest time of a step with one sequence.
         largest: shortest time of a step with the largest batch; None if not even one sequence fits.
         gpus_needed: GPUs per replica on which one sequence fits. It is the planned number if that is enough, otherwise
@@ -182,28 +182,28 @@ class Planner:
     def plan(self, name: str, spec: KVSpec) -> Plan:
         """Returns the figures of a policy. Raises ValueError with all reasons why the model cannot use the policy."""
         machine, layout = self.machine, self._layout(spec)
+        full = self._layout(KVSpec())
         need, batch = sequence_bytes(layout, self.context), self._largest_batch(layout)
-        what = layout, self.context, self.hit_rate
-        reads, device_bandwidth = step_reads(layout.main, *what[1:]), machine.device_bandwidth_tbs * 1e12
-        attention = attention_seconds(*what, device_bandwidth, machine.host_bandwidth_gbs * 1e9)
+        of_full = sequence_bytes(full, self.context)
+        device_bandwidth = machine.device_bandwidth_tbs * 1e12
+        what = self.context, self.hit_rate, device_bandwidth, machine.host_bandwidth_gbs * 1e9
+        attention = attention_seconds(layout, *what)
 
         def floor(size: int) -> StepFloor:
             weights = self.bytes_read(size)
             seconds = size * attention + weights / device_bandwidth
             return StepFloor(size, weights, seconds * 1e3, size / seconds)
 
-        numbers = sum(group.attending * group.shape.kv_dim for group in layout.groups)
-        full_kv = 2 * self.context * self.dtype.itemsize * numbers
         return Plan(
             name,
             layout.spec,
             layout.main.spec.attended_tokens(self.context),
             need,
             bytes_of_kinds(layout, self.context),
-            self._full_bytes() / need.device,
+            of_full.device / need.device,
             batch,
-            reads,
-            full_kv / attention / 1e12,
+            step_reads(layout.main, self.context, self.hit_rate),
+            machine.device_bandwidth_tbs * attention_seconds(full, *what) / attention,
             floor(1),
             floor(batch.both) if batch.both else None,
             self.shard.size if batch.both else None if batch.device else self._gpus_needed(spec),
@@ -233,7 +233,3 @@ class Planner:
                     return None
             size *= 2
         return None
-
-    def _full_bytes(self) -> int:
-        full = Layout(KVSpec(), self.config.shape, self.dtype, self.context)
-        return sequence_bytes(full, self.context).device

@@ -51,8 +51,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        added.add_argument("--dir", type=Path, required=True, metavar="DIR", help="directory of snapshots")
-        added.set_defaults(run=run)
+        added.add_argument("--dir", type=Path, metavar="DIR", help="directory of snapshots, --kv-disk-dir of a server")
+        added.set_defaults(run=run, error=added.error)
         return added
 
     def json_flag(added: argparse.ArgumentParser) -> None:
@@ -82,7 +82,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     importer = command("import", _import, "add the snapshots and names of a tar file; exit code 1 if any was refused")
     importer.add_argument("file", type=Path, metavar="FILE.tar", help="made by export")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.dir is None:  # a server has no default directory, either
+        args.error("--dir DIR is missing: name the directory that a server has as --kv-disk-dir")
+    return args
 
 
 def _size(text: str) -> float:

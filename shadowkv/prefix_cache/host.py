@@ -168,7 +168,7 @@ class Mover:
     def down(self, reading: Reading, place: Place) -> Iterator[int]:
         """Copies a reading into slabs. Yields the number of bytes of each layer that has any, after its copy is
         launched. Then yields 0 until all layers have arrived. Callers must run it to its end or call ``finish``."""
-        header, begin = reading.header, self._begin(place)
+        header, begin = reading.header, self._begin(reading.header, place)
         self._follow()
         with self._on_stream():
             staging = torch.empty(_widest(header), dtype=torch.uint8, device=self.device)
@@ -216,6 +216,7 @@ class Mover:
         Args:
             chain: header and place of each snapshot of the chain.
         """
+        parts = [(header, place.slabs, self._begin(header, place)) for header, place in chain]
         last = len(chain) - 1
         of_all = ((layer, link) for layer in range(chain[0][0].num_layers) for link in range(len(chain)))
         steps = [(layer, link) for layer, link in of_all if link == last or restoring.has(link, layer)]
@@ -223,7 +224,7 @@ class Mover:
         if self._bus is None or self._stream is None:
             staging = torch.empty(size, dtype=torch.uint8, device=self.device)
             for layer, link in steps:
-                self._cross(chain[link], layer, staging)
+                self._cross(parts[link], layer, staging)
                 restoring.write_layer(link, layer, staging[: chain[link][0].bytes_of(layer)])
             return None
         main, arrived = torch.cuda.current_stream(self.device), []
@@ -239,7 +240,7 @@ class Mover:
             with torch.cuda.stream(self._bus):
                 if before is not None:
                     self._bus.wait_event(before)
-                self._cross(chain[link], layer, staging)
+                self._cross(parts[link], layer, staging)
             self._stream.wait_stream(self._bus)
             with torch.cuda.stream(self._stream):
                 restoring.write_layer(link, layer, staging[: chain[link][0].bytes_of(layer)])
@@ -248,15 +249,21 @@ class Mover:
                 arrived.append(cast(torch.cuda.Event, free[number % 2]))
         return StreamArrival(self.device, began, arrived)
 
-    def _begin(self, place: Place) -> int:
-        """Offset of this rank's part in the slabs of a copy."""
+    def _begin(self, header: SnapshotHeader, place: Place) -> int:
+        """Returns the offset of this rank's part in the slabs of a copy. ``header`` is this rank's. Raises RuntimeError
+        if its bytes are not those that rank 0 has left room for, since the ranks would then read each other's parts."""
+        if header.nbytes != place.parts[self._rank]:
+            raise RuntimeError(
+                f"rank {self._rank}'s part of a cached prompt has {header.nbytes} bytes, and rank 0 expects "
+                f"{place.parts[self._rank]}"
+            )
         return sum(place.parts[: self._rank])
 
-    def _cross(self, link: tuple[SnapshotHeader, Place], layer: int, staging: Tensor) -> None:
-        header, place = link
-        span, begin = header.span(layer), self._begin(place)
-        for slab, part in self.host.pieces(place.slabs, begin + span.start, begin + span.stop):
-            staging[part].copy_(slab, non_blocking=True)
+    def _cross(self, part: tuple[SnapshotHeader, list[int], int], layer: int, staging: Tensor) -> None:
+        header, slabs, begin = part
+        span = header.span(layer)
+        for slab, piece in self.host.pieces(slabs, begin + span.start, begin + span.stop):
+            staging[piece].copy_(slab, non_blocking=True)
 
     def finish(self) -> None:
         """Waits for all launched copies."""

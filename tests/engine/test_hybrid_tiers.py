@@ -23,7 +23,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.recurrent import states
 from shadowkv.prefix_cache.__main__ import main
 from shadowkv.prefix_cache.host import Place
-from shadowkv.wording import counted
+from shadowkv.wording import SettingsError, counted
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families import build
@@ -177,3 +177,10 @@ def test_answers_are_those_of_computing_anew_and_nothing_leaks(hybrid: Any, kv: 
         max_examples=examples, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
     )
     run_state_machine_as_test(lambda: Hybrid(hybrid, kv, answers), settings=limits)
+
+
+@pytest.mark.parametrize("option", [{"max_mamba_checkpoints": 4}, {"mamba_ssm_cache_dtype": "bfloat16"}])
+def test_settings_of_states_are_refused_for_models_without_them(make: Any, option: dict[str, Any]) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(SettingsError, match=f"^{name}={value!r}: no layer of this model has a recurrent state"):
+        make(kv="full", **option)

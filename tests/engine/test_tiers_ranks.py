@@ -309,6 +309,23 @@ def test_what_one_rank_cannot_restore_ends_all(model: Path) -> None:
             ask(engine, QUESTION)
 
 
+@pytest.mark.parametrize("way", ["down", "up"])
+def test_ranks_that_expect_other_bytes_of_a_part_end_all(model: Path, way: str) -> None:
+    """They would read and write each other's parts."""
+    with engine_of(model, 2, kv="full", kv_offload_gib=0.0625) as engine:
+        copies = engine.scheduler.prefix_cache.lower.copies
+        if way == "down":
+            parts = copies.parts
+            copies.parts = lambda header: (parts(header)[0], parts(header)[1] - 256)
+        else:
+            ask(engine, QUESTION)
+            evict_device(engine)
+            for copy in copies.by_uid.values():
+                copy.parts = (copy.parts[0], copy.parts[1] - 256)
+        with pytest.raises(RankFailure, match=r"rank 1 failed: RuntimeError: .*part .* has \d+ bytes, and rank 0"):
+            ask(engine, QUESTION)
+
+
 def outcome(engine: Engine, begin: Callable[[Future[Saved]], None]) -> Saved:
     answer = Future[Saved]()
     begin(answer)

@@ -21,11 +21,14 @@ from test_quantised_formats import assert_close
 from thread_group import on_ranks
 
 from shadowkv import LLM, SamplingParams
-from shadowkv.engine.execution.forward import BLOCK_TOKENS
+from shadowkv.engine.execution.forward import BLOCK_TOKENS, Step, run_through
+from shadowkv.engine.execution.forward import prefill as steps_of_prefill
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.running.caches import open_cache, prefill, prefill_all
+from shadowkv.kvcache.compression.rebuilt import RebuiltTokens
 from shadowkv.kvcache.policy.shape import Heads
 from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import Group
 from shadowkv.layers.quantised_matrix import QuantisedLinear
 from shadowkv.models import load_config, load_model
@@ -65,6 +68,63 @@ def test_logits_are_those_of_transformers(
         texts = [[*text, token] for text, token in zip(texts, step, strict=True)]
     assert kv == "full" or (cache.groups[0].pool.tables.compressed > 0).any()
     torch.testing.assert_close(got, torch.stack([oracle(theirs, text) for text in texts]), atol=1e-4, rtol=0)
+
+
+def noted_rows(model: torch.nn.Module) -> list[int]:
+    """How many tokens each layer's MLP has computed since, by layer."""
+    rows = [0] * len(model.layers)
+    for number, layer in enumerate(model.layers):
+
+        def note(_: Any, given: tuple[torch.Tensor, ...], number: int = number) -> None:
+            rows[number] += len(given[0])
+
+        layer.mlp.register_forward_pre_hook(note)
+    return rows
+
+
+@pytest.mark.parametrize("block", [1024, 48])
+@pytest.mark.parametrize("kv", ["full", "turbo"])
+def test_layers_without_keys_compute_only_the_ends_of_prompts(
+    kv: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of new prompts, of prompts with the same beginning, which attend to it together, and beside a step."""
+    for kind in BLOCK_TOKENS:
+        monkeypatch.setitem(BLOCK_TOKENS, kind, block)
+    theirs, loaded = build("gemma4-shared-keys", tmp_path, LONG), load_model(tmp_path)
+    cache = open_cache(loaded, lossless(kv, loaded.config.shape.kv_dim), 700, slots=24)
+    runner, rows, texts = Runner(loaded.model, cache), noted_rows(loaded.model), [prompt(0, 500), prompt(1, 70), [5]]
+
+    def prefilled(work: list[tuple[CachedSequence, list[int]]], whole: list[list[int]], **how: Any) -> list[int]:
+        """The rows of each layer's MLP, after a comparison of the logits."""
+        before = list(rows)
+        got, _ = run_through(steps_of_prefill(loaded.model, cache, work, **how))
+        torch.testing.assert_close(got, torch.stack([oracle(theirs, text) for text in whole]), atol=1e-4, rtol=0)
+        return [after - one for after, one in zip(rows, before, strict=True)]
+
+    with torch.inference_mode():
+        new = [cache.allocate(len(text), 700) for text in texts]
+        counts = prefilled(list(zip(new, texts, strict=True)), texts)
+        assert counts[:3] == [571] * 3 and set(counts[3:]) == {3 if block == 1024 else counts[3]} and counts[3] < 20
+        point = cache.fork_point(new[0], 490)
+        ends = [prompt(10 + seed, 3 + seed) for seed in range(3)]
+        whole = [texts[0][:point] + end for end in ends]
+        forks = [cache.fork(new[0], point, len(text), 700) for text in whole]
+        spans, rebuilt = [], cache.groups[0].storing.rebuilt
+        monkeypatch.setattr(rebuilt, "spans", lambda *what: spans.append(what) or RebuiltTokens.spans(rebuilt, *what))
+        counts = prefilled(list(zip(forks, ends, strict=True)), whole)
+        assert counts == [12] * 3 + [3] * 5
+        assert len(spans) == (0 if kv == "full" else 4), "each layer with full attention rebuilds the beginning once"
+        more, text = [7] * 6, prompt(20, 30)
+        plan, sequence = cache.plan_decode([*new, *forks]), cache.allocate(len(text), 700)
+        whole = [[*one, token] for one, token in zip((*texts, *whole), more, strict=True)]
+        step = Step(cache.decode_batch(plan), torch.tensor(more))
+        counts = prefilled([(sequence, text)], [*whole, text], step=step)
+        assert counts == [36] * 3 + [7] * 5
+        cache.end_decode(plan)
+        counts = prefilled([(cache.allocate(70, 700), texts[1])], texts[1:2], scored=True)
+        assert counts == [70] * 8
+    blocks = -(-100 // block)
+    assert (runner.prefill_pieces(100), runner.prefill_pieces(100, scored=True)) == (4 * blocks, 8 * blocks)
 
 
 @pytest.mark.parametrize("kv, error", [("full", 1e-5), ("fp8:dense_below=0", 0.02), ("turbo:dense_below=0", 0.1)])

@@ -42,7 +42,7 @@ ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["minimax_m3_sparse"], "mlp_
 LOSSLESS = {
     "full": "full",
     "on the host": "full:place=host",
-    "segments": "turbo:index=native,keys=low-rank,values=dense,rank={kv_dim}",
+    "segments": "turbo:keys=low-rank,values=dense,rank={kv_dim}",
     "segments, on the host": "turbo-host:index=native,keys=low-rank,values=dense,rank={kv_dim}",
 }
 """Policies that lose nothing. Low-rank keys fit a state to each segment."""
@@ -349,8 +349,9 @@ def test_configs_that_cannot_be_run(fields: Mapping[str, Any], words: str, tmp_p
 @pytest.mark.parametrize(
     "kv, words",
     [
-        ("turbo", "index='sketch' cannot replace the indexer that this model's layers were trained with"),
+        ("quest", "index='min-max' cannot replace the indexer that this model's layers were trained with"),
         ("full:index=native,budget=512", "index='native' selects as many blocks as the model does"),
+        ("turbo:budget=512", "index='native' selects as many blocks as the model does"),
         ("fp8:skip_layers=1", "skip_layers=1 cannot leave layers with an indexer exact"),
         ("fp8:local=200", "local=200 tokens and a page of 64 are more than the 256 that a query attends to"),
     ],
@@ -373,6 +374,7 @@ def test_native_is_what_layers_with_an_indexer_do_anyway(tmp_path: Path) -> None
     def policies(cache: KVCache) -> list[KVSpec]:
         return [group.layout.spec for group in cache.groups]
 
-    asked, plain = (open_cache(loaded, preset(kv), 200) for kv in ("fp8:index=native", "fp8"))
-    assert policies(asked) == policies(plain)
-    assert [spec.index for spec in policies(plain)] == ["native", "none"]
+    for kv in ("fp8", "turbo", "turbo-host"):
+        asked, plain = (open_cache(loaded, preset(text), 200) for text in (f"{kv}:index=native", kv))
+        assert policies(asked) == policies(plain)
+        assert [spec.index for spec in policies(plain)] == ["native", "none"]

@@ -62,6 +62,20 @@ def test_full_attention_is_the_measure_of_the_others(capsys: pytest.CaptureFixtu
     assert paper["equivalent_bandwidth_tbs"] > full["equivalent_bandwidth_tbs"]
 
 
+@pytest.mark.parametrize(
+    "model", ["gpt-oss-20b", "gemma-4-e2b", "minimax-m3", "qwen3.5-27b --mamba-ssm-cache-dtype bfloat16"]
+)
+def test_full_is_the_measure_whatever_the_layers_attend_to(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Windows are read as far as they reach. Layers with an indexer read their index keys, and recurrent states have
+    their own size."""
+    command = ["--context", "122880", "--gpus", "2", "--gpu-memory-gib", "1000", "--kv", "full", "fp8", "--json"]
+    assert main(["--model", *model.split(), *command]) == 0
+    full, fp8 = json.loads(capsys.readouterr().out)["plans"]
+    assert full["equivalent_bandwidth_tbs"] == pytest.approx(4.5)
+    assert full["device_memory_saving"] == 1
+    assert 4.5 < fp8["equivalent_bandwidth_tbs"] < 9 and 1 < fp8["device_memory_saving"] < 2
+
+
 def test_a_fetch_buffer_takes_device_memory_and_spares_the_bus(capsys: pytest.CaptureFixture[str]) -> None:
     none, some, more = (
         run_json(capsys, "--kv", "shadowkv", "--fetch-buffer", factor)["plans"][0] for factor in ("0", "2", "4")
@@ -177,6 +191,12 @@ def test_checkpoints_of_recurrent_states_leave_less_for_sequences(capsys: pytest
     assert json.loads(capsys.readouterr().out)["plans"][0]["largest_batch"] > sizes[None]
     assert main([*command, "--max-mamba-checkpoints", "-1"]) == 2
     assert "--max-mamba-checkpoints -1 must be at least 0" in capsys.readouterr().err
+
+
+def test_settings_of_recurrent_states_are_refused_for_models_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--max-mamba-checkpoints", "0", "--mamba-ssm-cache-dtype", "bfloat16"]) == 2
+    flags = "--max-mamba-checkpoints 0, --mamba-ssm-cache-dtype bfloat16"
+    assert capsys.readouterr().err == f"error: {flags}: no layer of this model has a recurrent state; leave it out\n"
 
 
 def test_weights_in_eight_bits_leave_more_for_sequences(capsys: pytest.CaptureFixture[str]) -> None:

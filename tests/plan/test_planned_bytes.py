@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +26,10 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens
-from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.policy.shape import FULL, Indexer, LayerKind, ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
+from shadowkv.kvcache.prefill import native
+from shadowkv.kvcache.prefill.native import selecting_bytes
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.traffic import StepReads, step_reads
@@ -192,6 +196,41 @@ def test_attention_of_a_very_long_prompt_takes_more_than_its_mlp() -> None:
     attending = 2 * 8192 * (4096 + 3 * 4096 + 2 * 1024) + drawing_bytes(LLAMA, 8192, 2_000_000)
     assert block_bytes(config, 2_000_000, torch.bfloat16) == attending
     assert block_bytes(config, 1_000_000, torch.bfloat16) == 2 * 8192 * (5 * 4096 + 3 * 14336)
+
+
+INDEXED = replace(LLAMA, kinds=(FULL, *[LayerKind(indexer=Indexer(128, 16, 1))] * 31))
+
+
+def test_index_keys_of_a_prompt_are_counted() -> None:
+    """One more key a token, in scratch memory and in the copy of a later turn."""
+    config, indexed = llama(), llama()
+    indexed.shape = INDEXED
+    more = prefill_bytes(indexed, 100_000, torch.bfloat16) - prefill_bytes(config, 100_000, torch.bfloat16)
+    assert more == 2 * 128 * (2 * 100_000 + 65_536)  # and of a block that overtakes it
+
+
+def test_attention_of_an_indexer_is_counted_where_it_takes_more_than_the_mlp() -> None:
+    config = llama()
+    config.shape = INDEXED
+    context = 2_000_000
+    attending = 2 * 8192 * (4096 + 3 * 4096 + 2 * 1024) + selecting_bytes(INDEXED, 8192, context, torch.bfloat16)
+    assert block_bytes(config, context, torch.bfloat16) == attending
+    assert selecting_bytes(INDEXED, 2048, 2048, torch.bfloat16) == 0  # every query attends to all of it
+    assert selecting_bytes(LLAMA, 8192, context, torch.bfloat16) == 0
+
+
+@pytest.mark.parametrize(("heads", "queries", "keys", "at_once"), [(2, 512, 8192, 2**20), (4, 100, 700, 2**24)])
+def test_queries_select_in_what_is_counted(
+    heads: int, queries: int, keys: int, at_once: int, seed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "SCORES_AT_ONCE", at_once)
+    indexer = Indexer(128, 4, 1)
+    shape = ModelShape(1, 4 * heads, heads, 64, (LayerKind(indexer=indexer),))
+    q, index_queries = (torch.randn(queries, count, 64) for count in (4 * heads, heads))
+    k, v, index_keys = (torch.randn(keys, count, 64) for count in (heads, heads, 1))
+    attend = partial(native.attend_selected_blocks, indexer, q, index_queries, k, v, index_keys)
+    taken, counted = peak_bytes(attend), selecting_bytes(shape, queries, keys, torch.float32)
+    assert counted / 1.5 < taken <= counted
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (9, 3), (28, 4), (12, 12), (40, 2), (128, 4)])

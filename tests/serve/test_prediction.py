@@ -39,12 +39,17 @@ def test_it_has_no_effect_where_nothing_drafts(engine: FakeEngine, post: Any) ->
         ({"type": "other", "content": "x"}, "prediction.type"),
         ({"type": "content"}, "prediction.content"),
         ({"type": "content", "content": 5}, "prediction.content"),
+        ({"type": "content", "content": ["x"]}, "prediction.content[0]"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content[0].text"),
+        ({"type": "content", "content": [{"type": "image", "text": "x"}]}, "prediction.content[0].type"),
         ("x", "prediction"),
     ],
 )
 def test_a_wrong_prediction_is_refused(post: Any, prediction: object, param: str) -> None:
     answer = post("chat", prediction=prediction)
-    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(param)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param
+    assert error["message"].startswith(f"{param}: ") and ";" not in error["message"]
 
 
 def test_metrics_have_vllms_names(

@@ -30,18 +30,33 @@ BLOCK_TOKENS = {"cpu": 2048, "cuda": 8192}
 blocks."""
 
 
+class Ends(NamedTuple):
+    """The tokens of a flow that layers without keys of their own compute.
+
+    Attributes:
+        batch: the cache's batch of these tokens alone.
+        own: computes the layers' own inputs of these tokens.
+    """
+
+    batch: Batch
+    own: LayerInput | None
+
+
 class Flow:
     """Tokens on their way through the layers.
 
     Args:
         x: residual stream [T, D] before the first layer, of T tokens and D hidden dimensions.
         batch: the cache's batch of these tokens.
-        last: the batch of the last layer, if it needs attention for fewer tokens; None for the same batch.
+        last: the batch of the last layer, if it needs attention for fewer tokens; None for the same batch. With
+            ``ends``, it is that of the last layer with keys of its own.
         in_place: whether each layer writes its result into ``x``, which saves memory.
         own: computes the layers' own inputs of the tokens (``Decoder.layer_inputs``).
+        ends: the tokens for which ``last`` needs attention, for the layers behind. None to compute all tokens until the
+            last layer.
 
     Attributes:
-        x: residual stream. After the last layer it has only the tokens for which ``last`` needs attention.
+        x: residual stream. After the layer of ``last`` it has only the tokens for which ``last`` needs attention.
         added: the newest layer's output, which is not yet added to ``x``; None if nothing is left to add.
     """
 
@@ -52,8 +67,9 @@ class Flow:
         last: Batch | None = None,
         in_place: bool = False,
         own: LayerInput | None = None,
+        ends: Ends | None = None,
     ) -> None:
-        self.x, self._own = x, own
+        self.x, self._own, self.ends = x, own, ends
         self.added: Tensor | None = None
         self._batch, self._last, self._in_place = batch, last or batch, in_place
         self._finish: Callable[[], tuple[Tensor, Tensor]] | None = None
@@ -64,13 +80,15 @@ class Flow:
         return self.x if self.added is None else self.x + self.added
 
     def start(self, layer: DecoderLayer, cache: Any, is_last: bool) -> None:
-        """Starts a layer. The layer before must be finished."""
+        """Starts a layer. The layer before must be finished. ``is_last`` says whether it is the layer of ``last``."""
         batch = self._last if is_last else self._batch
         if batch.needed is not None and not len(batch.needed):
             layer.append(self.x, self.added, cache, batch)
             self.x, self.added = self.x[:0], None
-        else:
+        elif len(self.x):
             self._finish = layer.start(self.x, self.added, cache, batch, self._own)
+        if is_last and self.ends is not None:
+            self._batch, self._own = self.ends
 
     def finish(self) -> None:
         """Finishes the started layer, if there is one."""
@@ -86,7 +104,7 @@ class Flow:
 def forward(
     layers: Sequence[DecoderLayer], cache: KVCache | FanOut, flows: Sequence[Flow], storing: PrefillBatch | None = None
 ) -> Generator[None, None, None]:
-    """Computes ``flows`` layer by layer, and yields after each flow of each layer.
+    """Computes ``flows`` layer by layer, and yields after each flow of each layer, unless only ``Flow.ends`` are left.
 
     Args:
         storing: the prompts among the tokens. The flows are then their blocks. The cache stores keys and values once
@@ -95,13 +113,16 @@ def forward(
             compute.
     """
     last_use = {layer.cached_as: number for number, layer in enumerate(layers, 1)}
+    with_keys = sum(not layer.reuses_keys for layer in layers)  # the others come last
     for number, layer in enumerate(layers, 1):
         for flow in flows:
             flow.finish()
-            flow.start(layer, cache, number == len(layers))
+            last = len(layers) if flow.ends is None else with_keys
+            flow.start(layer, cache, number == last)
             if storing is not None:
                 flow.finish()
-            yield
+            if number <= last:
+                yield
         if storing is not None and last_use[layer.cached_as] == number:
             cache.finish_prefill(layer.cached_as, storing)
     for flow in flows:
@@ -125,9 +146,11 @@ class Step(NamedTuple):
     ids: Tensor
 
 
-def pieces(layers: int, tokens: int, device: torch.device) -> int:
-    """Returns the number of pieces of a prefill of ``tokens`` tokens. The prefill can be paused between two pieces."""
-    return layers * -(-tokens // BLOCK_TOKENS[device.type])
+def pieces(model: Decoder, tokens: int, scored: bool) -> int:
+    """Returns the number of pieces of a prefill of ``tokens`` tokens. The prefill can be paused between two pieces.
+    ``scored`` is as for ``prefill``."""
+    layers = model.config.num_layers - (0 if scored else model.config.num_kv_shared_layers)
+    return layers * -(-tokens // BLOCK_TOKENS[model.device.type])
 
 
 def prefill(
@@ -139,8 +162,8 @@ def prefill(
 ) -> Generator[None, None, tuple[Tensor, list[Tensor]]]:
     """Computes new tokens of admitted sequences.
 
-    Unless ``scored``, the last layer computes keys and values of all tokens, but attention and MLP only of each
-    sequence's last token.
+    Unless ``scored``, the last layer with keys of its own computes keys and values of all tokens, but attention and MLP
+    only of each sequence's last token. Layers behind it compute only this token.
 
     Yields wherever it can be paused for a decode step, or closed. The sequences of a closed prefill can only be
     released.
@@ -182,12 +205,16 @@ def prefill(
 def _one_block(model: Decoder, batch: PrefillBatch, ids: Tensor, scored: bool, step: Step | None) -> Flow:
     """Makes one flow of all tokens ``ids`` int64 [T] of a batch. The tokens of ``step`` come first."""
     block, last = batch.block(0, batch.num_tokens), batch.starts[1:].long() - 1
+    narrows = model.config.num_kv_shared_layers and not scored
+    alone = batch.only_ends(0, batch.num_tokens) if narrows else None
     if step is not None:
         count = len(step.ids)
         block, ids = step.batch.with_parts_of(block), torch.cat((step.ids, ids))
         last = torch.cat((torch.arange(count, device=ids.device), last + count))
+        alone = None if alone is None else step.batch.with_parts_of(alone)
     x = model.embed(ids)
-    return Flow(x, block, None if scored else block.where_needed(last), own=model.layer_inputs(ids, x))
+    ends = None if alone is None else Ends(alone, model.layer_inputs(ids[last], x[last]))
+    return Flow(x, block, None if scored else block.where_needed(last), own=model.layer_inputs(ids, x), ends=ends)
 
 
 def _in_blocks(model: Decoder, batch: PrefillBatch, ids: Tensor, stream: Tensor, scored: bool) -> list[Flow]:
@@ -197,8 +224,10 @@ def _in_blocks(model: Decoder, batch: PrefillBatch, ids: Tensor, stream: Tensor,
     for start, stop in _spans(batch, ids.device):
         own = model.layer_inputs(ids[start:stop])
         part = stream[start:stop].copy_(model.embed(ids[start:stop]))
-        last = None if scored else batch.ends(start, stop)
-        flows.append(Flow(part, batch.block(start, stop), last, in_place=True, own=own))
+        last, ends = None if scored else batch.ends(start, stop), None
+        if last is not None and model.config.num_kv_shared_layers:
+            ends = Ends(batch.only_ends(start, stop), model.layer_inputs(last.of_needed(ids[start:stop])))
+        flows.append(Flow(part, batch.block(start, stop), last, in_place=True, own=own, ends=ends))
     return flows
 
 

@@ -105,10 +105,10 @@ class Runner:
         """Calls ``forward.prefill`` with the runner's cache."""
         return prefill(self.model, self.cache, work, scored)
 
-    def prefill_pieces(self, tokens: int) -> int:
-        """Returns the number of pieces of a prefill of ``tokens`` tokens. The prefill can be paused between two
-        pieces."""
-        return pieces(len(self.layers), tokens, self.cache.device)
+    def prefill_pieces(self, tokens: int, scored: bool = False) -> int:
+        """Returns the number of pieces of a prefill of ``tokens`` tokens. The prefill can be paused between two pieces.
+        ``scored`` is as for ``prefill``."""
+        return pieces(self.model, tokens, scored)
 
     @torch.inference_mode()
     def prompt_logprobs(self, hidden: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs | None]:

@@ -132,7 +132,7 @@ class PrefillQueue:
         watch, long = Stopwatch(self.runner.cache.device), self.scheduler.is_long(len(work[0][1]))
         scored = any(running.request.params.prompt_logprobs is not None for running in rows)
         tokens = sum(len(ids) for _, ids in work)
-        pieces = self.runner.prefill_pieces(tokens)
+        pieces = self.runner.prefill_pieces(tokens, scored)
         steps = self.runner.prefill(work, scored)
         self.in_flight.append(PrefillInFlight(rows, steps, watch, long, scored, tokens, pieces))
 

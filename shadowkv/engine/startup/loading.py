@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.config import EngineConfig, check_states
 from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.sampling_params import SamplingParams
@@ -28,6 +28,7 @@ from shadowkv.kvcache.case import case_of, choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import describe, prefill_strategy
 from shadowkv.kvcache.plugins import load_installed
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.recurrent.layout import StateSettings
 from shadowkv.kvcache.sequences.layout import Layout
@@ -81,7 +82,7 @@ def load_engine_parts(
     fetch_buffer = config.fetch_buffer
     if fetch_buffer is None:  # a CPU reads both tiers equally fast, so a buffer would only cost time
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
-    layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer, state_settings(config))
+    layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer, state_settings(config, model.shape))
     if layout.spec.prefill is None:
         try:
             prefill = default_prefill(layout, loaded.config.rope, device, backends)
@@ -102,10 +103,13 @@ def load_engine_parts(
     return loaded, cache, _describe(config, loaded, cache)
 
 
-def state_settings(config: EngineConfig) -> StateSettings:
-    """Returns what ``config`` chooses of recurrent states. Without prefix caching there are no checkpoints."""
+def state_settings(config: EngineConfig, model: ModelShape) -> StateSettings:
+    """Returns what ``config`` chooses of recurrent states. Without prefix caching there are no checkpoints. Raises
+    SettingsError if it chooses something and the model has no such states."""
+    dtype = config.mamba_ssm_cache_dtype
+    check_states(model, max_mamba_checkpoints=config.max_mamba_checkpoints, mamba_ssm_cache_dtype=dtype)
     checkpoints = config.max_mamba_checkpoints if config.enable_prefix_caching else 0
-    return StateSettings.of(checkpoints, config.mamba_ssm_cache_dtype)
+    return StateSettings.of(checkpoints, dtype)
 
 
 def give_ops(

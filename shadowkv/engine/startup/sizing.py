@@ -19,6 +19,7 @@ from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.parts.prefill import SPARSE_FROM
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.prefill.native import selecting_bytes
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.configs.model_config import ModelConfig
@@ -54,15 +55,16 @@ def in_gib(count: int) -> str:
 def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Device bytes left free for the longest prefill and a prefill of one block that overtakes it.
 
-    It is a sum. For both prefills: the residual stream, the numbers of the tokens, and keys (before and after RoPE) and
-    values of the layers that are stored together. For a block: the peak of its activations. For later turns: keys and
-    values once more, because a later turn is stored from a copy behind its exact tokens and, if it attends sparsely,
-    rebuilds all keys and values.
+    It is a sum. For both prefills: the residual stream, the numbers of the tokens, and keys (before and after RoPE),
+    values and index keys of the layers that are stored together. For a block: the peak of its activations. For later
+    turns: keys, values and index keys once more, because a later turn is stored from a copy behind its exact tokens
+    and, if it attends sparsely, rebuilds all keys and values.
     """
-    block = min(context, BLOCK_TOKENS["cuda"])
+    block, indexed = min(context, BLOCK_TOKENS["cuda"]), model.shape.indexed
 
     def layers_of(tokens: int) -> int:
-        return sum(3 * _stored(tokens, shape) * shape.kv_dim for shape in model.shape.of_scratch)
+        of_token = ((shape, 3 * shape.kv_dim + indexed * shape.head_dim) for shape in model.shape.of_scratch)
+        return sum(_stored(tokens, shape) * numbers for shape, numbers in of_token)
 
     def kept(tokens: int) -> int:
         return tokens * (NUMBERS_BYTES + model.hidden_size * dtype.itemsize) + layers_of(tokens) * dtype.itemsize
@@ -82,7 +84,8 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     of_heads = (3 * one.num_query_heads * one.head_dim + 2 * one.kv_dim for one in shape.of_scratch)
     attending = block * (model.hidden_size + max(of_heads)) * dtype.itemsize
     drawing = drawing_bytes(shape, block, context) if context > SPARSE_FROM else 0
-    return max(in_the_mlp, attending + drawing, _linear_bytes(model, block, dtype))
+    selecting = selecting_bytes(shape, block, context, dtype)
+    return max(in_the_mlp, attending + max(drawing, selecting), _linear_bytes(model, block, dtype))
 
 
 def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:

@@ -23,7 +23,7 @@ from shadowkv.kvcache.codecs import LATENT_CODECS, NAMES_OF_PARTS, ROW_CODECS
 from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, KeyPart, Part, PrefillStrategy, StoredPart, ValuePart
 from shadowkv.kvcache.plugins import checked_name, has
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.kvcache.policy.spec import PAGE, ROTATED, KVSpec
+from shadowkv.kvcache.policy.spec import NATIVE, PAGE, ROTATED, SKETCH, KVSpec
 from shadowkv.settings import settings_of, violations
 
 DENSE = "dense"
@@ -135,6 +135,8 @@ def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
     reasons why the policy cannot be used."""
     if spec.values == ROTATED:
         spec = replace(spec, values="rotated-4bit" if shape.head_dim % 64 else "rotated-3bit")
+    if spec.index == SKETCH and shape.indexed:
+        spec = spec.changed(index=NATIVE)
     unknown = [axis for axis in AXES if (name := getattr(spec, axis)) is not None and not is_known(axis, name)]
     reasons = [f"{axis}={getattr(spec, axis)!r} is not one of {', '.join(AXES[axis])}" for axis in unknown]
     parts = _parts(spec)

@@ -161,6 +161,11 @@ class ModelShape:
         return any(kind.indexer is not None for kind in self.kinds)
 
     @property
+    def recurrent(self) -> bool:
+        """Whether any layer has a recurrent state."""
+        return any(kind.state for kind in self.kinds)
+
+    @property
     def group(self) -> int:
         """Query heads that share one kv head."""
         return self.heads.group

@@ -46,6 +46,9 @@ PREFILL_ERROR_HELP = (
 NATIVE = "native"
 """The index of layers that were trained with an indexer (``shape.Indexer``)."""
 
+SKETCH = "sketch"
+"""The index of ``turbo``. For models that have an indexer, resolving a policy replaces it by ``native``."""
+
 ROTATED = "rotated"
 """Name of values in 3 bits, or in 4 if 3 do not fit the head dim. Resolving a policy replaces it."""
 
@@ -58,8 +61,8 @@ class KVSpec:
         keys: how keys are stored and rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``, ``low-rank-int4``, or a
             codec of rows after RoPE, as for values.
         index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``sketch``,
-            ``sketch-1bit`` or ``exact``. ``native`` is the model's own indexer. In layers that have one, ``none`` means
-            ``native``.
+            ``sketch-1bit`` or ``exact``. ``native`` is the model's own indexer. In models that have one, ``none`` and
+            ``sketch`` mean ``native``.
         values: how values are stored: ``dense``, or a codec of rows (``shadowkv.kvcache.codecs``): ``rotated-4bit``,
             ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, or ``fp8``. ``rotated`` is 3
             bits, or 4 if the head dim is not a multiple of 64.
@@ -156,7 +159,7 @@ class KVSpec:
         elif shape.indexed and self.index not in ("none", NATIVE):
             reasons.append(
                 f"index={self.index!r} cannot replace the indexer that this model's layers were trained with: add "
-                f"index={NATIVE} (turbo:index={NATIVE}), or use a policy with index='none' such as full or fp8"
+                f"index={NATIVE}, or use a policy such as turbo, full or fp8"
             )
         return reasons
 

@@ -88,23 +88,22 @@ class Prefill:
         of the last block runs while the layer is stored, because all queries that an index learns from are known by
         then.
         """
-        batch, first = block.batch, block.start
-        positions = batch.positions[block.start : block.stop]
-        q = self.ops.apply_rope(q, positions, self.store.rotary)
+        batch = block.batch
+        q = self.ops.apply_rope(q, block.positions, self.store.rotary)
         if index_queries is not None:
-            index_queries = self.ops.apply_rope(index_queries, positions, self.store.rotary)
+            index_queries = self.ops.apply_rope(index_queries, block.positions, self.store.rotary)
         if batch.attended != layer:  # layers that reuse its keys come later
             batch.keep_queries(layer, block, q)
             if block.stop == batch.num_tokens:
                 batch.attended = layer
                 if self.side is not None:
                     self._start_storing(layer, batch, self.side)
+        together = batch.attending_together(block, self._shared)
         parts = [
             (rows, self._attend_row_ranges(layer, q[rows], batch, row_ranges, sinks))
             if index_queries is None
             else (rows, self._attend_indexed(layer, q[rows], index_queries[rows], batch, row_ranges[0]))
-            for row_ranges in batch.attending_together(block, self._shared)
-            for rows in (slice(row_ranges[0].start - first, row_ranges[-1].stop - first),)
+            for row_ranges, rows in zip(together, block.rows_of(together), strict=True)
         ]
         if len(parts) == 1 and len(parts[0][1]) == len(q):
             return lambda: parts[0][1]
@@ -185,11 +184,14 @@ class Prefill:
     def _attend_packed(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of whole new sequences."""
+        """Attention of whole new sequences, or only of the last token of each."""
         rows = slice(row_range.start, row_range.stop)
         keys, values = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
         assert row_range.cu_seqlens is not None, "these are rows of one sequence"
         pack, window = Packed(row_range.cu_seqlens, row_range.lengths), self.layout.window
+        if len(q) != len(keys):
+            each = torch.arange(row_range.num_sequences + 1, dtype=torch.int32, device=q.device)
+            pack = Packed(each, (1,) * row_range.num_sequences, row_range.cu_seqlens)
         if window is not None and max(row_range.lengths) <= window:
             window = None
         return self.ops.dense_attention(q, keys, values, pack, window=window, sinks=sinks)
@@ -265,9 +267,8 @@ class Prefill:
         the sinks, and all together to the segments, which are rebuilt once."""
         cached = batch.plan_of(cast(NewTokens, row_ranges[0].alone)).cached
         own = []
-        for row_range in row_ranges:
+        for row_range, queries in zip(row_ranges, q.split([one.stop - one.start for one in row_ranges]), strict=True):
             k, v = self._behind_exact_tail(layer, batch, cast(NewTokens, row_range.alone), row_range.stop)
-            queries = q[row_range.start - row_ranges[0].start : row_range.stop - row_ranges[0].start]
             if not cached:
                 return self._attend_causally(queries, k, v, sinks)
             own.append(self.ops.dense_attention(queries, k, v, return_lse=True))

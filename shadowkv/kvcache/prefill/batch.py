@@ -191,7 +191,7 @@ class GroupPrefill:
             last: tuple[object, ...] | None = None
             for row_range in block.row_ranges:
                 this = shared(self, row_range)
-                if this is not None and this == last and groups[-1][-1].stop == row_range.start:
+                if this is not None and this == last and (block.ends_only or groups[-1][-1].stop == row_range.start):
                     groups[-1] += (row_range,)
                 else:
                     groups.append((row_range,))
@@ -225,7 +225,8 @@ class GroupPrefill:
     def block(self, start: int, stop: int) -> PrefillBlock:
         """Tokens ``start`` to ``stop`` of the batch."""
         kept = slice(*np.searchsorted(self._last, (start, stop)).tolist())
-        return PrefillBlock(self, start, stop, tuple(self._row_ranges(start, stop)), kept, self.last[kept] - start)
+        positions, row_ranges = self.positions[start:stop], tuple(self._row_ranges(start, stop))
+        return PrefillBlock(self, start, stop, positions, row_ranges, kept, self.last[kept] - start)
 
     def _row_ranges(self, start: int, stop: int) -> Iterator[RowRange]:
         def packed(numbered: tuple[int, NewTokens]) -> bool:
@@ -261,32 +262,63 @@ class RowRange:
     cu_seqlens: Tensor | None = None
     lengths: tuple[int, ...] = ()
 
+    @property
+    def num_sequences(self) -> int:
+        """S, the number of sequences."""
+        return len(self.lengths) or 1
+
 
 @dataclass(frozen=True)
 class PrefillBlock:
     """Neighbouring tokens of a prefill, which can be paused between blocks.
 
     Attributes:
+        positions: int64 [n].
         row_ranges: its tokens whose attention is needed. Tokens of one range attend in one call.
         kept: rows of the batch's ``queries`` that belong to its tokens.
         last: int64, for each of these rows, its token's number within the block.
+        ends_only: whether its tokens are only the last token of each sequence in each of ``row_ranges``.
     """
 
     batch: GroupPrefill
     start: int
     stop: int
+    positions: Tensor
     row_ranges: tuple[RowRange, ...]
     kept: slice
     last: Tensor
+    ends_only: bool = False
 
     @property
     def num_tokens(self) -> int:
         """n, the number of tokens of the block."""
-        return self.stop - self.start
+        return len(self.positions)
 
     def of_ends(self) -> PrefillBlock:
         """Returns the same block with attention only for the tokens of ``ends``."""
         return replace(self, row_ranges=tuple(RowRange(stop - 1, stop, new) for new, stop in self.ends))
+
+    def only_ends(self, positions: Tensor) -> PrefillBlock:
+        """Returns a block of only the tokens of ``ends``, which are at ``positions`` int64 [n]. Nothing can be stored
+        with it. Packed sequences still attend in one call."""
+        ending = {new.start for new, _ in self.ends}
+        row_ranges = (
+            one if one.alone is None else RowRange(one.stop - 1, one.stop, one.alone)
+            for one in self.row_ranges
+            if one.alone is None or one.alone.start in ending
+        )
+        return replace(self, positions=positions, row_ranges=tuple(row_ranges), ends_only=True)
+
+    def rows_of(self, groups: Sequence[tuple[RowRange, ...]]) -> Iterator[slice]:
+        """For each group of row ranges, in order, the rows of its tokens among those of the block."""
+        if not self.ends_only:
+            yield from (slice(group[0].start - self.start, group[-1].stop - self.start) for group in groups)
+            return
+        start = 0
+        for group in groups:
+            stop = start + sum(row_range.num_sequences for row_range in group)
+            yield slice(start, stop)
+            start = stop
 
     @property
     def ends(self) -> list[tuple[NewTokens, int]]:
@@ -326,6 +358,14 @@ class PrefillBatch:
         blocks = [group.block(start, stop) for group in self.groups]
         needed = upload(torch.tensor([end - 1 - start for _, end in blocks[0].ends]).long(), self.starts.device)
         return Batch((*((block.of_ends(),) for block in blocks), *self._of_recurrent(start, stop)), needed)
+
+    def only_ends(self, start: int, stop: int) -> Batch:
+        """Returns a batch of only the tokens that ``ends`` needs, for layers that attend to keys of other layers and
+        store nothing."""
+        blocks, needed = [group.block(start, stop) for group in self.groups], self.ends(start, stop).needed
+        assert needed is not None and self._recurrent is None, "a recurrent state needs all tokens"
+        positions = self.groups[0].positions[start:stop][needed]
+        return Batch(tuple((block.only_ends(positions),) for block in blocks))
 
     def _of_recurrent(self, start: int, stop: int) -> tuple[tuple[RecurrentPart], ...]:
         """The part for layers with a recurrent state; empty if there are none."""

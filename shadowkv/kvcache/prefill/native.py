@@ -11,11 +11,30 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shadowkv.kvcache.policy.selected_blocks import largest_of_blocks, selected_blocks
-from shadowkv.kvcache.policy.shape import Indexer
+from shadowkv.kvcache.policy.shape import Indexer, ModelShape
 
 SCORES_AT_ONCE = 2**24
-"""Scores of index queries that exist at a time, which take 64 MiB in float32. Masked scores and masks take
-about twice as much. Query heads do not count, because attention keeps no scores."""
+"""Scores of index queries that exist at a time, unless one query has more. Query heads do not count, because attention
+keeps no scores."""
+
+SCORE_BYTES = 3 * 4 + 1
+"""Bytes of a score, in float32, of its masked copy, of that copy in whole blocks, and of its mask."""
+
+
+def selecting_bytes(shape: ModelShape, queries: int, keys: int, dtype: torch.dtype) -> int:
+    """Returns the most bytes that ``attend_selected_blocks`` allocates, and those of joined index keys of a later turn.
+    Returns 0 if no query sees more tokens than it attends to, or if no layer has an indexer.
+
+    Args:
+        queries, keys: n and m.
+        dtype: dtype of queries and keys.
+    """
+    if not any(kind.indexer is not None and keys > kind.indexer.budget for kind in shape.kinds):
+        return 0
+    of_query = shape.num_kv_heads * keys
+    scores = min(queries * of_query, max(SCORES_AT_ONCE, of_query))
+    results = 2 * queries * shape.num_query_heads * shape.head_dim  # of tiles, and joined
+    return SCORE_BYTES * scores + 4 * keys * shape.head_dim + (results + keys * shape.head_dim) * dtype.itemsize
 
 
 def attend_selected_blocks(

@@ -35,21 +35,24 @@ class TextPart(Body):
     text: Text
 
 
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+TextParts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class Prediction(Body):
     """``prediction``: text that the answer may have. It makes the answer faster where the server drafts tokens
     (``--speculative-config``), and never changes it."""
 
     type: Literal["content"]
-    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    content: Annotated[TextParts, BeforeValidator(_as_parts, json_schema_input_type=Text | TextParts)]
 
     @property
     def text(self) -> str:
         """The whole text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-
-
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+        return "".join(part.text for part in self.content)
 
 
 if TYPE_CHECKING:
