@@ -49,8 +49,8 @@ def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity
 def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: int) -> int:
     """Returns how many sequences of ``capacity`` tokens fit in free memory, each under all ``specs`` at once.
 
-    On a CPU this is 1, because a batch is no faster there. Like the engine, it leaves a share of the GPU's memory and
-    of the host's free.
+    On a CPU this is 1, because a batch is no faster there. A share of the GPU's memory and of the host's memory is left
+    free, as in the engine.
     """
     parameter = next(loaded.model.parameters())
     if parameter.device.type == "cpu":
@@ -77,7 +77,7 @@ def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[
     the vocabulary. If ``scored``, the last layer's attention and MLP compute all tokens instead of only each sequence's
     last one. After a second it shows a progress bar on a terminal."""
     run, tokens = steps_of_prefill(model, cache, work, scored), sum(len(ids) for _, ids in work)
-    each = tokens / pieces(len(model.layers), tokens, cache.device)  # work of all layers, in tokens
+    each = tokens / pieces(len(model.layers), tokens, cache.device)  # so that all pieces add up to ``tokens``
     bar = tqdm(desc="reading", total=tokens, unit="token", unit_scale=True, leave=False, disable=None, delay=1)
     with torch.inference_mode(), bar:
         while True:

@@ -75,9 +75,9 @@ class KVSpec:
             (``parts.prefill``). None lets an engine choose; everything else takes it as dense.
         skip_layers: number of first layers, and of last layers, that stay exact and attend to everything (2 for
             TurboQuant in vLLM).
-        settings: settings of its parts (``parts.base.Part.Settings``) by name: ``rank``, or ``keys.rank`` with the
-            axis. The axis is needed if two of its parts have a setting of this name. A mapping becomes sorted pairs.
-            Names in a resolved policy have their axes.
+        settings: settings of the policy's parts (``parts.base.Part.Settings``) by name. A name can include the axis:
+            ``rank`` or ``keys.rank``. The axis is needed if two parts have a setting with this name. A mapping is
+            converted to sorted pairs. In a resolved policy every name includes its axis.
     """
 
     keys: str = "dense"

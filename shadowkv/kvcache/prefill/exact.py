@@ -30,8 +30,8 @@ class ExactPrompts:
 
     Attributes:
         positions: int64 [T].
-        write_page, write_offset: int64 [T], ids of exact pages, and rows in them. Tokens that leave a window at once
-            are written to the padding page.
+        write_page, write_offset: int64 [T], ids of exact pages, and rows in them. Tokens that are outside the window by
+            the end of the pass are not needed later, and are written to the padding page.
         cu_seqlens: int32 [MAX_PROMPTS + 2], the first row of each sequence. The last sequences can be empty.
         cu_seqlens_k: int32 [MAX_PROMPTS + 2], the first row of each sequence in ``sources``: its cached tokens (only
             the newest if there is a window), then its new tokens.
@@ -57,10 +57,11 @@ class ExactPrompts:
 
 def lengths_of(sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
     """Numbers of new and of cached tokens, int64 [2, MAX_PROMPTS + 1], of sequences with ``lengths`` new tokens in
-    ``rows`` rows. The last column is the padding. Raises ValueError if they are too many."""
+    ``rows`` rows. The last column is the padding. Raises ValueError if there are too many sequences or tokens."""
     left = rows - sum(lengths)
     if len(lengths) > MAX_PROMPTS or left < 0:
-        raise ValueError(f"{len(lengths)} prompts of {sum(lengths)} tokens, more than {MAX_PROMPTS} of {rows}")
+        reason = f"the limits are {MAX_PROMPTS} prompts and {rows} tokens"
+        raise ValueError(f"{len(lengths)} prompts with {sum(lengths)} tokens do not fit: {reason}")
     numbers = np.zeros((2, MAX_PROMPTS + 1), np.int64)
     numbers[0, : len(lengths)], numbers[0, -1] = lengths, left
     numbers[1, : len(sequences)] = [sequence.length for sequence in sequences]
@@ -88,7 +89,7 @@ def exact_prompts(lengths: Tensor, pages: Tensor, rows: int, tables: Tables, win
     padding = slot[sequence] == tables.padding_slot
     position = torch.where(padding, 0, cached[sequence] + within)  # RoPE tables have no positions for padding
     page = position // PAGE
-    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # what leaves the window at once is not stored
+    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # not yet outside the window at the end
     page_id = tables.exact[slot[sequence], page % num_pages[sequence]].long()
     padding_page = tables.exact[tables.padding_slot, 0].long()
 

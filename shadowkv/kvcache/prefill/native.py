@@ -14,8 +14,8 @@ from shadowkv.kvcache.policy.selected_blocks import largest_of_blocks, selected_
 from shadowkv.kvcache.policy.shape import Indexer
 
 SCORES_AT_ONCE = 2**24
-"""Scores of index queries that exist at a time, which take 64 MiB in float32. Masked scores and masks take
-about twice as much. Query heads do not count, because attention keeps no scores."""
+"""Maximum number of index scores in memory at a time: 64 MiB in float32. Masked scores and masks take about twice as
+much in addition. Attention itself keeps no scores, so the number of query heads does not matter."""
 
 
 def attend_selected_blocks(
@@ -38,7 +38,7 @@ def attend_selected_blocks(
     for start in range(0, count, tile):
         rows = slice(start, min(start + tile, count))
         positions = torch.arange(seen - count + rows.start, seen - count + rows.stop, device=q.device)
-        last = seen - count + rows.stop  # no query of the tile sees more tokens
+        last = seen - count + rows.stop  # number of tokens that the tile's last query can see
         kept = _attended(index_queries[rows], index_keys[:last], positions, indexer)
         queries = q[rows].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [H, G, n, d]
         keys, values = (x[:last].transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (k, v))
