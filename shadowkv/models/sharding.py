@@ -215,7 +215,7 @@ class Shard:
         spec = resolve(spec, whole)
         if spec.place == "host" and whole.num_kv_heads % groups:
             raise SettingsError(
-                f"place='host' needs as many kv heads on every rank, and tensor_parallel_size={self.size} cuts "
+                f"place='host' needs equally many kv heads on every rank, and tensor_parallel_size={self.size} cuts "
                 f"{whole.num_kv_heads}: keep the values on the device",
                 ["tensor_parallel_size"],
             )

@@ -286,7 +286,7 @@ def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     build("qwen3_moe", tmp_path)
     edit_tensors(tmp_path / "model.safetensors", **{"model.layers.0.mlp.experts.down_proj": torch.zeros(8, 48, 32)})
     with pytest.raises(
-        ValueError, match=r"experts\.0\.down_proj\.weight is there twice, as .*down_proj.*; fetch it again"
+        ValueError, match=r"experts\.0\.down_proj\.weight occurs twice, also as .*down_proj.*; fetch it again"
     ):
         load_model(tmp_path)
 

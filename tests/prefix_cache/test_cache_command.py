@@ -123,7 +123,7 @@ def test_what_is_bad_is_not_exported(stored, tmp_path, capsys):
     assert code == 2 and errors.startswith("error: ") and "checksum of its data" in errors
     (directory / first.file_name).unlink()
     code, _, errors = run(capsys, "export", "--dir", directory, second.name, tmp_path / "a.tar")
-    assert code == 2 and "is not there" in errors
+    assert code == 2 and "continues is missing" in errors
     assert os.listdir(tmp_path) == ["cache"]
 
 

@@ -103,7 +103,7 @@ def test_a_search_that_finds_none_ends() -> None:
 def test_a_search_ends_where_requests_would_be_a_burst(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = find_rate(tmp_path / "rates.json", {}, 1.0, 30, lambda rate, earlier: {"good_share": 1.0})
     assert [run["request_rate"] for run in found["runs"]] == [1.0, 2.0, 3.0] and found["highest_rate"] == 3.0
-    assert "30 requests at more than 3 per second would be a burst" in capsys.readouterr().out
+    assert "30 requests are too few for rates above 3 per second" in capsys.readouterr().out
 
 
 def test_a_good_rate_above_a_bad_one_does_not_count() -> None:

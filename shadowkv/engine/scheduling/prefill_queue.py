@@ -29,12 +29,12 @@ after 0.34 to 0.40 s. With all of the prefill time they would have taken 0.25 s.
 
 
 MAX_OWED = 0.5
-"""Most seconds that newcomers can owe to a prefill that they overtake. Without a limit, a client whose requests end at
-once would be a newcomer each time."""
+"""Maximum time in seconds that newcomers can owe to a prefill that they overtake. Without a limit, a client whose
+requests end at once would be a newcomer each time."""
 
 MAX_IN_FLIGHT = 3
-"""Most prefills in flight: a long prompt, a pack that has overtaken it, and newcomers that have overtaken the pack. It
-is limited because the activations of each take memory."""
+"""Maximum number of prefills in flight: a long prompt, a pack that has overtaken it, and newcomers that have overtaken
+the pack. It is limited because the activations of each take memory."""
 
 
 @dataclass(eq=False)

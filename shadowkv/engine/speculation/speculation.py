@@ -36,7 +36,7 @@ class Speculation:
     """Drafts tokens for running requests, where it pays.
 
     Args:
-        max_rows: most rows of a step. Drafts that do not fit are cut.
+        max_rows: maximum number of rows of a step. Drafts that do not fit are cut.
 
     Attributes:
         stats: counts for ``/metrics``.
@@ -64,7 +64,7 @@ class Speculation:
 
         Args:
             lengths: tokens of the requests' sequences.
-            most: most drafted tokens of each request.
+            most: maximum number of drafted tokens of each request.
         """
         rows, drafts, times = len(requests), list[list[int]](), self._times_at(lengths)
         for request, room in zip(requests, most, strict=True):

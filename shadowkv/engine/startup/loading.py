@@ -103,7 +103,7 @@ def load_engine_parts(
 
 
 def state_settings(config: EngineConfig) -> StateSettings:
-    """Returns what ``config`` chooses of recurrent states. Without prefix caching there are no checkpoints."""
+    """Returns the settings of recurrent states in ``config``. Without prefix caching there are no checkpoints."""
     checkpoints = config.max_mamba_checkpoints if config.enable_prefix_caching else 0
     return StateSettings.of(checkpoints, config.mamba_ssm_cache_dtype)
 
@@ -142,8 +142,8 @@ def ops_for(
 
 
 def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
-    """Returns the most rows that a decode step can have as a CUDA graph. Returns None if decode steps are not CUDA
-    graphs."""
+    """Returns the maximum number of rows of a decode step that runs as a CUDA graph. Returns None if decode steps are
+    not CUDA graphs."""
     graphs = cache.device.type == "cuda" and not config.enforce_eager and not cache.ops.synchronising
     return config.max_rows if graphs else None
 

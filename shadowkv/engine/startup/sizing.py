@@ -56,8 +56,8 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
     It is a sum. For both prefills: the residual stream, the numbers of the tokens, and keys (before and after RoPE) and
     values of the layers that are stored together. For a block: the peak of its activations. For later turns: keys and
-    values once more, because a later turn is stored from a copy behind its exact tokens and, if it attends sparsely,
-    rebuilds all keys and values.
+    values once more, because a later turn is stored from a copy that follows its exact tokens and, if it attends
+    sparsely, rebuilds all keys and values.
     """
     block = min(context, BLOCK_TOKENS["cuda"])
 
@@ -97,7 +97,8 @@ def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
 
 
 def _inner_numbers(model: ModelConfig) -> int:
-    """Returns the most numbers of one token that exist at the same time within an MLP or a mixture of experts."""
+    """Returns the maximum number of values per token that exist at the same time within an MLP or a mixture of
+    experts."""
     widest = 2 if model.double_wide_mlp else 1
     dense = 3 * widest * model.intermediate_size if model.has_mlps else 0
     if model.experts is None:
@@ -152,8 +153,8 @@ def _fetching_bytes(layout: GroupLayout) -> int:
 
 
 def _stored(tokens: int, shape: ModelShape) -> int:
-    """Returns the most tokens that are stored together for a prompt of ``tokens`` tokens. A token counts once for each
-    layer that is stored with it."""
+    """Returns the maximum number of tokens that are stored together for a prompt of ``tokens`` tokens. A token counts
+    once for each layer that is stored with it."""
     return max(tokens, min(TOKENS_AT_ONCE, min(STATES_AT_ONCE, shape.num_layers) * tokens))
 
 
@@ -222,7 +223,7 @@ def largest_batch(
 
     Args:
         start: tokens of each prompt.
-        capacity: most tokens of each sequence.
+        capacity: maximum number of tokens of each sequence.
         device_bytes: device memory without the weights.
         host_bytes: host memory for values; None is unlimited.
         offload: whether cached prompts are copied to host memory.

@@ -82,7 +82,7 @@ class DecodePlanner:
         )
 
     def most_tokens(self, sequences: Sequence[CachedSequence]) -> np.ndarray:
-        """The most new tokens, int64 [n], that a step can append to each sequence.
+        """Maximum number of new tokens, int64 [n], that a step can append to each sequence.
 
         The number is limited by the sequence's capacity and by the ring of a window. It also ends before the next
         compression is due, so that every token attends to the same tokens as in a step of its own.

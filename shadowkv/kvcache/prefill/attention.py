@@ -35,7 +35,7 @@ class Prefill:
     def __init__(self, store: GroupStore, storing: Storing, strategy: PrefillStrategy) -> None:
         self.store, self.storing, self.ops, self.strategy = store, storing, store.ops, strategy
         self.layout = store.layout
-        # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.
+        # High priority, so that kernels with few thread blocks can run beside kernels that fill the GPU.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
 
     def batch(
@@ -93,7 +93,7 @@ class Prefill:
         q = self.ops.apply_rope(q, positions, self.store.rotary)
         if index_queries is not None:
             index_queries = self.ops.apply_rope(index_queries, positions, self.store.rotary)
-        if batch.attended != layer:  # layers that reuse its keys come later
+        if batch.attended != layer:  # later calls are from layers that reuse its keys
             batch.keep_queries(layer, block, q)
             if block.stop == batch.num_tokens:
                 batch.attended = layer

@@ -71,7 +71,7 @@ _COUNTS = {
     "hidden_size_per_layer_input": (0, 1 << 12),
     "vocab_size_per_layer_input": (1, 1 << 24),
 }
-"""Smallest and largest values of integers."""
+"""Smallest and largest valid values of integer fields."""
 
 _OTHERS = (
     *("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
@@ -242,7 +242,7 @@ def targets(config: ModelConfig) -> Targets:
 
 
 def _router(theirs: str, ours: str, experts: int, hidden: int) -> Targets:
-    """Targets of what the router and the norms have besides the router's projection."""
+    """Targets of the weights of the router and the norms, except the router's projection."""
     targets: Targets = {
         # The router normalises without a weight, then multiplies by its scale and 1/sqrt(hidden).
         f"{theirs}.router.scale": Target(f"{ours}.router_norm.weight", 0, hidden, scale=hidden**-0.5),

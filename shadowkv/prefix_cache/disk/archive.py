@@ -28,7 +28,7 @@ from shadowkv.wording import counted
 COPY_BYTES = 4 * 2**20
 
 MAX_AT_ONCE = 16 * 2**20
-"""Most bytes that are read into memory at once, whatever the tar file's headers say."""
+"""Maximum number of bytes that are read into memory at once, whatever the tar file's headers say."""
 
 _NAME_FILE = re.compile(f"{FOLDER}/({KEPT_NAME}){re.escape(SUFFIX)}")
 
@@ -45,7 +45,7 @@ def export_snapshots(
     Raises OSError, including FileExistsError, and BadSnapshot. After an error the new file is removed.
     """
     if target.exists():
-        raise FileExistsError(f"{target} is there already; name another file or move it away")
+        raise FileExistsError(f"{target} already exists; name another file or move it away")
     temporary = temporary_path(target.resolve().parent)
     try:
         with (
@@ -65,7 +65,7 @@ def export_snapshots(
             raw.flush()
             os.fsync(raw.fileno())
         if not FileSystem().publish(temporary, target, replace=False):
-            raise FileExistsError(f"{target} is there already")
+            raise FileExistsError(f"{target} already exists")
     finally:
         FileSystem().remove(temporary)
 
