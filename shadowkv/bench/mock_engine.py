@@ -116,8 +116,8 @@ class MockEngine:
         self._number += 1
         self._made[self._number % DIGITS] = now
         # A group of ``DIGITS`` tokens encodes the time of the step at which the group began, and groups of different
-        # streams begin at different steps. Entry p is for streams whose current group began p steps ago: digit p of
-        # that step's time.
+        # streams begin at different steps. A stream whose current group began p steps ago gets entry p of ``tokens``,
+        # which is digit p of that step's time.
         tokens = [
             self._tokens[clock_digits(self._made[(self._number - place) % DIGITS])[place]] for place in range(DIGITS)
         ]

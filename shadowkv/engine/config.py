@@ -217,8 +217,8 @@ class EngineConfig:
         None,
         SCHEDULING,
         "speculative decoding: drafts several tokens from a request's own text, and verifies them in one step; method "
-        "is ngram or suffix, num_speculative_tokens the maximum number of drafted tokens, prompt_lookup_min and "
-        "prompt_lookup_max the n-grams of ngram (default: off)",
+        "is ngram or suffix, num_speculative_tokens the most drafted tokens, prompt_lookup_min and prompt_lookup_max "
+        "the n-grams of ngram (default: off)",
         "-sc",
         parse=parse_speculative_config,
         metavar="JSON",

@@ -72,6 +72,6 @@ def _check(hf: dict[str, Any], overrides: Mapping[str, Any]) -> None:
         if isinstance(overrides[name], dict):  # other types are refused later, as in a file
             reasons += unread_fields(overrides[name])
             twice = [field for field in overrides[name] if field in overrides]
-            reasons += [f"{field} is there twice, in {name} and beside it" for field in twice]
+            reasons += [f"{field} occurs twice, in {name} and beside it" for field in twice]
     if reasons:
         raise ValueError(join_reasons(reasons))

@@ -39,8 +39,8 @@ PREFERENCE = {
 
 LIBRARIES = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
 """Backends that call another package's attention, by their name in ``--attention-backend``. ``FASTER_AT`` in such a
-backend's module lists forms and head dims at which it was measured to be faster. With ``auto``, the backend is asked
-first for these, and not at all for others."""
+backend's module lists forms and head dims at which it was measured to be faster. With ``auto``, the backend is the
+first choice for these, and is not considered for others."""
 
 
 @dataclass(frozen=True)

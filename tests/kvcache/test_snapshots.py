@@ -309,7 +309,7 @@ def refusals() -> Iterator[tuple[str, list[tuple[Snapshot, int]], str]]:
     outliers = make_cache(SPECS["shadowkv"])
     stream = Stream(0, outliers.allocate(900, 1000))
     prefill(outliers, [(stream, 900)])
-    yield "shadowkv", [(outliers.snapshots.export(stream.sequence), 448)], "cannot be cut at 448, among pages"
+    yield "shadowkv", [(outliers.snapshots.export(stream.sequence), 448)], "cannot be cut at 448: its exact outliers"
 
 
 def test_chains_that_are_none_are_refused_and_take_nothing() -> None:

@@ -126,7 +126,7 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFix
     assert found == json.loads(path.read_text()) and len(found["runs"]) == len(tried) - 1
     assert "4 requests/s: 0.0 % within the limits" in capsys.readouterr().out
     assert find_rate(path, settings, 2.0, 400, measure) == found and len(found["runs"]) == len(tried) - 1
-    with pytest.raises(ValueError, match="another goodput"):
+    with pytest.raises(ValueError, match="other values of goodput"):
         find_rate(path, {"goodput": {"ttft": 100.0}}, 2.0, 400, measure)
     path.write_text("[]")
     with pytest.raises(ValueError, match="no runs of a search"):

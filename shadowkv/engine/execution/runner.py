@@ -149,8 +149,8 @@ class Runner:
             prompts: n other sequences and their new tokens (at most a block) for the same pass. Logits are then
                 [B + n, V]. The pass is a CUDA graph if all prompts stay exact and its shape has a graph. If it raises,
                 these sequences can only be released, and the step can run without them.
-            drafts: for each sequence, drafted tokens, which are appended after its token. Each drafted token has a row
-                of its own. Rejected ones must be removed with ``KVCache.truncate``. Empty if nothing is drafted.
+            drafts: for each sequence, drafted tokens, which are appended behind its token. Each is a further row of its
+                sequence. Wrong ones must be removed with ``KVCache.truncate``. Empty if nothing is drafted.
         """
         if sources is not None and any(source >= 0 for source in sources):
             self.model.group.copy_first(self.chosen)  # only rank 0 chooses tokens

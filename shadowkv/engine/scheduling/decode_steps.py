@@ -8,9 +8,9 @@ logits later.
 
 Short prompts can join a step. The same pass computes them, and the step chooses their first tokens.
 
-With speculative decoding a step can have several rows of a sequence: one for its newest token, and one for each drafted
-token after it. Drafts are made from tokens that the host has seen. So no step is launched ahead if a draft is likely,
-and none is launched ahead of a step with drafts that has not ended.
+With speculative decoding a step can have several rows of a sequence, for drafted tokens behind its newest one. They are
+drafted from tokens that the host has seen. So no step is launched ahead where a draft is likely, and none behind one
+with drafts.
 """
 
 from __future__ import annotations

@@ -190,8 +190,8 @@ class PrefillQueue:
             return prefill, *end.value
 
     def _prepare(self, prefill: PrefillInFlight, seconds: float) -> float:
-        """Captures the CUDA graph of the first decode step after a prefill. Before, it computes as many pieces as leave
-        ``CAPTURE_SECONDS`` of the round.
+        """Captures the CUDA graph of the first decode step after a prefill. First computes pieces of the prefill, as
+        many as fit into the round before its last ``CAPTURE_SECONDS``.
 
         Returns the seconds that these pieces take. Returns 0 if it did nothing: no graph is missing, ``seconds`` or the
         rest of the prefill is too short, or no piece has been measured yet.

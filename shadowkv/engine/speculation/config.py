@@ -26,7 +26,7 @@ class SpeculativeConfig:
     Attributes:
         method: ``ngram`` drafts what follows the first occurrence of the newest n-gram (vLLM's prompt lookup).
             ``suffix`` drafts what most often follows the longest match (SuffixDecoding, arXiv:2411.04975).
-        num_speculative_tokens: maximum number of drafted tokens of a sequence in a step. ``ngram`` needs it.
+        num_speculative_tokens: most drafted tokens of a sequence in a step. ``ngram`` needs it.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram to look up, in tokens; only for ``ngram``.
             None is the value of the other, or else 5.
 

@@ -1,7 +1,7 @@
 """Decides how many tokens to draft, from acceptance rates and step times.
 
-``StepTimes`` predicts how much longer a step takes with more rows. ``AcceptanceRates`` measures which share of drafted
-tokens is accepted. ``Gate`` compares the two for one request.
+``StepTimes`` knows what further rows cost in a step, ``AcceptanceRates`` how many of them are accepted. ``Gate`` weighs
+them up for one request.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class AcceptanceRates:
 class Gate:
     """Chooses how many tokens to draft for one request.
 
-    It drafts if the measured rates and times predict a gain. If the drafts of a request have cost it more than
-    ``FREE_LOSS`` steps and ``MOST_LOSS`` of its steps, it stops until the request has made more steps. If no gain is
-    predicted, it makes a trial of one token now and then, within the budget for trials. So a request is not slowed down
-    by much, and drafting resumes when its text becomes predictable.
+    A draft must be expected to pay, by the measured rates and times. Once drafts have cost the request ``FREE_LOSS``
+    and ``MOST_LOSS`` of its steps, they wait until it has made more steps. Drafts that are not expected to pay are
+    tried now and then, within the same share. So a request is not slowed down by much, and its gate opens again when
+    its text changes.
 
     Args:
         overall: rates of all requests.
@@ -121,7 +121,7 @@ class Gate:
     def __init__(self, overall: AcceptanceRates) -> None:
         self._overall = overall
         self._own = AcceptanceRates(overall, OTHERS_TOKENS, OWN_TOKENS)
-        self._balance = self._tried = 0.0  # minus the tokens lost since drafts last paid; cost of all trials
+        self._balance = self._tried = 0.0  # tokens lost since drafts last paid (not above 0), and cost of trials
         self._matched, self._cost, self._is_trial = 0, 0.0, False
 
     def length(self, matched: int, most: int, times: StepTimes, rows: int, sequences: int, steps: int) -> int:
@@ -139,14 +139,14 @@ class Gate:
         for count in range(1, most + 1):
             gain += rate**count
             faster = plain / times.seconds(rows + count)
-            if (1 + rate / (1 - rate) / sequences) * faster <= value:  # an upper bound for longer drafts
+            if (1 + rate / (1 - rate) / sequences) * faster <= value:  # if all further tokens cost nothing
                 break
             over = (1 + gain / sequences) * faster
             if over > value:
                 best, value = count, over
         self._is_trial = not best
         count = best or min(most, 1)
-        # A slower step delays every sequence. The whole delay is charged to this request.
+        # A slower step costs every sequence: all of it counts as this request's.
         self._matched, self._cost = matched, sequences * (times.seconds(rows + count) / plain - 1)
         loss = self._tried + self._cost if self._is_trial else -self._balance - FREE_LOSS
         return count if loss <= MOST_LOSS * steps else 0

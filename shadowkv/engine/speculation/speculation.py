@@ -64,7 +64,7 @@ class Speculation:
 
         Args:
             lengths: tokens of the requests' sequences.
-            most: maximum number of drafted tokens of each request.
+            most: most drafted tokens of each request.
         """
         rows, drafts, times = len(requests), list[list[int]](), self._times_at(lengths)
         for request, room in zip(requests, most, strict=True):

@@ -103,7 +103,7 @@ def load_engine_parts(
 
 
 def state_settings(config: EngineConfig) -> StateSettings:
-    """Returns the settings of recurrent states in ``config``. Without prefix caching there are no checkpoints."""
+    """Returns what ``config`` chooses of recurrent states. Without prefix caching there are no checkpoints."""
     checkpoints = config.max_mamba_checkpoints if config.enable_prefix_caching else 0
     return StateSettings.of(checkpoints, config.mamba_ssm_cache_dtype)
 

@@ -43,7 +43,7 @@ SHORTER = 8
 
 WAY_SNAPSHOTS, WAY_GIB = 2, (1, 16)
 """Host memory for copies between device and disk if ``kv_offload_gib`` is 0. It holds ``WAY_SNAPSHOTS`` copies of the
-longest sequence, but is at least and at most as large as ``WAY_GIB`` says."""
+longest sequence. ``WAY_GIB`` has its minimum and maximum size in GiB."""
 
 
 def in_gib(count: int) -> str:
@@ -56,8 +56,8 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
     It is a sum. For both prefills: the residual stream, the numbers of the tokens, and keys (before and after RoPE) and
     values of the layers that are stored together. For a block: the peak of its activations. For later turns: keys and
-    values once more, because a later turn is stored from a copy that follows its exact tokens and, if it attends
-    sparsely, rebuilds all keys and values.
+    values once more, because a later turn is stored from a copy behind its exact tokens and, if it attends sparsely,
+    rebuilds all keys and values.
     """
     block = min(context, BLOCK_TOKENS["cuda"])
 
@@ -160,7 +160,7 @@ def _stored(tokens: int, shape: ModelShape) -> int:
 
 def storing_bytes(layout: Layout) -> int:
     """Returns the device bytes with which the cache's parts fit states and compress pages. They do so one after
-    another, so the largest need counts."""
+    another, so this is the largest of their needs."""
     tokens = _stored(layout.max_model_len, layout.shape)
     parts = [part for group in layout.groups for part in group.parts]
     return max(max(part.fitting_bytes(tokens), part.compression_bytes()) for part in parts)

@@ -69,9 +69,9 @@ class GroupPlan:
             the sequence is dense.
         of_sequence: int64 [B, S], for each row the rows of its segments in ``segments``, filled up with R. None if each
             row has one segment.
-        exact_pages, compressed_pages: widths of the page tables: the maximum numbers of exact pages of a sequence (at
-            least 1) and of compressed pages of a segment.
-        max_budget: maximum number of chunks that a segment selects, by top-k and by sampling.
+        exact_pages, compressed_pages: widths of the page tables: the most exact pages of a sequence (at least 1), and
+            the most compressed pages of a segment.
+        max_budget: most chunks that a segment selects, by top-k and by sampling.
         micro_batches: number of micro-batches. The values of one are fetched while another computes.
         compression: int64 [6, n], pages to compress before the step (``Compression.compress_pages``); None if there are
             none.

@@ -85,8 +85,8 @@ class CompressedBatch:
         overlapped: whether another micro-batch computes while values of these rows are fetched.
         span: for a policy without an index, the tokens that each row attends to, which are those after the sink: the
             first, and the last + 1, within the segment, int64 [R] each. None for other policies.
-        most: int64 [R], maximum number of chunks that each row selects, by top-k and by sampling. None for policies
-            without an index.
+        most: int64 [R], most chunks that each row selects, by top-k and by sampling. None for policies without an
+            index.
     """
 
     slots: Tensor

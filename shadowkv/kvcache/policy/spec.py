@@ -39,8 +39,8 @@ selected again."""
 PREFILL_ERROR = 0.05
 """Default error of a sparse prefill (``parts.prefill.SparsePrefill``)."""
 PREFILL_ERROR_HELP = (
-    "maximum error of a sparse prefill: the standard deviation of a sampled query's sum of attention weights, as a "
-    "share of that sum; a lower value is slower and more exact"
+    "maximum error of a sparse prefill, which sums a query's attention weights over sampled blocks: the standard "
+    "deviation of this sum, as a share of the sum over all blocks; a lower value is slower and more exact"
 )
 
 NATIVE = "native"

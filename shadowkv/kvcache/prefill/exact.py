@@ -30,8 +30,8 @@ class ExactPrompts:
 
     Attributes:
         positions: int64 [T].
-        write_page, write_offset: int64 [T], ids of exact pages, and rows in them. Tokens that are outside the window by
-            the end of the pass are not needed later, and are written to the padding page.
+        write_page, write_offset: int64 [T], ids of exact pages, and rows in them. Tokens that leave a window at once
+            are written to the padding page.
         cu_seqlens: int32 [MAX_PROMPTS + 2], the first row of each sequence. The last sequences can be empty.
         cu_seqlens_k: int32 [MAX_PROMPTS + 2], the first row of each sequence in ``sources``: its cached tokens (only
             the newest if there is a window), then its new tokens.
@@ -89,7 +89,7 @@ def exact_prompts(lengths: Tensor, pages: Tensor, rows: int, tables: Tables, win
     padding = slot[sequence] == tables.padding_slot
     position = torch.where(padding, 0, cached[sequence] + within)  # RoPE tables have no positions for padding
     page = position // PAGE
-    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # not yet outside the window at the end
+    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # what leaves the window at once is not stored
     page_id = tables.exact[slot[sequence], page % num_pages[sequence]].long()
     padding_page = tables.exact[tables.padding_slot, 0].long()
 

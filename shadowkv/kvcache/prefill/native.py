@@ -14,8 +14,8 @@ from shadowkv.kvcache.policy.selected_blocks import largest_of_blocks, selected_
 from shadowkv.kvcache.policy.shape import Indexer
 
 SCORES_AT_ONCE = 2**24
-"""Maximum number of index scores in memory at a time: 64 MiB in float32. Masked scores and masks take about twice as
-much in addition. Attention itself keeps no scores, so the number of query heads does not matter."""
+"""Scores of index queries that exist at a time, which take 64 MiB in float32. Masked scores and masks take
+about twice as much. Query heads do not count, because attention keeps no scores."""
 
 
 def attend_selected_blocks(

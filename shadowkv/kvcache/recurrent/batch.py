@@ -63,7 +63,7 @@ def step_rows(sequences: Sequence[RecurrentSequence], lengths: np.ndarray) -> np
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of a prompt: rows ``start`` to ``stop`` of a packed batch, after ``cached`` cached tokens, and the
+    """The new tokens of a prompt: rows ``start`` to ``stop`` of a packed batch, behind ``cached`` tokens, and the
     checkpoints to write among them. ``wait`` waits for a layer of a sequence that is still arriving."""
 
     sequence: RecurrentSequence

@@ -116,7 +116,7 @@ class Snapshots:
             in_group.observed = of_group.cut(stop).observed and bool(in_group.state_reserve)
         try:
             return Restoring(self.pools, chain, sequence)
-        except BaseException:  # such as no memory for the numbers that are copied to the device
+        except BaseException:  # for example, if the device has no memory for the numbers that are copied to it
             self.pools.release(sequence)
             raise
 
@@ -341,7 +341,7 @@ class GroupContents:
             if segment.static_tokens != static or static > segment.fitted - segment.first:
                 raise ValueError(f"{segment.static_tokens} exact tokens of a segment: this cache has {static}")
             if spec.outliers and segment.first < stop < segment.fitted:
-                raise ValueError(f"a snapshot cannot be cut at {stop}, among pages of which outliers are exact")
+                raise ValueError(f"a snapshot cannot be cut at {stop}: its exact outliers are from pages on both sides")
 
 
 def counterpart(header: SnapshotHeader, layout: Layout, form: str) -> SnapshotHeader:

@@ -215,7 +215,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise JSONDecodeError(f"the key {key!r} is there twice", "", 0)
+                raise JSONDecodeError(f"the key {key!r} occurs twice", "", 0)
             seen.add(key)
     return value
 
