@@ -129,7 +129,7 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(ValueError, match="other values of goodput"):
         find_rate(path, {"goodput": {"ttft": 100.0}}, 2.0, 400, measure)
     path.write_text("[]")
-    with pytest.raises(ValueError, match="no runs of a search"):
+    with pytest.raises(ValueError, match="is not a result file of this search"):
         find_rate(path, settings, 2.0, 400, measure)
 
 
