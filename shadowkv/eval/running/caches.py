@@ -77,7 +77,7 @@ def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[
     the vocabulary. If ``scored``, the last layer's attention and MLP compute all tokens instead of only each sequence's
     last one. After a second it shows a progress bar on a terminal."""
     run, tokens = steps_of_prefill(model, cache, work, scored), sum(len(ids) for _, ids in work)
-    each = tokens / pieces(len(model.layers), tokens, cache.device)  # so that all pieces add up to ``tokens``
+    each = tokens / pieces(len(model.layers), tokens, cache.device)  # work of all layers, in tokens
     bar = tqdm(desc="reading", total=tokens, unit="token", unit_scale=True, leave=False, disable=None, delay=1)
     with torch.inference_mode(), bar:
         while True:

@@ -93,7 +93,7 @@ class Prefill:
         q = self.ops.apply_rope(q, positions, self.store.rotary)
         if index_queries is not None:
             index_queries = self.ops.apply_rope(index_queries, positions, self.store.rotary)
-        if batch.attended != layer:  # later calls are from layers that reuse its keys
+        if batch.attended != layer:  # layers that reuse its keys come later
             batch.keep_queries(layer, block, q)
             if block.stop == batch.num_tokens:
                 batch.attended = layer
