@@ -6,10 +6,10 @@ import logging
 from types import TracebackType
 
 MAX_CHARS = 2000
-"""Most characters of a message, and of each line of a traceback. Both can quote a request."""
+"""Maximum number of characters of a message, and of each line of a traceback. Both can quote a request."""
 
 MAX_LINES = 200
-"""Most lines of a traceback. The middle of a longer one is left out."""
+"""Maximum number of lines of a traceback. The middle of a longer one is left out."""
 
 INDENT = "    "
 

@@ -86,7 +86,7 @@ class Setting:
 
 
 def setting(default: Any, group: str, help: str, *aliases: str, **declared: Any) -> Any:
-    """Declares a dataclass field with a default and a ``Setting``. ``declared`` are further attributes of the
+    """Declares a dataclass field with a default and a ``Setting``. ``declared`` are the other attributes of the
     ``Setting``."""
     return field(default=default, metadata={_DECLARED: Setting(group, help, aliases, **declared)})
 
@@ -132,7 +132,7 @@ def add_flag(group: Any, config: type[DataclassInstance], name: str, *aliases: s
     values, which can be repeated.
 
     Args:
-        aliases: further names of the flag.
+        aliases: other names of the flag.
         changed: arguments of ``add_argument`` to replace, for example its default or help.
     """
     declared = settings_of(config)[name]

@@ -47,7 +47,8 @@ class Skewed(ScoredIndex):
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         grouped = queries.float().unflatten(3, (self.shape.num_kv_heads, -1))  # [L, n, w, H, G, d]
         asked = grouped.transpose(2, 3).flatten(3, 4)
-        # Overflowed queries must not fail all sequences. The logits of their own sequence will show the overflow.
+        # The decomposition raises an error for infinite or NaN entries, which would fail every sequence of the batch. A
+        # sequence with overflowed queries gets non-finite logits, which are reported for that sequence alone.
         gram = (asked.transpose(3, 4) @ asked).nan_to_num_(0.0, 0.0, 0.0)
         directions = torch.linalg.eigh(gram).eigenvectors
         store.state["skew_directions"][layers][:, states] = directions

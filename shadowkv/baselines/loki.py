@@ -1,8 +1,8 @@
 """An index that scores all tokens by the first principal components of their keys (Loki, arXiv:2406.02542).
 
-The paper finds the components offline, from the keys of a calibration text, and stores all keys in their basis. Here
-the components come from each sequence's own prompt, per layer and kv head, after RoPE. Projected keys are stored in
-addition to the keys.
+The paper finds the components offline, from the keys of a calibration text, and stores all keys in the basis of these
+components. Here the components come from each sequence's own prompt, per layer and kv head, after RoPE. Projected keys
+are stored in addition to the keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class PCA(ScoredIndex):
         mean = tokens.rope_keys.mean(2, dtype=torch.float32)
         for head in range(self.shape.num_kv_heads):
             centred = tokens.rope_keys[:, :, :, head].float() - mean[:, :, None, head]
-            # Overflowed keys must not fail all sequences. The logits of their own sequence will show the overflow.
+            # eigh raises an error for infinite or NaN entries, which would fail every sequence of the batch. A sequence
+            # with overflowed keys gets non-finite logits, which are reported for that sequence alone.
             covariance = (centred.transpose(2, 3) @ centred).nan_to_num_(0.0, 0.0, 0.0)
             components = torch.linalg.eigh(covariance).eigenvectors  # in order of ascending variance
             store.state["pca_basis"][layers, :, head][:, states] = components[..., -self.width :]

@@ -19,8 +19,8 @@ ENTRIES = 256
 ITERATIONS = 30
 
 FITTED = 131072
-"""Most groups that a codebook is fitted on, drawn from all tokens. They are as many as in 512 tokens of 8 heads of 128
-dimensions. k-means on this many groups takes a few seconds on a CPU core."""
+"""Maximum number of groups that a codebook is fitted on, drawn from all tokens. They are as many as in 512 tokens of 8
+heads of 128 dimensions. k-means on this many groups takes a few seconds on a CPU core."""
 
 AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
 """Number of products of a group and a codebook entry that are computed at a time, by device type. On a CPU they take 2

@@ -17,7 +17,8 @@ TOLERANCE = 1.05
 """The search ends when the lowest rate that is too high exceeds the highest good rate by at most this factor."""
 
 SHORTEST_SECONDS = 10.0
-"""Minimum duration of a run's arrivals: all requests within less time are a burst, which does not test a rate."""
+"""Minimum time over which the requests of a run arrive. Requests that arrive in less time are a burst, and a burst does
+not measure a sustained rate."""
 
 SLOWEST = 1 / 16
 """Lowest rate to try, relative to the first: runs at lower rates take ever longer."""
@@ -65,7 +66,7 @@ def find_rate(
         measure: measures a rate and returns figures with ``good_share``. It also gets the number of earlier runs, so
             that no two runs have the same prompts, which a server may have cached.
 
-    Raises ValueError if the file has runs with other settings, or is not a file of runs.
+    Raises ValueError if the file is not a result file of this search, or if its runs have other settings.
     """
     state: dict[str, Any] = {"settings": dict(settings), "runs": [], "highest_rate": None}
     if path.exists():
@@ -74,10 +75,10 @@ def find_rate(
             there = state["settings"]
             shares = {run["request_rate"]: run["good_share"] for run in state["runs"]}
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} has no runs of a search; use another file") from error
+            raise ValueError(f"{path} is not a result file of this search; use another file") from error
         if there != json.loads(json.dumps(settings)):
             changed = [name for name in {**there, **settings} if there.get(name) != settings.get(name)]
-            raise ValueError(f"{path} has runs with another {', '.join(changed)}; use another file")
+            raise ValueError(f"{path} has runs with other values of {', '.join(changed)}; use another file")
     else:
         shares = {}
     most = max(first, requests / SHORTEST_SECONDS)
@@ -89,5 +90,5 @@ def find_rate(
         path.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         print(f"{rate:g} requests/s: {100 * shares[rate]:.1f} % within the limits", flush=True)
     if state["highest_rate"] == most:
-        print(f"{requests} requests at more than {most:g} per second would be a burst: use more requests", flush=True)
+        print(f"{requests} requests are too few for rates above {most:g} per second: use more requests", flush=True)
     return state

@@ -45,7 +45,7 @@ from shadowkv.settings import add_flag
 PATHS = {"completions": "completions", "chat": "chat/completions"}
 
 ONE_EACH = 1.05
-"""Maximum tokens per event at which nearly every token counts as having its own event."""
+"""Limit on the average number of tokens per event. Up to this limit nearly every token has its own event."""
 
 FIRST_RATE, HIGHEST_RATE, OVERLOAD_RATE = 10_000.0, 80_000.0, 200_000.0
 """Rates in tokens per second: of the search's first run, the highest that the search tries, and of the overload run."""
@@ -61,9 +61,9 @@ SHOWN = (
     ("delivered", "Delivered (tokens/s)", ".0f"),
     ("events", "Events (1/s)", ".0f"),
     ("tokens_per_event", "Tokens per event", ".2f"),
-    ("server_cpu", "Processor share of the HTTP process", ".2f"),
-    ("us_per_event", "Its processor time per event (µs)", ".1f"),
-    ("us_per_token", "Its processor time per token (µs)", ".2f"),
+    ("server_cpu", "CPU share of the HTTP process", ".2f"),
+    ("us_per_event", "HTTP process CPU time/event (µs)", ".1f"),
+    ("us_per_token", "HTTP process CPU time/token (µs)", ".2f"),
     ("median_delay_ms", "Median time from token to client (ms)", ".2f"),
     ("p99_delay_ms", "P99 time from token to client (ms)", ".2f"),
     ("median_ttft_ms", "Median TTFT (ms)", ".2f"),
@@ -173,16 +173,16 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
 
     lengths = [[tokens] * answers for _ in range(args.streams)]
     if answers > 1:  # shorter first answers, so that later requests do not coincide
-        for stream, of_it in enumerate(lengths):
-            of_it[0] = max(1, tokens * (stream + 1) // args.streams)
-    requests = [[body(args, length, steps) for length in of_it] for of_it in lengths]
+        for stream, answer_lengths in enumerate(lengths):
+            answer_lengths[0] = max(1, tokens * (stream + 1) // args.streams)
+    requests = [[body(args, length, steps) for length in answer_lengths] for answer_lengths in lengths]
     gc.collect()
     gc.freeze()
     await asyncio.gather(*map(ask, range(args.streams)))
     gc.unfreeze()
     seconds = window.end - window.begin
     if not window.begin or seconds <= 0 or not window.delays:
-        raise Refused("the first stream ended before the last one began: --seconds must be more")
+        raise Refused("the first stream ended before the last one began: use a larger --seconds")
     if sum(record.output_tokens for record in records) != sum(map(sum, lengths)):
         raise Refused("tokens are missing")
     return {
@@ -254,13 +254,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
             measured = asyncio.run(run())
             print(
-                f"{rate:g} tokens/s: {measured['delivered']:.0f} came, {measured['tokens_per_event']:.3f} an event",
+                f"{rate:g} tokens/s: {measured['delivered']:.0f} delivered, "
+                f"{measured['tokens_per_event']:.3f} per event",
                 file=sys.stderr,
                 flush=True,
             )
             return measured
 
-        once(FIRST_RATE)  # warm
+        once(FIRST_RATE)  # warm-up
         runs = {"at_rate": once(args.rate)} if args.rate else {"paced": search(once), "overload": once(OVERLOAD_RATE)}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

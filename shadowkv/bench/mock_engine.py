@@ -5,7 +5,8 @@ that one server can be measured at several rates. An answer's text is a clock: e
 first of them was made, in ticks of ``time.monotonic`` modulo ``WRAP``. A client on the same machine can thus tell how
 long a token was on its way.
 
-``python -m shadowkv.bench.mock_engine FD``, as ``shadowkv.engine.process.main``.
+The process is started as ``python -m shadowkv.bench.mock_engine FD``. ``FD`` is as for
+``shadowkv.engine.process.main``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class MockEngine:
     """Serves all clients of its socket, on a separate thread.
 
     Attributes:
-        facts: a real engine's description of itself.
+        facts: the facts that a real engine sends when it has started.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -63,7 +64,7 @@ class MockEngine:
             raise ValueError(f"--model {config.model}: a mock engine needs a token for each of {ALPHABET}")
         self._tokens: list[list[int]] = [[token] for token in ids]
         limits = RequestLimits(tokenizer.vocab_size, config.max_model_len or MAX_MODEL_LEN, config.default_max_tokens)
-        notes = [f"a mock engine: tokens from nowhere, with the tokenizer of {config.model}"]
+        notes = [f"a mock engine without a model, with the tokenizer of {config.model}"]
         self.facts = EngineFacts(
             "mock", notes, "mock", limits, frozenset(), {}, config, "mock", float(config.max_num_seqs)
         )
@@ -114,8 +115,9 @@ class MockEngine:
         now = time.monotonic()
         self._number += 1
         self._made[self._number % DIGITS] = now
-        # Streams encode the times of different steps. Entry p is digit p of the time of the step p steps ago, for the
-        # streams whose last group of ``DIGITS`` tokens began at that step.
+        # A group of ``DIGITS`` tokens encodes the time of the step at which the group began, and groups of different
+        # streams begin at different steps. A stream whose current group began p steps ago gets entry p of ``tokens``,
+        # which is digit p of that step's time.
         tokens = [
             self._tokens[clock_digits(self._made[(self._number - place) % DIGITS])[place]] for place in range(DIGITS)
         ]

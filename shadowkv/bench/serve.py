@@ -41,7 +41,7 @@ from shadowkv.eval.records.predictions import write_json
 from shadowkv.wording import counted
 
 SMALLEST_VOCABULARY = 32000
-"""The smallest vocabulary of the usual models."""
+"""Default vocabulary size. No common model has fewer tokens."""
 
 SHOWN = (
     ("completed", "Successful requests"),

@@ -201,9 +201,9 @@ class EngineConfig:
     max_queued_seqs: int = setting(
         1024,
         SCHEDULING,
-        "maximum number of waiting requests of one client (an API key, or else an address); all clients together can "
-        "have twice as many, and a client without a waiting request is accepted up to four times as many; further "
-        "requests are refused",
+        "maximum number of waiting requests of one client (an API key, or else an address); all clients together may "
+        "have twice as many; a client without a waiting request may queue one until there are four times as many; "
+        "other requests are refused",
         metavar="N",
         check=at_least(1),
     )
@@ -445,7 +445,7 @@ class EngineConfig:
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a decode step: one for each sequence, and those of drafted tokens."""
+        """Maximum number of rows of a decode step: one for each sequence, and those of drafted tokens."""
         return self.max_num_seqs + SPARE_SEQS + self.drafted_rows
 
     @property

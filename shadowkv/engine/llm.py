@@ -37,7 +37,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass
 class _Choice:
-    """An answer in progress: number ``index`` of the ``n`` answers to a prompt, collected in ``of``."""
+    """An answer in progress. It is number ``index`` of the ``n`` answers to a prompt, and ``of`` collects all n."""
 
     request: Request
     index: int

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-NOTHING_FOLLOWS = "the JSON schema or grammar has come to where nothing can follow; make it less strict"
+NOTHING_FOLLOWS = "the JSON schema or grammar has come to a point where nothing can follow; make it less strict"
 """The error of a request whose grammar allows no next token."""
 
 ErrorCode = Literal["nothing_follows", "timeout"]
@@ -91,8 +91,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         error_code: the kind of error if the request itself caused it; else None.
         prompt_tokens, completion_tokens: counts so far.
         cached_tokens: prompt tokens that the prefix cache had.
-        times: times of the request's events so far.
-        accepted_drafts, rejected_drafts: drafted tokens so far that were, and were not, the next ones of the answer.
+        times: times of the request's events.
+        accepted_drafts, rejected_drafts: numbers of drafted tokens that were accepted and rejected so far.
         logprobs: one per new token, if requested.
         prompt_logprobs: one per prompt token, None for the first, if requested. They are on the first output that is
             not progress (``is_progress``).

@@ -60,7 +60,7 @@ class Request:
     """One prompt and its answer so far.
 
     Attributes:
-        max_tokens: most output tokens; 0 only scores the prompt.
+        max_tokens: maximum number of output tokens; 0 only scores the prompt.
         stop_ids: tokens that end the answer.
         constraint: the grammar state of the answer; None without a grammar.
         prompt: the prompt for the prefix cache; None if the request does not use the prefix cache.
@@ -74,7 +74,7 @@ class Request:
         allowed: ``allowed_token_ids`` on the device; None until the sampler has copied them there.
         times: times of the request's events.
         cached_tokens: prompt tokens that the prefix cache had.
-        accepted_drafts, rejected_drafts: drafted tokens that were, and were not, the next tokens of the answer.
+        accepted_drafts, rejected_drafts: numbers of drafted tokens that were accepted and rejected.
         passed: version of the prefix cache at which shorter prompts last overtook this one; -1 if none has.
     """
 
@@ -107,7 +107,7 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Most tokens of this request that the cache can ever hold: all but the last output token."""
+        """Maximum number of tokens of this request that the cache can ever hold: all but the last output token."""
         return len(self.prompt_token_ids) + max(1, self.max_tokens) - 1
 
 
@@ -129,9 +129,9 @@ class RequestLimits:
 
     Attributes:
         vocab_size: number of token ids.
-        max_model_len: most tokens of a prompt and its answer together.
-        default_max_tokens: most tokens of an answer if the request sets no limit.
-        max_logprobs: most alternatives to report per token; -1 is the whole vocabulary.
+        max_model_len: maximum number of tokens of a prompt and its answer together.
+        default_max_tokens: maximum number of tokens of an answer if the request sets no limit.
+        max_logprobs: maximum number of alternatives to report per token; -1 is the whole vocabulary.
         thinking_tokens: ids of the tokens that begin and end thoughts; None if the model has none.
     """
 
@@ -142,8 +142,8 @@ class RequestLimits:
     thinking_tokens: tuple[int, int] | None = None
 
     def max_tokens(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """Returns the most tokens that a request can generate: its own limit, or else the default, cut to the room that
-        the prompt leaves."""
+        """Returns the maximum number of tokens that a request can generate: its own limit, or else the default, but not
+        more than the prompt leaves room for."""
         if params.max_tokens is not None:
             return params.max_tokens
         return max(1, min(self.default_max_tokens, self.max_model_len - prompt_tokens))

@@ -118,7 +118,7 @@ class RequestFactory:
 
     def _spellings(self, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
         """Yields the token ids of each word as they are at the start of a text. As in vLLM, it also yields those of the
-        word after a space, if they are as many and begin with another token."""
+        word after a space, if there are equally many and the first one differs."""
         for word in words:
             forms = word.lstrip(), f" {word.lstrip()}"
             begun, after_space = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in forms)

@@ -13,11 +13,11 @@ from shadowkv.field_types import wrong_types
 from shadowkv.grammar_text import choice_text, grammar_text
 
 MAX_PATTERN_SIZE = 4_096
-"""Most tokens of a pattern in ``repetition_detection``. It is limited because each step compares the newest token with
-this many tokens."""
+"""Maximum number of tokens of a pattern in ``repetition_detection``. It is limited because each step compares the
+newest token with this many tokens."""
 
 MAX_LOGPROB_TOKEN_IDS = 128
-"""Most entries of ``logprob_token_ids``, as in vLLM."""
+"""Maximum number of entries of ``logprob_token_ids``, as in vLLM."""
 
 SEQUENCES = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids", "predicted_token_ids")
 """Parameters that accept a list and store it as a tuple."""
@@ -111,8 +111,8 @@ class SamplingParams:
     Attributes:
         n: number of answers. ``LLM`` makes a request for each; with a ``seed`` their seeds are those of
             ``choice_seed``.
-        max_tokens: most tokens to generate. None is the engine's default (``default_max_tokens``), 0 only scores the
-            prompt.
+        max_tokens: maximum number of tokens to generate. None is the engine's default (``default_max_tokens``), 0 only
+            scores the prompt.
         min_tokens: no end token is chosen before this many tokens.
         temperature: 0 is greedy.
         top_p: samples from the smallest set of most likely tokens with this probability.
@@ -125,8 +125,8 @@ class SamplingParams:
         logit_bias: added to the logits, by token id.
         allowed_token_ids: the only tokens that can be chosen; None is all.
         bad_words: words that are not generated. After a word's other tokens its last token is not chosen.
-        thinking_token_budget: most tokens of thoughts, between ``<think>`` and ``</think>``. At the limit ``</think>``
-            is forced. None and -1 are no limit.
+        thinking_token_budget: maximum number of tokens of thoughts, between ``<think>`` and ``</think>``. At the limit
+            ``</think>`` is forced. None and -1 are no limit.
         repetition_detection: ends an answer that repeats itself, with ``finish_reason`` ``repetition``.
         stop: strings that end the text. They are not part of it without ``include_stop_str_in_output``. A string or a
             list becomes a tuple.
@@ -146,8 +146,8 @@ class SamplingParams:
             is off. The engine's ``max_logprobs`` limits it.
         prompt_logprobs: number of alternatives to report per prompt token, with the same values.
         logprob_token_ids: tokens to report beside the chosen one, instead of the most likely ones.
-        predicted_token_ids: tokens that the answer may have, from which drafts are made too (OpenAI's ``prediction``).
-            They do not change the answer. Without ``speculative_config`` they have no effect.
+        predicted_token_ids: the expected tokens of the answer, which are also used to make drafts (OpenAI's
+            ``prediction``). They do not change the answer. Without ``speculative_config`` they have no effect.
         return_selections: whether to report the tokens that each token attended to (``CompletionOutput.selections``).
             On a GPU, steps of a batch with such a request run without CUDA graphs, which is slower.
         return_progress: whether to report the progress of the prefill (``TextOutput.prefilled``).

@@ -37,7 +37,7 @@ group, and the next step the group's next layer. Weighting every layer would tak
 CPU."""
 
 MAX_CELLS = 64
-"""Most cells reported per group of layers: those with the largest weights."""
+"""Maximum number of cells reported per group of layers: those with the largest weights."""
 
 
 NEWEST = PAGE
@@ -101,8 +101,8 @@ class SelectionRecord:
 
     def _see(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
         """Records the selections of a portion of the batch, a micro-batch. The cache calls it as ``selection_hook``.
-        Every layer has the same portions in the same order. Portions that follow them are of layers that attend to the
-        layer's keys, and are not recorded."""
+        Every layer gets the same portions in the same order. If later layers share a layer's keys, it is called for
+        that layer's number again, after the layer's own portions. These calls are not recorded."""
         if self._before[0] is not None:
             selected = self._before[0](layer, q, batch, selected)
         if layer == self._groups[0][0]:

@@ -228,7 +228,8 @@ def _pieces(stages: list[Generator[None, None, object]]) -> Generator[int, None,
 
 
 def _later_turn(engine: Engine, lengths: list[int], tokens: int) -> Generator[None, None, None]:
-    """Answers prompts to their ends, so that they stay cached, and then a later turn that continues the first."""
+    """Answers prompts until their requests end, so that they stay cached. Then answers a later turn of the first
+    one."""
     prompts = [_prompt(engine, length) for length in lengths]
     answers = yield from _answered(engine, prompts, tokens, ends=True)
     yield from _answered(engine, [prompts[0] + answers[0] + prompts[0][:MORE]], 1)

@@ -38,7 +38,7 @@ def parser(description: str | None) -> Parser:
         ("niah", "needles in a haystack, by depth and length", 5),
         ("longbench", "LongBench, from its files in --data", 200),
         ("infinitebench", "InfiniteBench, from its files in --data", 100),
-        ("mrcr", "MRCR: one of several texts that a long conversation has for the same request, word by word", 50),
+        ("mrcr", "MRCR: repeat one of several answers to the same request in a long conversation, word by word", 50),
         ("stress", "long answers of which every line must be exact", 50),
         (
             "open-ended",
@@ -64,7 +64,7 @@ def parser(description: str | None) -> Parser:
     needles.add_argument("--turns", type=int, default=8, help="turns of niah_multiturn (default: %(default)s)")
     suites.choices["mrcr"].set_defaults(length=[16384])
     suites.choices["open-ended"].set_defaults(length=[16384, 32768])
-    text = "distance of next-token distributions and attention to those of full, along the text that full generates"
+    text = "difference of next-token distributions and attention to those of full, along the text that full generates"
     fidelity = suites.add_parser("fidelity", help=text, description=text)
     _add_model(fidelity, "model, as for shadowkv serve (default: {})")
     _add_policies(fidelity)

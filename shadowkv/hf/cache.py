@@ -29,7 +29,7 @@ class ShadowKVCache(Cache):
     """A batch of sequences in a ``KVCache``, for ``model.generate(..., past_key_values=ShadowKVCache(model, ...))``.
 
     The prompts of a batch go through the model in one forward pass or a few, with or without padding on either side.
-    Every further pass decodes one token per sequence. A cache that is passed again with more tokens continues its
+    Every later pass decodes one token per sequence. A cache that is passed again with more tokens continues its
     sequences.
 
     Generated tokens are those of an engine with the same policy. If the policy does not set ``dense_below`` and

@@ -42,7 +42,7 @@ def choose_ops(
 
     Args:
         layout: layout of the engine's cache.
-        also: names of further ops, which the model's layers and the sampler call.
+        also: names of other ops, which the model's layers and the sampler call.
         backends: backend by op name. For all other ops a backend is chosen automatically.
         attention_backend: one of ``load_settings.ATTENTION_BACKENDS``.
 

@@ -31,7 +31,7 @@ def rotated_queries(cache: KVCache, q: Tensor, batch: DecodeBatch) -> Tensor:
 
 
 def exact_keys(cache: KVCache, layer: int, pages: Tensor) -> Tensor:
-    """Returns the RoPE-rotated keys [H, E * 64, d] of the exact pages with ids ``pages`` int64 [E], which are a row of
+    """Returns the RoPE-rotated keys [H, E * 64, d] of the exact pages whose ids are ``pages``, int64 [E]: one row of
     ``DecodeBatch.pages``."""
     group, at = cache.place(layer)
     return group.store.k[at][pages].transpose(0, 1).flatten(1, 2)

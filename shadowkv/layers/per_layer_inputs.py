@@ -18,8 +18,8 @@ LayerInput = Callable[[int], Tensor]
 
 
 class PerLayerInputs(nn.Module):
-    """Computes an input of P numbers for every token and layer: the mean, times sqrt(2), of the token's row in a table
-    of the layer and a normalised projection of its embedding.
+    """Computes an input of P numbers for every token and layer. It is the sum of two vectors, divided by sqrt(2): the
+    token's row in the layer's table, and a normalised projection of the token's embedding.
 
     One table has the rows of all layers. A layer's input is computed when the layer needs it, because all inputs of a
     long prompt would take more memory than its keys and values.

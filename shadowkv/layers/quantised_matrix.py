@@ -154,7 +154,7 @@ class QuantisedMatrix(Computing):
         """x Wᵀ for rows ``start`` to ``stop``: [T, K] -> [T, stop - start] in the dtype of ``x``."""
         products = [
             F.linear(x, rows) if isinstance(rows, Tensor)
-            # The type is that of stored rows. They may be packed (``PackedRows``).
+            # The op is declared for ``QuantisedRows``, but also takes ``PackedRows``.
             else self.ops.quantised_matmul(x, cast(QuantisedRows, rows))
             for rows in self._multiplied(start, stop)
         ]  # fmt: skip

@@ -61,6 +61,6 @@ def config_from_directory(
         eos = read_json(generation).get("eos_token_id")
         stops = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not are_token_ids(stops) or not all(0 <= token < config.vocab_size for token in stops):
-            raise ModelFileError(generation, f"eos_token_id={str(eos)[:60]} is not of the {config.vocab_size} tokens")
+            raise ModelFileError(generation, f"eos_token_id={str(eos)[:60]} is not among {config.vocab_size} tokens")
         config = replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *stops])))
     return config, format

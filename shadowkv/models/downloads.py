@@ -222,12 +222,12 @@ def is_unreachable(error: Exception) -> bool:
 
 
 def hub_reason(error: Exception) -> str:
-    """Says in one line why the hub refused. Most errors are the first line of the hub's message, because further lines
-    are only links."""
+    """Says in one line why the hub refused. For most errors this is the first line of the hub's message, whose other
+    lines are only links."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):
-        return "its terms must be agreed to on its page there, and a token passed as HF_TOKEN"
+        return "its terms must be agreed to on its page there, and HF_TOKEN must be set to a token"
     if isinstance(error, RepositoryNotFoundError):
-        return "there is no such model, or it is private and a token is needed as HF_TOKEN"
+        return "there is no such model, or it is private and HF_TOKEN must be set to a token"
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

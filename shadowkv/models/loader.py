@@ -231,7 +231,8 @@ def _load(
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
             notes.append(f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...")
-            forms = storage.kept(forms, config, dtype, device)  # again: all experts of a projection must have one form
+            # Again, because all experts of a projection must have one form.
+            forms = storage.kept(forms, config, dtype, device)
     row_blocks = stored_row_blocks(outline, targets, forms, shard)
     check_memory(Decoder(shard.config, dtype, "meta", row_blocks, group), device)
     model = Decoder(shard.config, dtype, device, row_blocks, group)

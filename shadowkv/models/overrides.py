@@ -69,9 +69,9 @@ def _check(hf: dict[str, Any], overrides: Mapping[str, Any]) -> None:
         raise ValueError(f"{' and '.join(named)} are two names of one object; pass one of them")
     reasons = []
     for name in named:
-        if isinstance(overrides[name], dict):  # other types are refused like a file's
+        if isinstance(overrides[name], dict):  # other types are refused later, as in a file
             reasons += unread_fields(overrides[name])
             twice = [field for field in overrides[name] if field in overrides]
-            reasons += [f"{field} is there twice, in {name} and beside it" for field in twice]
+            reasons += [f"{field} occurs twice, in {name} and beside it" for field in twice]
     if reasons:
         raise ValueError(join_reasons(reasons))

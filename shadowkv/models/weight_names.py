@@ -14,7 +14,7 @@ class Target:
     are multiplied by ``scale``.
 
     Attributes:
-        further: ranges of rows that the weight's next rows go into, if it is several weights in one.
+        further: more ranges of rows, for the weight's next rows, if the weight joins several weights.
     """
 
     parameter: str

@@ -197,7 +197,7 @@ def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = No
     if not path.exists():
         return [Unbuilt("not built")]
     if built is not None and driver is not None and driver[0] < int(built.partition(".")[0]):
-        return [Unbuilt(f"built with CUDA {built}, which the driver, of CUDA {dotted(driver)}, does not run")]
+        return [Unbuilt(f"built with CUDA {built}, but the driver supports only CUDA {dotted(driver)}")]
     return _load(path, "shadowkv_cuda", dict.fromkeys(fakes, lambda *_: None))
 
 

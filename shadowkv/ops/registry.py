@@ -39,8 +39,8 @@ PREFERENCE = {
 
 LIBRARIES = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
 """Backends that call another package's attention, by their name in ``--attention-backend``. ``FASTER_AT`` in such a
-backend's module lists forms and head dims at which it was measured to be faster. With ``auto``, the backend is asked
-first for these, and not at all for others."""
+backend's module lists forms and head dims at which it was measured to be faster. With ``auto``, the backend is the
+first choice for these, and is not considered for others."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ class Ops(References):
         attention_backend: one of ``load_settings.ATTENTION_BACKENDS``. ``shadowkv`` uses ``PREFERENCE``. ``auto`` uses
             ``LIBRARIES`` where they are faster, then ``PREFERENCE``. The name of a library uses this library wherever
             it can serve, then ``PREFERENCE``.
-        others: the properties of further arguments, of layers with other sizes. A backend must support every case that
-            calls it.
+        others: cases of additional arguments, of layers with other sizes. A backend must support every case that calls
+            it.
 
     Attributes:
         called: the entries of ``CALLS`` that a case calls. Without a case, all entries.
@@ -264,5 +264,5 @@ class Ops(References):
             return
         refused = (reason for op in sorted(self.called) for reason in self.reasons[op])
         reasons = dict.fromkeys(reason.partition(": ")[2] for reason in refused if reason.startswith(f"{backend}: "))
-        why = "; ".join(reasons) or "no op that is called has a backend of it"
+        why = "; ".join(reasons) or "it has no backend for any op that is called"
         raise SettingsError(f"attention_backend={name!r} can serve no attention here: {why}", ["attention_backend"])

@@ -78,7 +78,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_flag(machine, EngineConfig, "gpu_memory_utilization", default=0.9, help=text)
     text = "pinned host memory for values of policies that keep them on the host (default: what the batch needs)"
     add_flag(machine, EngineConfig, "host_memory_gib", help=text)
-    text = "further pinned host memory for copies of cached prompts (default: 0)"
+    text = "additional pinned host memory for copies of cached prompts (default: 0)"
     add_flag(machine, EngineConfig, "kv_offload_gib", help=text)
     args = parser.parse_args(argv)
     card = CARDS[args.gpu]

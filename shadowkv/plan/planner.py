@@ -23,7 +23,7 @@ from shadowkv.ops.quantised.rows import Form
 from shadowkv.wording import GIB
 
 MAX_GPUS = 64
-"""The most GPUs that ``Planner._gpus_needed`` tries."""
+"""Maximum number of GPUs that ``Planner._gpus_needed`` tries."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Machine:
         gpu_memory_gib: memory of the GPU.
         gpu_memory_utilization: share of the GPU's memory to use, weights included.
         host_memory_gib: pinned host memory for values; None for as much as the batch needs.
-        kv_offload_gib: further host memory, for copies of cached prompts, of all ranks together.
+        kv_offload_gib: additional host memory for copies of cached prompts, of all ranks together.
         device_bandwidth_tbs: bandwidth of device memory in TB/s (1e12).
         host_bandwidth_gbs: bandwidth of the GPU's zero-copy reads from host memory in GB/s (1e9).
     """
@@ -131,7 +131,7 @@ class Planner:
 
     If the model is split across ranks, the figures are those of one rank, and communication between ranks takes no
     time. ``forms`` has the forms of quantised weights by name. Weights keep their form if GPUs can multiply it.
-    ``states`` is what is chosen of recurrent states.
+    ``states`` are the settings of recurrent states.
 
     Attributes:
         shard: the rank's part of the model. ``config`` is the config of this part.

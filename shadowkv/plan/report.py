@@ -84,7 +84,7 @@ def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
     ]
     return [
         f"experts  {routing.experts} in {counted(layers, 'layer')}, {routing.per_token} a token: "
-        f"{planner.expert_bytes / GIB:.2f} GiB of the weights; steps read by expectation "
+        f"{planner.expert_bytes / GIB:.2f} GiB of the weights; expected reads of a step: "
         + ", ".join([f"{planner.bytes_read(1) / GIB:.2f} GiB of weights for one sequence", *touched])
     ]
 
@@ -141,7 +141,7 @@ def _ranks(planner: Planner) -> list[str]:
     size, replicas = planner.shard.size, planner.replicas
     if size == replicas == 1:
         return []
-    cut = f"the first of {size} ranks' part of it, without what they send each other; " if size > 1 else ""
+    cut = f"figures are for the first of {size} ranks, without communication; " if size > 1 else ""
     return [f"GPUs     {size * replicas}: {cut}{counted(replicas, 'replica')}"]
 
 

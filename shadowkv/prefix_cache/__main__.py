@@ -58,18 +58,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     def json_flag(added: argparse.ArgumentParser) -> None:
         added.add_argument("--json", action="store_true", help="as JSON, unrounded")
 
-    json_flag(command("ls", _list, "list snapshots, those used last first"))
+    json_flag(command("ls", _list, "list snapshots, the most recently used first"))
 
     verify = command("verify", _verify, "read every byte and compare checksums; exit code 1 if any file is bad")
     verify.add_argument("names", nargs="*", metavar="NAME", help="name of a snapshot, or its beginning (default: all)")
     verify.add_argument("--remove", action="store_true", help="remove bad files")
     json_flag(verify)
 
-    text = "remove snapshots that no name keeps, the least recently used first; with --all remove names and theirs, too"
+    text = "remove snapshots that no name keeps, the least recently used first; --all removes everything"
     prune = command("prune", _prune, text)
     which = prune.add_mutually_exclusive_group(required=True)
     which.add_argument("--max-gib", type=_size, metavar="GIB", help="keep at most this size")
-    which.add_argument("--older-than", type=_age, metavar="AGE", help="remove those unused for so long: 90m, 12h, 7d")
+    which.add_argument("--older-than", type=_age, metavar="AGE", help="remove those not used for: 90m, 12h, 7d")
     which.add_argument("--all", action="store_true", help="remove all snapshots, names and bad files")
     json_flag(prune)
 

@@ -64,7 +64,7 @@ class PrefixCache:
         mover: copies between the device and the host tier; None without tiers below the device.
         disk: returns the disk tier, given the callback that receives its events. None if there is no disk tier.
         eviction: the order in which copies are evicted from host memory.
-        step_bytes: most bytes of copies to host memory that a step launches.
+        step_bytes: maximum number of bytes of copies to host memory that a step launches.
 
     Attributes:
         version: counts additions. Until it changes, a prompt without a match need not be looked up again.
@@ -331,7 +331,7 @@ class PrefixCache:
         except torch.AcceleratorError:
             raise
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
-            logger.error("what is cached below the device is not used any more", exc_info=error)
+            logger.error("cached prompts in host memory and on disk are not used any more", exc_info=error)
             lower, self.lower = self.lower, None
             self._tree.changes += 1
             if lower is not None:
@@ -348,8 +348,8 @@ def segments_of(nodes: Iterable[Node], kept: Collection[CachedSequence], limit: 
 
     Args:
         kept: finished sequences that the prefix cache keeps. A node's other holders are running.
-        limit: most segments to return. Segments on the device are returned before those in host memory, and these
-            before those on disk. Within a tier, the most recently used are returned.
+        limit: maximum number of segments to return. Segments on the device are returned before those in host memory,
+            and these before those on disk. Within a tier, the most recently used are returned.
     """
 
     def distance(node: Node) -> tuple[bool, bool, float]:

@@ -21,7 +21,7 @@ from shadowkv.prefix_cache.page_names import PageNames
 logger = logging.getLogger(__name__)
 
 OPENING_SECONDS = 5.0
-"""Most seconds that requests wait after the start for the initial scan of the disk."""
+"""Maximum time in seconds that requests wait after the start for the initial scan of the disk."""
 
 
 class DiskReports:
@@ -110,14 +110,14 @@ class DiskReports:
             return False
         size = header.start, header.length, *pieces(header, parts)
         if size != (file.start, file.length, file.layers, file.layer_bytes) or header.form != self._form:
-            logger.warning("the snapshot %s is not served: its header is of another", file.name)
+            logger.warning("the snapshot %s is not served: its header belongs to another snapshot", file.name)
             return False
         tokens = ids.result()
         names = list(
             PageNames(parent.names[first - parent.first - 1] if parent else file.origin).extend_to(tokens.tolist())
         )
         if names[-1] != file.name:
-            logger.warning("the snapshot %s is not served: it has not the tokens of its name", file.name)
+            logger.warning("the snapshot %s is not served: its tokens do not match its name", file.name)
             return False
         node = self._tree.plant(parent, first, names, bool(header.segments), file.origin)
         node.uid = file.uid

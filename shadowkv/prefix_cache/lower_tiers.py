@@ -29,7 +29,7 @@ from shadowkv.prefix_cache.stats import Counts, TierStats
 from shadowkv.prefix_cache.tree import Node, PrefixTree
 
 STEP_BYTES = 2**28
-"""Most bytes of copies that a step launches. They take 5 ms on a bus of 50 GB/s."""
+"""Maximum number of bytes of copies that a step launches. They take 5 ms on a bus of 50 GB/s."""
 
 
 class LowerTiers:
@@ -42,7 +42,7 @@ class LowerTiers:
         disk: returns the disk tier, given the callback that receives its events. None if there is no disk tier.
         device_counts, speeds: statistics of the device and measured speeds, updated here.
         eviction: the order in which copies are evicted from host memory.
-        step_bytes: most bytes of copies that a step launches.
+        step_bytes: maximum number of bytes of copies that a step launches.
 
     Attributes:
         copies: all copies.

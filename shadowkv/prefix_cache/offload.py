@@ -72,8 +72,8 @@ class Offload:
         self._waiting.append((copy, reading))
 
     def write(self, copy: Copy, evicted: bool = False) -> None:
-        """Queues a copy to be written to the disk again, if ``Copy.can_be_written(evicted)``. The disk has refused it
-        before, failed to write it, or lost it."""
+        """Queues a copy to be written to the disk again, if ``Copy.can_be_written(evicted)``. It is for copies that the
+        disk refused, failed to write, or lost."""
         if self._disk is not None and copy.can_be_written(evicted):
             self._write(self._disk, copy)
 
@@ -82,7 +82,8 @@ class Offload:
         node, header, parent = copy.node, copy.header, copy.node.parent
         there = disk.lookup(node.names[-1])
         if there is not None:
-            copy.file = there if there.uid == node.uid else None  # else another process computed the same tokens
+            # With another uid, the snapshot is of the same tokens, but was computed by another process.
+            copy.file = there if there.uid == node.uid else None
             return
         layers, layer_bytes = pieces(header, copy.parts)
         file = FileHeader(

@@ -38,7 +38,7 @@ class CacheKey:
     """Everything that the bytes of a snapshot depend on besides its tokens. Values can be represented in JSON.
 
     Attributes:
-        model: identifies the model's weights. A path does not.
+        model: identifies the model's weights, so it must not be a path.
         adapter: identifies the adapter's weights; None without one.
         quantization: how weights are quantised at load; None if they are not.
         dtype: dtype of activations.
@@ -92,9 +92,9 @@ def next_link(link: str, page: bytes | memoryview) -> str:
 
 
 def page_names(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
-    """Yields number of tokens and name of each prefix that ends at a page boundary, shortest first. If the tokens end
-    within a page, all tokens come last. To continue a prompt, pass the name of its last
-    full page as ``origin``."""
+    """Yields the number of tokens and the name of each prefix that ends at a page boundary, shortest first. The last
+    one is that of all tokens, even if they end within a page. To continue a prompt, pass the name of its last full page
+    as ``origin``."""
     ids = memoryview(id_bytes(token_ids))
     link, width = origin, 4 * PAGE
     for begin in range(0, len(ids), width):

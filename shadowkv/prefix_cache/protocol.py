@@ -37,7 +37,7 @@ def check_save_name(name: str) -> str:
     """Returns ``name`` if clients may save prompts under it. Raises ValueError with the name otherwise."""
     if _SAVE_NAME.fullmatch(name) is None:
         shown = name if len(name) <= 80 else f"{name[:80]}…"
-        raise ValueError(f"{shown!r} is no name to save as: that is 1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-'")
+        raise ValueError(f"{shown!r} is no valid name: use 1 to 64 of A-Z, a-z, 0-9, '.', '_' and '-'")
     return name
 
 

@@ -149,7 +149,7 @@ class Saves:
     def advance(self) -> None:
         """Checks the progress of every request. Call it right after the tiers' own ``advance``."""
         if self._requests:
-            self._reports.take()  # first: a finished write must be known as a file before it stops counting as running
+            self._reports.take()  # before ``_ended``, so that a finished write is known as a file
             self._requests = [request for request in self._requests if not self._ended(request)]
 
     @staticmethod

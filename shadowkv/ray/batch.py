@@ -40,7 +40,8 @@ MAX_BLOCKS = 10_000
 more lines than this."""
 
 RETRIES = 3
-"""Number of replicas that can die with a piece before the run ends: its lines may be the cause."""
+"""A piece is retried until this number of replicas have died while they answered it. Then the run ends, because a line
+of the piece may be the cause."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +76,7 @@ class Replica:
 
     Args:
         config: the engine's config.
-        settings: settings with the model's names to clients.
+        settings: the server's settings, which have the model names that clients use.
         path: the batch file.
     """
 
@@ -98,7 +99,7 @@ class Replica:
         requests = await asyncio.to_thread(lambda: [self._read(str(id), int(at), int(size)) for id, at, size in places])
         try:
             records = await asyncio.gather(*(self._answers.record(request) for request in requests))
-        except ApiError:  # the engine is gone, since a request's own errors are in its record
+        except ApiError:  # the engine has died: all other errors are part of a request's record
             os._exit(ENGINE_DIED)
         return {"record": [json.dumps(record, ensure_ascii=False) for record in records]}
 

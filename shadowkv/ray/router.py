@@ -82,5 +82,5 @@ class PrefixRouter(RequestRouter):
         super().on_request_completed(replica_id, internal_request_id)
         name = replica_id.unique_id
         self._in_flight[name] -= 1
-        if self._in_flight[name] <= 0:  # negative if it could not be sent
+        if self._in_flight[name] <= 0:  # negative if a request failed before it was sent
             del self._in_flight[name]

@@ -63,7 +63,7 @@ def build_app(
     """Builds the application.
 
     Args:
-        served_name: the model's name in answers; ``settings`` has further names that requests can use.
+        served_name: the model's name in answers; ``settings`` has other names that requests can use.
         compared: a second engine of the same model, with another policy. Requests choose it by the model name
             ``{served_name}@{policy}``. None: there is one engine.
         counts: counts of open connections and requests, in this process and others; None if this is the only one.

@@ -1,5 +1,5 @@
-"""A further HTTP process of a server. The first process starts it, and it serves clients on the same socket until the
-first process stops it or is gone.
+"""An additional HTTP process of a server. The first process starts it. It serves clients on the same socket until the
+first process stops it or has ended.
 
 ``python -m shadowkv.serve.worker FD LISTENER``, where FD is the socket to the first process (``workers.py``).
 """

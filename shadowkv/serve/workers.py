@@ -36,7 +36,8 @@ the engine has ended, and ends the process, too."""
 
 @dataclass(frozen=True)
 class WorkerLaunch:
-    """What a further process needs to know in order to serve.
+    """What an additional HTTP process needs to know in order to serve.
+
     Attributes:
         sockets: folder of the engines' sockets.
         shared: folder of the counts that all HTTP processes share. The first process removes it. If that process was
@@ -70,7 +71,7 @@ class _Worker:
 
 
 class Workers:
-    """The further HTTP processes, which serve clients on the same socket as this one. Leaving the context ends them.
+    """The additional HTTP processes, which serve clients on the same socket as this one. Leaving the context ends them.
 
     They end with this process, however it ends. A process that ends by itself is not restarted: its requests are
     aborted, and the other processes continue.
@@ -162,7 +163,7 @@ class Workers:
 
     def join(self) -> None:
         """Waits until the processes have ended after ``drain``."""
-        assert self._draining_since is not None, "they would go on"
+        assert self._draining_since is not None, "drain was not called"
         for worker in self._workers:
             try:
                 worker.process.wait(max(0.0, self._draining_since + self._seconds - monotonic()))

@@ -149,7 +149,7 @@ def test_libraries_of_a_later_cuda_than_the_drivers_are_left(hopper: Path, monke
     (hopper / "built.json").write_text('{"nvcc": "13.0.88", "torch": "2.13.0"}')
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12040, raising=False)
     [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
-    assert choice.reason == "cuda: built with CUDA 13.0.88, which the driver, of CUDA 12.4, does not run"
+    assert choice.reason == "cuda: built with CUDA 13.0.88, but the driver supports only CUDA 12.4"
     assert choice.remedy is not None
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13020)
     extension.cuda_missing.cache_clear()

@@ -313,7 +313,7 @@ def test_settings_that_cannot_be(options: dict[str, Any], reason: str) -> None:
 
 def test_what_a_rank_cannot_load_is_said_once(model: Path) -> None:
     with (
-        pytest.raises(ValueError, match="place='host' needs as many kv heads on every rank"),
+        pytest.raises(ValueError, match="place='host' needs equally many kv heads on every rank"),
         engine_of(model, 2, kv="shadowkv"),
     ):
         pass

@@ -56,7 +56,7 @@ def test_nothing_is_sampled_where_all_could_be_found() -> None:
 @pytest.mark.parametrize(
     ("kv", "reason"),
     [
-        ("turbo-host:sampled=0.5", "sampled chunks are others at every step"),
+        ("turbo-host:sampled=0.5", "every step samples other chunks"),
         ("exact-top-k:sampled=0.5", r"sampled=0\.5 has no meaning with index='exact'; index that have it: sketch$"),
         ("turbo:mass=0.9", r"mass=0\.9 has no meaning with index='sketch'; index that have it: .*exact"),
         ("turbo:index=sketch-1bit,chunk=8,sampled=0.5", "sampled=0.5 has no meaning with index='sketch-1bit'"),

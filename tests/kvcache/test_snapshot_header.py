@@ -131,7 +131,7 @@ def test_texts_that_would_cost_are_refused() -> None:
     for text in ("[" * 100_000, '{"a":' * 100_000, "1" * 5000, " " * 2**21):
         with pytest.raises(ValueError):
             SnapshotHeader.from_json(text)
-    with pytest.raises(ValueError, match="a key is there twice"):
+    with pytest.raises(ValueError, match="a key occurs twice"):
         SnapshotHeader.from_json(LONG.to_json()[:-1] + ',"start":0}')
 
 
@@ -143,8 +143,8 @@ def test_texts_that_would_cost_are_refused() -> None:
         ({"length": -1}, "length -1 is not from 0 to"),
         ({"length": 2**40}, "length 1099511627776 is not from 0 to"),
         ({"start": 32}, "start 32 is not a multiple of 64"),
-        ({"tail_tokens": 1}, "1 tokens of the tail are not those from"),
-        ({"observed": True}, "a state is observed where segments have theirs"),
+        ({"tail_tokens": 1}, "tail_tokens 1 is not the number of tokens from"),
+        ({"observed": True}, "only a dense sequence has an observed state"),
         ({"num_layers": 0}, "number of layers 0 is not from 1 to 4096"),
         ({"layer_bytes": 2**50}, "bytes of a layer 1125899906842624 is not from"),
         ({"fields": ()}, "there are no fields segments.0.pages., segments.0.static"),
@@ -181,9 +181,9 @@ def test_segments_that_do_not_follow_are_named(number: int, changed: dict[str, A
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"name": LONG.fields[1].name}, "field .* is there twice or none of this snapshot's"),
-        ({"name": "segments.7.pages.latents"}, "is there twice or none of this snapshot's"),
-        ({"name": "segments.0.pages."}, "is there twice or none of this snapshot's"),
+        ({"name": LONG.fields[1].name}, "field .* occurs twice or does not belong to this snapshot"),
+        ({"name": "segments.7.pages.latents"}, "occurs twice or does not belong to this snapshot"),
+        ({"name": "segments.0.pages."}, "occurs twice or does not belong to this snapshot"),
         ({"dtype": "float31"}, "dtype 'float31' of .* is not one of float32,"),
         ({"shape": ()}, "axes of .* 0 is not from 1 to 8"),
         ({"shape": (2**31,) * 8}, "does not begin with"),

@@ -309,7 +309,7 @@ def refusals() -> Iterator[tuple[str, list[tuple[Snapshot, int]], str]]:
     outliers = make_cache(SPECS["shadowkv"])
     stream = Stream(0, outliers.allocate(900, 1000))
     prefill(outliers, [(stream, 900)])
-    yield "shadowkv", [(outliers.snapshots.export(stream.sequence), 448)], "cannot be cut at 448, among pages"
+    yield "shadowkv", [(outliers.snapshots.export(stream.sequence), 448)], "cannot be cut at 448: its exact outliers"
 
 
 def test_chains_that_are_none_are_refused_and_take_nothing() -> None:
@@ -338,7 +338,7 @@ def test_where_it_cannot_be_forked_nothing_is_described_or_shared() -> None:
     before = cache.free
     with pytest.raises(ValueError, match=f"cannot be forked after {points[1]}"):
         cache.snapshots.restore([Link(header, header.length)], 1500, 2000, short)
-    with pytest.raises(ValueError, match="nothing to read behind 64 tokens"):
+    with pytest.raises(ValueError, match="nothing to read after its first 64 tokens"):
         cache.snapshots.open_reading(short, 64)
     assert cache.free == before
     cache.release(short)

@@ -130,7 +130,7 @@ def test_what_is_exact_elsewhere_and_would_be_compressed_here_is_refused_but_not
     stream = Stream(0, long.allocate(300, 300))
     prefill(long, [(stream, 300)])
     assert not short.snapshots.stored_alike(long.snapshots, 300)
-    with pytest.raises(ValueError, match="300 tokens are all exact there, and would be compressed here"):
+    with pytest.raises(ValueError, match="the snapshot has all 300 tokens exact, and this cache would compress some"):
         short.snapshots.load(long.snapshots.export(stream.sequence), 400)
     assert short.free == short.total
     stream = Stream(1, short.allocate(300, 300))

@@ -71,7 +71,7 @@ def test_configs_have_the_published_size(name: str) -> None:
 
 
 def test_shapes_say_which_model_of_the_hub_to_take() -> None:
-    known = "'llama-3.1-8b' is a shape without weights; model='meta-llama/Llama-3.1-8B-Instruct' fetches the model"
+    known = "is in the catalogue without weights; model='meta-llama/Llama-3.1-8B-Instruct' fetches the model"
     with pytest.raises(ValueError, match=known):
         load_model("llama-3.1-8b")
 

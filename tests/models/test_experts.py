@@ -236,7 +236,7 @@ def test_layers_that_draft_tokens_are_left_out_and_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_experts_per_tok": 9}, "experts of a token=9 is not a number from 1 to 8"),
+        ({"num_experts_per_tok": 9}, "experts per token=9 is not a number from 1 to 8"),
         ({"num_local_experts": None}, "num_experts is missing"),
         ({"num_local_experts": 2.5}, "num_local_experts=2.5 is not a whole number"),
         (
@@ -258,9 +258,9 @@ def test_configs_that_make_no_sense(changes: dict[str, Any], reason: str, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"n_group": 3}, "8 experts are not 3 groups of two or more"),
-        ({"n_group": 4, "topk_group": 5}, "groups of a token=5 is not a number from 1 to 4"),
-        ({"n_group": 4, "topk_group": 1}, "3 experts of a token are not in 1 groups"),
+        ({"n_group": 3}, "8 experts cannot be divided into 3 equal groups of two or more"),
+        ({"n_group": 4, "topk_group": 5}, "groups per token=5 is not a number from 1 to 4"),
+        ({"n_group": 4, "topk_group": 1}, "3 experts per token are more than 1 groups have"),
         ({"routed_scaling_factor": "much"}, "routed_scaling_factor=much is not a number above 0"),
     ],
 )
@@ -286,7 +286,7 @@ def test_an_expert_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     build("qwen3_moe", tmp_path)
     edit_tensors(tmp_path / "model.safetensors", **{"model.layers.0.mlp.experts.down_proj": torch.zeros(8, 48, 32)})
     with pytest.raises(
-        ValueError, match=r"experts\.0\.down_proj\.weight is there twice, as .*down_proj.*; fetch it again"
+        ValueError, match=r"experts\.0\.down_proj\.weight occurs twice, also as .*down_proj.*; fetch it again"
     ):
         load_model(tmp_path)
 

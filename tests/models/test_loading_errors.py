@@ -217,7 +217,7 @@ ANSWER = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
     [
         (OSError("offline\nPlease check your connection."), "offline"),
         (RepositoryNotFoundError("404\n\nNot found", response=ANSWER), "there is no such model, or it is private .*"),
-        (GatedRepoError("403\n\nAsk", response=ANSWER), "its terms must be agreed to .* HF_TOKEN"),
+        (GatedRepoError("403\n\nAsk", response=ANSWER), "its terms must be agreed to .* must be set to a token"),
     ],
 )
 def test_hub_failure_is_clear(failure: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

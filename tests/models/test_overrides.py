@@ -294,7 +294,7 @@ def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path
         ),
         (
             {"rope_scaling": {**YARN, "rope_theta": 1e6}, "rope_theta": 1e5},
-            "rope_theta is there twice, in rope_scaling",
+            "rope_theta occurs twice, in rope_scaling",
         ),
         ({"rope_theta": float("nan")}, "rope_theta=nan is not a number above 1"),
         ({"vocab_size": None}, "vocab_size is missing"),

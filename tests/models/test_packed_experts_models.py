@@ -112,8 +112,8 @@ def test_experts_stay_as_they_are_where_all_of_a_projection_have_one_form(
     assert kept(dict.fromkeys(down, SMALL)) == gate_up | query.keys()
     shapes = dict.fromkeys(forms, (64, 128))
     assert storage.dequantised({f"{experts[3]}.up_proj.weight": INT4}, shapes, BF16, CUDA, "fp8") == [
-        "1 weight in int4-g128 are dequantised to bfloat16, 0.00 GiB instead of 0.00: experts stay as they are where "
-        "all weights of a projection have one form"
+        "1 weight in int4-g128 are dequantised to bfloat16, 0.00 GiB instead of 0.00: experts stay quantised only if "
+        "all experts of a projection have the same form"
     ]
     assert storage.dequantised({f"{experts[3]}.up_proj.weight": SMALL}, shapes, BF16, CUDA, None) == [
         "1 weight in int4-g8 are dequantised to bfloat16, 0.00 GiB instead of 0.00: on cuda there is no matrix product "

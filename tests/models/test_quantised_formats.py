@@ -177,7 +177,8 @@ def test_where_nothing_multiplies_them_they_are_dequantised_and_said(
     if kind == "gptq":
         why = "on cpu there is no matrix product for this form"
         if device == "cuda":
-            why = "; ".join(humming.missing()) or "on cuda weights stay as they are with dtype='bfloat16', not float16"
+            wrong_dtype = "on cuda weights stay quantised only with dtype='bfloat16', not 'float16'"
+            why = "; ".join(humming.missing()) or wrong_dtype
         line = f"13 weights in int4-g64 are dequantised to float16, 0.00 GiB instead of 0.00: {why}"
         assert ours.notes == (line,)
 

@@ -198,7 +198,7 @@ def test_an_override_goes_before_a_library(installed: None) -> None:
         ("flash-attn", {"dtype": torch.float32}, "torch.float32 is not of 16 bits"),
         ("flashinfer", {"head_dim": 96}, "head dim 96 is not 64, 128 or 256"),
         ("flash-attn", {"head_dim": 264}, "head dim 264 is no multiple of 8 up to 256"),
-        ("flash-attn", {"ops": frozenset({"rms_norm"})}, "no op that is called has a backend of it"),
+        ("flash-attn", {"ops": frozenset({"rms_norm"})}, "it has no backend for any op that is called"),
     ],
 )
 def test_what_a_library_does_not_take_is_refused_with_the_reason(

@@ -365,7 +365,7 @@ def test_other_formats_go_to_cuda_as_policies_pair_them(built: None, keys: int, 
         (
             {"host_values": True},
             "triton_selected",
-            "cuda_mixed_sm90: values are on the host, from where pages were never copied as a whole",
+            "cuda_mixed_sm90: values are on the host, and the kernel reads whole pages",
         ),
         (
             {"capability": (8, 0)},

@@ -152,5 +152,5 @@ def test_what_does_not_fit_is_named(ops: Ops) -> None:
     for broken in ((codes, scales[:, :1]), (codes, scales.float()), (codes,)):
         with pytest.raises(ValueError, match="int4-g32 of 64 columns are stored as"):
             ops.dequantise_rows(QuantisedRows(broken, rows.form))
-    with pytest.raises(ValueError, match="int4-g32 are two a byte, and rows have 33"):
+    with pytest.raises(ValueError, match="int4-g32 stores two numbers per byte, so rows cannot have 33"):
         rows.form.layout(33)

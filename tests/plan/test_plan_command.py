@@ -365,7 +365,7 @@ def test_ranks_have_their_part_of_weights_heads_and_keys(capsys: pytest.CaptureF
 def test_replicas_are_counted_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--kv", "turbo", "--gpus", "2", "--replicas", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("GPUs     6: the first of 2 ranks' part of it") for line in lines)
+    assert any(line.startswith("GPUs     6: figures are for the first of 2 ranks") for line in lines)
     (one,) = (line for line in lines if line.startswith("largest batch  "))
     (all_of_them,) = (line for line in lines if line.startswith("largest batches of 3 replicas"))
     assert int(all_of_them.split()[-1]) == 3 * int(one.split()[-1])

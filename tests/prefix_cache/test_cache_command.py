@@ -123,7 +123,7 @@ def test_what_is_bad_is_not_exported(stored, tmp_path, capsys):
     assert code == 2 and errors.startswith("error: ") and "checksum of its data" in errors
     (directory / first.file_name).unlink()
     code, _, errors = run(capsys, "export", "--dir", directory, second.name, tmp_path / "a.tar")
-    assert code == 2 and "is not there" in errors
+    assert code == 2 and "continues is missing" in errors
     assert os.listdir(tmp_path) == ["cache"]
 
 
@@ -163,10 +163,10 @@ def test_hostile_members_are_refused(stored, tmp_path, capsys):
     code, text, _ = run(capsys, "import", "--dir", target, archive)
     lines = text.splitlines()
     assert code == 1 and len(lines) == 13 and "\x1b" not in text
-    assert all("not the name of" in line for line in lines[:4])
+    assert all("the file name is neither" in line for line in lines[:4])
     assert all("not a regular file" in line for line in lines[4:9])
     assert "it is the file of" in lines[9] and "checksum of its data" in lines[10]
-    assert "what it continues is not there" in lines[11] and lines[12].endswith("imported")
+    assert "the snapshot that it continues is missing" in lines[11] and lines[12].endswith("imported")
     assert os.listdir(target) == [first.file_name]
     assert (target / first.file_name).stat().st_mode & 0o7777 == 0o600
     assert sorted(os.listdir(tmp_path)) == ["a.tar", "cache", "target"]
@@ -183,7 +183,7 @@ def test_sizes_are_not_believed(stored, tmp_path, capsys, giant):
     archive.write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     code, _, errors = run(capsys, "import", "--dir", target, archive)
     assert code == 2 and "was cut off" in errors
-    assert ("are more than there are" in errors) == (giant == "member")
+    assert ("but the file ends before" in errors) == (giant == "member")
     assert os.listdir(target) == []
 
 

@@ -56,7 +56,7 @@ def test_no_name_leads_out_of_the_folder(tmp_path, name):
         names.remove,
         lambda bad: names.write(bad, Save.new(KEY.digest, 1, ("0" * 40,))),
     ):
-        with pytest.raises(ValueError, match="is no name to save as: that is 1 to 64 of A-Z"):
+        with pytest.raises(ValueError, match="is no valid name: use 1 to 64 of A-Z"):
             use(name)
     assert os.listdir(tmp_path) == []
 
@@ -136,7 +136,7 @@ def test_what_is_gone_or_of_another_key_is_not_served(tmp_path):
     ):
         tier.kept("x").result(PATIENCE)
     (tmp_path / first.file_name).unlink()
-    with opened(tmp_path) as tier, pytest.raises(UnknownName, match="not all there any more"):
+    with opened(tmp_path) as tier, pytest.raises(UnknownName, match="are missing"):
         tier.kept("x").result(PATIENCE)
 
 
@@ -252,7 +252,7 @@ def test_commands_know_names(tmp_path, capsys):
     assert text.startswith("1 file removed") and text.endswith("; names keep 7.43 KiB\n")
     assert (tmp_path / pinned.file_name).exists() and not (tmp_path / other.file_name).exists()
     assert run(capsys, "forget", "--dir", tmp_path, "none") == (2, "", "error: nothing is saved as 'none'\n")
-    assert "is no name to save as" in run(capsys, "forget", "--dir", tmp_path, "../x")[2]
+    assert "is no valid name" in run(capsys, "forget", "--dir", tmp_path, "../x")[2]
     assert run(capsys, "forget", "--dir", tmp_path, "bad", "mine")[0] == 0
     assert run(capsys, "prune", "--dir", tmp_path, "--max-gib", "0")[1].startswith("1 file removed")
 
@@ -268,7 +268,7 @@ def test_verify_tells_of_names(tmp_path, capsys):
     code, text, _ = run(capsys, "verify", "--dir", tmp_path)
     bad, lost, end = text.splitlines()[1:]
     assert code == 1 and "bad.json is not what was written" in bad and bad.endswith("; save it anew; left there")
-    assert lost == "what is saved as 'mine' is not all there, or not what was saved; left there"
+    assert lost == "snapshots of the saved name 'mine' are missing, or are not those that were saved; left there"
     assert end == "1 good snapshot, 1 bad; 2 bad names"
     assert run(capsys, "verify", "--dir", tmp_path, first.name)[0] == 0
     text = run(capsys, "verify", "--dir", tmp_path, "--remove", "--json")[1]

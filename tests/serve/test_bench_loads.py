@@ -103,7 +103,7 @@ def test_a_search_that_finds_none_ends() -> None:
 def test_a_search_ends_where_requests_would_be_a_burst(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = find_rate(tmp_path / "rates.json", {}, 1.0, 30, lambda rate, earlier: {"good_share": 1.0})
     assert [run["request_rate"] for run in found["runs"]] == [1.0, 2.0, 3.0] and found["highest_rate"] == 3.0
-    assert "30 requests at more than 3 per second would be a burst" in capsys.readouterr().out
+    assert "30 requests are too few for rates above 3 per second" in capsys.readouterr().out
 
 
 def test_a_good_rate_above_a_bad_one_does_not_count() -> None:
@@ -126,10 +126,10 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFix
     assert found == json.loads(path.read_text()) and len(found["runs"]) == len(tried) - 1
     assert "4 requests/s: 0.0 % within the limits" in capsys.readouterr().out
     assert find_rate(path, settings, 2.0, 400, measure) == found and len(found["runs"]) == len(tried) - 1
-    with pytest.raises(ValueError, match="another goodput"):
+    with pytest.raises(ValueError, match="other values of goodput"):
         find_rate(path, {"goodput": {"ttft": 100.0}}, 2.0, 400, measure)
     path.write_text("[]")
-    with pytest.raises(ValueError, match="no runs of a search"):
+    with pytest.raises(ValueError, match="is not a result file of this search"):
         find_rate(path, settings, 2.0, 400, measure)
 
 

@@ -98,7 +98,7 @@ def test_the_highest_rate_is_searched(tiny: str, tmp_path: Path, capsys: pytest.
     assert found["highest_rate"] is None and rates == [300, 150, 75, 37.5, 18.75]
     assert all(one["completed"] == 3 for one in found["runs"])
     assert run(tiny, *search, "ttft:1") == 2
-    assert "runs with another goodput" in capsys.readouterr().err
+    assert "runs with other values of goodput" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_said(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ def test_a_bad_name_is_named(call: Any, path: str, name: Any) -> None:
     error = error_of(call("POST", path, json=body))
     assert error["param"] == "name"
     if isinstance(name, str):
-        assert "is no name to save as: that is 1 to 64 of A-Z" in error["message"]
+        assert "is no valid name: use 1 to 64 of A-Z" in error["message"]
         assert repr(name) in error["message"]
 
 

@@ -54,7 +54,7 @@ def test_a_snapshot_that_was_changed_is_not_restored(serve: Serve, tmp_path: Pat
         file.write_bytes(data)
         assert error_of(client.post("/cache/restore", name="x"), 503)["code"] == "not_done"
         error = error_of(client.post("/cache/restore", name="x"), 404)
-        assert error["message"] == "what was saved as 'x' is not all there any more; save it anew"
+        assert error["message"] == "snapshots of the saved name 'x' are missing; save it again"
         assert client.cached(tokens(1)) == 0
 
 

@@ -27,8 +27,8 @@ BODIES = {
     b'{"prompt": "a", "temperature": NaN}': "NaN is no JSON number",
     b'{"prompt": "a", "user": 1e999}': "beyond the range",
     b'{"prompt": "a", "user": [-Infinity]}': "-Infinity is no JSON number",
-    b'{"prompt": "a", "n": 1, "n": 2}': "the key 'n' is there twice",
-    b'{"prompt": "a", "response_format": {"type": "text", "type": "json_object"}}': "the key 'type' is there twice",
+    b'{"prompt": "a", "n": 1, "n": 2}': "the key 'n' occurs twice",
+    b'{"prompt": "a", "response_format": {"type": "text", "type": "json_object"}}': "the key 'type' occurs twice",
     b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}": "too many digits",
     b'{"prompt": "a", "user": ' + b"[" * 10**5 + b"]" * 10**5 + b"}": "nested too deeply",
 }

@@ -32,7 +32,7 @@ from shadowkv.layers.group import RankFailure
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 320
-"""Most graphs that are kept. The least recently used graph is dropped first."""
+"""Maximum number of graphs that are kept. The least recently used graph is dropped first."""
 
 EAGER_STEPS = 8
 """Steps of a shape that run without a graph before it is captured. A capture takes as long as several eager steps, and
@@ -94,7 +94,7 @@ class CudaGraphs:
             plan's numbers on the device; the newest tokens and their sources, int64 [2, B]; prompts or None; and
             whether it is a dry run. A dry run loads kernels, which a capture must not do. It computes only a few
             layers, because the next token waits for it.
-        max_batch: most rows of a decode step.
+        max_batch: maximum number of rows of a decode step.
         vocabulary: V, the columns of the logits.
         together: whether other ranks run the same graphs. A rank without memory for a graph then raises RankFailure,
             because it does not know whether the other ranks have run theirs.
@@ -246,7 +246,7 @@ class CudaGraphs:
                 if self._together:
                     raise RankFailure(f"no memory for a CUDA graph that all ranks run: {error}") from error
                 if not self.without:
-                    logger.warning("no memory for a CUDA graph, such steps run without: %s", error)
+                    logger.warning("no memory for a CUDA graph; steps of this shape run without one: %s", error)
                 self.without.add(key)
         if captured is None:
             return function(upload(torch.from_numpy(numbers), self.cache.device))

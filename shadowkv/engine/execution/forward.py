@@ -1,10 +1,10 @@
 """The forward pass: the loop over a model's layers. Only ``FusedLayers``, which decodes on a CPU, does without it.
 ``runner.py`` calls it, and evaluations call ``prefill``, too.
 
-A flow is tokens that pass the layers together, with the cache's batch of these tokens: a decode step, a micro-batch, a
-prompt, a block of a long prompt, or a step with prompts. The caller can pause the loop at every yield, or capture it in
-a CUDA graph. ``runner.py`` makes the flows of decode steps, and ``prefill`` makes those of prompts: for one cache, for
-several caches at once, or in one pass with a step.
+A flow is a set of tokens that pass the layers together, with the cache's batch of these tokens: a decode step, a
+micro-batch, a prompt, a block of a long prompt, or a step with prompts. The caller can pause the loop at every yield,
+or capture it in a CUDA graph. ``runner.py`` makes the flows of decode steps, and ``prefill`` makes those of prompts:
+for one cache, for several caches at once, or in one pass with a step.
 """
 
 from __future__ import annotations

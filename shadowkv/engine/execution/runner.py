@@ -144,8 +144,8 @@ class Runner:
             tokens: the token of each sequence, unless ``sources`` names a row.
             sources: for each sequence, the row of ``chosen`` that holds its token, or -1 if ``tokens`` has it. None if
                 ``tokens`` has all of them.
-            record: a context in which the step runs, without a CUDA graph. If this runs out of memory, because graphs
-                hold some, the step runs again, unrecorded.
+            record: a context in which the step runs, without a CUDA graph. CUDA graphs hold memory, so such a step can
+                run out of memory. It then runs again as a CUDA graph, outside the context.
             prompts: n other sequences and their new tokens (at most a block) for the same pass. Logits are then
                 [B + n, V]. The pass is a CUDA graph if all prompts stay exact and its shape has a graph. If it raises,
                 these sequences can only be released, and the step can run without them.
@@ -202,7 +202,7 @@ class Runner:
         inputs = upload(torch.tensor([tokens, sources]), self.cache.device)
         if not work:
             return self.step(plan, None, inputs).float()
-        if self.graphs is not None:  # page counts as in graphs, because kernels can be compiled for each count
+        if self.graphs is not None:  # rounds page counts as graphs do: a kernel may be compiled for each count
             plan = self.cache.rounded(plan, len(tokens))
         batch = self.cache.decode_batch(plan)  # comes first, so that due pages are compressed even if the prompts fail
         passing = prefill(self.model, self.cache, work, step=Step(batch, self._newest(inputs)))
@@ -258,9 +258,10 @@ class Runner:
 def kinds(layers: list[DecoderLayer], groups: Sequence[int]) -> list[DecoderLayer]:
     """Returns the layers of a dry run: the first layer, and one layer of each kind of the others.
 
-    The first layer adds no earlier output to the residual stream. Layers are of different kinds if their weights differ
-    in dtype or shape (fp8 checkpoints can leave some layers unquantised) or if the cache keeps them in different groups
-    of layers. ``groups`` are the group numbers of all layers.
+    The first layer is listed separately because it is the only one that has no output of an earlier layer to add to the
+    residual stream. Layers are of different kinds if their weights differ in dtype or shape (fp8 checkpoints can leave
+    some layers unquantised) or if the cache keeps them in different groups of layers. ``groups`` are the group numbers
+    of all layers.
     """
     first_of: dict[tuple[object, ...], DecoderLayer] = {}
     for number, layer in enumerate(layers[1:], 1):

@@ -17,7 +17,7 @@ class ThinkingBudget:
 
     Args:
         tokens: ids of ``BEGIN`` and ``END``.
-        budget: most tokens between ``BEGIN`` and ``END``.
+        budget: maximum number of tokens between ``BEGIN`` and ``END``.
         prompt: token ids of the prompt, which can end with ``BEGIN``.
     """
 

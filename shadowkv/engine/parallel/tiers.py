@@ -33,7 +33,8 @@ from shadowkv.prefix_cache.host import Arrival, HostTier, Mover, Place
 logger = logging.getLogger(__name__)
 
 Answering = Generator[None, None, bool]
-"""What a rank returns to a call that asks: its result is the answer (``Reader.answers``)."""
+"""The return type of methods that answer a call of rank 0. The generator is advanced until the answer is known, and
+returns it (``Reader.answers``)."""
 
 
 def open_mover(ranks: Ranks, cache: KVCache, nbytes: int, own: RankCache) -> tuple[Mover, list[RankCache]]:
@@ -42,7 +43,7 @@ def open_mover(ranks: Ranks, cache: KVCache, nbytes: int, own: RankCache) -> tup
     memory cannot be allocated, RankFailure if another rank fails."""
     with ranks.together():
         host = HostTier(ranks.group.agree(nbytes), cache.device, shared=ranks.memory.fileno())
-        caches = ranks.group.gather(own)  # last: so rank 0 waits until all ranks have the memory
+        caches = ranks.group.gather(own)  # gathered last, so that rank 0 waits until all ranks have the memory
     return DriverMover(ranks, cache, host, caches), caches
 
 
@@ -64,7 +65,7 @@ class RankArrival:
     """A restored sequence on its way to the devices of all ranks.
 
     Attributes:
-        own: its way to rank 0's device.
+        own: the arrival on rank 0's device.
         others: the other ranks' answers.
     """
 
@@ -99,7 +100,8 @@ class DriverMover(Mover):
 
     def open(self, sequence: CachedSequence, start: int, stop: int) -> Reading:
         number = next(self._count)
-        self._call("open", number, sequence, start, stop)  # first: it changes the sequence even if it fails
+        # Before rank 0 opens its own reading, which changes the sequence even if it fails.
+        self._call("open", number, sequence, start, stop)
         try:
             reading = super().open(sequence, start, stop)
         except BaseException:
@@ -129,7 +131,7 @@ class DriverMover(Mover):
             yield 0
         if failure is not None:
             raise failure
-        # After a rank's end the others can compute wrong values.
+        # If a rank has ended, the others may compute wrong values.
         if self._ranks.failure is not None or answers.exception() or not all(answers.result()):
             raise torch.OutOfMemoryError("another tensor-parallel rank could not copy its part")
 
@@ -187,7 +189,7 @@ class RankMover:
         """Opens the reading of copy ``number``."""
         try:
             self._jobs[number] = _Job(self._mover.open(sequence, start, stop))
-        except OutOfBlocks:  # on rank 0 too, which counts it
+        except OutOfBlocks:  # rank 0 fails in the same way, and counts the failure
             self._jobs[number] = _Job(None, failed=True)
         except (ValueError, torch.OutOfMemoryError) as error:
             self._fail(number, error)
@@ -239,7 +241,7 @@ class RankMover:
     def restore(
         self, links: list[Link], places: list[Place], start: int, capacity: int, parent: CachedSequence | None
     ) -> CachedSequence:
-        """Starts to restore a chain of which rank 0's headers are given."""
+        """Starts to restore a chain of snapshots. ``links`` have rank 0's headers."""
         snapshots = self._mover.cache.snapshots
         own = [Link(snapshots.counterpart(header), stop) for header, stop in links]
         restoring, arrival = self._mover.restore(own, places, start, capacity, parent)

@@ -44,7 +44,7 @@ class ClientRequest:
     """A request for ``generate``. It can be served only once.
 
     Attributes:
-        max_tokens: most tokens of the answer.
+        max_tokens: maximum number of tokens of the answer.
         packed: the prompt as bytes (``messages.pack_ids``).
         looked_up, tenant, priority: as in ``Request``.
         arrival: time of arrival, in seconds of ``time.monotonic``.
@@ -96,14 +96,14 @@ class Answers:
     async def read(self) -> list[tuple[int, TextOutput]]:
         """Returns the new outputs since the last call, with their requests' numbers. Waits for at least one.
 
-        Raises the error of ``fail``. Outputs behind a stop string are left out: the engine sends them until it gets
-        ``Stop``.
+        Raises the error of ``fail``. Outputs after a stop string are left out. The engine sends such outputs until it
+        receives ``Stop``.
         """
         if not self._outputs and self._error is None:
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
         if not self._outputs:
-            assert self._error is not None, "woken by nothing"
+            assert self._error is not None, "woken without output or error"
             raise self._error
         outputs, self._outputs = self._outputs, {}
         read = [(number, self._read(number, of_it)) for number, of_it in outputs.items() if number not in self._ended]
@@ -433,7 +433,7 @@ class EngineClient:
             saved: Saved = await self._answered(number, answer, DISK_SECONDS, Saved)
             return saved
         except asyncio.TimeoutError:
-            raise DiskTooSlow(f"the disk has not taken the prompt within {DISK_SECONDS:g} s") from None
+            raise DiskTooSlow(f"the prompt could not be written to the disk within {DISK_SECONDS:g} s") from None
         finally:
             self._forget(number)
 
@@ -446,7 +446,7 @@ class EngineClient:
         try:
             saved: Saved = await self._ask(messages.Restore(self._number(), name), DISK_SECONDS, Saved)
         except asyncio.TimeoutError:
-            raise DiskTooSlow(f"the disk has not given {name!r} within {DISK_SECONDS:g} s") from None
+            raise DiskTooSlow(f"{name!r} could not be read from the disk within {DISK_SECONDS:g} s") from None
         return saved
 
     async def hand_over(self, request: ClientRequest) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ class DecodeSteps:
         return step if step is not None and any(running in self.scheduler.running for running in step.rows) else None
 
     def _precedes(self, step: _Step) -> bool:
-        """Whether another step can be launched behind ``step`` before its tokens are read."""
+        """Whether another step can be launched after ``step`` before the tokens of ``step`` are read."""
         if not (self.run_ahead and step.on_device) or step.drafts:
             return False
         if self.speculation is None:
@@ -161,8 +161,8 @@ class DecodeSteps:
         cut_to_answer(running, self.held, self.scheduler)
 
     def _launch(self, before: _Step | None, prompts: Sequence[Running] = ()) -> _Step | None:
-        """Launches a step of the running sequences and ``prompts`` behind ``before``; None if no sequence is left to
-        decode."""
+        """Launches a step of the running sequences and ``prompts`` after the step ``before``. Returns None if no
+        sequence is left to decode."""
         rows, tokens, sources = [], [], []
         known = {} if before is None else {id(running): row for row, running in enumerate(before.rows)}
         for running in self.scheduler.running:
@@ -225,7 +225,8 @@ class _Step:
         requests = [running.request for running in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain
-        # Another graph would overwrite the logits before they are read. No step is launched behind one with drafts.
+        # Another graph would overwrite the logits before they are read. No step is launched after one with drafts until
+        # its tokens are read.
         self.logits = logits if plain or drafts else logits.clone()
         if plain:
             steps = [len(r.output_token_ids) + 1 + on_its_way for r, on_its_way in zip(requests, ahead, strict=True)]

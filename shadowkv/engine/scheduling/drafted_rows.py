@@ -35,7 +35,7 @@ class _Drafted:
     agrees: bool = True
 
     def take(self, token: int) -> None:
-        """Takes in the chosen token of the row behind the accepted ones."""
+        """Records the token that was chosen from the next row, the one after the accepted rows."""
         request, left = self.running.request, self.draft[self.accepted :]
         self.agrees = bool(left) and left[0] == token
         if self.agrees:
@@ -86,7 +86,7 @@ class DraftedRows:
             if id(one.running) in tokens:
                 one.take(tokens[id(one.running)])
             else:
-                one.agrees = False  # held: its next token is chosen later, and its further rows are dropped
+                one.agrees = False  # held: its next token is chosen later, and its other rows are dropped
         return chosen
 
     def _end(self, one: _Drafted, is_alive: bool) -> None:

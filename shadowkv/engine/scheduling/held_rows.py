@@ -1,4 +1,4 @@
-"""Held rows: rows of a step whose logits are there before their grammar masks. ``DecodeSteps`` holds them while other
+"""Held rows: rows of a step whose logits are ready before their grammar masks. ``DecodeSteps`` holds them while other
 rows go on."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Selected = dict[int, TokenSelections | None]
 ChosenRows = tuple[list[Running], Chosen, Selected]
 
 RULES_SECONDS = 0.005
-"""Seconds that a step waits for grammar masks after its logits are there. A mask usually takes less than 0.2 ms; masks
-of one grammar are made one after another. A row that was late is not waited for in its next step."""
+"""Seconds that a step waits for grammar masks after its logits are ready. A mask usually takes less than 0.2 ms; masks
+of one grammar are made one after another. If a row's mask was late, the next step does not wait for that row."""
 
 IDLE_SECONDS = 0.01
 """Seconds to wait while all rows are held. It is short because requests can arrive."""

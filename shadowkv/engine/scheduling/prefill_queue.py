@@ -29,12 +29,12 @@ after 0.34 to 0.40 s. With all of the prefill time they would have taken 0.25 s.
 
 
 MAX_OWED = 0.5
-"""Most seconds that newcomers can owe to a prefill that they overtake. Without a limit, a client whose requests end at
-once would be a newcomer each time."""
+"""Maximum time in seconds that newcomers can owe to a prefill that they overtake. Without a limit, a client whose
+requests end at once would be a newcomer each time."""
 
 MAX_IN_FLIGHT = 3
-"""Most prefills in flight: a long prompt, a pack that has overtaken it, and newcomers that have overtaken the pack. It
-is limited because the activations of each take memory."""
+"""Maximum number of prefills in flight: a long prompt, a pack that has overtaken it, and newcomers that have overtaken
+the pack. It is limited because the activations of each take memory."""
 
 
 @dataclass(eq=False)
@@ -190,8 +190,8 @@ class PrefillQueue:
             return prefill, *end.value
 
     def _prepare(self, prefill: PrefillInFlight, seconds: float) -> float:
-        """Captures the CUDA graph of the first decode step after a prefill. Before, it computes as many pieces as leave
-        ``CAPTURE_SECONDS`` of the round.
+        """Captures the CUDA graph of the first decode step after a prefill. First computes pieces of the prefill, as
+        many as fit into the round before its last ``CAPTURE_SECONDS``.
 
         Returns the seconds that these pieces take. Returns 0 if it did nothing: no graph is missing, ``seconds`` or the
         rest of the prefill is too short, or no piece has been measured yet.

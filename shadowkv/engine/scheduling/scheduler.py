@@ -37,11 +37,11 @@ SPARE_TOKENS = 1024
 """Tokens of a short question and its answer. Memory for these is reserved for newcomers."""
 
 MAX_REFUSED = 32
-"""Newcomers' requests that one admission tries although earlier ones did not fit."""
+"""An admission stops when this many requests, all but the first of newcomers, did not fit."""
 
 MAX_ON_THEIR_WAY = 32
-"""Waiting requests that others can pass while their prefix is read from the disk. It is limited because every step
-checks each of them."""
+"""Maximum number of waiting requests that others can pass while the prefixes of the waiting ones are read from the
+disk. It is limited because every step checks each of them."""
 
 
 @dataclass(eq=False)
@@ -134,10 +134,10 @@ class Scheduler:
 
     Args:
         cache: the cache that allocates the sequences.
-        max_num_seqs: most requests that run at once. A newcomer's request can run beyond this limit, in the slot of a
-            cached sequence.
-        max_num_batched_tokens: most tokens of prompts and decode rows in one pass. A longer prompt is computed alone,
-            and so is one of more than a block.
+        max_num_seqs: maximum number of requests that run at once. A newcomer's request can run beyond this limit, in
+            the slot of a cached sequence.
+        max_num_batched_tokens: maximum number of tokens of prompts and decode rows in one pass. A longer prompt is
+            computed alone, and so is one of more than a block.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Scheduler:
         Args:
             in_flight: prompts whose prefill is paused. If there are any, long prompts are passed over, memory for the
                 passed prompts stays free, and the admitted prompts have at most a block of tokens together.
-            most_tokens: most new tokens of several prompts that are packed. A single prompt can have more.
+            most_tokens: maximum number of new tokens of several prompts that are packed. A single prompt can have more.
             newcomers_only: whether to admit only newcomers' requests.
         """
         admitted: list[Running] = []

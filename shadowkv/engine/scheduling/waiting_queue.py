@@ -4,8 +4,8 @@ first served, or by priority.
 The fair order is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024,
 arXiv:2401.00588). Each tenant has a counter of the tokens computed for it, and the tenant with the lowest counter is
 next. A tenant that comes, or comes back, starts at least at the lowest counter of the active tenants, so that no tenant
-saves up credit. Beyond the paper, a newcomer is first: a tenant with requests waiting and none running or prefilling.
-It is no newcomer if its counter is more than ``AHEAD`` above the lowest.
+saves up credit. Unlike in the paper, a newcomer is first: a tenant with requests waiting and none running or
+prefilling. It is no newcomer if its counter is more than ``AHEAD`` above the lowest.
 
 Within a tenant the shortest prompt is first, with ageing: a request's rank is its arrival time plus a multiple of its
 prefill time. Requests without a tenant, which come from ``LLM`` and not from a server, keep their order.
@@ -24,11 +24,12 @@ PROMPT_COST, OUTPUT_COST = 1, 2
 sequences reads all weights for each token."""
 
 AHEAD = 1_024
-"""Most that a newcomer's counter can be above the lowest one. Without a limit, a tenant that asks one short question
-after another would always be first."""
+"""A tenant is a newcomer only if its counter is at most this much above the lowest counter. Without a limit, a tenant
+that asks one short question after another would always be first."""
 
 PATIENCE = 4.0
-"""For this many times its own prefill time, a request lets shorter ones of its tenant pass."""
+"""A shorter request of the same tenant can pass a request if it arrives within this many times the prefill time of the
+longer one."""
 
 
 class WaitingQueue:

@@ -10,7 +10,7 @@ from shadowkv.field_types import wrong_types
 
 METHODS = ("ngram", "suffix")
 MAX_SPECULATIVE_TOKENS = 63
-"""Most drafted tokens of a step. With the newest token they are a page, which every cache has room for."""
+"""Maximum number of drafted tokens of a step. With the newest token they are a page, which every cache has room for."""
 
 SUFFIX_TOKENS = 24
 """Default of ``num_speculative_tokens`` for ``suffix``, as in vLLM."""

@@ -16,13 +16,15 @@ SEPARATOR = -1
 """Stands between predicted text and prompt. No token equals it."""
 
 SHORTEST_MATCH = 2
-"""Tokens of the shortest match of ``SuffixDrafter``, which are a key of its table."""
+"""Length of the shortest match of ``SuffixDrafter``. The keys of its table are tuples of this many tokens."""
 
 LONGEST_MATCH = 64
-"""Tokens that ``SuffixDrafter`` compares at most to find the longest match. A match then grows with the answer."""
+"""Maximum number of tokens that ``SuffixDrafter`` compares to find the longest match. A match then grows with the
+answer."""
 
 OCCURRENCES = 32
-"""Occurrences of the newest tokens that ``SuffixDrafter`` compares at most, from the newest to the oldest."""
+"""Maximum number of earlier occurrences of the newest tokens that ``SuffixDrafter`` compares, from the newest to the
+oldest."""
 
 
 class Drafter(Protocol):
@@ -127,7 +129,7 @@ class SuffixDrafter:
         return _until_separator(drafted)
 
     def _pair(self) -> int:
-        """The newest pair of tokens as a number; -1, which is no pair, without one."""
+        """The newest pair of tokens as a number; -1 if there is no pair yet."""
         return self._tokens[-2] << 32 | self._tokens[-1] & 0xFFFFFFFF if len(self._tokens) > 1 else -1
 
     def _look_up(self) -> None:

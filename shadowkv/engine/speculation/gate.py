@@ -1,4 +1,4 @@
-"""The gate: how many tokens to draft, by what is accepted and by how long steps take.
+"""Decides how many tokens to draft, from acceptance rates and step times.
 
 ``StepTimes`` knows what further rows cost in a step, ``AcceptanceRates`` how many of them are accepted. ``Gate`` weighs
 them up for one request.
@@ -11,36 +11,42 @@ from collections import defaultdict, deque
 from statistics import median
 
 KEPT_TIMES = 7
-"""Step times that are kept for each number of rows. Their median counts, so that a slow step now and then does not."""
+"""Number of recent step times that are kept for each number of rows. Their median is used, so that occasional slow
+steps have no effect."""
 
 ROW_SHARE = 0.1
-"""Time of a further row as a share of the step's, where it has not been measured yet."""
+"""Assumed time of an additional row, as a share of the step's time. It is used for numbers of rows that have not been
+measured."""
 
 MATCH_KINDS = 4, 8, 16
-"""Lengths of matches, in tokens, from which a longer kind begins. Rates are measured for each kind."""
+"""Match lengths, in tokens, that separate the kinds of matches: 0 to 3, 4 to 7, 8 to 15, 16 and more. Each kind has its
+own acceptance rate."""
 
 FIRST_RATES = 0.4, 0.6, 0.8, 0.9
-"""Assumed acceptance rates of the kinds before anything is measured. Each counts as ``FIRST_TOKENS`` drafted tokens."""
+"""Initial acceptance rate of each kind. It has the weight of ``FIRST_TOKENS`` drafted tokens."""
 
 FIRST_TOKENS, RECENT_TOKENS = 16, 1024
-"""Weight of the first rates, and the window of all requests' rates, in drafted tokens: older ones fade out."""
+"""Weight of the initial rates, and the window over which the rates of all requests are measured, both in drafted
+tokens."""
 
 OTHERS_TOKENS, OWN_TOKENS = 8, 64
-"""Weight of all requests' rates in those of one request, and the window of its own, in drafted tokens."""
+"""Weight of all requests' rates in the rates of one request, and the window over which a request's own rates are
+measured, both in drafted tokens."""
 
 LEAST_GAIN = 1.02
-"""Tokens per second with a draft, over those without, from which it is worth drafting."""
+"""Minimum expected speed-up of a draft: tokens per second with it divided by tokens per second without it."""
 
 MOST_LOSS = 0.01
-"""Share of a request's steps that drafts may cost it without a gain. As much again may be spent on trials."""
+"""Maximum cost of unsuccessful drafts, as a share of the request's steps. Trials have a separate budget of the same
+size."""
 
 
 FREE_LOSS = 1.0
-"""Steps that drafts may cost a request besides."""
+"""Number of steps that drafts may cost a request in addition to ``MOST_LOSS``."""
 
 
 class StepTimes:
-    """Time of a decode step by its number of rows."""
+    """Predicts the time of a decode step from its number of rows."""
 
     def __init__(self) -> None:
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
@@ -72,12 +78,13 @@ class StepTimes:
 
 
 class AcceptanceRates:
-    """Shares of drafted tokens that are accepted if all drafted tokens before them are, by kind of match.
+    """Acceptance rates by kind of match. A rate is the probability that a drafted token is accepted if all drafted
+    tokens before it are.
 
     Args:
         before: the rates before anything is measured; None for ``FIRST_RATES``.
         weight: weight of ``before``, in drafted tokens.
-        window: drafted tokens after which measurements have faded out.
+        window: number of drafted tokens over which measurements fade out.
     """
 
     def __init__(self, before: AcceptanceRates | None, weight: int, window: int) -> None:
@@ -85,13 +92,14 @@ class AcceptanceRates:
         self._drafted, self._accepted = [0.0] * len(FIRST_RATES), [0.0] * len(FIRST_RATES)
 
     def rate(self, matched: int) -> float:
-        """Returns the rate of drafts behind a match of ``matched`` tokens."""
+        """Returns the acceptance rate of drafts that follow a match of ``matched`` tokens."""
         kind = bisect_right(MATCH_KINDS, matched)
         before = FIRST_RATES[kind] if self._before is None else self._before.rate(matched)
         return (self._accepted[kind] + self._weight * before) / (self._drafted[kind] + self._weight)
 
     def add(self, matched: int, drafted: int, accepted: int) -> None:
-        """Adds a draft behind a match of ``matched`` tokens. Tokens behind the first wrong one tell nothing."""
+        """Adds a draft that followed a match of ``matched`` tokens. Tokens after the first rejected one are not
+        counted."""
         kind, judged = bisect_right(MATCH_KINDS, matched), min(drafted, accepted + 1)
         kept = max(0.0, 1 - judged / self._window)
         self._drafted[kind] = kept * self._drafted[kind] + judged
@@ -117,12 +125,13 @@ class Gate:
         self._matched, self._cost, self._is_trial = 0, 0.0, False
 
     def length(self, matched: int, most: int, times: StepTimes, rows: int, sequences: int, steps: int) -> int:
-        """Returns the number of tokens to draft, at most ``most``. ``judge`` must be called with what became of them.
+        """Returns the number of tokens to draft, at most ``most``. After the step, call ``judge`` with its result.
 
         Args:
             matched: tokens of the match.
-            times: times of such steps.
-            rows, sequences: rows of the step without this draft, and its sequences.
+            times: measured step times.
+            rows: number of the step's rows without this draft.
+            sequences: number of the step's sequences.
             steps: tokens of the answer so far.
         """
         rate, plain = self._own.rate(matched), times.seconds(rows)
@@ -143,7 +152,7 @@ class Gate:
         return count if loss <= MOST_LOSS * steps else 0
 
     def judge(self, drafted: int, accepted: int) -> None:
-        """Takes in how many of the drafted tokens were accepted."""
+        """Records how many of the drafted tokens were accepted."""
         for rates in (self._own, self._overall):
             rates.add(self._matched, drafted, accepted)
         if self._is_trial:

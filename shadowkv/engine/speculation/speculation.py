@@ -36,7 +36,7 @@ class Speculation:
     """Drafts tokens for running requests, where it pays.
 
     Args:
-        max_rows: most rows of a step. Drafts that do not fit are cut.
+        max_rows: maximum number of rows of a step. Drafts that do not fit are cut.
 
     Attributes:
         stats: counts for ``/metrics``.

@@ -69,7 +69,7 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
         model: config of the model.
         forced: layout of the policy when it compresses every sequence that it can.
         device: the device's type.
-        batch: most sequences that run at once.
+        batch: maximum number of sequences that run at once.
         cache_bytes: device bytes for pages; None if they suffice for the whole batch.
     """
     costs, longest = COSTS[device], forced.max_model_len

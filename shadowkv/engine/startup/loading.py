@@ -146,8 +146,8 @@ def ops_for(
 
 
 def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
-    """Returns the most rows that a decode step can have as a CUDA graph. Returns None if decode steps are not CUDA
-    graphs."""
+    """Returns the maximum number of rows of a decode step that runs as a CUDA graph. Returns None if decode steps are
+    not CUDA graphs."""
     graphs = cache.device.type == "cuda" and not config.enforce_eager and not cache.ops.synchronising
     return config.max_rows if graphs else None
 

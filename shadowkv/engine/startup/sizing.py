@@ -44,7 +44,7 @@ SHORTER = 8
 
 WAY_SNAPSHOTS, WAY_GIB = 2, (1, 16)
 """Host memory for copies between device and disk if ``kv_offload_gib`` is 0. It holds ``WAY_SNAPSHOTS`` copies of the
-longest sequence, but is at least and at most as large as ``WAY_GIB`` says."""
+longest sequence. ``WAY_GIB`` has its minimum and maximum size in GiB."""
 
 
 def in_gib(count: int) -> str:
@@ -100,7 +100,8 @@ def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
 
 
 def _inner_numbers(model: ModelConfig) -> int:
-    """Returns the most numbers of one token that exist at the same time within an MLP or a mixture of experts."""
+    """Returns the maximum number of values per token that exist at the same time within an MLP or a mixture of
+    experts."""
     widest = 2 if model.double_wide_mlp else 1
     dense = 3 * widest * model.intermediate_size if model.has_mlps else 0
     if model.experts is None:
@@ -155,14 +156,14 @@ def _fetching_bytes(layout: GroupLayout) -> int:
 
 
 def _stored(tokens: int, shape: ModelShape) -> int:
-    """Returns the most tokens that are stored together for a prompt of ``tokens`` tokens. A token counts once for each
-    layer that is stored with it."""
+    """Returns the maximum number of tokens that are stored together for a prompt of ``tokens`` tokens. A token counts
+    once for each layer that is stored with it."""
     return max(tokens, min(TOKENS_AT_ONCE, min(STATES_AT_ONCE, shape.num_layers) * tokens))
 
 
 def storing_bytes(layout: Layout) -> int:
     """Returns the device bytes with which the cache's parts fit states and compress pages. They do so one after
-    another, so the largest need counts."""
+    another, so this is the largest of their needs."""
     tokens = _stored(layout.max_model_len, layout.shape)
     parts = [part for group in layout.groups for part in group.parts]
     return max(max(part.fitting_bytes(tokens), part.compression_bytes()) for part in parts)
@@ -225,7 +226,7 @@ def largest_batch(
 
     Args:
         start: tokens of each prompt.
-        capacity: most tokens of each sequence.
+        capacity: maximum number of tokens of each sequence.
         device_bytes: device memory without the weights.
         host_bytes: host memory for values; None is unlimited.
         offload: whether cached prompts are copied to host memory.

@@ -52,7 +52,7 @@ SLOW_AT_ONCE, TURN_SECONDS = 2, 0.25
 """Slow processes that run at a time, and the length of a turn while other slow processes wait."""
 
 NICENESS = 19
-"""Niceness of slow work and of compilations: the maximum. If the engine has a thread on each core, its step waits for
+"""Niceness of slow work and of compilations: the maximum. If the engine has a thread on each core, a step is as slow as
 the thread that shares its core with such work."""
 
 KEPT_BYTES = 2**28
@@ -68,7 +68,7 @@ REMEMBERED = 4_096
 """Number of grammars that are remembered as too costly. They are refused at once the next time."""
 
 MAX_DEATHS = 3
-"""Number of processes that can end while they match an answer, without its fault, before the answer fails."""
+"""An answer fails after this many processes have ended while they matched it, if the answer was not the cause."""
 
 SHUT_DOWN = "the engine is being shut down"
 FAILED = "grammar matching has failed on this server; the log has the details"
@@ -97,7 +97,7 @@ class Answer(Protocol):
 @dataclass(eq=False)
 class _Matched:
     """An answer that a process matches. ``new`` are the tokens that the process has not got yet, ``tokens`` are all.
-    ``deaths`` counts the processes that have ended while they matched it, without its fault."""
+    ``deaths`` counts the processes that have ended while they matched it, where it was not the cause."""
 
     answer: Answer
     new: list[int] = field(default_factory=list)

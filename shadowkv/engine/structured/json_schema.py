@@ -10,7 +10,8 @@ from shadowkv.engine.request import RequestError, SchemaTimeout
 from shadowkv.grammar_text import grammar_kind
 
 MAX_GRAMMAR_CHARS = 2**17
-"""Most characters of a schema or another grammar. A chain of 20,000 references overflows the compiler's stack."""
+"""Maximum number of characters of a schema or another grammar. A chain of 20,000 references overflows the compiler's
+stack."""
 
 LOG_PREFIX = re.compile(r"^.*(Check failed: (\(.*?\) is false: )?|\.(cc|h):\d+: )", re.DOTALL)
 """The prefix of the compiler's messages: time, source file and condition."""
@@ -73,7 +74,7 @@ def parse_schema(schema: str) -> Any:
                 _check_reference(one.get("$ref"))
         level = [child for one in level for child in _children(one)]
     if not _has_answer(rules):
-        raise ValueError("no finite JSON can satisfy it: it requires itself endlessly, or one of no alternatives")
+        raise ValueError("no finite JSON can satisfy it: a part requires itself, or has no alternatives")
     return rules
 
 

@@ -41,9 +41,10 @@ class ExactTails(Policy):
 
 
 def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
-    """Returns ``policies``, and after each policy that compresses its twin for ``tokens`` generated tokens.
+    """Returns ``policies`` with twins added. The twin of a compressing policy comes right after it, and keeps
+    ``tokens`` generated tokens exact.
 
-    Raises ValueError if none of them compresses.
+    Raises ValueError if no policy compresses.
     """
     with_twins: list[Policy] = []
     for policy in policies:
@@ -73,7 +74,7 @@ class Follower:
 
     Args:
         prompts: the prompts, all of the same length, one sequence each.
-        capacity: tokens of a sequence at the end.
+        capacity: maximum number of tokens of a sequence.
         exact: full attention's cache, which decodes every token first; None for full attention itself.
     """
 
@@ -170,8 +171,8 @@ def follow(
 
     Args:
         loaded: the model of the policies.
-        leading: the model whose full attention the policies follow. It has the tokenizer and heads of ``loaded``. None
-            means ``loaded``.
+        leading: the model whose full attention the policies follow. Its tokenizer and attention heads must be those of
+            ``loaded``. None means ``loaded``.
         steps: number of tokens that full attention generates.
         every: attention is compared at every ``every``-th step.
         progress: called once per step.

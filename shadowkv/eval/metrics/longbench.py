@@ -84,7 +84,7 @@ def _cut(text: str) -> list[str]:
     try:
         import jieba
     except ImportError as error:
-        raise ValueError(f"answers in Chinese are scored by words: {adding('eval')}") from error
+        raise ValueError(f"scoring answers in Chinese needs the package jieba: {adding('eval')}") from error
     words: Any = jieba.cut(text, cut_all=False)
     return list(words)
 

@@ -32,7 +32,8 @@ def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
 
 
 def common_subsequence(left: Sequence[str], right: Sequence[str]) -> list[int]:
-    """Returns the positions in ``left`` of a longest common subsequence. The backtracking chooses one of several."""
+    """Returns the positions in ``left`` of a longest common subsequence. If there are several, it returns the one that
+    backtracking finds first."""
     lengths = [[0] * (len(right) + 1) for _ in range(len(left) + 1)]
     for i, word in enumerate(left):
         for j, other in enumerate(right):

@@ -54,7 +54,7 @@ class PromptFitter:
         if chat and not tokenizer.has_chat_template:
             raise ValueError("this model has no chat template; ask for plain prompts")
         self._tokenizer, self._chat = tokenizer, chat
-        self._start = 32  # units to try first: the last prompt's
+        self._start = 32  # units to try first: as many as in the last prompt
 
     def frame(self, text: str, answer_prefix: str = "", history: Sequence[tuple[str, str]] = ()) -> str:
         """Returns the prompt as the model sees it. Without a chat template, turns of a history begin with ``User:`` and
@@ -118,7 +118,7 @@ class PromptFitter:
             # Text around the seam may be tokenized differently than before, so the prompt is counted again.
             keep -= excess
             if keep < 2:
-                raise TooShortError(f"a prompt of {self.budget} tokens is all frame")
+                raise TooShortError(f"a prompt of {self.budget} tokens has no room for text beside the template")
             decode = self._tokenizer.decode
             prompt = self.frame(decode(ids[: keep // 2]) + decode(ids[-(keep // 2) :]))
             excess = self.count(prompt) - self.budget

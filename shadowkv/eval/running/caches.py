@@ -49,8 +49,8 @@ def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity
 def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: int) -> int:
     """Returns how many sequences of ``capacity`` tokens fit in free memory, each under all ``specs`` at once.
 
-    On a CPU this is 1, because a batch is no faster there. Like the engine, it leaves a share of the GPU's memory and
-    of the host's free.
+    On a CPU this is 1, because a batch is no faster there. A share of the GPU's memory and of the host's memory is left
+    free, as in the engine.
     """
     parameter = next(loaded.model.parameters())
     if parameter.device.type == "cpu":

@@ -61,7 +61,8 @@ class Remote:
         if not served or (model is not None and model not in served):
             raise ValueError(f"the server has no model {model!r}; it has {', '.join(served) or 'none'}")
         self.model = model or next(iter(served))
-        self.max_model_len: int | None = getattr(served[self.model], "max_model_len", None)  # vLLM and this server do
+        # vLLM and this project's server report it.
+        self.max_model_len: int | None = getattr(served[self.model], "max_model_len", None)
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
         """Yields predictions as they arrive. Raises ValueError for a sample that the server refuses or cannot hold."""

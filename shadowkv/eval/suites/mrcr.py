@@ -16,7 +16,7 @@ from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 NEEDLES = {"mrcr_2needle": 2, "mrcr_4needle": 4, "mrcr_8needle": 8}
-"""How often the request that is asked about comes, by task."""
+"""Number of identical requests in a conversation, by task. The question is about one of them."""
 TASKS: tuple[str, ...] = tuple(NEEDLES)
 PREFIX_LENGTH = 10
 ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")

@@ -38,11 +38,11 @@ class Int8Latents(LatentCodec):
 
 class Int4Latents(LatentCodec):
     """The first ``strong`` latents, those of the strongest principal components, have a byte each: the latent plus 128.
-    Each later byte has two of the other latents, each plus 8: number 2 i in the low four bits, number 2 i + 1 in the
-    high four.
+    Each later byte has two of the other latents, each plus 8: the first of the two in the low four bits, the second in
+    the high four.
 
-    Codes are unsigned, because kernels turn them into floats without a conversion: they put a code into the mantissa of
-    1024, or of 16 times 1024, and subtract the excess later.
+    Codes are unsigned, because kernels turn them into floats without a conversion: they put a code into the low bits of
+    the mantissa of 1024, or of 16 times 1024, and subtract this number later.
 
     Attributes:
         strong: number of rank dimensions in 8 bits, an even number. If the rank is smaller, all dimensions are in 8

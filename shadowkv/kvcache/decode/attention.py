@@ -87,7 +87,8 @@ class Decode:
         if batch.compressed is None or self.fetching is not None:
             self._append(layer, k, v, batch)
         else:  # on the stream of exact attention, which reads the new tokens
-            # Kept until that stream has been waited for: otherwise queries could be given their memory.
+            # Kept until the current stream has waited for that stream. Otherwise the allocator could reuse their memory
+            # for queries.
             self._appended = k, v
             self.side_stream.start(lambda: self._append(layer, k, v, batch))
 

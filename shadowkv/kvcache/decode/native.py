@@ -38,7 +38,8 @@ class NativeSelection:
         count, heads = index_queries.shape[:2]
         segments = compressed.pages.shape[1] * (1 if batch.of_sequence is None else batch.of_sequence.shape[1])
         width = segments + batch.pages.shape[1]
-        # Pages of a sequence by their numbers in it. Rows without a page, and pages without tokens, have -inf.
+        # The scores of a sequence's pages, by the page's number within the sequence. They stay -inf for numbers without
+        # a page and for pages without tokens.
         sequence = batch.of_compressed(torch.arange(count, device=index_queries.device))
         number = compressed.first[:, None] // PAGE + torch.arange(compressed.pages.shape[1], device=sequence.device)
         number = number.clamp(max=width - 1)
@@ -58,8 +59,9 @@ class NativeSelection:
 
     @staticmethod
     def _with(scores: Tensor, more: Tensor, sequence: Tensor, number: Tensor) -> Tensor:
-        """Returns ``scores`` [B, H, W] with those of more pages, ``more`` [R, H, P] of pages ``number`` [R, P] of
-        sequences [R]. The larger of two scores counts."""
+        """Enters more scores into ``scores`` [B, H, W]. ``more`` [R, H, P] are scores of the pages with numbers
+        ``number`` [R, P] within the sequences ``sequence`` [R]. Where there is a score already, the larger one is
+        kept."""
         flat = scores.transpose(0, 1).flatten(1)  # [H, B * W]
         places = (sequence[:, None] * scores.shape[-1] + number).flatten()
         flat = flat.scatter_reduce(1, places.expand(len(flat), -1), more.transpose(0, 1).flatten(1), "amax")
@@ -91,12 +93,13 @@ class NativeSelection:
         return torch.where((pages < last).unsqueeze(-1), chunks, -1).flatten(-2)
 
     def _of_tokens(self, queries: Tensor, index_keys: Tensor, pages: Tensor, num_tokens: Tensor) -> Tensor:
-        """The score of each token, float32 [R, H, P * 64]: a chunk's mean key is here the index key of one token."""
+        """The score of each token, float32 [R, H, P * 64]. It is computed as a chunk's score, for chunks of one
+        token."""
         excluded = self._excluded.expand(len(index_keys), -1, -1)
         scores: Tensor = self.store.ops.chunk_mean_scores(queries, index_keys, excluded, pages, num_tokens)[0]
         return scores.squeeze(1)
 
 
 def _gathered(kept: Tensor, number: Tensor) -> Tensor:
-    """The entries bool [R, H, P] of ``kept`` [R, H, W] for pages ``number`` [R, P]."""
+    """Returns the entries of ``kept`` [R, H, W] for the pages with numbers ``number`` [R, P], bool [R, H, P]."""
     return kept.gather(-1, number.unsqueeze(1).expand(-1, kept.shape[1], -1))

@@ -66,7 +66,7 @@ class DecodePlanner:
         rows = slots if counts is None else slots.repeat(new)
         numbers = SequenceNumbers(rows, *(getattr(tables, name)[rows] for name in names))
         if counts is not None:
-            own = np.arange(len(rows)) - (new.cumsum() - new).repeat(new)  # numbers of a sequence's rows
+            own = np.arange(len(rows)) - (new.cumsum() - new).repeat(new)  # index of each row within its sequence
             numbers = numbers._replace(length=numbers.length + own)
         segments, of_sequence = self._segments(numbers)
         budget = segments.top_k + segments.sampled
@@ -82,10 +82,10 @@ class DecodePlanner:
         )
 
     def most_tokens(self, sequences: Sequence[CachedSequence]) -> np.ndarray:
-        """The most new tokens, int64 [n], that a step can append to each sequence.
+        """Maximum number of new tokens, int64 [n], that a step can append to each sequence.
 
-        They end before the sequence's capacity, and before the next compression is due: every token then attends to
-        what it would attend to in a step of its own. There are at most as many as a window's ring has room for.
+        The number is limited by the sequence's capacity and by the ring of a window. It also ends before the next
+        compression is due, so that every token attends to the same tokens as in a step of its own.
         """
         tables = self.tables
         slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
@@ -116,8 +116,8 @@ class DecodePlanner:
     ) -> GroupPlan | None:
         """Plans a step of padding rows with the shapes of the next step of ``sequences`` and ``joining``.
 
-        Returns None if the shapes are not known yet. They are not if a sequence has several segments, or if values are
-        fetched from the host, because then the number of micro-batches matters.
+        Returns None if the shapes cannot be predicted: if a sequence has several segments, or if values are fetched
+        from the host, where the number of micro-batches changes the shapes.
 
         Args:
             joining: sequences whose prompts are being computed, with the prompts' lengths.
@@ -165,12 +165,13 @@ class DecodePlanner:
         length = numbers.length[sequence]
         if isinstance(spec.budget, float):
             budget = spec.budget_chunks(np.where(last, length, end) - first)
-        elif spec.native:  # what the whole sequence selects can all be in one segment
+        elif spec.native:  # all blocks that the sequence selects may be in one segment
             budget = spec.budget_chunks(length)
-        else:  # a number of tokens, or the default's minimum, is for the whole sequence: segments share it
+        else:  # the budget is for the whole sequence, and segments share it by length
             whole = spec.budget_chunks(length)
             budget = -(-whole * (end - first) // np.maximum(1, numbers.compressed[sequence]))
-        # ``rounded`` leaves room for this many chunks. A long tail that waits for a segment of its own would give more.
+        # ``rounded`` leaves room for this many chunks. Without the limit, a long tail that is not compressed yet would
+        # raise the budget of the last segment further.
         budget = np.minimum(budget, spec.budget_chunks(end - first + spec.local + PAGE))
         budget = np.where(end > first, budget, 0)
         sampled = self.layout.parts.index.sampled_chunks(budget, end - first - tables.static_tokens[slot])
@@ -241,8 +242,8 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
 
 
 def padded(numbers: np.ndarray, padding: np.ndarray) -> np.ndarray:
-    """Pads ``numbers`` int64 [6, n] of pages to compress with those of a padding page, int64 [6], to a rounded
-    number."""
+    """Pads ``numbers``, int64 [6, n], of the n pages to compress. Columns of ``padding``, int64 [6], are added until
+    the number of columns is a rounded one."""
     more = round_up(numbers.shape[1]) - numbers.shape[1]
     return np.concatenate((numbers, np.repeat(padding[:, None], more, axis=1)), axis=1)
 

@@ -79,7 +79,7 @@ class CompressedBatch:
         num_pages: int64 [R], number of compressed pages of each segment.
         num_chunks: int64 [R], number of chunks of each segment.
         budget: int64 [R], chunks to select by top-k per kv head.
-        max_budget: most chunks that a row selects, by top-k and by sampling.
+        max_budget: maximum number of chunks that a row selects, by top-k and by sampling.
         sampling: chunks to sample in addition. The seed depends on the request and on the position of the new token, so
             every step has another sample. None if the policy does not sample.
         overlapped: whether another micro-batch computes while values of these rows are fetched.

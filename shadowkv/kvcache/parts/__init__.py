@@ -251,7 +251,7 @@ def describe(spec: KVSpec, shape: ModelShape) -> str:
     attended = "every token attended"
     if shape.indexed:
         kinds = dict.fromkeys(str(kind) for kind in shape.kinds if kind.indexer is not None)
-        prefill += [f"{' or '.join(kinds)} attended in layers with one"]
+        prefill += [f"{' or '.join(kinds)} attended in layers with an indexer"]
     if not spec.compresses:
         return ", ".join(("every key and value exact on the device", attended, *prefill))
     described = {axis: _part(axis, getattr(spec, axis)).described(spec, shape) for axis in STORED}

@@ -426,8 +426,8 @@ class PrefillStrategy(Part, ABC):
 
     @abstractmethod
     def pays(self, new: int, keys: int) -> bool:
-        """Whether queries that see ``keys`` keys use ``attend``, in a sequence that gains ``new`` tokens. Other queries
-        attend exactly."""
+        """Whether to use ``attend`` for queries of ``new`` new tokens of a sequence, where the queries see up to
+        ``keys`` keys. Otherwise they attend exactly."""
 
     @abstractmethod
     def attend(

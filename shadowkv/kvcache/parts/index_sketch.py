@@ -118,7 +118,7 @@ class Sketch(KeySketch):
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         reasons = super().unsupported(spec, shape)
         if cls.settings_of(spec).sampled and spec.place == "host":
-            reasons.append("sampled chunks are others at every step: their values must be on the device, not the host")
+            reasons.append("every step samples other chunks, so values must be on the device, not the host")
         return reasons
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:

@@ -32,8 +32,8 @@ HEADROOM = 1.25
 
 
 NARROW = 512
-"""Keys are narrow if those of all kv heads of a layer have fewer dimensions together than this. Narrow keys do not fit
-into a subspace of few dimensions."""
+"""Keys are narrow if all kv heads of a layer together have fewer dimensions than this. Narrow keys do not fit into a
+subspace of few dimensions."""
 
 
 class LowRankKeys(KeyPart):

@@ -29,7 +29,7 @@ SETTLED = 2048
 its start."""
 
 MAX_SEGMENTS = 8
-"""Most segments of one sequence. The state of the last one serves all later tokens."""
+"""Maximum number of segments of one sequence. The state of the last one serves all later tokens."""
 
 UNLIMITED = 2**62
 """``valid_until`` of a state that serves all later tokens."""
@@ -90,7 +90,7 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The most that a sequence can need as it grows.
+    """The maximum that a sequence can need as it grows.
 
     Attributes:
         segments: number of new segments.
@@ -167,7 +167,7 @@ class Growth:
         return Compressed(target, True)
 
     def forecast(self, at: SegmentState, start: int, capacity: int) -> Forecast:
-        """The most that a sequence can need to grow to ``start`` tokens by a prompt, then to ``capacity`` by
+        """The maximum that a sequence can need to grow to ``start`` tokens by a prompt, then to ``capacity`` by
         decoding."""
         spec, before, longest = self.spec, at.segments, 0
         soon = self.compressed(at, start, start == capacity)

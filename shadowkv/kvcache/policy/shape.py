@@ -13,7 +13,8 @@ class StateArray(NamedTuple):
     """An array of a sequence's recurrent state in one layer.
 
     Attributes:
-        sums: whether tokens are summed up in it. Its dtype can be chosen (``StateSettings``). Others are float32.
+        sums: whether the array accumulates a sum over all tokens. The dtype of such arrays can be chosen
+            (``StateSettings``). Other arrays are float32.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Indexer:
     Attributes:
         block_size: tokens of a block, a multiple of 64.
         topk_blocks: number of blocks that a query attends to: those with the largest scores, and the local ones.
-        local_blocks: number of newest blocks that are always among them, the query's own included.
+        local_blocks: number of newest blocks that are always attended to, including the query's own.
     """
 
     block_size: int
@@ -64,7 +65,7 @@ class Indexer:
 
     @property
     def budget(self) -> int:
-        """The most tokens that a query attends to."""
+        """Maximum number of tokens that a query attends to."""
         return self.block_size * self.topk_blocks
 
 
@@ -111,7 +112,7 @@ class ModelShape:
         key_bias: whether keys have a bias before RoPE, as in Qwen2. The bias can be far larger than the differences
             between keys.
         sinks: whether every softmax has one more position with a learned score, whose value is 0.
-        reused: kinds of the model's further layers, which attend to the keys and values of the last layer of their kind
+        reused: kinds of the model's other layers, which attend to the keys and values of the last layer of their kind
             (``num_kv_shared_layers`` in configs). They store nothing.
     """
 
@@ -139,13 +140,14 @@ class ModelShape:
         return Heads(self.num_query_heads, self.num_kv_heads, self.head_dim)
 
     def scratch_of(self, kind: LayerKind) -> tuple[Heads, LayerKind | None]:
-        """What layers have in common whose prefills share scratch memory: sizes, and the kind if later layers reuse
-        keys and values. No other layers may then overwrite those of the kind's last layer."""
+        """Returns a key: prefills of layers with equal keys share scratch memory. The key has the sizes of the layers'
+        heads. If later layers reuse keys and values, it also has the kind, because the scratch memory then holds the
+        keys and values of the kind's last layer, which layers of another kind must not overwrite."""
         return kind.heads or self.heads, kind if self.reused else None
 
     @property
     def of_scratch(self) -> list[ModelShape]:
-        """For each scratch memory of prefills, the shape of the layers that share it."""
+        """The shapes of the layers that share scratch memory in prefills, one for each scratch memory."""
         kinds = [kind for kind in self.kinds or (FULL,) * self.num_layers if not kind.state]
         alike = [self.scratch_of(kind) for kind in kinds]
         return [self.of_layers(kinds[alike.index(one)], alike.count(one)) for one in dict.fromkeys(alike)]

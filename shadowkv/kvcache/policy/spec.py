@@ -39,8 +39,8 @@ selected again."""
 PREFILL_ERROR = 0.05
 """Default error of a sparse prefill (``parts.prefill.SparsePrefill``)."""
 PREFILL_ERROR_HELP = (
-    "maximum error of a sparse prefill: the standard deviation of a sampled query's sum of attention weights, as a "
-    "share of that sum; a lower value is slower and more exact"
+    "maximum error of a sparse prefill, which sums a query's attention weights over sampled blocks: the standard "
+    "deviation of this sum, as a share of the sum over all blocks; a lower value is slower and more exact"
 )
 
 NATIVE = "native"
@@ -78,9 +78,9 @@ class KVSpec:
             (``parts.prefill``). None lets an engine choose; everything else takes it as dense.
         skip_layers: number of first layers, and of last layers, that stay exact and attend to everything (2 for
             TurboQuant in vLLM).
-        settings: settings of its parts (``parts.base.Part.Settings``) by name: ``rank``, or ``keys.rank`` with the
-            axis. The axis is needed if two of its parts have a setting of this name. A mapping becomes sorted pairs.
-            Names in a resolved policy have their axes.
+        settings: settings of the policy's parts (``parts.base.Part.Settings``) by name. A name can include the axis:
+            ``rank`` or ``keys.rank``. The axis is needed if two parts have a setting with this name. A mapping is
+            converted to sorted pairs. In a resolved policy every name includes its axis.
     """
 
     keys: str = "dense"

@@ -35,7 +35,7 @@ class Prefill:
     def __init__(self, store: GroupStore, storing: Storing, strategy: PrefillStrategy) -> None:
         self.store, self.storing, self.ops, self.strategy = store, storing, store.ops, strategy
         self.layout = store.layout
-        # High priority: kernels of few thread blocks find room between the blocks of kernels that take all.
+        # High priority, so that kernels with few thread blocks can run beside kernels that fill the GPU.
         self.side = torch.cuda.Stream(store.compute, priority=-1) if store.compute.type == "cuda" else None
 
     def batch(

@@ -85,7 +85,7 @@ class GroupPrefill:
         queries: [g, Q, H_q, d], after RoPE: the last queries of each sequence, packed.
         last: int64 [Q], the rows of the batch that these queries belong to.
         layer_ranges: ranges of consecutive layers of the model. Only layers of one range are stored together.
-        scratch: what groups have in common that share this memory (``GroupLayout.scratch``).
+        scratch: a key. Groups with equal keys share the scratch memory (``GroupLayout.scratch``).
         storing: the last layer whose new sequences were stored during its attention; None if there was none.
         attended: the last layer that has attended with all blocks; None if there was none. Queries that attend to its
             keys later are of layers that reuse them.
@@ -142,7 +142,7 @@ class GroupPrefill:
 
     @property
     def exact(self) -> tuple[Tensor, ...]:
-        """What exact pages can hold of the new tokens: RoPE-rotated keys, values, and index keys if there are any."""
+        """The new tokens as exact pages store them: RoPE-rotated keys, values, and index keys if there are any."""
         others = () if self.index_keys is None else (self.index_keys,)
         return self.rope_keys, self.values, *others
 

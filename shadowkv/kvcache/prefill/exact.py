@@ -57,10 +57,11 @@ class ExactPrompts:
 
 def lengths_of(sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
     """Numbers of new and of cached tokens, int64 [2, MAX_PROMPTS + 1], of sequences with ``lengths`` new tokens in
-    ``rows`` rows. The last column is the padding. Raises ValueError if they are too many."""
+    ``rows`` rows. The last column is the padding. Raises ValueError if there are too many sequences or tokens."""
     left = rows - sum(lengths)
     if len(lengths) > MAX_PROMPTS or left < 0:
-        raise ValueError(f"{len(lengths)} prompts of {sum(lengths)} tokens, more than {MAX_PROMPTS} of {rows}")
+        reason = f"the limits are {MAX_PROMPTS} prompts and {rows} tokens"
+        raise ValueError(f"{len(lengths)} prompts with {sum(lengths)} tokens do not fit: {reason}")
     numbers = np.zeros((2, MAX_PROMPTS + 1), np.int64)
     numbers[0, : len(lengths)], numbers[0, -1] = lengths, left
     numbers[1, : len(sequences)] = [sequence.length for sequence in sequences]

@@ -57,7 +57,7 @@ def attend_selected_blocks(
     for start in range(0, count, tile):
         rows = slice(start, min(start + tile, count))
         positions = torch.arange(seen - count + rows.start, seen - count + rows.stop, device=q.device)
-        last = seen - count + rows.stop  # no query of the tile sees more tokens
+        last = seen - count + rows.stop  # number of tokens that the tile's last query can see
         kept = _attended(index_queries[rows], index_keys[:last], positions, indexer)
         queries = q[rows].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [H, G, n, d]
         keys, values = (x[:last].transpose(0, 1).unsqueeze(1).expand(-1, queries.shape[1], -1, -1) for x in (k, v))

@@ -30,7 +30,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class RecurrentPart:
-    """New tokens of one kind, of a decode step or of prompts. It is a ``batch.Part``.
+    """The new tokens of a decode step, or of prompts: a ``batch.Part``.
 
     Attributes:
         num_tokens: T.

@@ -20,12 +20,12 @@ CHECKPOINT_EVERY = 8192
 
 @dataclass(frozen=True)
 class StateSettings:
-    """What an engine chooses of recurrent states.
+    """Settings of recurrent states that an engine chooses.
 
     Attributes:
         checkpoints: number of checkpoints that memory is reserved for; None for one for each sequence that a cache can
             hold.
-        dtype: dtype of the arrays that tokens are summed up in: float32 or bfloat16.
+        dtype: dtype of the arrays that accumulate sums over tokens (``StateArray.sums``): float32 or bfloat16.
     """
 
     checkpoints: int | None = None
@@ -72,13 +72,13 @@ class RecurrentLayout:
         return len(self.layers) * sum(field.dtype.itemsize * math.prod(field.shape) for field in self.fields)
 
     def snapshot_bytes(self, tokens: int) -> int:
-        """Most bytes of the states in snapshots of a sequence of ``tokens`` tokens: at its end and every
-        ``CHECKPOINT_EVERY`` tokens."""
+        """Maximum number of bytes of the states in snapshots of a sequence of ``tokens`` tokens. There is a state at
+        its end and at every ``CHECKPOINT_EVERY`` tokens."""
         return (1 + tokens // CHECKPOINT_EVERY) * len(self.layers) * self.layer_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Most bytes of a state in one layer of a snapshot, where fields are aligned."""
+        """Maximum number of bytes of a state in one layer of a snapshot, including the alignment of fields."""
         return -(-sum(field.nbytes for field in self.fields) // 256) * 256
 
     def num_checkpoints(self, sequences: int) -> int:

@@ -40,7 +40,7 @@ class RecurrentSequence:
     Attributes:
         ring: rows of the states: the one after n tokens is in ``ring[n % RING]``. Empty while the sequence does not
             grow.
-        since: the fewest tokens after which the ring can have a state.
+        since: the smallest number of tokens after which the ring can have a state.
         checkpoints: by ascending position. Some may be dropped.
         pending: checkpoints that a running prefill writes.
         keeps: whether prefills write checkpoints, from which other sequences can begin.

@@ -69,7 +69,7 @@ class PageCount:
 
 
 MAX_ENTRIES = 32767
-"""Most chunks that a fetch buffer can number."""
+"""Maximum number of chunks that a fetch buffer can number."""
 
 MIN_WASTE = 0.02
 """Accepted waste of a block: the share that compressed pages leave unused, or half of the share that exact pages leave
@@ -128,7 +128,7 @@ class GroupLayout:
         model_layers: number of all layers of the model that store something.
         model_indexed: whether any layer of the model has an indexer.
         attending: number of layers of the model that attend to keys and values of the group.
-        scratch: what groups have in common whose prefills share scratch memory (``ModelShape.scratch_of``).
+        scratch: a key. Prefills of groups with equal keys share scratch memory (``ModelShape.scratch_of``).
         window: number of newest tokens that a step attends to, which are exact in a ring of pages; None for all tokens.
         rope: the group's own RoPE; None for the model's.
         indexer: the indexer of the group's layers; None without one.
@@ -259,8 +259,8 @@ class GroupLayout:
         return PageCount(dense, static, ring, compressed, compressed if self.host_fields else 0, to_come.segments)
 
     def most_pages(self, capacity: int) -> PageCount:
-        """The most pages of each kind that a sequence of up to ``capacity`` tokens can have, with a short or a long
-        prompt."""
+        """Maximum number of pages of each kind that a sequence of up to ``capacity`` tokens can have, with a short or a
+        long prompt."""
         both = self.pages(0, capacity), self.pages(capacity, capacity)
         return PageCount(*map(max, *(pages.counts for pages in both)))
 
@@ -283,12 +283,13 @@ class GroupLayout:
         return self.blocks(self.pages(start, capacity)) + Blocks(sequences=1)
 
     def most_demand(self, capacity: int) -> Blocks:
-        """The most blocks of each kind that a new sequence of up to ``capacity`` tokens takes, with any prompt."""
+        """Maximum number of blocks of each kind that a new sequence of up to ``capacity`` tokens takes, with any
+        prompt."""
         short, long = self.demand(1, capacity), self.demand(capacity, capacity)
         return Blocks({kind: max(short[kind], long[kind]) for kind in {**short, **long}})
 
     def snapshot_layer_bytes(self, capacity: int) -> int:
-        """Most bytes of one layer of a snapshot of ``capacity`` tokens."""
+        """Maximum number of bytes of one layer of a snapshot of ``capacity`` tokens."""
         pages = self.most_pages(capacity)
         compressed = pages.compressed * self.compressed_bytes + pages.host * page_bytes(self.host_fields)
         most = max(pages.dense * self.exact_bytes, compressed + (pages.static + pages.ring) * self.exact_bytes)

@@ -33,7 +33,7 @@ class Layout:
         max_model_len: longest sequence, in tokens.
         fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
             context: at least 1, or 0 for no buffer.
-        states: what is chosen of recurrent states.
+        states: settings of recurrent states.
 
     Attributes:
         groups: the groups. The first one has the layers with an indexer, or else those that the policy compresses, if
@@ -101,7 +101,8 @@ class Layout:
 
     @property
     def fetched_bytes(self) -> int:
-        """Most bytes of one chunk's values of one kv head that are fetched from the host; 0 without fetching."""
+        """Maximum number of bytes of one chunk's values of one kv head that are fetched from the host; 0 without
+        fetching."""
         return max(group.fetched_bytes for group in self.groups)
 
     @property
@@ -159,16 +160,17 @@ class Layout:
         return self.joined(group.demand(start, capacity) for group in self.groups)
 
     def most_demand(self, capacity: int) -> Blocks:
-        """The most blocks of each kind that a new sequence of up to ``capacity`` tokens takes, with any prompt."""
+        """Maximum number of blocks of each kind that a new sequence of up to ``capacity`` tokens takes, with any
+        prompt."""
         return self.joined(group.most_demand(capacity) for group in self.groups)
 
     def snapshot_bytes(self, capacity: int) -> int:
-        """Most bytes of snapshots of a sequence of ``capacity`` tokens."""
+        """Maximum number of bytes of snapshots of a sequence of ``capacity`` tokens."""
         pages = sum(group.shape.num_layers * group.snapshot_layer_bytes(capacity) for group in self.groups)
         return pages if self.recurrent is None else pages + self.recurrent.snapshot_bytes(capacity)
 
     def snapshot_layer_bytes(self, capacity: int) -> int:
-        """Most bytes of one layer of a snapshot of ``capacity`` tokens."""
+        """Maximum number of bytes of one layer of a snapshot of ``capacity`` tokens."""
         recurrent = 0 if self.recurrent is None else self.recurrent.layer_bytes
         return max(recurrent, *(group.snapshot_layer_bytes(capacity) for group in self.groups))
 

@@ -91,8 +91,8 @@ class SequencePools:
         return all(point == length for point in points)
 
     def can_follow(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether the pages after ``length`` tokens can be restored behind a fork at ``length``. Unlike at
-        a fork point, windows can have dropped the tokens before ``length``."""
+        """Whether the pages after ``length`` tokens can be restored into a fork at ``length``. Unlike at a fork point,
+        windows can have dropped the tokens before ``length``."""
         return (
             length <= sequence.length
             and length % PAGE == 0

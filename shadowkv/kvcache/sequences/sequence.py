@@ -344,7 +344,7 @@ class Tables:
         _write(self.static_counts, sequence.slot, counts)
 
     def write_pages(self, sequence: CachedSequence, values_elsewhere: bool) -> None:
-        """Writes the ids of a sequence's compressed pages, and of the reserved pages behind its last segment."""
+        """Writes the ids of a sequence's compressed pages, and of the reserved pages after its last segment."""
         for segment in sequence.path:
             last = segment is sequence.path[-1]
             width = self.pages.shape[1]

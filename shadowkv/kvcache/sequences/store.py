@@ -45,8 +45,8 @@ class CachedSegment:
 
 
 def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
-    """Adds the places of the tokens ``start`` to ``stop`` in a ring of exact ``pages`` to ``numbers``. Returns a
-    function that takes the places from the copy of all numbers on the device."""
+    """Adds the places of the tokens ``start`` to ``stop``, in a ring of exact ``pages``, to ``numbers``. Returns a
+    function: given the copy of ``numbers`` on the device, it returns these places."""
     position = np.arange(start, stop)
     page_ids = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
     rows = numbers.add(np.stack((page_ids, position % PAGE)))
@@ -135,7 +135,7 @@ class GroupStore(CompressedStore):
         self.index_keys[layer][pages, 0, offsets] = self.ops.apply_rope(index_keys, positions, self.rotary).squeeze(1)
 
     def write_tokens(self, layers: slice, rows: ExactRows, *of_tokens: Tensor) -> None:
-        """Writes n tokens to exact pages: what ``read_exact`` reads of them."""
+        """Writes n tokens to exact pages. ``of_tokens`` are tensors like those that ``read_exact`` returns."""
         for of_layers, tokens in zip(self.exact, of_tokens, strict=True):
             exact = of_layers[layers]
             # A GPU scatters elements one by one, so elements of 8 bytes are faster.

@@ -30,7 +30,7 @@ def from_json(kind: type[Value], text: str | bytes) -> Value:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     by_key = dict(pairs)
     if len(by_key) < len(pairs):
-        raise ValueError(f"a key is there twice in {_shown([key for key, _ in pairs])}")
+        raise ValueError(f"a key occurs twice in {_shown([key for key, _ in pairs])}")
     return by_key
 
 

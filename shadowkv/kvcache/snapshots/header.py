@@ -286,15 +286,15 @@ def contradictions(header: SnapshotHeader) -> Iterator[str]:
     exact = header.segments[-1].compressed(header.start) if header.segments else header.start
     yield from _out_of(("window", header.window, 0, MOST["tokens"]))
     if header.window and (header.segments or header.observed):
-        yield "layers with a window have something compressed"
+        yield "layers with a window have compressed pages"
     if header.recurrent and (header.segments or header.observed or header.window):
         yield "layers with a recurrent state have keys and values"
     exact = max(exact, header.length - header.window) if header.window else exact
     exact = header.length if header.recurrent else exact
     if header.tail_tokens != header.length - exact:
-        yield f"{header.tail_tokens} tokens of the tail are not those from {exact} to {header.length}"
+        yield f"tail_tokens {header.tail_tokens} is not the number of tokens from {exact} to {header.length}"
     if header.observed and header.segments:
-        yield "a state is observed where segments have theirs"
+        yield "observed is true, but only a dense sequence has an observed state, and there are segments"
     yield from _of_fields(header)
     yield from _of_groups(header)
 
@@ -340,7 +340,7 @@ def _of_fields(header: SnapshotHeader) -> Iterator[str]:
         name = field.name[:100]
         family = field.name if field.name in shapes else f"{field.name.rpartition('.')[0]}."
         if field.name in names or field.name.endswith(".") or family not in shapes:
-            yield f"field {name!r} is there twice or none of this snapshot's"
+            yield f"field {name!r} occurs twice or does not belong to this snapshot"
         if field.dtype not in DTYPES:
             yield f"dtype {field.dtype[:100]!r} of {name} is not one of {', '.join(DTYPES)}"
         yield from _out_of(
@@ -364,7 +364,7 @@ def _of_fields(header: SnapshotHeader) -> Iterator[str]:
 def _of_groups(header: SnapshotHeader) -> Iterator[str]:
     for group in header.other_groups:
         if group.other_groups:
-            yield "a group of layers has groups"
+            yield "a group of layers has groups of its own"
         if (group.form, group.start, group.length) != (header.form, header.start, header.length):
             yield "its groups of layers are not of the same tokens in the same form"
         if group.num_layers != header.num_layers:
@@ -373,7 +373,7 @@ def _of_groups(header: SnapshotHeader) -> Iterator[str]:
     if header.other_groups and (
         layers != list(range(header.num_layers)) or not all(x.layers for x in header.of_groups)
     ):
-        yield f"its groups have other layers than each of {header.num_layers} once"
+        yield f"its groups must contain each of the {header.num_layers} layers exactly once"
 
 
 def _shapes(header: SnapshotHeader) -> dict[str, tuple[int, ...]]:

@@ -270,10 +270,10 @@ class Reading:
 
 
 class Restoring:
-    """A new sequence whose bytes are still to be written. Keep this object until they are.
+    """A new sequence whose bytes are not written yet. Keep this object until all layers are written.
 
-    Until then every user of the sequence must wait. If ``sequence.pending_layers`` is set, it says how. Layers may be
-    written on any stream that is ordered after the work that was launched before this object was made.
+    Until then, all users of the sequence must wait. ``sequence.pending_layers``, if it is set, waits for a layer.
+    Layers may be written on any stream that is ordered after the work that was launched before this object was made.
 
     Attributes:
         sequence: the new sequence.

@@ -82,7 +82,7 @@ class Snapshots:
         """
         header = self.describe(sequence, start, stop)
         if header.length == start:
-            raise ValueError(f"the sequence has nothing to read behind {start} tokens")
+            raise ValueError(f"the sequence has nothing to read after its first {start} tokens")
         self.pools.await_layers(sequence)
         return Reading(self.pools, sequence, header)
 
@@ -116,7 +116,7 @@ class Snapshots:
             in_group.observed = of_group.cut(stop).observed and bool(in_group.state_reserve)
         try:
             return Restoring(self.pools, chain, sequence)
-        except BaseException:  # such as no memory for the numbers that are copied to the device
+        except BaseException:  # for example, if the device has no memory for the numbers that are copied to it
             self.pools.release(sequence)
             raise
 
@@ -275,7 +275,7 @@ class GroupContents:
         length, final = outline.length, outline.length == capacity or outline.length < start
         late_limit, spec = self.layout.growth.late_limit(0), self.layout.spec
         if spec.compresses and not outline.spans and (length > late_limit or (length == late_limit and not final)):
-            raise ValueError(f"{length} tokens are all exact there, and would be compressed here")
+            raise ValueError(f"the snapshot has all {length} tokens exact, and this cache would compress some of them")
         return outline
 
     def _content(self, sequence: CachedSequence, start: int, stop: int | None) -> Cut:
@@ -341,7 +341,7 @@ class GroupContents:
             if segment.static_tokens != static or static > segment.fitted - segment.first:
                 raise ValueError(f"{segment.static_tokens} exact tokens of a segment: this cache has {static}")
             if spec.outliers and segment.first < stop < segment.fitted:
-                raise ValueError(f"a snapshot cannot be cut at {stop}, among pages of which outliers are exact")
+                raise ValueError(f"a snapshot cannot be cut at {stop}: its exact outliers are from pages on both sides")
 
 
 def counterpart(header: SnapshotHeader, layout: Layout, form: str) -> SnapshotHeader:
@@ -416,7 +416,7 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     form = {
         "format": FORMAT,
         "spec": spec.as_dict(),
-        # Without ``key_bias``, whose effects are in the policy, and what changes no page.
+        # ``key_bias`` is left out, because its effects are in the policy. So are fields that change no page.
         "shape": {
             name: value
             for name, value in asdict(layout.shape).items()

@@ -87,7 +87,7 @@ class Adapter:
         if not modules:
             reasons.append("it has no LoRA matrices")
         if reasons:
-            remedy = "only plain LoRA is supported, with all that its config names"
+            remedy = "use a plain LoRA adapter, with weights for everything that its config names"
             raise ModelFileError(directory, f"the adapter cannot be used: {join_reasons(reasons)}", remedy)
         self._directory, self.pairs = directory, _read_pairs(weights_file)
         self.scale: float = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)

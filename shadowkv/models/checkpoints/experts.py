@@ -95,7 +95,7 @@ class SeparateExperts:
         for name, parts in self._parts.items():
             for weight, part in parts.items():
                 if weight in self.shapes:
-                    raise ValueError(f"{weight} is there twice, as {name} too")
+                    raise ValueError(f"{weight} occurs twice, also as {name}")
                 self.shapes[weight] = shapes[name] if part is None else part.shape(shapes[name])
         self.forms = {weight: form for name, form in forms.items() for weight in self._parts.get(name, ())}
 

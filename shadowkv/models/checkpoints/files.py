@@ -48,8 +48,8 @@ def join_reasons(reasons: Sequence[str]) -> str:
 
 
 def unsupported(what: str, name: str, known: Iterable[str]) -> str:
-    """Returns the reason why ``name`` cannot be used. It lists the ``known`` names, and before them the nearest one if
-    any is near."""
+    """Returns the reason why ``name`` cannot be used. It lists the ``known`` names. If one of them is similar to
+    ``name``, it suggests that one first."""
     known = list(known)
     near = next(iter(get_close_matches(name, known, 1, ALIKE)), None)
     nearest = f"nearest: {near}; " if near else ""

@@ -22,7 +22,7 @@ Stored = Tensor | QuantisedRows
 
 
 def dense(stored: Stored) -> Tensor:
-    """The weight as plain numbers, in float32 if it was quantised."""
+    """The unquantised weight, in float32 if it was quantised."""
     if isinstance(stored, Tensor):
         return stored
     numbers: Tensor = _dequantise(stored.tensors[0].device.type).function(stored)

@@ -33,7 +33,8 @@ _LARGEST = {
     "max_position_embeddings": MAX_POSITIONS,
     "original_max_position_embeddings": MAX_POSITIONS,
 }
-"""Largest values of integers; the smallest is 1. No model comes near, and products of such values fit in 63 bits."""
+"""Largest valid values of integers; the smallest is 1. Real models have far smaller ones, and products of such values
+fit in 63 bits."""
 
 SLIDING = "sliding_attention"
 LAYER_TYPES = ("full_attention", SLIDING)
@@ -55,7 +56,7 @@ FIELDS = tuple(
         )
     )
 )
-"""Fields that every family reads; families' modules list further ones."""
+"""Fields that every family reads; families' modules list others."""
 
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 _POSITIVE = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")

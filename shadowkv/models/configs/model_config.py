@@ -15,7 +15,8 @@ from shadowkv.wording import SettingsError, counted
 
 MAX_POSITIONS = 1 << 30
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
-"""Maximum number of experts in all layers together. Files name each of them, and no model comes near."""
+"""Maximum number of experts in all layers together. It bounds the number of tensor names, and real models have far
+fewer experts."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class ModelConfig:
         final_logit_softcapping: c, if logits x become c tanh(x / c); None if they do not.
         activation: activation of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
         embedding_scale: factor of embedded tokens, rounded to the dtype of the weights.
-        query_scale: factor of queries, in addition to attention's 1/sqrt(head_dim). As the weights of the queries' norm
-            load, they are multiplied by it.
+        query_scale: factor of queries, in addition to attention's 1/sqrt(head_dim). It is multiplied into the weights
+            of the queries' norm when they load.
         qkv_bias, attention_out_bias, qk_norm, value_norm, normed_heads, sinks, output_gate, post_norms: as in
             ``LayerSpec``.
         wide_norms: whether weights of norms are float32 even if others are not. Families that add 1 to these weights
@@ -263,16 +264,16 @@ def _wrong_experts(experts: Experts, hidden_size: int) -> list[str]:
         f"{name}={value} is not a number from {least} to {most}"
         for name, value, least, most in (
             ("number of experts", routing.experts, 1, MAX_EXPERTS),
-            ("experts of a token", routing.per_token, 1, routing.experts),
+            ("experts per token", routing.per_token, 1, routing.experts),
             ("groups of experts", routing.groups, 1, routing.experts),
-            ("groups of a token", routing.groups_per_token, 1, routing.groups),
+            ("groups per token", routing.groups_per_token, 1, routing.groups),
         )
         if not least <= value <= most
     ]
     if routing.groups > 1 and (more or of_groups < 2):
-        reasons.append(f"{routing.experts} experts are not {routing.groups} groups of two or more")
+        reasons.append(f"{routing.experts} experts cannot be divided into {routing.groups} equal groups of two or more")
     elif routing.per_token > routing.groups_per_token * of_groups:
-        reasons.append(f"{routing.per_token} experts of a token are not in {routing.groups_per_token} groups")
+        reasons.append(f"{routing.per_token} experts per token are more than {routing.groups_per_token} groups have")
     widths = {"hidden_size": hidden_size, "experts' intermediate_size": experts.intermediate_size}
     reasons += [
         f"experts need sizes that are multiples of {EXPERTS_MULTIPLE}, and {name} is {width}"
@@ -288,7 +289,7 @@ def _rope_reasons(rope: RopeConfig, head_dim: int) -> list[str]:
     if rope.head_dim != head_dim:
         reasons.append(f"RoPE's head_dim={rope.head_dim} is not the model's {head_dim}")
     if not 0 < rope.dim <= head_dim or rope.dim % 2:
-        reasons.append(f"{rope.dim} rotating dimensions are not an even part of head_dim={head_dim}")
+        reasons.append(f"{rope.dim} rotating dimensions: must be an even number from 2 to head_dim={head_dim}")
     if rope.theta <= 0:
         reasons.append(f"rope theta={rope.theta} is not a positive number")
     if rope.scaling not in ("none", "longrope") and rope.factor <= 0:

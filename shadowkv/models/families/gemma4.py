@@ -71,7 +71,7 @@ _COUNTS = {
     "hidden_size_per_layer_input": (0, 1 << 12),
     "vocab_size_per_layer_input": (1, 1 << 24),
 }
-"""Smallest and largest values of integers."""
+"""Smallest and largest valid values of integer fields."""
 
 _OTHERS = (
     *("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
@@ -242,7 +242,7 @@ def targets(config: ModelConfig) -> Targets:
 
 
 def _router(theirs: str, ours: str, experts: int, hidden: int) -> Targets:
-    """Targets of what the router and the norms have besides the router's projection."""
+    """Targets of the weights of the router and the norms, except the router's projection."""
     targets: Targets = {
         # The router normalises without a weight, then multiplies by its scale and 1/sqrt(hidden).
         f"{theirs}.router.scale": Target(f"{ours}.router_norm.weight", 0, hidden, scale=hidden**-0.5),
@@ -255,8 +255,8 @@ def _router(theirs: str, ours: str, experts: int, hidden: int) -> Targets:
 
 
 def _renamed(name: str) -> str:
-    """The name in the files of a weight of ``decoder_targets``: experts are beside the MLP, which is their shared
-    expert."""
+    """Returns the name that a weight of ``decoder_targets`` has in the files. Routed experts are beside the MLP there,
+    and the MLP is the shared expert."""
     renamed = {".mlp.experts.": ".experts.", ".mlp.gate.": ".router.proj.", ".mlp.shared_expert.": ".mlp."}
     for ours, theirs in renamed.items():
         name = name.replace(ours, theirs)

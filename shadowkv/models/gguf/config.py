@@ -99,9 +99,10 @@ def config_from_gguf(
     rotating = file.get("{arch}.rope.dimension_count", int)
     if rotating is not None and not 0 < rotating <= head_dim:
         raise ModelFileError(
-            file.path, f"{file.key('{arch}.rope.dimension_count')}={rotating} of {head_dim} dimensions"
+            file.path,
+            f"{file.key('{arch}.rope.dimension_count')}={rotating} is not a number from 1 to head_dim={head_dim}",
         )
-    if file.architecture == "gemma3":  # not in files: head_dim in all models but 27B
+    if file.architecture == "gemma3":  # files do not have it; it is head_dim in all models except 27B
         hf["query_pre_attn_scalar"] = head_dim
         if hf["num_hidden_layers"] == _LAYERS_OF_27B:
             hf["query_pre_attn_scalar"] = hf["hidden_size"] // hf["num_attention_heads"]
@@ -110,7 +111,7 @@ def config_from_gguf(
         hf["rope_scaling"] = _scaling(file)
     config = overridden_config(file.path, hf, max_model_len, overrides)
     if (linear := config.linear) is not None and config.architecture == "qwen3_next":
-        of_all = any(name.endswith(".ssm_in.weight") for name in file.names)  # older files
+        of_all = any(name.endswith(".ssm_in.weight") for name in file.names)  # files of older converters
         config = config.with_linear(replace(linear, joined=("qkvz", "ba") if of_all else ("ba",)))
     elif linear is not None:
         config = config.with_linear(replace(linear, tiled=linear.value_heads > linear.key_heads))

@@ -45,7 +45,7 @@ class GGUFFile:
         with naming(path):
             architecture = self.get("general.architecture", str)
             if architecture is None:
-                raise ValueError("general.architecture is missing: it does not say its architecture")
+                raise ValueError("general.architecture is missing, so the architecture is unknown")
         self.architecture: str = architecture
 
     def get(self, key: str, kind: type[T]) -> T | None:
@@ -92,7 +92,7 @@ class GGUFFile:
         return self._header.tensors[name].shape
 
     def form(self, name: str) -> Form | None:
-        """Form in which ``stored`` returns a matrix, or the matrices of all experts; None for plain numbers."""
+        """Form in which ``stored`` returns a matrix, or the matrices of all experts; None if they are not quantised."""
         kind = self._header.tensors[name].kind.name
         return _FORMS.get(kind) if len(self.shape(name)) in (2, 3) else None
 

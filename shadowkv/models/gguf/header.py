@@ -76,13 +76,13 @@ def read_header(data: mmap) -> GGUFHeader:
     for _ in range(field_count):
         key = cursor.text("the key of a field")
         if key in fields:
-            raise ValueError(f"the field {key!r} is there twice")
+            raise ValueError(f"the field {key!r} occurs twice")
         fields[key] = cursor.value(cursor.kind(key), key)
     stated: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]] = {}
     for _ in range(tensor_count):
         name = cursor.text("the name of a tensor")
         if name in stated:
-            raise ValueError(f"the tensor {name!r} is there twice")
+            raise ValueError(f"the tensor {name!r} occurs twice")
         stated[name] = cursor.tensor(name)
     alignment = fields.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment < MAX_HEADER_BYTES or alignment & (alignment - 1):

@@ -23,7 +23,8 @@ OWN_FIELDS = frozenset(("role", "type"))
 """Fields of messages and content parts whose values are one of a few words that templates compare with."""
 
 CALLS = "tool_calls"
-"""Field of messages that has JSON with arbitrary keys, and with words that templates look up, as tools do."""
+"""Field of messages that has JSON with arbitrary keys and with words that templates look up. The JSON of tools has such
+keys and words, too."""
 
 
 class ChatEncoder:
@@ -130,8 +131,8 @@ class ChatEncoder:
         return self._mark.join((text[: ends[0] + 1], *pieces)) if places else text
 
     def _firsts(self, text: str) -> set[int]:
-        """Positions in a text where special tokens' strings begin, whole ones and those that surrounding text could
-        complete."""
+        """Positions in a text where special tokens' strings begin. The strings can be whole, or cut off at an end of
+        the text: surrounding text could complete them."""
         places = set()
         for special in self._special:
             place = text.find(special)

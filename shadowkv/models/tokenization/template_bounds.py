@@ -1,8 +1,8 @@
 """A sandboxed Jinja with limits on templates' time and memory.
 
-Jinja's sandbox keeps a template away from the program's objects, and ``range`` short. This module also counts and times
-loops and calls. Operators, filters, string methods and output are checked before they compute a large value. The limits
-stop mistakes and known attacks; they do not replace a process with resource limits.
+Jinja's sandbox keeps a template away from the program's objects, and limits the length of ``range``. This module also
+counts and times loops and calls. Operators, filters, string methods and output are checked before they compute a large
+value. The limits stop mistakes and known attacks; they do not replace a process with resource limits.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _READING = frozenset(
         "unique",
     ]
 )
-"""Filters that only read a list's items or keep them; other filters can write all of its content as text."""
+"""Filters that write no list as text: they only read its items or return them. Other filters can write a whole list."""
 
 
 class _Budget:
@@ -155,7 +155,7 @@ def _check_work(sizes: Iterable[int]) -> None:
 
 def _check_format(form: str, arguments: Any, wide: re.Pattern[str]) -> None:
     if wide.search(form):
-        raise TemplateRuntimeError("it formats values with a width of five digits, or one that is computed")
+        raise TemplateRuntimeError("it formats values with a width that has five digits or is computed")
     _check_work([len(form), _weight(arguments)])
 
 

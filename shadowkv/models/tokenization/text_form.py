@@ -28,10 +28,11 @@ NFC_SHRINKS = 4
 """NFC shortens no text to less than a quarter of its bytes (the worst case is U+0390, two bytes from seven)."""
 
 NFC_KEEPS = frozenset((*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)))
-"""Bytes whose number NFC does not change: control characters, and bytes that begin no assigned character."""
+"""NFC does not change how often these bytes occur in a text: control characters, and bytes with which no assigned
+character begins."""
 
 LETTERS = "A-Za-zА-Яа-яぁ-ゖァ-ヺ一-龥가-힣"
-"""Characters that are letters in all versions of Unicode, whichever the library has."""
+"""Characters that are letters in every version of Unicode, so also in the version that the tokenizers library uses."""
 
 PUNCTUATION = '!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~，。、！？；：'
 """Characters before which a word ends; an apostrophe is not among them, since a word can continue after it."""
@@ -61,20 +62,20 @@ OTHERS = frozenset(
 )
 """Alternatives of the patterns by which GPT-2, Llama 3, Qwen, GLM, gpt-oss and others split texts, in three groups.
 
-Each alternative matches characters of one kind. None continues with a blank after another character, or with one of
-``PUNCTUATION`` after a letter, so a text can be cut before these. The pieces are split like the whole text, because no
-alternative looks back or depends on whether the text continues.
+Each alternative matches characters of one kind. No match contains a blank that follows another character, or one of
+``PUNCTUATION`` that follows a letter. So a text can be cut before such a blank or punctuation mark. The two pieces are
+split as the whole text would be, because no alternative looks back or depends on whether the text continues.
 """
 
 
 @dataclass(frozen=True)
 class TextForm:
-    """Properties of all texts of a tokenizer.
+    """What is known of every text that a tokenizer is given.
 
     Attributes:
         longest: maximum number of bytes, or characters, of text that one token stands for; None if unknown.
         is_in_bytes: whether ``longest`` is in bytes.
-        is_composed: whether bytes are counted in the text's NFC.
+        is_composed: whether the tokenizer first normalises the text to NFC, so that the bytes of the NFC form count.
         dropped: bytes that can disappear without a token.
         stripping: tokens that also absorb the white space beside them, of any length.
         place: matches two characters between which a text can be cut; None if there are none.
@@ -102,10 +103,10 @@ class TextForm:
             form = _of_bytes(*steps, added, vocabulary)
         elif model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
             form = _of_sentencepiece(*steps, added, vocabulary)
-        else:  # unknown characters can become one token, or none
+        else:  # a run of unknown characters can become one token, or none
             return cls()
         strips = [token for token in added if token.lstrip or token.rstrip]
-        if any(token.normalized for token in strips):  # the normalizer decides where they are
+        if any(token.normalized for token in strips):  # they are matched in the normalised text, so it is unknown where
             form = replace(form, longest=None)
         return replace(form, stripping=tuple(token.content for token in strips))
 
@@ -152,7 +153,8 @@ def _of_bytes(
     whole = [*(token.content for token in added), *(f"{token.content} " for token in added if token.rstrip)]
     if any(map(_splits_words, splits)):
         return replace(form, place=_place(added, whole, PUNCTUATION))
-    # An unsplit text can be cut between two characters that no token has next to each other.
+    # If the pre-tokenizer does not split words, a text can be cut between two characters that are never neighbours in a
+    # token.
     crossing = re.compile(f"[^{BYTE_SPACES}]{BYTE_BLANK}")
     return form if dropped or any(map(crossing.search, vocabulary)) else replace(form, place=_place(added, whole, ""))
 
@@ -169,7 +171,7 @@ def _of_sentencepiece(
     longest = max(*map(len, vocabulary), *(len(token.content) for token in added), 1)
     form = TextForm(longest, is_in_bytes=False)
     if first in normalizers or not (normalizers or by_metaspace) or METASPACE not in vocabulary:
-        return form  # pieces would get a blank at their beginning, or lose it
+        return form  # a blank would be added or removed at the beginning of each piece
     whole = [*(token.content for token in added), *(f"{token.content} " for token in added if token.rstrip)]
     return replace(form, place=_place(added, [*whole, *(text.replace(METASPACE, " ") for text in vocabulary)], ""))
 
@@ -187,7 +189,8 @@ def _drops_nothing(split: dict[str, Any]) -> bool:
 
 
 def _is_known(split: dict[str, Any]) -> bool:
-    """Whether the split treats the pieces of a text that is cut at ``TextForm.place`` like the whole text."""
+    """Whether cutting a text at ``TextForm.place`` and splitting each piece gives the same result as splitting the
+    whole text."""
     if split["type"] == "ByteLevel":
         return not split["add_prefix_space"]
     if split["type"] == "Digits":
@@ -214,7 +217,7 @@ def _alternatives(split: dict[str, Any]) -> list[str]:
 def _place(added: Iterable[Any], whole: Iterable[str], signs: str) -> re.Pattern[str] | None:
     """Returns a pattern for two characters between which a text can be cut without cutting any text of ``whole``. The
     second character is a blank or one of ``signs``. Returns None if some added token must be a single word."""
-    if any(token.single_word for token in added):  # neighbours decide whether it is a token
+    if any(token.single_word for token in added):  # whether it is a token depends on the characters beside it
         return None
     texts = {form for text in whole for form in (text, unicodedata.normalize("NFC", text))}
     ends = {match[0] for text in texts for match in re.findall(r"\S ", text)}

@@ -36,7 +36,7 @@ MAX_WAVES = 5
 partial result."""
 
 PAGES_OF_A_WARP = 16
-"""A further wave of blocks is worth its cost if each warp still has at least this many pages."""
+"""Another wave of blocks is worth its cost if each warp still has at least this many pages."""
 
 missing = partial(cuda_missing, "attend_coded", "attend_coded")
 

@@ -46,7 +46,7 @@ def attend_coded(
     """
     batch, _, dim = q.shape
     if dim not in RESIDENT_BLOCKS:
-        raise ValueError(f"head dim {dim} is not 64, 96, 128 or 256, what attend_coded takes in CUDA for fp8")
+        raise ValueError(f"attend_coded in CUDA supports fp8 rows of head dim 64, 96, 128 or 256, not {dim}")
     keys, values, q = _fp8(keys), _fp8(values), q.contiguous()
     k, v = keys.codes.flatten(2, 3), values.codes.flatten(2, 3)
     split = splits(batch * k.shape[1], keys.pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)

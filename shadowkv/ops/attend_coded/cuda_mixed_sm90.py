@@ -19,7 +19,7 @@ from shadowkv.ops.extension import cuda_missing, multiprocessors
 DIM = 128
 RANKS = (96, 128, 160, 192)
 MAX_GROUP = 8
-"""Most query heads per kv head that the kernel supports."""
+"""Maximum number of query heads per kv head that the kernel supports."""
 
 CONSUMERS = {True: 3, False: 2}
 """Consumer warpgroups of a thread block, by whether a kv head has at most four query heads. Each consumer warpgroup
@@ -45,7 +45,7 @@ def supports(case: Case) -> list[str]:
     reasons += unless_one_of(case.rank, RANKS, "rank")
     reasons += unless(case.num_kv_heads % 2 == 0, f"{case.num_kv_heads} kv heads are an odd number")
     reasons += unless(case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}")
-    reasons += unless(not case.host_values, "values are on the host, from where pages were never copied as a whole")
+    reasons += unless(not case.host_values, "values are on the host, and the kernel reads whole pages")
     halves = case.rope_dim == case.head_dim and not case.interleaved
     return reasons + unless(halves, "RoPE rotates not all dimensions, or not in halves")
 

@@ -27,9 +27,9 @@ from shadowkv.ops.extension import cuda_missing, multiprocessors
 
 CHUNKS = (1, 2, 4, 8, 16)
 MAX_GROUP = 16
-"""Most query heads per kv head that the kernels of this op support."""
+"""Maximum number of query heads per kv head that the kernels of this op support."""
 QUERIES = 8
-"""Most query heads per thread block. If a kv head has more, several blocks rebuild the same keys."""
+"""Maximum number of query heads per thread block. If a kv head has more, several blocks rebuild the same keys."""
 ROPE_DIMS = 16
 """The number of dimensions that RoPE rotates must be a multiple of this."""
 KERNELS: dict[tuple[int, int], str] = {}
@@ -38,7 +38,7 @@ KERNELS: dict[tuple[int, int], str] = {}
 WARPS = 4
 """Warps per thread block; each processes its own tiles."""
 TILE = 32
-"""Most tokens that a warp processes at a time."""
+"""Maximum number of tokens that a warp processes at a time."""
 BLOCKS_PER_PROCESSOR = 2
 """Thread blocks of the kernel that a multiprocessor holds at a time."""
 

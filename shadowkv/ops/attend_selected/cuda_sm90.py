@@ -25,8 +25,8 @@ TILE = 64
 KERNELS: dict[int, str] = dict.fromkeys(UNIFORM, "attend_latents_sm90")
 """Names of ops in ``torch.ops.shadowkv_cuda``, by value codec."""
 CONSUMERS = 3
-"""Most consumer warpgroups per thread block. Each writes a partial result for its tiles of a unit. A unit is one kv
-head of one sequence."""
+"""Maximum number of consumer warpgroups per thread block. Each writes a partial result for its tiles of a unit. A unit
+is one kv head of one sequence."""
 RANKS = (32, 64, 96, 128, 160)
 """Ranks that the kernel supports. The basis of a larger rank does not fit in shared memory."""
 

@@ -1,5 +1,5 @@
-"""Dense attention by flash-attn 2 (github.com/Dao-AILab/flash-attention, arXiv:2307.08691), on GPUs from Ampere on. The
-dtype has 16 bits, the head dim is a multiple of 8 up to 256."""
+"""Dense attention by flash-attn 2 (github.com/Dao-AILab/flash-attention, arXiv:2307.08691), on GPUs from Ampere on. It
+needs a 16-bit dtype and a head dim that is a multiple of 8, up to 256."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = N
     bounds = (-1, -1) if window is None else (window - 1, 0)
     out, lse, _ = flash_attn_func(
         q[None], k[None], v[None], causal=causal, window_size=bounds, return_attn_probs=True
-    )  # probabilities are empty without dropout
+    )  # the third result, probabilities, is empty without dropout
     return out[0], lse[0].T

@@ -92,7 +92,7 @@ class DenseAttention:
         """
         if return_lse or not causal:
             if not return_lse or pack is not None or window is not None or sinks is not None:
-                raise TypeError("return_lse=True goes with causal alone, and causal=False with return_lse=True")
+                raise TypeError("return_lse=True goes with causal alone, and causal=False only with return_lse=True")
             return self.partial(q, k, v, causal)
         if window is not None or sinks is not None:
             return self.windowed(q, k, v, len(k) if window is None else window, sinks, pack)

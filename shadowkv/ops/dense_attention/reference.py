@@ -13,12 +13,12 @@ NEEDS_LENGTHS = ("packed", "windowed")
 capture."""
 
 SCORES_AT_ONCE = 2**24
-"""Most scores, over all query heads, that ``partial`` holds in memory at once: 64 MB in float32."""
+"""Maximum number of scores, over all query heads, that ``partial`` holds in memory at once: 64 MB in float32."""
 
 QUERIES_AT_ONCE = 256
-"""Queries that ``windowed`` computes at a time. With few, it computes few scores outside of windows. On one core, 2,048
-queries with a window of 512 took half as long as with 1,024 queries at a time. With a window of 4,096 they took equally
-long."""
+"""Number of queries that ``windowed`` computes at a time. The smaller it is, the fewer scores outside of windows are
+computed in vain. On one core, 2,048 queries with a window of 512 took half as long as with 1,024 queries at a time.
+With a window of 4,096 both took equally long."""
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

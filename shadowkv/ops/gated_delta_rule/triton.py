@@ -13,8 +13,8 @@ COLUMNS = 32
 """Maximum number of a state's columns that a program holds in registers."""
 
 NUMBERS_PER_WARP = 1024
-"""Least numbers of a state per warp. With fewer, several threads would load the same number, and one of them could load
-it after another had overwritten it."""
+"""Minimum number of values of a state per warp. With fewer, several threads would load the same value, and one of them
+could load it after another had overwritten it."""
 
 
 def gated_delta_rule(

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 TILES = ((16, 64, 128, 4, 4), (32, 128, 128, 3, 8), (64, 128, 64, 4, 4), (128, 128, 64, 3, 8))
-"""For each tile: rows, columns of the result, columns of x per iteration, pipeline stages and warps. The first tile is
-used that has at least twice as many rows as experts have on average. If none has, the last tile is used. On an H200,
-with the experts of Qwen3-30B-A3B, each tile was the fastest of about fifteen, or within 3 % of it."""
+"""For each tile: rows, columns of the result, columns of x per iteration, pipeline stages and warps. The kernel uses
+the first tile that has at least twice as many rows as an expert has on average, or else the last tile. On an H200, with
+the experts of Qwen3-30B-A3B, each tile was the fastest of about fifteen, or within 3 % of it."""
 
 
 def multiply_in_tiles(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

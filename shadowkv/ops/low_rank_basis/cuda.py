@@ -4,9 +4,9 @@ waits.
 Simultaneous iteration with Cholesky-QR (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4) orders the rows
 like a Gram-Schmidt process, strongest first. Cholesky-QR squares the condition number of its input, which is too much
 for float32. So rows are first scaled to length 1: they are then nearly orthonormal once they are near eigenvectors. And
-a shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). Further passes run
-only after the last two products. Before these, it is enough that rows span the right subspace, and nearly orthonormal
-rows do.
+a shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). Additional passes run
+only after the last two products. Before the last two, the rows only have to span the right subspace, for which nearly
+orthonormal rows are enough.
 
 A pass calls ``whiten_rows`` in CUDA for up to 256 rows if that kernel is built, and PyTorch's Cholesky factor
 otherwise. The number of rows is the rank of one group of kv heads.
@@ -27,8 +27,8 @@ ROWS_AT_ONCE = 16384
 """Keys that are centred at a time. Their copy, 32 MB for 1024 dimensions in bfloat16, stays in the L2 cache."""
 
 FLOOR = 1e-6
-"""This share of the sum of eigenvalues is added to each of them. So keys have a basis even if their rank is lower than
-``rank``, or if all are zero."""
+"""Each eigenvalue is increased by this share of the sum of all eigenvalues. So keys have a basis even if their rank is
+lower than ``rank``, or if all are zero."""
 
 SHIFTS = (1e-5,), (1e-5,), (1e-5,), (1e-5,), (1e-5, 1e-5), (1e-5, 1e-5, 1e-7)
 """One tuple per product with the Gram matrix, and in it one shift per orthonormalisation pass after the product. Rows

@@ -42,7 +42,7 @@ def attend(op: str, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, *tokens: Ten
     tokens. Arguments and result otherwise as for ``paged_attention``."""
     (batch, _, dim), heads = q.shape, k.shape[1]
     if dim not in RESIDENT_BLOCKS:
-        raise ValueError(f"head dim {dim} is not 64, 96, 128 or 256, what {op} takes in CUDA")
+        raise ValueError(f"{op} in CUDA supports head dims 64, 96, 128 and 256, not {dim}")
     q = q.contiguous()
     split = splits(batch * heads, pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)
     out, lse, *parts = result_and_parts(q, split)

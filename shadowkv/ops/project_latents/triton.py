@@ -14,7 +14,8 @@ from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, CodecId, LatentCodec, unknow
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 MAX_RANKS = 256
-"""Most rank dimensions per thread block. 64 x 256 float32 sums take half of a multiprocessor's registers."""
+"""Maximum number of rank dimensions per thread block. 64 x 256 float32 sums take half of a multiprocessor's
+registers."""
 
 
 def supports(case: Case) -> list[str]:

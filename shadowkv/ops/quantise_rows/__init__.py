@@ -3,7 +3,8 @@
 from shadowkv.ops.codec import LANES, CodecId
 
 MAX_DIMS = 128
-"""Most dimensions of rows that the Triton kernel rotates. A larger rotation does not fit in shared memory."""
+"""Maximum number of dimensions of rows that the Triton kernel rotates. A larger rotation does not fit in shared
+memory."""
 
 ROTATED_IN_KERNELS = (*LANES, CodecId.VQ_4X256)
 """Codecs whose rows the Triton kernel rotates and encodes."""

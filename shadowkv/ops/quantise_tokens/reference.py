@@ -11,7 +11,7 @@ STEP = 1 / 448
 """1 / the format's largest number."""
 
 MIN_SCALE = 2.0**-126
-"""Least scale: the smallest normal float32. Even rows of zeros can be divided by it."""
+"""Minimum scale: the smallest normal float32. Even rows of zeros can be divided by it."""
 
 
 def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:

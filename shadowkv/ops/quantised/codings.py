@@ -13,8 +13,8 @@ from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 MIN_GROUP, MAX_GROUP = 16, 128
-"""Least and most columns that share a scale. Larger groups, and groups whose size is no power of two, are divided into
-smaller ones with equal scales."""
+"""Minimum and maximum number of columns that share a scale. Larger groups, and groups whose size is no power of two,
+are divided into smaller ones with equal scales."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class GroupForm:
     def layout(self, columns: int) -> tuple[tuple[int, torch.dtype], ...]:
         """As ``Form.layout``."""
         if columns * self.bits % 8:
-            raise ValueError(f"{self.name} are two a byte, and rows have {columns}")
+            raise ValueError(f"{self.name} stores two numbers per byte, so rows cannot have {columns} numbers")
         codes = torch.float8_e4m3fn if self.element == "e4m3" else torch.uint8
         groups = self.groups(columns)
         zeros, factor = [(groups, torch.uint8)] * self.zeros, [(1, torch.float32)] * self.factor
@@ -116,8 +116,9 @@ class GroupForm:
         return (codes, within(scales), *zeros, *rest[len(zeros) :])
 
     def _fitting(self, columns: int, start: int, stop: int) -> int:
-        """Returns the largest size of groups that have a border at ``start`` and, unless the row ends there, at
-        ``stop``, and do not cross borders of this form's groups."""
+        """Returns the largest group size that fits columns ``start`` to ``stop``. Groups of this size do not cross
+        borders of this form's groups. They have a border at ``start`` and at ``stop``, unless ``stop`` is the end of
+        the row."""
         assert self.group is not None
         return gcd(self.group, start, 0 if stop == columns else stop)
 

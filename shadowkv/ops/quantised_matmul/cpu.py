@@ -17,8 +17,9 @@ from shadowkv.ops.quantised_matmul.reference import multiply_tiles
 __all__ = ["missing", "quantised_matmul"]
 
 MAX_FUSED = {torch.bfloat16: 24}
-"""Without AVX-512: most tokens, by dtype, for which C++ is used. For more, PyTorch's product with dequantised tiles is
-used. In float32, the two are equally fast from 128 to 512 tokens (2,048 x 2,048 weights, one Zen 4 core)."""
+"""Without AVX-512: maximum number of tokens, by dtype, for which C++ is used. For more, PyTorch's product with
+dequantised tiles is used. In float32, the two are equally fast from 128 to 512 tokens (2,048 x 2,048 weights, one Zen 4
+core)."""
 
 MAX_FUSED_OTHERS = 96
 """The same for dtypes that ``MAX_FUSED`` does not list, such as float32."""

@@ -1,10 +1,10 @@
 """Samples tokens without sorting in one Triton kernel. A program makes several passes over its row, which stays in the
 L2 cache.
 
-The first passes find the largest and the smallest logit, then the weight of all tokens. For each filter, the kernel
-searches the logit at which the filter ends: each pass measures the tokens above three values and leaves a quarter of
-the range, until the remaining tokens fit in registers. A last pass sums up the kept tokens by block. The block with the
-sampled token is read again.
+The first passes find the largest and the smallest logit, then the weight of all tokens. For top-k and then top-p, the
+kernel searches for the lowest logit that the filter keeps. Each pass counts or weighs the tokens above three values,
+and so reduces the range to a quarter, until the tokens in the range fit in registers. A last pass sums up the kept
+tokens by block. The block with the sampled token is read again.
 
 Weights are whole numbers, so sums do not depend on the order of additions.
 """
@@ -20,14 +20,15 @@ from shadowkv.ops.sample_tokens import weights
 from shadowkv.ops.sample_tokens.weights import CANDIDATES, PARAMETERS
 
 BLOCK = 2048
-"""Tokens of a row that are read at a time, four by each thread, in passes in which threads sum separately."""
+"""Number of tokens read at a time in passes in which each thread has sums of its own. A thread reads four of them."""
 
 LONG_BLOCK = 4096
-"""Tokens of a row that are read at a time in passes in which threads wait for each other after every block."""
+"""Number of tokens read at a time in passes in which threads are synchronised after every block."""
 
 BY_VALUE = 4
-"""Passes that divide a range of values into equal parts. Later passes divide the floats in the range into equal parts,
-of which at most 16 are needed."""
+"""Number of passes that divide the range of values into four parts of equal width. Later passes divide it into four
+parts that contain equally many floats. At most 16 of these later
+passes are needed."""
 
 COLDEST = tl.constexpr(weights.COLDEST)
 LARGEST = tl.constexpr(weights.LARGEST)
@@ -141,7 +142,7 @@ def _order(value):
 
 @triton.jit
 def _value(order):
-    """The inverse of ``_order``: the float32 value of an int64 order."""
+    """The inverse of ``_order``: the float32 value of an int64 number."""
     size = tl.abs(order).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.where(order < 0, -size, size)
 
@@ -192,8 +193,8 @@ def _measure_three(logits, size, largest, scale, a, b, c, BLOCK: tl.constexpr):
 
 @triton.jit
 def _between(low, high, quarters, by_value):
-    """The order that lies ``quarters`` / 4 of the way from ``low`` to ``high``, measured by value or by order. It is at
-    least ``low`` and below ``high``."""
+    """The point ``quarters`` / 4 of the way from ``low`` to ``high``, measured by float value or by number
+    (``_order``). Arguments and result are numbers. The result is at least ``low`` and below ``high``."""
     first, last = _value(low), _value(high)
     middle = _order(first + (last - first) * (0.25 * quarters)).to(tl.int64)
     middle = tl.where(by_value, middle, low + (high - low) * quarters // 4)
@@ -220,7 +221,8 @@ def _enclose(
     """Adds up tokens from the largest logit down. Finds the value at which their number, or with ``by_mass`` their
     weight, reaches ``target``.
 
-    The value is above ``low`` and at most ``high``, both orders. ``count`` tokens are above ``low``.
+    The value is above ``low`` and at most ``high``, which are given as numbers (``_order``). ``count`` tokens are above
+    ``low``.
 
     Returns:
         The value; how many tokens have it; how many of these are needed to reach ``target``; and the total weight of

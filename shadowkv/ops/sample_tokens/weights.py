@@ -29,7 +29,8 @@ ROUND = 1.5 * 2**23
 """The sum of this and a nonnegative float32 below 2**22 has the rounded number in its lowest bits."""
 
 MAX_OCTAVES = 63.0
-"""Most halvings of a weight. After 41 halvings a weight is below 1, and so 0. A shift can be by at most 63 bits."""
+"""Maximum number of halvings of a weight. After 41 halvings a weight is below 1, and so 0. A shift can be by at most 63
+bits."""
 
 LOG2E = 1.44269502162933349609375
 """log2(e) as a float32."""

@@ -18,7 +18,7 @@ DIMS = (64, 128)
 """Head dims that the kernel supports."""
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 128
-"""Most sampled queries per tile and kv head that the kernel supports."""
+"""Maximum number of sampled queries per tile and kv head that the kernel supports."""
 
 
 missing = partial(cuda_missing, "score_blocks_sm90", "score_blocks_sm90", capability=HOPPER)

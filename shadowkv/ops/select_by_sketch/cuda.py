@@ -17,7 +17,7 @@ from shadowkv.ops.sketch_queries import cuda as sketch_queries
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 COUNTS_BYTES = 12 * 1024
-"""Most bytes of shared memory that the kernels use besides those that ``supports`` computes."""
+"""Maximum number of bytes of shared memory that the kernels use besides those that ``supports`` computes."""
 
 missing = partial(cuda_missing, "select_by_sketch", "select_by_sketch")
 

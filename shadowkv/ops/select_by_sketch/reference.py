@@ -22,7 +22,7 @@ KEPT_SHARE = 16
 """At least one in this many runs is kept: all bits of its tokens are examined."""
 
 KEPT_OVER_BUDGET = 4
-"""Kept runs have at least this many times the tokens of the budget."""
+"""Kept runs have at least this many times as many tokens as the budget."""
 
 KEPT_LEAST = 384
 """Least number of kept runs. How well samples represent the rest depends on their number more than on their share."""

@@ -14,7 +14,7 @@ STATIC_BYTES = 20 * 1024
 """Bytes of shared memory that the kernel uses besides the sort keys of a row."""
 
 GROUP = 32
-"""Most query heads per kv head."""
+"""Maximum number of query heads per kv head."""
 
 missing = partial(cuda_missing, "select_top_chunks", "select_top_chunks")
 

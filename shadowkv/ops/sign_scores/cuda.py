@@ -16,7 +16,8 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries
 __all__ = ["block_pages", "missing", "sign_scores", "supports"]
 
 MAX_BLOCK_PAGES = 16
-"""Most pages that one thread block scores. 63 rows of 61440 tokens take 134 us on an H200, and 136 us with 32 pages."""
+"""Maximum number of pages that one thread block scores. 63 rows of 61440 tokens take 134 us on an H200, and 136 us with
+32 pages."""
 
 MIN_BLOCKS = 512
 """A thread block takes more than 4 pages only if there would otherwise be more blocks than this. It is twice the number

@@ -36,7 +36,7 @@ def sketch_keys(
     be contiguous."""
     layers, count, _, heads, dim = keys.shape
     if dim > MAX_DIMS:
-        raise ValueError(f"head dim {dim} is above {MAX_DIMS}, what sketch_keys takes in Triton")
+        raise ValueError(f"head dim {dim} is above {MAX_DIMS}, the maximum of sketch_keys in Triton")
     if not layers * count:
         return
     width = plane_bytes(dim)
@@ -77,7 +77,7 @@ def _sketch_keys(
         centred = x.to(tl.float32) - tl.load(centre_row + head * DIM, mask=dim < DIM, other=0.0)[None, :]
         matrix = tl.load(map_of_state + head * DIM * DIM, mask=(dim < DIM)[:, None] & used, other=0.0)
         if x.dtype == tl.bfloat16:
-            # A centred key is split into two bfloat16 numbers, because it has more bits than one of them.
+            # A centred key has more bits than bfloat16, so it is split into the sum of two bfloat16 numbers.
             held = centred.to(tl.bfloat16)
             y = tl.dot((centred - held.to(tl.float32)).to(tl.bfloat16), matrix, tl.dot(held, matrix))
         else:

@@ -12,7 +12,7 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries
 __all__ = ["missing", "sketch_queries", "supports"]
 
 MAX_DIMS = 256
-"""Most dimensions for which sums fit in 16 bits."""
+"""Maximum number of dimensions for which sums fit in 16 bits."""
 
 
 def supports(case: Case) -> list[str]:

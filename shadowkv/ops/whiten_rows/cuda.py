@@ -11,7 +11,7 @@ from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import block_memory, cuda_missing
 
 LARGEST = 256
-"""Most rows of a matrix that the kernel supports."""
+"""Maximum number of rows of a matrix that the kernel supports."""
 
 TILE, PITCH = 32, 36
 """Rows and columns of the kernel's tiles, and the stride between a tile's rows in elements."""

@@ -28,7 +28,7 @@ from shadowkv.wording import counted
 COPY_BYTES = 4 * 2**20
 
 MAX_AT_ONCE = 16 * 2**20
-"""Most bytes that are read into memory at once, whatever the tar file's headers say."""
+"""Maximum number of bytes that are read into memory at once, whatever the tar file's headers say."""
 
 _NAME_FILE = re.compile(f"{FOLDER}/({KEPT_NAME}){re.escape(SUFFIX)}")
 
@@ -45,7 +45,7 @@ def export_snapshots(
     Raises OSError, including FileExistsError, and BadSnapshot. After an error the new file is removed.
     """
     if target.exists():
-        raise FileExistsError(f"{target} is there already; name another file or move it away")
+        raise FileExistsError(f"{target} already exists; name another file or move it away")
     temporary = temporary_path(target.resolve().parent)
     try:
         with (
@@ -65,7 +65,7 @@ def export_snapshots(
             raw.flush()
             os.fsync(raw.fileno())
         if not FileSystem().publish(temporary, target, replace=False):
-            raise FileExistsError(f"{target} is there already")
+            raise FileExistsError(f"{target} already exists")
     finally:
         FileSystem().remove(temporary)
 
@@ -101,7 +101,7 @@ def import_snapshots(
                     outcome = f"refused: {error.problem}"
                 outcomes.append((member.name, outcome))
     except (tarfile.TarError, EOFError) as error:
-        before = f"; {counted(len(outcomes), 'file')} came before" if outcomes else ""
+        before = f"; the {counted(len(outcomes), 'file')} before it were read" if outcomes else ""
         raise ValueError(f"{source} is no tar file, or was cut off: {error}{before}") from error
     return outcomes
 
@@ -111,17 +111,17 @@ def _take(
 ) -> str:
     name, saved_as = member.name.removesuffix(file_name("")), _NAME_FILE.fullmatch(member.name)
     if not saved_as and (not is_snapshot_name(name) or member.name != file_name(name)):
-        return "refused: not the name of a snapshot's file or of a name's"
+        return "refused: the file name is neither that of a snapshot nor that of a saved name"
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
         return "refused: not a regular file"
     if member.offset_data + member.size > size:
-        raise tarfile.ReadError(f"the {member.size} bytes of {name} are more than there are")
+        raise tarfile.ReadError(f"{name} should have {member.size} bytes, but the file ends before")
     stream = archive.extractfile(member)
     assert stream is not None  # a regular file has one
     if not saved_as:
         return _take_snapshot(directory, name, stream, progress)
     if member.size > MAX_BYTES:
-        return f"refused: {member.size} bytes are more than a name's file can have, {MAX_BYTES}"
+        return f"refused: {member.size} bytes are more than the limit of {MAX_BYTES} for a saved name"
     return _take_name(directory, saved_as[1], stream.read())
 
 
@@ -136,7 +136,7 @@ def _take_snapshot(directory: Path, name: str, stream: IO[bytes], progress: Call
             file.verify()
             header = file.header
         if header.parent and not _is_there(directory, header.parent, header.parent_uid):
-            return "refused: what it continues is not there, or not what it was computed on"
+            return "refused: the snapshot that it continues is missing, or is another one of the same name"
         replace = not _is_of_use(directory, name)
         return "imported" if files.publish(temporary, directory / header.file_name, replace) else "there already"
     finally:
@@ -149,7 +149,7 @@ def _take_name(directory: Path, name: str, data: bytes) -> str:
     except ValueError as error:
         return f"refused: {error}"
     if not save.is_of(_used(directory, save.snapshots)):
-        return "refused: what it keeps is not all there, or not what it says"
+        return "refused: snapshots that it keeps are missing, or are not those that it names"
     names = Names(directory, FileSystem())
     if names.write(name, save, replace=False):
         return "imported"

@@ -258,7 +258,7 @@ class Scanner:
         try:
             remove_leftovers(directory.path, files)
         except OSError as error:
-            logger.warning("%s: what was left half written stays: %s", directory.path, error.strerror or error)
+            logger.warning("%s: half-written files could not be removed: %s", directory.path, error.strerror or error)
         seen, complained = None, False
         while not self._stop.is_set():
             try:

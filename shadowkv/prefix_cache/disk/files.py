@@ -141,12 +141,13 @@ class SnapshotFile:
         return np.frombuffer(raw, "<u4")
 
     def expect(self, token_ids: TokenIds) -> None:
-        """Raises BadSnapshot if the file has other tokens than these, and ValueError if these are too few or many."""
+        """Raises BadSnapshot if the file has other tokens than ``token_ids``. Raises ValueError if the number of
+        ``token_ids`` is wrong."""
         ids = id_bytes(token_ids)
         if len(ids) != 4 * self.header.tokens:
             raise ValueError(f"{len(ids) // 4} token ids for tokens {self.header.start} to {self.header.length}")
         if self.token_ids().tobytes() != ids:
-            raise BadSnapshot(self.path, "it is of other tokens")
+            raise BadSnapshot(self.path, "it holds other tokens")
 
     def read_into(self, buffers: Sequence[Buffer], readers: Workers | None = None) -> None:
         """Fills ``buffers`` with the data of all layers. ``readers`` read blocks in parallel; None reads one by one.

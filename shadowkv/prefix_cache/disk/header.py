@@ -108,9 +108,9 @@ class FileHeader:
         if self.parent == self.name:
             raise ValueError("it continues itself")
         if not (1 <= self.layers <= MAX_LAYERS and 1 <= self.layer_bytes <= MAX_NUMBER):
-            raise ValueError(f"{self.layers} layers of {self.layer_bytes} bytes cannot be")
+            raise ValueError(f"{self.layers} layers of {self.layer_bytes} bytes are impossible")
         if not 0 <= self.start < self.length <= MAX_NUMBER or bool(self.start) > bool(self.parent):
-            raise ValueError(f"tokens {self.start} to {self.length} cannot be, with the parent {self.parent!r}")
+            raise ValueError(f"tokens {self.start} to {self.length} are impossible with the parent {self.parent!r}")
         if not 0 <= self.created <= MAX_NUMBER:
             raise ValueError(f"created {self.created} is no time")
 

@@ -84,7 +84,7 @@ class Inventory(Index):
         problems = {name: str(error) for name, error in self.bad_saves.items()}
         for name, save in self.saves.items():
             if not self.is_there(save) or not set(bad).isdisjoint(save.snapshots):
-                problems[name] = f"what is saved as {name!r} is not all there, or not what was saved"
+                problems[name] = f"snapshots of the saved name {name!r} are missing, or are not those that were saved"
         return problems
 
     @property
@@ -133,7 +133,7 @@ class Inventory(Index):
                 raise ValueError(str(self.bad[name]))
             chain = self.chain(name)
             if not chain:
-                raise ValueError(f"what {name} continues is not there, or not what it was computed on")
+                raise ValueError(f"the snapshot that {name} continues is missing, or is another one of the same name")
             headers |= {header.name: header for header in chain}
         return list(headers.values())
 
@@ -153,7 +153,7 @@ class Inventory(Index):
             elif self.is_there(save):
                 saves[text] = save
             else:
-                raise ValueError(f"what is saved as {text!r} is not all there, or not what was saved")
+                raise ValueError(f"snapshots of the saved name {text!r} are missing, or are not those that were saved")
         along = {header.name for header in self.chains(snapshots)}
         for name, save in self.saves.items():
             if along.issuperset(save.snapshots) and self.is_there(save):

@@ -60,7 +60,7 @@ class Save:
         if not self.snapshots or len(set(self.snapshots)) < len(self.snapshots):
             raise ValueError("it must list one snapshot or more, each once")
         if not (1 <= self.tokens <= MAX_NUMBER and 0 <= self.saved <= MAX_NUMBER):
-            raise ValueError(f"{self.tokens} tokens saved at {self.saved} cannot be")
+            raise ValueError(f"{self.tokens} tokens saved at {self.saved} are impossible")
 
     @classmethod
     def new(cls, key: str, tokens: int, snapshots: tuple[str, ...]) -> Save:

@@ -38,13 +38,13 @@ class DiskTier:
     Args:
         directory: path of the directory. If it is missing, it is created with access only for its owner. It may be
             read-only.
-        limit_bytes: most bytes of all files. The least recently used files are evicted first.
+        limit_bytes: maximum number of bytes of all files. The least recently used files are evicted first.
         key: key of the snapshots that are served. Files with other keys count towards the limit and are evicted too.
         on_event: called with each event and its file. Events are "found", "stored", "evicted", "lost" and "bad". It is
             called on the tier's threads, and must neither block nor raise.
         files: how the disk is accessed.
         readers: number of threads that read one file together.
-        queue_bytes: most bytes of snapshots that wait to be written. More are refused.
+        queue_bytes: maximum number of bytes of snapshots that wait to be written. More are refused.
         pause_seconds: seconds without writes after a failed write.
         watch_seconds: seconds between two searches for other servers' files.
 
@@ -221,7 +221,7 @@ class DiskTier:
             self._directory.look(snapshot)
         chain = self._directory.chain(save.snapshots[-1])
         if not chain:
-            raise UnknownName(f"what was saved as {name!r} is not all there any more; save it anew")
+            raise UnknownName(f"snapshots of the saved name {name!r} are missing; save it again")
         if not save.is_of(chain):
             raise UnusableName(f"{name_file(name)} is not what was written: no such prompt; save it anew")
         return save, chain

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 LONGEST_PAUSE = 600.0
 
 EVICTION_ROUNDS = 3
-"""Most passes over all files to evict some. A file that another server has used counts as newer in the next pass."""
+"""Maximum number of passes over all files to evict some. A file that another server has used counts as newer in the
+next pass."""
 
 CLOCK_SECONDS = 0.001
 """Largest difference, in seconds, between a file's time and the time to which it was set."""
@@ -36,8 +37,8 @@ class Writer:
 
     Args:
         complete: returns whether all files of the directory are known. Until then none is evicted.
-        limit_bytes: most bytes of all files.
-        queue_bytes: most bytes of snapshots that wait to be written. One snapshot may always wait.
+        limit_bytes: maximum number of bytes of all files.
+        queue_bytes: maximum number of bytes of snapshots that wait to be written. One snapshot may always wait.
         pause_seconds: seconds without writes after a failed write. They double after each further failure.
     """
 
@@ -60,7 +61,8 @@ class Writer:
         self._thread = Workers(1, "cache-write")
 
     def put(self, header: FileHeader, token_ids: TokenIds, slabs: Iterable[Buffer]) -> Future[bool]:
-        """Queues a snapshot. The result is whether it is on the disk. Ids and slabs may be changed once it is known."""
+        """Queues a snapshot. The future's result says whether the snapshot is on the disk. Ids and slabs may be changed
+        once the future is done."""
         size = header.nbytes
         with self._lock:
             full = bool(self._waiting) and sum(self._waiting.values()) + size > self._queue_bytes
@@ -75,7 +77,7 @@ class Writer:
 
     @property
     def problem(self) -> str | None:
-        """Why writing is paused after a failure, and for how long. It does not wait."""
+        """Why writing is paused after a failure, and for how long. Does not wait."""
         left = self._paused_until - time.monotonic()
         return f"{self._reason}; it is tried again in {left:.0f} s" if left > 0 else None
 
@@ -88,7 +90,8 @@ class Writer:
         # This thread evicts nothing meanwhile. Another server may have evicted a snapshot before it saw the name.
         self._check_there(save)
         self._names.write(name, save)
-        for snapshot in save.snapshots:  # a server that evicts and has not seen the name sees the new times of use
+        # A server that evicts, and does not know the name yet, sees the new times of use.
+        for snapshot in save.snapshots:
             self._directory.touch(snapshot)
         self._check_there(save)
         with suppress(OSError):  # the name is saved; only ``pinned_bytes`` is updated later
@@ -204,7 +207,7 @@ class Writer:
         self._counts.add(write_errors=1)
         self._reason = error.strerror or str(error)
         logger.warning(
-            "%s cannot be written to: %s; nothing is stored there for %g s, and requests go on without",
+            "%s cannot be written to: %s; nothing is stored there for %g s, and requests continue without it",
             self._directory.path,
             self._reason,
             self._pause,

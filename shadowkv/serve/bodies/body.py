@@ -33,7 +33,8 @@ Dropped = Annotated[None, PlainValidator(lambda value: None, json_schema_input_t
 """Fields of earlier answers that clients send back; they have no effect."""
 
 PIECE = 2**20
-"""Bodies are split at their quotes in portions of this many bytes, so that few strings exist at once."""
+"""Portion size in bytes for splitting a body at its quotes. Splitting portion by portion limits the number of strings
+that exist at once."""
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -42,7 +43,7 @@ class Body(BaseModel):
     """A JSON body. Types are strict; null is the same as omitted, as in the OpenAI API.
 
     Attributes:
-        is_read_again: whether a route needs the body's bytes after they were read once.
+        is_read_again: whether a route needs the body's bytes again after the body was parsed.
     """
 
     is_read_again: ClassVar[bool] = False
@@ -214,7 +215,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise JSONDecodeError(f"the key {key!r} is there twice", "", 0)
+                raise JSONDecodeError(f"the key {key!r} occurs twice", "", 0)
             seen.add(key)
     return value
 

@@ -33,7 +33,8 @@ PROMPTLY = 0.05
 full queue, the response has the error's status."""
 
 TURNS = 8
-"""Turns of the event loop that the first chunk gets even after ``PROMPTLY``; an immediate refusal needs no more."""
+"""Minimum number of turns of the event loop to wait for the first chunk, even if they take longer than ``PROMPTLY``. An
+immediate refusal needs no more."""
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

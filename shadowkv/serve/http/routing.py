@@ -100,7 +100,7 @@ class BodyRoute(APIRoute):
 
 
 class Answer(BaseModel):
-    """Base of response models: it forbids further fields."""
+    """Base of response models: it forbids other fields."""
 
     model_config = ConfigDict(extra="forbid")
 

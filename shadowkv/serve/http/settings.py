@@ -82,7 +82,10 @@ class ServerSettings:
     """
 
     served_model_name: tuple[str, ...] = setting(
-        (), API, "model names in the API; responses have the first one (default: the name of its files)", metavar="NAME"
+        (),
+        API,
+        "model names that requests may use; responses have the first one (default: the name of the model's files)",
+        metavar="NAME",
     )
     root_path: str = setting(
         "",
@@ -103,8 +106,8 @@ class ServerSettings:
     reasoning_parser: str | None = setting(
         None,
         API,
-        "format in which the model writes its reasoning, which responses then have apart from the answer (default: "
-        "openai_gptoss if the chat template is that of gpt-oss, otherwise none)",
+        "format in which the model writes its reasoning, which responses then return apart from the answer "
+        "(default: openai_gptoss if the chat template is that of gpt-oss, otherwise none)",
         choices=tuple(REASONING_PARSERS),
     )
     enable_force_include_usage: bool = setting(
@@ -227,8 +230,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         bad = violations(self)
-        # Keys have no blanks around them, because the header that carries them drops those. The message does not show
-        # the keys.
+        # Servers strip blanks around the value of a header, so a key with blanks around it could never match. The
+        # message does not show the keys, because they are secret.
         if isinstance(self.api_key, str) or not all(map(_is_key, self.api_key)):
             bad.append("api_key must be keys of printable ASCII, none of them empty or with blanks around it")
         if self.max_concurrent_requests_per_key and not self.api_key:
@@ -282,8 +285,8 @@ class ServerSettings:
         return self.served_model_name[0] if self.served_model_name else own
 
     def first_name(self, asked: str | None) -> str | None:
-        """The model's name in the answer to a request that ``asked`` for a name. The further served names become the
-        first one; all other names, and None, stay as they are."""
+        """The model's name in the answer to a request that ``asked`` for a name. Every served name is replaced by the
+        first one. Other names, and None, are returned unchanged."""
         return self.served_model_name[0] if asked in self.served_model_name[1:] else asked
 
     def tool_format(self, template: str | None) -> ToolFormat | None:

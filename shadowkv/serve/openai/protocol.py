@@ -356,7 +356,7 @@ class GenerationRequest(Sampling):
     def sampling(
         self, defaults: Mapping[str, float] = MappingProxyType({}), room: int | None = None
     ) -> list[SamplingParams]:
-        """Sampling parameters for each choice of a prompt; seeds of further choices come from ``choice_seed``.
+        """Sampling parameters for each choice of a prompt; seeds of the other choices come from ``choice_seed``.
 
         Args:
             defaults: the parameters that the model's authors recommend, used where the request has none.

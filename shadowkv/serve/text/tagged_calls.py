@@ -26,7 +26,8 @@ class TaggedCalls(ToolParser):
     Attributes:
         outer: tags around calls.
         begins: marks that can begin a call.
-        value_ends: for each tag that can end a value, the tags of which one must follow (after optional white space).
+        value_ends: tags that can end a value. Each has a list of tags, one of which must follow it (after optional
+            white space).
         untyped: types of arguments whose schema names no type.
     """
 

@@ -30,7 +30,7 @@ TURNS = 3 if (os.cpu_count() or 1) > 2 else 2
 not wait."""
 
 FIRST_PART, NEXT_PART = 8, 4
-"""The first part of a text has ``FIRST_PART`` characters per allowed token; each further part is ``NEXT_PART`` times as
+"""The first part of a text has ``FIRST_PART`` characters per allowed token; each later part is ``NEXT_PART`` times as
 long. English has four to five characters per token, so one part is enough. Runs of one character have up to a
 hundred."""
 

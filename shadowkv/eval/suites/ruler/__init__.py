@@ -21,7 +21,8 @@ from shadowkv.eval.suites.ruler.aggregation import CommonWords, FrequentWords
 from shadowkv.eval.suites.ruler.variable_tracking import VariableTracking
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
-# If the own documents of more than this number of consecutive questions are too long, the length is too short.
+# Questions whose own documents are too long are skipped. If more than this number of consecutive questions are skipped,
+# the length is too short.
 PATIENCE = 20
 
 

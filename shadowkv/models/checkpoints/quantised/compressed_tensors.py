@@ -74,7 +74,7 @@ class Scheme:
 
     @property
     def form(self) -> Form:
-        """The form that weights are read into, assuming that plain scales are bfloat16."""
+        """The form that weights are read into, assuming that scales stored as floats are bfloat16."""
         if self.layout in _FP4:
             return _FP4[self.layout]
         if self.layout == _FLOATS:

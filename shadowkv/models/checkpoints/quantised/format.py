@@ -13,7 +13,7 @@ from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.ops.quantised.rows import Form
 
 SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-"""Types of plain scales, by safetensors' names."""
+"""Dtypes of scales that are stored as floats, by safetensors' names."""
 
 FLOAT8 = "F8_E4M3"
 """safetensors' name of 8-bit floats."""
@@ -35,8 +35,8 @@ class Found:
     """A quantised weight in files.
 
     Attributes:
-        shape: the dequantised weight's shape, [N, K]. For E experts it is [E, N, K], and their rows are read one after
-            the other.
+        shape: the dequantised weight's shape, [N, K]. For E experts it is [E, N, K], and the weight is read as E * N
+            rows.
         form: the form that the weight is read into; None if reading dequantises it.
         parts: the tensors that it is read from, by the last components of their names.
     """
@@ -55,7 +55,8 @@ class Format(Protocol):
 
     Attributes:
         method: the config's ``quant_method``.
-        dtypes: types of tensors in the files besides plain numbers, by safetensors' names.
+        dtypes: safetensors' names of the dtypes that the format's files have, in addition to those of unquantised
+            weights.
     """
 
     method: str
@@ -77,12 +78,13 @@ class Format(Protocol):
         ...
 
     def planned(self, module: str) -> Form | None:
-        """The form of a projection's weight according to the config alone, without files; None for plain numbers."""
+        """The form of a projection's weight according to the config alone, without files; None if it is not
+        quantised."""
         ...
 
 
 def scale_dtype(name: str, entry: Entry) -> torch.dtype:
-    """The dtype of plain scales; raises ValueError for another type."""
+    """The dtype of scales that are stored as floats; raises ValueError for other types."""
     if entry.dtype not in SCALE_DTYPES:
         raise ValueError(f"{name} is {entry}, and scales are one of {', '.join(SCALE_DTYPES)}")
     return SCALE_DTYPES[entry.dtype]
@@ -110,8 +112,8 @@ def group_size(columns: int, groups: int, stated: int | None) -> int | None:
     Args:
         columns: length of a row.
         groups: number of scales of a row.
-        stated: the config's group size, or None. It is returned if it gives ``groups`` scales, the last of which may
-            have fewer columns. Otherwise all groups must be equal.
+        stated: the config's group size, or None. It is returned if rows of ``columns`` have ``groups`` groups of this
+            size, the last of which may be shorter. Otherwise ``columns`` must be a multiple of ``groups``.
 
     Raises ValueError if no group size fits.
     """

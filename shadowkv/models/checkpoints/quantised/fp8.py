@@ -22,8 +22,8 @@ Block = tuple[int, int]
 """Rows and columns that share a scale."""
 
 SCALES = ("weight_scale", "weight_scale_inv")
-"""Names of scales beside ``weight``. Codes are multiplied by both kinds: an "inv" scale is the inverse of the
-quantiser's."""
+"""Names of scales beside ``weight``. Codes are multiplied by the scale, whichever name it has: an "inv" scale is the
+inverse of the quantiser's scale."""
 
 E8M0 = "F8_E8M0"
 """safetensors' name of scales that are powers of two."""

@@ -58,7 +58,7 @@ class GPTQ:
         groups, rows = scales.shape
         bits = 32 * qzeros.shape[1] // max(1, rows)
         if bits not in (4, 8):
-            raise ValueError(f"its zero points, {qzeros} of {rows} rows, have {bits} bits, not 4 or 8")
+            raise ValueError(f"its zero points have {bits} bits, not 4 or 8: qzeros are {qzeros}, for {rows} rows")
         columns = qweight.shape[0] * 32 // bits
         expect("qweight", qweight, (qweight.shape[0], rows), "I32")
         expect("qzeros", qzeros, (groups, rows * bits // 32), "I32")

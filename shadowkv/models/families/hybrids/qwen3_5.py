@@ -132,8 +132,8 @@ def _inputs(linear: LinearAttention, ours: str, theirs: str) -> Targets:
     group = heads // linear.key_heads
 
     def joined(name: str, module: str, *parts: tuple[int, int]) -> Targets:
-        """Targets of a projection of several parts. A part begins at a row, and has so many rows for each key head. The
-        file has all parts of the first head, then those of the next."""
+        """Targets of a projection of several parts. A part is a pair: its first row in the parameter, and its number of
+        rows per key head. The file has all parts of the first head, then those of the next."""
         first, *further = (
             (begin + head * size, begin + (head + 1) * size)
             for head in range(linear.key_heads)
