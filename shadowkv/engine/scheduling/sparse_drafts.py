@@ -34,11 +34,14 @@ class SparseDrafts(Speculation):
 
     Args:
         runner: computes the draft steps.
+
+    Attributes:
+        account: chooses how many tokens to draft.
     """
 
     def __init__(self, config: SpeculativeConfig, max_rows: int, runner: Runner) -> None:
         super().__init__(config, max_rows)
-        self._runner, self._account, self._tokens = runner, Account(), 0
+        self._runner, self.account, self._tokens = runner, Account(), 0
         self._own: WeakKeyDictionary[Request, AcceptanceRates] = WeakKeyDictionary()
         self._draft_times: defaultdict[int, StepTimes] = defaultdict(StepTimes)
 
@@ -52,7 +55,7 @@ class SparseDrafts(Speculation):
         counts = self._counts(requests, sequences, most)
         if not any(counts):
             return []
-        self._account.spend()
+        self.account.spend()
         return self._draft(requests, sequences, counts)
 
     def expects(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> bool:
@@ -60,7 +63,7 @@ class SparseDrafts(Speculation):
 
     def judge(self, request: Request, drafted: int, accepted: int) -> None:
         super().judge(request, drafted, accepted)
-        self._account.gain(accepted)
+        self.account.gain(accepted)
         self._tokens += accepted
         for rates in (self._of(request), self._rates):
             rates.add(ALIKE, drafted, accepted)
@@ -89,7 +92,7 @@ class SparseDrafts(Speculation):
             return times.seconds(rows + sum(min(count, own) for own in most)) + count * draft
 
         rates = [self._of(request).rate(ALIKE) for request, own in zip(requests, most, strict=True) if own]
-        count = self._account.length(rates, longest, seconds, rows, self._tokens)
+        count = self.account.length(rates, longest, seconds, rows, self._tokens)
         return [min(count, own) for own in most]
 
     def _draft(
