@@ -150,6 +150,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
+    if args.always and args.method != "sparse":
+        parser.error(f"--always is for --method sparse, not {args.method!r}: other drafts have a gate for each request")
     rows = list[dict[str, Any]]()
     if args.out.exists():
         with args.out.open(newline="", encoding="utf-8") as file:
@@ -164,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         plain = Engine(EngineConfig(**config), loaded)
         drafting = Engine(EngineConfig(**config, speculative_config=speculative), loaded)
         if args.always:
-            assert isinstance(drafting.decode_steps.speculation, SparseDrafts), "--always is for --method sparse"
+            assert isinstance(drafting.decode_steps.speculation, SparseDrafts)
             drafting.decode_steps.speculation.account = Always()
         for task in args.tasks:
             for context in args.context if task != "chat" else [0]:

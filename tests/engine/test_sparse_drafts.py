@@ -176,6 +176,23 @@ def test_a_continued_chat_is_that_of_full_attention(make: Any) -> None:
 
 
 @pytest.mark.usefixtures("opened")
+def test_a_chat_continues_from_host_memory(make: Any) -> None:
+    """Which keeps the index beside exact keys and values."""
+
+    def turn(engine: Engine, text: list[int]) -> tuple[list[int], int]:
+        engine.add_request("turn", text, replace(PLAIN, max_tokens=60))
+        outputs = drain(engine)["turn"]
+        return tokens(outputs), outputs[-1].cached_tokens
+
+    engine = make(kv=NARROW, max_cached_seqs=0, kv_offload_gib=0.05)
+    first, _ = turn(engine, prompt(1, 700))
+    later = [*prompt(1, 700), *first, *prompt(2, 40)]
+    got, cached = turn(engine, later)
+    assert cached >= 700 and got == turn(make(kv="full"), later)[0]
+    assert min(counts(engine)) > 10
+
+
+@pytest.mark.usefixtures("opened")
 def test_answers_with_graphs_are_those_without_drafts(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shape has a graph for draft steps and another for steps that attend to everything."""
     kinds = [*KINDS[:4], replace(SEEDED, max_tokens=90), replace(PLAIN, temperature=0.7, seed=3, stop_token_ids=(9,))]
