@@ -278,6 +278,13 @@ METHODS = (
         ("engine/test_speculation.py", "engine/test_drafters.py"),
     ),
     Method(
+        "drafts by the model itself (`full-speculative`)",
+        ("engine/scheduling/sparse_drafts.py", "kvcache/decode/planning.py", "kvcache/parts/index_sketch.py"),
+        (),
+        (),
+        ("engine/test_sparse_drafts.py",),
+    ),
+    Method(
         "sampling of tokens", ("engine/execution/sampler.py",), ("sample_tokens",), (), ("ops/test_sample_tokens.py",)
     ),
 )

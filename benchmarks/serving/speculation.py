@@ -1,11 +1,17 @@
-"""Decode speed with drafts over that without, on answers of a real model: text that is quoted, text that is edited
-(with the text as ``prediction``), and free chats.
+"""Decode speed with drafts over that without, and the drafted tokens that are accepted, on answers of a real model:
+text that is quoted, text that is edited (with the text as ``prediction``), free chats, and texts that go on
+with essays or source files.
 
 Both engines are in one process and have the same weights. They answer in turn, ``--rounds`` times; an answer that
 differs is printed. Rows that the file has are not measured again. A ratio is that of the sums of the rounds' median
 times between the first token and the last:
 
     python -m benchmarks.serving.speculation --model smollm2-135m-64k-chat --out results/speculation.csv
+
+Acceptance of the model's own drafts, whether they pay on this machine or not:
+
+    python -m benchmarks.serving.speculation --model smollm2-135m-64k --method sparse --k 6 --always \
+        --kv full:dense_below=0 --tasks essays code --context 8192 --rounds 1 --out results/sparse.csv
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import csv
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +30,10 @@ from benchmarks.sweeps.engines import about, add_model_arguments, model_of
 from shadowkv.engine.config import EngineConfig, policy_name
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.scheduling.sparse_drafts import SparseDrafts
+from shadowkv.engine.speculation.gate import Account
 from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.eval.fidelity.prompts import read_prompts
 from shadowkv.eval.prompts.texts import haystack
 from shadowkv.kvcache.presets import POLICY_HELP
 
@@ -39,17 +48,36 @@ CHATS = (
 )
 KEY = COLUMNS[:6]
 TASKS = ("quote", "edit", "chat")
+TEXTS = {"essays": 0.0, "code": 0.0, "sampled-essays": 1.0, "sampled-code": 1.0}
+"""Tasks that go on with a text, and their temperatures."""
 WORD, OTHER = "people", "persons"
 """The word that an edit replaces, and by what."""
 
 
-def requests(engine: Engine, task: str, context: int, tokens: int) -> Iterator[tuple[list[int], SamplingParams]]:
-    """Prompts of a task with about ``context`` tokens, and how they are answered."""
+class Always(Account):
+    """Drafts as many tokens as fit."""
+
+    def length(self, rates: Sequence[float], most: int, *others: Any) -> int:
+        """Returns ``most``."""
+        return most
+
+
+def requests(
+    engine: Engine, task: str, context: int, tokens: int, prompts: int
+) -> Iterator[tuple[list[int], SamplingParams]]:
+    """Prompts of a task with about ``context`` tokens, and how they are answered. ``prompts`` is the number of those
+    that are cut from texts."""
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
     def prompt(text: str) -> list[int]:
         return engine.tokenizer.encode_chat([{"role": "user", "content": text}])
 
+    if task in TEXTS:
+        own = {"max_tokens": tokens, "temperature": TEXTS[task], "ignore_eos": True}
+        kind = Path(task.removeprefix("sampled-"))
+        for number, cut in enumerate(read_prompts([kind], engine.tokenizer, prompts, context)):
+            yield cut.tokens, SamplingParams(**own, seed=number)
+        return
     if task == "chat":
         for number, text in enumerate(CHATS):
             yield prompt(text), SamplingParams(max_tokens=tokens, temperature=0.7, seed=number, ignore_eos=True)
@@ -83,7 +111,7 @@ def measure(args: argparse.Namespace, plain: Engine, drafting: Engine, task: str
     assert drafts is not None, "one engine drafts"
     before = drafts.stats.num_drafts, drafts.stats.num_accepted_tokens
     times: dict[Engine, list[list[float]]] = {plain: [], drafting: []}
-    for prompt, params in requests(plain, task, context, args.tokens):
+    for prompt, params in requests(plain, task, context, args.tokens, args.prompts):
         wanted, _ = answer(plain, prompt, params)  # warms up, and fills the prefix cache
         for engine in times:
             times[engine].append([])
@@ -112,12 +140,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kv", nargs="+", default=["full"], type=policy_name, help=POLICY_HELP)
     parser.add_argument("--method", default="suffix", help="(default: %(default)s)")
     parser.add_argument("--k", type=int, default=8, help="most drafted tokens (default: %(default)s)")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="(default: all)")
+    text = "draft as many tokens as fit, whether it pays or not; only for --method sparse"
+    parser.add_argument("--always", action="store_true", help=text)
+    text = "(default: %(default)s)"
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=(*TASKS, *TEXTS), help=text)
+    parser.add_argument("--prompts", type=int, default=4, help="cut from essays or code (default: %(default)s)")
     parser.add_argument("--context", nargs="+", type=int, default=[2048, 4096, 8192], help="tokens of texts")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
+    if args.always and args.method != "sparse":
+        parser.error(f"--always is for --method sparse, not {args.method!r}: other drafts have a gate for each request")
     rows = list[dict[str, Any]]()
     if args.out.exists():
         with args.out.open(newline="", encoding="utf-8") as file:
@@ -131,6 +165,9 @@ def main(argv: list[str] | None = None) -> int:
         speculative = {"method": args.method, "num_speculative_tokens": args.k}
         plain = Engine(EngineConfig(**config), loaded)
         drafting = Engine(EngineConfig(**config, speculative_config=speculative), loaded)
+        if args.always:
+            assert isinstance(drafting.decode_steps.speculation, SparseDrafts)
+            drafting.decode_steps.speculation.account = Always()
         for task in args.tasks:
             for context in args.context if task != "chat" else [0]:
                 if tuple(map(str, (args.model, kv, args.method, args.k, task, context))) in there:

@@ -13,7 +13,7 @@ from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PREFILL_ERROR, PREFILL_ERROR_HELP, KVSpec
-from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset
+from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset, with_drafts
 from shadowkv.load_settings import (
     ATTENTION_BACKENDS,
     DTYPES,
@@ -217,9 +217,9 @@ class EngineConfig:
     speculative_config: Mapping[str, Any] | None = setting(
         None,
         SCHEDULING,
-        "speculative decoding: drafts several tokens from a request's own text, and verifies them in one step; method "
-        "is ngram or suffix, num_speculative_tokens the most drafted tokens, prompt_lookup_min and prompt_lookup_max "
-        "the n-grams of ngram (default: off)",
+        "speculative decoding: drafts several tokens, from a request's own text or with the model itself, and verifies "
+        "them in one step; method is ngram, suffix or sparse, num_speculative_tokens the most drafted tokens, "
+        "prompt_lookup_min and prompt_lookup_max the n-grams of ngram (default: off)",
         "-sc",
         parse=parse_speculative_config,
         metavar="JSON",
@@ -411,12 +411,27 @@ class EngineConfig:
     def spec(self) -> KVSpec:
         """Returns the policy, not yet resolved for a model. Raises ValueError for an unknown preset."""
         dense_below = None if isinstance(self.kv_dense_below, str) else self.kv_dense_below
-        return preset(
+        spec = preset(
             self.kv,
             dense_below=dense_below,
             prefill=None if self.prefill == "auto" else self.prefill,
             prefill_error=self.prefill_error,
         )
+        method = None if self.speculation is None else self.speculation.method
+        if method == "sparse":
+            if spec.selects:
+                raise self._refused_drafts(
+                    f"kv={self.policy!r} selects tokens in every step, and these drafts need a policy that attends to "
+                    "all of them, such as full or fp8"
+                )
+            return with_drafts(spec)
+        if spec.drafts and method is not None:
+            raise self._refused_drafts(f"kv={self.policy!r} has an index for drafts of method='sparse' alone")
+        return spec
+
+    def _refused_drafts(self, reason: str) -> SettingsError:
+        given = dict(self.speculative_config or {})
+        return SettingsError(f"speculative_config={given!r}: {reason}", ["kv", "speculative_config"])
 
     def refused_policy(self, error: ValueError) -> SettingsError:
         """Makes the error for a policy that was refused because of ``error``. It names this config's settings."""
@@ -435,13 +450,19 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are drafted; None without speculative decoding."""
-        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
+        """How tokens are drafted; None without speculative decoding. A policy with an index for drafts has it by
+        itself."""
+        if self.speculative_config is not None:
+            return SpeculativeConfig.of(self.speculative_config)
+        return SpeculativeConfig("sparse") if preset(self.kv).drafts else None
 
     @property
     def drafted_rows(self) -> int:
-        """Rows of a decode step for drafted tokens: those of one sequence. 0 without speculative decoding."""
-        return 0 if self.speculation is None else self.speculation.num_speculative_tokens or 0
+        """Rows of a decode step for drafted tokens: those of one sequence, or of all if all draft together. 0 without
+        speculative decoding."""
+        if (drafts := self.speculation) is None:
+            return 0
+        return (drafts.num_speculative_tokens or 0) * (self.max_num_seqs if drafts.method == "sparse" else 1)
 
     @property
     def max_rows(self) -> int:

@@ -36,7 +36,8 @@ from shadowkv.engine.scheduling.held_rows import Chosen, ChosenRows, Selected
 from shadowkv.engine.scheduling.pacing import Pace
 from shadowkv.engine.scheduling.prefill_queue import PrefillInFlight, PrefillQueue
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
-from shadowkv.engine.speculation.speculation import Speculation, SpeculationStats
+from shadowkv.engine.scheduling.sparse_drafts import SparseDrafts
+from shadowkv.engine.speculation.speculation import Speculation, SpeculationStats, TextDrafts
 from shadowkv.engine.startup.loading import (
     checked_defaults,
     current,
@@ -188,7 +189,11 @@ class Engine:
             self.pace,
         )
         run_ahead = self.runner.graphs is not None
-        speculation = None if config.speculation is None else Speculation(config.speculation, config.max_rows)
+        speculation: Speculation | None = None
+        if (drafts := config.speculation) is not None:
+            sparse = drafts.method == "sparse"
+            rows = config.max_rows
+            speculation = SparseDrafts(drafts, rows, self.runner) if sparse else TextDrafts(drafts, rows)
         self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead, self.pace, speculation)
         self.prefill_queue = PrefillQueue(self.runner, self.scheduler, self.pace)
         self.max_model_len = self.cache.max_model_len

@@ -340,17 +340,21 @@ class KVCache:
         most: list[int] = np.minimum.reduce(of_groups).tolist()
         return most
 
-    def plan_decode(self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None) -> DecodePlan:
+    def plan_decode(
+        self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None, drafting: bool = False
+    ) -> DecodePlan:
         """Plans a decode step of ``sequences`` (at least one), and the page compressions that are due before it.
 
         Args:
             counts: number of new tokens of each sequence, 1 to ``most_tokens``. Each is a row of the step; the rows of
                 a sequence follow one another. None for one token each. Tokens that turn out to be wrong are removed
                 with ``truncate``.
+            drafting: whether it is a draft step, in which the policy's index selects what is attended to
+                (``KVSpec.drafts``).
 
         Raises ValueError if a sequence has no room for its new tokens.
         """
-        plans = [group.planner.plan(group.sequences(sequences), counts) for group in self.groups]
+        plans = [group.planner.plan(group.sequences(sequences), counts, drafting) for group in self.groups]
         alone = all(plan.of_sequence is None for plan in plans)  # micro-batches need one segment per row
         parts = max(plan.micro_batches for plan in plans) if alone else 1
         recurrent = None

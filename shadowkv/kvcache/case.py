@@ -22,7 +22,7 @@ OF_TOKENS = (
 )
 OF_COMPRESSED_PAGES = ("dense_attention.partial", "find_outliers", "merge_attention", "write_rows")
 """Ops by caller. Every policy calls ``OF_TOKENS``. A policy that compresses also calls ``OF_COMPRESSED_PAGES``, the ops
-that its parts name, and ``OF_SELECTED`` or ``OF_ALL``, which attend to compressed tokens."""
+that its parts name, and ``OF_SELECTED``, ``OF_ALL`` or both, which attend to compressed tokens."""
 OF_WINDOWS = ("dense_attention.windowed", "paged_window_attention")
 """Ops of layers with a window."""
 OF_SINKS = ("add_sinks", "dense_attention.partial", "dense_attention.windowed")
@@ -70,7 +70,9 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS, *prefill_strategy(spec).ops}, 0
     for group in layout.groups:
         if group.spec.compresses:
-            ops |= {*OF_COMPRESSED_PAGES, *group.parts.ops, OF_SELECTED if group.spec.selects else OF_ALL}
+            ops |= {*OF_COMPRESSED_PAGES, *group.parts.ops}
+            ops |= {OF_SELECTED} if group.spec.has_index else set()
+            ops |= set() if group.spec.selects else {OF_ALL}
             pages = group.spec.compressed_pages(layout.max_model_len)
     if any(group.window is not None and group.shape.heads == shape.heads for group in layout.groups):
         ops |= {*OF_WINDOWS}

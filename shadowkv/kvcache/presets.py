@@ -13,6 +13,9 @@ from shadowkv.kvcache.policy.spec import NAMES, KVSpec
 PRESETS: dict[str, KVSpec] = {
     # Every key and value exact on the device: the baseline.
     "full": KVSpec(),
+    # The same answers. A sketch of every key selects what drafts attend to, and all tokens verify them: sparse
+    # self-speculation (MagicDec, arXiv:2408.11049).
+    "full-speculative": KVSpec(index="sketch", chunk=1, drafts=True, settings={"index.sampled": 0.5}),
     # The paper: arXiv:2410.21465, section 5.1.
     "shadowkv": KVSpec(keys="low-rank", index="chunk-mean", place="host", chunk=8, outliers=48),
     # This project's own: a sketch of every key is searched, values have 3 bits. Values on the device can be selected
@@ -68,6 +71,14 @@ def register(name: str, spec: KVSpec) -> None:
     if not isinstance(spec, KVSpec):
         raise TypeError(f"the preset {name!r} must be a KVSpec, not {spec!r}")
     PRESETS[name] = spec
+
+
+def with_drafts(spec: KVSpec) -> KVSpec:
+    """Returns a policy that attends to every token with the index of ``full-speculative``, which selects for drafts."""
+    if spec.drafts:
+        return spec
+    own = PRESETS["full-speculative"]
+    return spec.changed(index=own.index, chunk=own.chunk, drafts=True, **dict(own.settings))
 
 
 def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:

@@ -69,15 +69,17 @@ def step_reads(layout: GroupLayout, context: int, hit_rate: float) -> StepReads:
     pages = spec.compressed_pages(context)
     compressed, tail = PAGE * pages, context - PAGE * pages
     budget = int(spec.budget_chunks(np.asarray(context)))
-    selected = min(budget * spec.chunk, compressed - spec.static_tokens)
+    selected = compressed - spec.static_tokens
+    if spec.selects:
+        selected = min(budget * spec.chunk, selected)
     excluded = sum(field.nbytes for field in layout.excluded_fields)
     values = selected * parts.values.bytes_per_token()
     hit_share = hit_rate if layout.buffer_fields else 0.0
     missed = selected * sum(field.nbytes for field in layout.host_fields) / PAGE * (1 - hit_share)
     return StepReads(
         exact=(spec.static_tokens + tail) * exact_token,
-        index=parts.index.scored_bytes(compressed, budget) + pages * excluded,
-        state=sum(part.state_bytes_read() for part in parts),
+        index=parts.index.scored_bytes(compressed, budget) + pages * excluded if spec.selects else 0.0,
+        state=sum(part.state_bytes_read() for part in parts if spec.selects or part is not parts.index),
         keys=parts.keys.rebuilt_bytes(selected, compressed),
         values=values - missed,
         host_values=missed,

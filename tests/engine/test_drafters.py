@@ -9,7 +9,7 @@ import pytest
 
 from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.engine.speculation.drafters import SEPARATOR, NgramDrafter, SuffixDrafter, drafter_of
-from shadowkv.engine.speculation.gate import AcceptanceRates, Gate, StepTimes
+from shadowkv.engine.speculation.gate import AcceptanceRates, Account, Gate, StepTimes
 
 
 def longest_match(text: list[int]) -> int:
@@ -152,3 +152,27 @@ def test_a_closed_gate_opens_when_the_text_changes() -> None:
             gate.judge(drafted, drafted if right else 0)
             opened += right and drafted > 2
     assert opened > 100
+
+
+def test_drafts_of_several_requests_are_weighed_together() -> None:
+    """They share the time of a draft step, so what pays for all need not pay for one."""
+
+    def seconds(count: int) -> float:
+        return 1 + 0.3 * count
+
+    def length(rates: list[float]) -> int:
+        return Account().length(rates, 6, seconds, 4, 0)
+
+    assert length([0.9] * 4) > length([0.9, 0.9, 0.1, 0.1]) > 0
+    assert length([0.9]) == 0, "a draft of one request costs all four more than it gains"
+    assert length([0.1] * 4) == 0
+
+
+def test_joint_drafts_that_are_always_wrong_cost_little() -> None:
+    account, lost = Account(), 0.0
+    for steps in range(0, 4000, 4):
+        if drafted := account.length([0.9] * 4, 6, lambda count: 1 + 0.2 * count, 4, steps):
+            account.spend()
+            account.gain(0)
+            lost += 4 * 0.2 * drafted
+    assert 0 < lost < 0.02 * 4000 + 4 * 0.2 * 6

@@ -204,8 +204,8 @@ def test_drafts_end_before_the_next_compression(make: Any, monkeypatch: pytest.M
         seen, said = set[tuple[int, int]](), list[int]()
         plan = engine.cache.plan_decode
 
-        def watched(sequences: Any, counts: Any = None) -> Any:
-            made = plan(sequences, counts)
+        def watched(*given: Any) -> Any:
+            made = plan(*given)
             for length, compressed in zip(made.groups[0].sequences.length, made.groups[0].sequences.compressed):
                 seen.add((int(length), int(compressed)))
             return made
@@ -356,8 +356,8 @@ def test_times_are_of_steps_as_they_will_be(make: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "method is missing; it is one of ngram, suffix"),
-        ({"method": "eagle"}, "method='eagle' is not one of ngram, suffix"),
+        ({}, "method is missing; it is one of ngram, suffix, sparse"),
+        ({"method": "eagle"}, "method='eagle' is not one of ngram, suffix, sparse"),
         ({"method": "suffix", "model": "x"}, "'model' is not one of method, num_speculative_tokens"),
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({"method": "suffix", "num_speculative_tokens": 64}, "num_speculative_tokens=64 must be between 1 and 63"),

@@ -35,6 +35,7 @@ from shadowkv.engine.parallel.worker import Worker
 from shadowkv.engine.process.facts import Launch
 from shadowkv.engine.process.main import load_cores
 from shadowkv.engine.selections import SelectionRecord
+from shadowkv.engine.speculation.gate import Account
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models import load_config, load_model
@@ -339,3 +340,23 @@ def test_ranks_verify_drafts_together(model: Path, monkeypatch: pytest.MonkeyPat
     with engine_of(model, 2, kv="shadowkv:place=device", speculative_config=SUFFIX) as engine:
         assert said(engine) == wanted
         assert min(counts(engine)) > 20
+
+
+def test_ranks_draft_with_their_own_heads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 chooses a draft's tokens. The other ranks read them for the next draft step."""
+    monkeypatch.setattr(Account, "length", lambda self, rates, most, *others: most)
+    params = SamplingParams(max_tokens=90, temperature=1.0, seed=5, ignore_eos=True)
+
+    def said(engine: Engine) -> dict[str, list[int]]:
+        for length in (450, 300):
+            engine.add_request(str(length), prompt(length, length), params)
+        return {name: tokens(outputs) for name, outputs in drain(engine).items()}
+
+    with engine_of(model, 2, kv="full") as engine:
+        wanted = said(engine)
+    with engine_of(model, 2, kv="full-speculative:budget=2048") as engine:  # draft steps attend to everything
+        assert said(engine) == wanted
+        assert counts(engine)[0] > 100 and counts(engine)[1] == 0
+        while engine.scheduler.prefix_cache.evict():
+            pass
+        assert engine.cache.free == engine.cache.total

@@ -145,8 +145,8 @@ def prefill(cache: KVCache, work: list[tuple[Stream, int]], block: int = 500) ->
         start += count
 
 
-def decode(cache: KVCache, streams: list[Stream]) -> None:
-    plan = cache.plan_decode([s.sequence for s in streams])
+def decode(cache: KVCache, streams: list[Stream], drafting: bool = False) -> None:
+    plan = cache.plan_decode([s.sequence for s in streams], drafting=drafting)
     batch = cache.decode_batch(plan)
     outs = []
     for layer in range(SHAPE.num_layers):

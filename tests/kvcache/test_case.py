@@ -33,6 +33,7 @@ def test_the_ops_that_are_called_are_those_that_the_parts_name(kv: str, monkeypa
     prefill(cache, [(Stream(seed, cache.allocate(5, 5)), 5) for seed in (1, 2)])
     for _ in range(70):  # more than a page: one is compressed on the way
         decode(cache, [stream])
+    decode(cache, [stream], drafting=cache.spec.drafts)
     cache.extend(stream.sequence, stream.length + 100, stream.length + 110)
     prefill(cache, [(stream, 100)])
     called.add("gather_context")  # called by prompts beside a step

@@ -11,6 +11,7 @@ from shadowkv.kvcache.presets import preset
 
 EVERYTHING = {
     "full": preset("full"),
+    "full-speculative": preset("full-speculative", budget=16),
     "shadowkv": preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0),
     "shadowkv-no-outliers": preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0, outliers=0),
     "shadowkv-odd": replace(preset("shadowkv", rank=SHAPE.kv_dim, budget=1.0, chunk=4, outliers=7), local=100),

@@ -245,7 +245,7 @@ def test_sequences_up_to_the_dense_limit_attend_to_everything(spec):
 def test_attended_tokens_never_exceed_the_context_and_count_every_share(spec, context):
     attended = spec.attended_tokens(context)
     assert 0 < attended <= context
-    if spec.index == "none":
+    if spec.index == "none" or spec.drafts:
         assert attended == context
     elif context > spec.dense_limit:
         chunks = int(spec.budget_chunks(np.asarray(context)))

@@ -136,6 +136,7 @@ class Runner:
         record: AbstractContextManager[Any] | None = None,
         prompts: Sequence[tuple[CachedSequence, list[int]]] = (),
         drafts: Sequence[list[int]] = (),
+        drafting: bool = False,
     ) -> Tensor:
         """Runs a decode step: appends a token to each sequence and returns float32 logits [B, V] of the next. The step
         has a row for each token, and B is their number.
@@ -151,6 +152,7 @@ class Runner:
                 these sequences can only be released, and the step can run without them.
             drafts: for each sequence, drafted tokens, which are appended behind its token. Each is a further row of its
                 sequence. Wrong ones must be removed with ``KVCache.truncate``. Empty if nothing is drafted.
+            drafting: whether it is a draft step (``KVCache.plan_decode``).
         """
         if sources is not None and any(source >= 0 for source in sources):
             self.model.group.copy_first(self.chosen)  # only rank 0 chooses tokens
@@ -161,7 +163,7 @@ class Runner:
             sources = [
                 row for source, draft in zip(sources, drafts, strict=True) for row in (source, *[-1] * len(draft))
             ]
-        plan = self.cache.plan_decode(sequences, counts)
+        plan = self.cache.plan_decode(sequences, counts, drafting)
         logits = None
         if self.graphs is not None and record is None:
             logits = self._captured(plan, tokens, sources, prompts)

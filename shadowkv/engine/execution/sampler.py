@@ -78,8 +78,8 @@ class Sampler:
         """Chooses one token per request on the device, without waiting: int64 [2, B] of token ids, and 1 for each row
         whose logits are all finite.
 
-        The requests must neither change logits nor ask for log-probabilities. ``steps`` is the number of each request's
-        token, from 1.
+        Penalties, grammars and what else changes logits is left out, and so are log-probabilities. ``steps`` is the
+        number of each request's token, from 1.
         """
         return torch.stack((self._tokens(logits, requests, steps), _finite(logits)))
 

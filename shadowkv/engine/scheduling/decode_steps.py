@@ -9,7 +9,7 @@ logits later.
 Short prompts can join a step. The same pass computes them, and the step chooses their first tokens.
 
 With speculative decoding a step can have several rows of a sequence, for drafted tokens behind its newest one. They are
-drafted from tokens that the host has seen. So no step is launched ahead where a draft is likely, and none behind one
+drafted behind tokens that the host has seen. So no step is launched ahead where a draft is likely, and none behind one
 with drafts.
 """
 
@@ -124,7 +124,7 @@ class DecodeSteps:
             else:
                 self.seconds = seconds
                 if self.speculation is not None and not step.eager:
-                    self.speculation.took(step.lengths, len(step.logits), step.computed.since(step.started))
+                    self.speculation.took(step.lengths, len(step.logits), step.computed.since(step.drafted))
         return joined(chosen, before)
 
     def following(self) -> ChosenRows | None:
@@ -154,7 +154,8 @@ class DecodeSteps:
             return False
         if self.speculation is None:
             return True
-        return not self.speculation.expects([running.request for running in step.rows], step.lengths)
+        of_step = [running.request for running in step.rows], [running.sequence for running in step.rows]
+        return not self.speculation.expects(*of_step)
 
     def forget(self, running: Running) -> None:
         """Removes the tokens from an ending sequence that a step ahead or a draft has appended."""
@@ -177,19 +178,22 @@ class DecodeSteps:
             sources.append(source)
         if not rows:
             return None
-        started, captures, eager_runs = Mark(self.runner.cache.device), self.runner.captures, self.runner.eager_runs
+        started = Mark(self.runner.cache.device)
         asking = [row for row, running in enumerate(rows) if running.request.params.return_selections]
         record = None
         if asking:
             record = SelectionRecord(self.runner.cache, [rows[row].sequence for row in asking], asking)
         work = [(running.sequence, running.new_token_ids) for running in prompts]
         drafts = [] if before is not None or prompts or record is not None else self._drafts(rows)
+        drafted = Mark(self.runner.cache.device)
+        captures, eager_runs = self.runner.captures, self.runner.eager_runs
         logits = self.runner.decode([running.sequence for running in rows], tokens, sources, record, work, drafts)
         captured, eager = self.runner.captures > captures, self.runner.eager_runs > eager_runs
         ahead = [source >= 0 for source in sources] + [False] * len(prompts)
         count = sum(len(ids) for _, ids in work)
         how = captured, eager
-        return _Step([*rows, *prompts], ahead, logits, self.runner, started, *how, asking, record, count, drafts)
+        marks = started, drafted
+        return _Step([*rows, *prompts], ahead, logits, self.runner, *marks, *how, asking, record, count, drafts)
 
     def _drafts(self, rows: Sequence[Running]) -> list[list[int]]:
         """Returns a draft for each row; none if nothing is drafted."""
@@ -197,8 +201,7 @@ class DecodeSteps:
             return []
         sequences = [running.sequence for running in rows]
         most = [tokens - 1 for tokens in self.runner.cache.most_tokens(sequences)]
-        lengths = [sequence.length for sequence in sequences]
-        return self.speculation.drafts([running.request for running in rows], lengths, most)
+        return self.speculation.drafts([running.request for running in rows], sequences, most)
 
 
 class _Step:
@@ -212,6 +215,7 @@ class _Step:
         logits: Tensor,
         runner: Runner,
         started: Mark,
+        drafted: Mark,
         captured: bool,
         eager: bool,
         asking: list[int],
@@ -219,7 +223,7 @@ class _Step:
         prompt_tokens: int,
         drafts: list[list[int]],
     ) -> None:
-        self.rows, self.drafts, self.started = rows, drafts, started
+        self.rows, self.drafts, self.started, self.drafted = rows, drafts, started, drafted
         self.captured, self.eager, self._asking, self._record = captured, eager, asking, record
         self.prompt_tokens = prompt_tokens
         requests = [running.request for running in rows]

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafts of several tokens from the request's own text, which the model verifies in one step"""
+"""Speculative decoding: drafts of several tokens, which the model verifies in one step, and the gate for them"""

@@ -8,12 +8,15 @@ from typing import Any
 
 from shadowkv.field_types import wrong_types
 
-METHODS = ("ngram", "suffix")
+METHODS = ("ngram", "suffix", "sparse")
 MAX_SPECULATIVE_TOKENS = 63
 """Maximum number of drafted tokens of a step. With the newest token they are a page, which every cache has room for."""
 
 SUFFIX_TOKENS = 24
 """Default of ``num_speculative_tokens`` for ``suffix``, as in vLLM."""
+
+SPARSE_TOKENS = 6
+"""Default of ``num_speculative_tokens`` for ``sparse``."""
 
 LOOKUP_SIZE = 5
 """Default of ``prompt_lookup_min`` and ``prompt_lookup_max``, as in vLLM."""
@@ -25,7 +28,8 @@ class SpeculativeConfig:
 
     Attributes:
         method: ``ngram`` drafts what follows the first occurrence of the newest n-gram (vLLM's prompt lookup).
-            ``suffix`` drafts what most often follows the longest match (SuffixDecoding, arXiv:2411.04975).
+            ``suffix`` drafts what most often follows the longest match (SuffixDecoding, arXiv:2411.04975). ``sparse``
+            drafts with the model itself, in steps that attend to few tokens (MagicDec, arXiv:2408.11049).
         num_speculative_tokens: most drafted tokens of a sequence in a step. ``ngram`` needs it.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram to look up, in tokens; only for ``ngram``.
             None is the value of the other, or else 5.
@@ -42,7 +46,8 @@ class SpeculativeConfig:
         if bad := wrong_types(self) or self._contradictions():
             raise ValueError("; ".join(bad))
         if self.num_speculative_tokens is None:
-            object.__setattr__(self, "num_speculative_tokens", SUFFIX_TOKENS)
+            default = SPARSE_TOKENS if self.method == "sparse" else SUFFIX_TOKENS
+            object.__setattr__(self, "num_speculative_tokens", default)
         if self.method == "ngram":
             least, most = self.prompt_lookup_min, self.prompt_lookup_max
             object.__setattr__(self, "prompt_lookup_min", least or most or LOOKUP_SIZE)

@@ -1,13 +1,14 @@
 """Decides how many tokens to draft, from acceptance rates and step times.
 
-``StepTimes`` knows what further rows cost in a step, ``AcceptanceRates`` how many of them are accepted. ``Gate`` weighs
-them up for one request.
+``StepTimes`` knows what further rows cost in a step, ``AcceptanceRates`` how many of them are accepted. ``Account``
+weighs them up, and ``Gate`` does so for one request.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from statistics import median
 
 KEPT_TIMES = 7
@@ -52,6 +53,11 @@ class StepTimes:
         self._recent: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_TIMES))
         self._rows: list[int] = []
         self._seconds: list[float] = []
+
+    @property
+    def measured(self) -> bool:
+        """Whether a step was measured."""
+        return bool(self._rows)
 
     def add(self, rows: int, seconds: float) -> None:
         """Adds a step of ``rows`` rows that took ``seconds``."""
@@ -106,13 +112,62 @@ class AcceptanceRates:
         self._accepted[kind] = kept * self._accepted[kind] + accepted
 
 
+class Account:
+    """Chooses how many tokens to draft, by rates and times, and keeps what drafts lose within bounds.
+
+    A draft must be expected to pay. Once drafts have cost ``FREE_LOSS`` and ``MOST_LOSS`` of the steps, they wait until
+    more steps are made. Drafts that are not expected to pay are tried now and then, within the same share. So nothing
+    is slowed down by much, and drafts begin again when the text changes.
+    """
+
+    def __init__(self) -> None:
+        self._balance = self._tried = 0.0  # tokens lost since drafts last paid (not above 0), and cost of trials
+        self._cost, self._is_trial = 0.0, False
+
+    def length(
+        self, rates: Sequence[float], most: int, seconds: Callable[[int], float], sequences: int, steps: int
+    ) -> int:
+        """Returns the number of tokens to draft, at most ``most``. If they are drafted, ``spend`` and ``gain`` must be
+        called.
+
+        Args:
+            rates: acceptance rates of the drafts, one for each drafting sequence.
+            seconds: time of the step by the number of drafted tokens of each draft, with all that drafts cost.
+            sequences: sequences of the step.
+            steps: tokens so far. The bounds are shares of them.
+        """
+        best, value, gain, plain = 0, LEAST_GAIN, 0.0, seconds(0)
+        limit = sum(rate / (1 - rate) for rate in rates)  # tokens of drafts without an end
+        for count in range(1, most + 1):
+            gain += sum(rate**count for rate in rates)
+            faster = plain / seconds(count)
+            if (1 + limit / sequences) * faster <= value:  # if all further tokens cost nothing
+                break
+            over = (1 + gain / sequences) * faster
+            if over > value:
+                best, value = count, over
+        self._is_trial = not best
+        count = best or min(most, 1)
+        # A slower step costs every sequence.
+        self._cost = sequences * (seconds(count) / plain - 1)
+        loss = self._tried + self._cost if self._is_trial else -self._balance - FREE_LOSS
+        return count if loss <= MOST_LOSS * steps else 0
+
+    def spend(self) -> None:
+        """Takes in that drafts of the returned length were made."""
+        if self._is_trial:
+            self._tried += self._cost
+        else:
+            self._balance -= self._cost
+
+    def gain(self, accepted: int) -> None:
+        """Takes in how many of their tokens were accepted."""
+        if not self._is_trial:
+            self._balance = min(self._balance + accepted, 0.0)
+
+
 class Gate:
     """Chooses how many tokens to draft for one request.
-
-    A draft must be expected to pay, by the measured rates and times. Once drafts have cost the request ``FREE_LOSS``
-    and ``MOST_LOSS`` of its steps, they wait until it has made more steps. Drafts that are not expected to pay are
-    tried now and then, within the same share. So a request is not slowed down by much, and its gate opens again when
-    its text changes.
 
     Args:
         overall: rates of all requests.
@@ -121,8 +176,7 @@ class Gate:
     def __init__(self, overall: AcceptanceRates) -> None:
         self._overall = overall
         self._own = AcceptanceRates(overall, OTHERS_TOKENS, OWN_TOKENS)
-        self._balance = self._tried = 0.0  # tokens lost since drafts last paid (not above 0), and cost of trials
-        self._matched, self._cost, self._is_trial = 0, 0.0, False
+        self._account, self._matched = Account(), 0
 
     def length(self, matched: int, most: int, times: StepTimes, rows: int, sequences: int, steps: int) -> int:
         """Returns the number of tokens to draft, at most ``most``. After the step, call ``judge`` with its result.
@@ -134,28 +188,12 @@ class Gate:
             sequences: number of the step's sequences.
             steps: tokens of the answer so far.
         """
-        rate, plain = self._own.rate(matched), times.seconds(rows)
-        best, value, gain = 0, LEAST_GAIN, 0.0
-        for count in range(1, most + 1):
-            gain += rate**count
-            faster = plain / times.seconds(rows + count)
-            if (1 + rate / (1 - rate) / sequences) * faster <= value:  # if all further tokens cost nothing
-                break
-            over = (1 + gain / sequences) * faster
-            if over > value:
-                best, value = count, over
-        self._is_trial = not best
-        count = best or min(most, 1)
-        # A slower step costs every sequence: all of it counts as this request's.
-        self._matched, self._cost = matched, sequences * (times.seconds(rows + count) / plain - 1)
-        loss = self._tried + self._cost if self._is_trial else -self._balance - FREE_LOSS
-        return count if loss <= MOST_LOSS * steps else 0
+        self._matched, rate = matched, self._own.rate(matched)
+        return self._account.length([rate], most, lambda count: times.seconds(rows + count), sequences, steps)
 
     def judge(self, drafted: int, accepted: int) -> None:
         """Records how many of the drafted tokens were accepted."""
         for rates in (self._own, self._overall):
             rates.add(self._matched, drafted, accepted)
-        if self._is_trial:
-            self._tried += self._cost
-        else:
-            self._balance = min(self._balance + accepted - self._cost, 0.0)
+        self._account.spend()
+        self._account.gain(accepted)

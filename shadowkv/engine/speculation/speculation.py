@@ -1,7 +1,11 @@
-"""``Speculation``: drafts for the running requests of an engine, and what became of them. ``DecodeSteps`` calls it."""
+"""``Speculation``: drafts for the running requests of an engine, and what became of them. ``DecodeSteps`` calls it.
+
+``TextDrafts`` drafts from the requests' text, ``scheduling/sparse_drafts.py`` with the model itself.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +15,7 @@ from shadowkv.engine.request import Request
 from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.engine.speculation.drafters import SEPARATOR, Drafter, drafter_of
 from shadowkv.engine.speculation.gate import FIRST_TOKENS, RECENT_TOKENS, AcceptanceRates, Gate, StepTimes
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 LONGEST_TEXT = 131_072
 """Newest tokens of a prompt that are looked up. Reading a token takes half a microsecond and some 150 bytes."""
@@ -32,7 +37,7 @@ class SpeculationStats:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
 
-class Speculation:
+class Speculation(ABC):
     """Drafts tokens for running requests, where it pays.
 
     Args:
@@ -45,39 +50,28 @@ class Speculation:
     def __init__(self, config: SpeculativeConfig, max_rows: int) -> None:
         assert config.num_speculative_tokens is not None, "set by SpeculativeConfig"
         self._config, self._max_rows, self._most = config, max_rows, config.num_speculative_tokens
-        self._requests: WeakKeyDictionary[Request, _Drafts] = WeakKeyDictionary()
         self._rates = AcceptanceRates(None, FIRST_TOKENS, RECENT_TOKENS)
         self._times: defaultdict[int, StepTimes] = defaultdict(StepTimes)
         self.stats = SpeculationStats(num_accepted_tokens_per_pos=[0] * self._most)
 
     def took(self, lengths: Sequence[int], rows: int, seconds: float) -> None:
         """Takes in the time of a step with ``rows`` rows. ``lengths`` are those of its sequences."""
-        self._times_at(lengths).add(rows, seconds)
+        self._times[kind_of(lengths)].add(rows, seconds)
 
-    def _times_at(self, lengths: Sequence[int]) -> StepTimes:
-        """Returns the times of steps with about as many tokens: of a power of 2, since what a row costs depends on
-        them."""
-        return self._times[sum(lengths).bit_length()]
-
-    def drafts(self, requests: Sequence[Request], lengths: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+    @abstractmethod
+    def drafts(
+        self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
+    ) -> list[list[int]]:
         """Returns the drafted tokens of each request, behind its newest token. Empty if nothing is drafted.
 
         Args:
-            lengths: tokens of the requests' sequences.
+            sequences: the requests' sequences.
             most: most drafted tokens of each request.
         """
-        rows, drafts, times = len(requests), list[list[int]](), self._times_at(lengths)
-        for request, room in zip(requests, most, strict=True):
-            most_tokens = min(room, self._most, self._max_rows - rows)
-            drafts.append(self._of(request).draft(most_tokens, times, rows, len(requests)))
-            rows += len(drafts[-1])
-        return drafts if rows > len(requests) else []
 
-    def expects(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
-        """Whether a request's known text would have a draft, so that the next step may have one. Arguments are as in
-        ``drafts``."""
-        rows, times = len(requests), self._times_at(lengths)
-        return any(self._of(request).draft(self._most, times, rows, rows) for request in requests)
+    @abstractmethod
+    def expects(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> bool:
+        """Whether the next step of these requests may have a draft. Arguments are as in ``drafts``."""
 
     def judge(self, request: Request, drafted: int, accepted: int) -> None:
         """Takes in how many of a request's drafted tokens were accepted."""
@@ -87,7 +81,42 @@ class Speculation:
         stats.num_accepted_tokens += accepted
         for place in range(accepted):
             stats.num_accepted_tokens_per_pos[place] += 1
+
+
+def kind_of(lengths: Sequence[int]) -> int:
+    """Returns the same number for steps with about as many tokens: of a power of 2. What a row costs depends on them.
+    ``lengths`` are those of the step's sequences."""
+    return sum(lengths).bit_length()
+
+
+class TextDrafts(Speculation):
+    """Drafts by looking up what followed the newest tokens before (``drafters.py``)."""
+
+    def __init__(self, config: SpeculativeConfig, max_rows: int) -> None:
+        super().__init__(config, max_rows)
+        self._requests: WeakKeyDictionary[Request, _Drafts] = WeakKeyDictionary()
+
+    def drafts(
+        self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
+    ) -> list[list[int]]:
+        rows, drafts, times = len(requests), list[list[int]](), self._times_of(sequences)
+        for request, room in zip(requests, most, strict=True):
+            most_tokens = min(room, self._most, self._max_rows - rows)
+            drafts.append(self._of(request).draft(most_tokens, times, rows, len(requests)))
+            rows += len(drafts[-1])
+        return drafts if rows > len(requests) else []
+
+    def expects(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> bool:
+        """Whether a request's known text would have a draft, so that the next step may have one."""
+        rows, times = len(requests), self._times_of(sequences)
+        return any(self._of(request).draft(self._most, times, rows, rows) for request in requests)
+
+    def judge(self, request: Request, drafted: int, accepted: int) -> None:
+        super().judge(request, drafted, accepted)
         self._of(request).gate.judge(drafted, accepted)
+
+    def _times_of(self, sequences: Sequence[CachedSequence]) -> StepTimes:
+        return self._times[kind_of([sequence.length for sequence in sequences])]
 
     def _of(self, request: Request) -> _Drafts:
         if (own := self._requests.get(request)) is None:

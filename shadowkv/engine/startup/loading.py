@@ -91,7 +91,8 @@ def load_engine_parts(
             raise config.refused_policy(error) from error
     if layout.spec.compresses and layout.spec.dense_below is None:
         cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
-        below = dense_below(model, layout, device.type, config.max_num_seqs, cache_bytes)
+        selecting = layout.with_fields(drafts=False)  # drafts pay where steps that select do
+        below = dense_below(model, selecting, device.type, config.max_num_seqs, cache_bytes)
         layout = layout.with_fields(dense_below=group.agree(below))
     slots = config.max_num_seqs + config.max_cached_seqs
     memory, max_model_len = size_cache(config, layout, slots, device, model)

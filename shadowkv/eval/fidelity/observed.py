@@ -55,9 +55,11 @@ class ObservedCache(KVCache):
     observe: Callable[[Attended], None] | None = None
     _selected: list[Tensor]
 
-    def plan_decode(self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None) -> DecodePlan:
+    def plan_decode(
+        self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None, drafting: bool = False
+    ) -> DecodePlan:
         """Returns ``KVCache``'s plan, but with one micro-batch, so that an observer sees all rows at once."""
-        plan = super().plan_decode(sequences, counts)
+        plan = super().plan_decode(sequences, counts, drafting)
         return replace(plan, groups=tuple(replace(group, micro_batches=1) for group in plan.groups))
 
     def exact_layers(self) -> None:

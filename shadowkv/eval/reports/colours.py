@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 PRESETS = {
     "full": "#7f7f7f",
+    "full-speculative": "#2f4f4f",
     "shadowkv": "#1f77b4",
     "quest": "#2ca02c",
     "turbo-host": "#ff7f0e",

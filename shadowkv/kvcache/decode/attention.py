@@ -185,8 +185,7 @@ class Decode:
     ) -> tuple[Tensor, Tensor]:
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
-        if not self.spec.selects:
-            assert batch.span is not None, "batches of decode steps have a span"
+        if batch.span is not None:
             out, lse = self.ops.attend_coded(q, keys, values, *batch.span)
             return out, lse
         selected = self._select(layer, q, batch, native)

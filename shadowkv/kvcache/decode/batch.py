@@ -72,6 +72,7 @@ class GroupPlan:
         exact_pages, compressed_pages: widths of the page tables: the most exact pages of a sequence (at least 1), and
             the most compressed pages of a segment.
         max_budget: most chunks that a segment selects, by top-k and by sampling.
+        selects: whether the step attends only to compressed tokens that the index selects, and not to all of them.
         micro_batches: number of micro-batches. The values of one are fetched while another computes.
         compression: int64 [6, n], pages to compress before the step (``Compression.compress_pages``); None if there are
             none.
@@ -83,6 +84,7 @@ class GroupPlan:
     exact_pages: int
     compressed_pages: int
     max_budget: int
+    selects: bool
     micro_batches: int = 1
     compression: np.ndarray | None = None
 
@@ -91,7 +93,7 @@ class GroupPlan:
         """The numbers from which the shapes of all tensors of the step follow."""
         columns = 1 if self.of_sequence is None else self.of_sequence.shape[1]
         counts = len(self.sequences.slot), len(self.segments.slot), columns
-        return (*counts, self.exact_pages, self.compressed_pages, self.max_budget, self.micro_batches)
+        return (*counts, self.exact_pages, self.compressed_pages, self.max_budget, self.selects, self.micro_batches)
 
     def packed(self) -> np.ndarray:
         """All numbers in one array, int64 [n]."""
@@ -263,7 +265,7 @@ def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, index: IndexPar
     if spec.place == "host":  # otherwise keys and values share one tensor, so kernels look up each page once
         value_pages = tables.value_pages[segments.slot, : plan.compressed_pages].long()
     tokens, span = segments.end - segments.first, None
-    if not spec.selects:
+    if not plan.selects:
         span = (segments.first == 0) * (spec.sink_chunks * spec.chunk), tokens
     return CompressedBatch(
         slots=segments.slot,
@@ -275,9 +277,9 @@ def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, index: IndexPar
         num_chunks=tokens // spec.chunk,
         budget=segments.top_k,
         max_budget=plan.max_budget,
-        sampling=Sampling(segments.sampled, segments.seed) if index.sampled else None,
+        sampling=Sampling(segments.sampled, segments.seed) if index.sampled and plan.selects else None,
         span=span,
-        most=segments.top_k + segments.sampled if spec.selects else None,
+        most=segments.top_k + segments.sampled if plan.selects else None,
     )
 
 

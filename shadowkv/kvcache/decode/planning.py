@@ -33,7 +33,9 @@ class DecodePlanner:
         self.pool, self.compression, self.layout = storing.pool, storing.compression, storing.layout
         self.tables, self.spec = storing.pool.tables, storing.spec
 
-    def plan(self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None) -> GroupPlan:
+    def plan(
+        self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None, drafting: bool = False
+    ) -> GroupPlan:
         """Plans a step of ``sequences`` and the page compressions that are due before. It first turns tails that have
         outgrown their state into segments.
 
@@ -41,6 +43,7 @@ class DecodePlanner:
             counts: number of new tokens of each sequence, at most ``most_tokens``. None for one each. A sequence has a
                 row for each of its tokens. Row j attends to the tokens up to its own, as a step would after j other
                 steps.
+            drafting: whether it is a draft step, for which the index selects under every policy that has one.
 
         Raises ValueError if a sequence has no room for its new tokens.
         """
@@ -77,6 +80,7 @@ class DecodePlanner:
             int((numbers.static_pages + tables.ring_widths(rows, numbers.length)).max()),
             int((segments.end - segments.first).max()) // PAGE,
             int(budget.max()),
+            spec.selects or (drafting and spec.has_index),
             1 if self.fetching is None or of_sequence is not None else self.fetching.micro_batches(budget),
             compression,
         )
@@ -145,7 +149,15 @@ class DecodePlanner:
         count = len(sequences) + len(joining)
         padding = padding_numbers(tables)
         rows = (np.repeat(np.array(numbers)[:, None], count, axis=1) for numbers in padding)
-        return GroupPlan(SequenceNumbers(*next(rows)), SegmentNumbers(*next(rows)), None, exact, compressed // PAGE, 0)
+        return GroupPlan(
+            SequenceNumbers(*next(rows)),
+            SegmentNumbers(*next(rows)),
+            None,
+            exact,
+            compressed // PAGE,
+            0,
+            self.spec.selects,
+        )
 
     def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
         """Returns the segments of a batch, and the rows of each sequence's segments (``GroupPlan.of_sequence``)."""

@@ -83,10 +83,9 @@ class CompressedBatch:
         sampling: chunks to sample in addition. The seed depends on the request and on the position of the new token, so
             every step has another sample. None if the policy does not sample.
         overlapped: whether another micro-batch computes while values of these rows are fetched.
-        span: for a policy without an index, the tokens that each row attends to, which are those after the sink: the
-            first, and the last + 1, within the segment, int64 [R] each. None for other policies.
-        most: int64 [R], most chunks that each row selects, by top-k and by sampling. None for policies without an
-            index.
+        span: in a step that attends to all tokens, those that each row attends to, which are those after the sink: the
+            first, and the last + 1, within the segment, int64 [R] each. None in steps that select.
+        most: int64 [R], most chunks that each row selects, by top-k and by sampling. None in steps that do not select.
     """
 
     slots: Tensor

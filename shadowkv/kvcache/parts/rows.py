@@ -60,7 +60,7 @@ class CodedPart(StoredPart):
         if cls.axis not in codec.axes:
             meant = " and ".join(codec.axes)
             return [*reasons, f"{cls.axis}={codec.name!r} has no meaning: the format is only for {meant}"]
-        if codec.tile > 1 and spec.selects:
+        if codec.tile > 1 and spec.has_index:
             reason = f"is decoded page by page: it needs index='none', not {spec.index!r}"
             return [*reasons, f"{cls.axis}={codec.name!r} {reason}"]
         needed = codec.wanted(dim)

@@ -70,6 +70,8 @@ class KVSpec:
         budget: number of tokens that a step selects. A float is a fraction of the context, an int a number of tokens,
             None the default (1.56 %, at least 960 tokens). Sink, outliers and newest tokens are not counted.
         chunk: number of tokens that are found and fetched together. It divides 64.
+        drafts: whether the index selects for drafts alone. Draft steps attend to selected tokens, all other steps to
+            every token (``DecodePlanner.plan``). So answers do not depend on the index.
         outliers: number of chunks per kv head that stay exact on the device: those that their mean represents worst.
         local: number of newest tokens that always stay exact.
         dense_below: sequences of fewer tokens stay dense, because compressing them would cost more time than it saves.
@@ -89,6 +91,7 @@ class KVSpec:
     place: str = "device"
     budget: float | int | None = None
     chunk: int = 8
+    drafts: bool = False
     outliers: int = 0
     local: int = 32
     dense_below: int | None = None
@@ -116,7 +119,9 @@ class KVSpec:
     def of_indexer(self, indexer: Indexer) -> KVSpec:
         """The policy in layers that were trained with an indexer. Keys, values and place stay, and the indexer decides
         what is attended to."""
-        return replace(self, index=NATIVE, budget=indexer.budget, outliers=0, dense_below=None, skip_layers=0)
+        return replace(
+            self, index=NATIVE, budget=indexer.budget, drafts=False, outliers=0, dense_below=None, skip_layers=0
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields and settings by name. A setting has its axis only if another one has the same name."""
@@ -150,8 +155,14 @@ class KVSpec:
             reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
         if isinstance(self.budget, int) and self.budget < 1:
             reasons.append(f"budget={self.budget} tokens is less than 1")
-        if not self.selects and (self.budget is not None or self.outliers):
+        if not self.has_index and (self.budget is not None or self.outliers):
             reasons.append("index='none' attends to every token: budget, outliers have no meaning with it")
+        if self.drafts and not self.has_index:
+            reasons.append("drafts=true needs an index that selects for drafts, such as index=sketch, not 'none'")
+        if self.drafts and self.outliers:
+            reasons.append(f"drafts=true attends to every token: outliers={self.outliers} have no meaning with it")
+        if self.drafts and self.place != "device":
+            reasons.append(f"drafts=true attends to every token: values must be on the device, not the {self.place}")
         if self.native and not shape.indexed:
             reasons.append("index='native' needs a model with layers that have an indexer, and this one has none")
         elif self.native and (self.budget is not None or self.outliers):
@@ -169,9 +180,15 @@ class KVSpec:
         return (self.keys, self.index, self.values, self.place) != ("dense", "none", "dense", "device")
 
     @property
-    def selects(self) -> bool:
-        """Whether a step attends only to compressed tokens that an index selects, and not to all of them."""
+    def has_index(self) -> bool:
+        """Whether an index can select compressed tokens, for every step or for drafts alone."""
         return self.index != "none"
+
+    @property
+    def selects(self) -> bool:
+        """Whether a step attends only to compressed tokens that an index selects, and not to all of them. Draft steps
+        select also if other steps do not (``drafts``)."""
+        return self.has_index and not self.drafts
 
     @property
     def native(self) -> bool:
@@ -232,7 +249,7 @@ class KVSpec:
 
     def budget_tokens(self, context: np.ndarray) -> np.ndarray:
         """Maximum number of tokens that a step selects from ``context`` tokens, int64 of any shape."""
-        if not self.selects:
+        if not self.has_index:
             return context
         if isinstance(self.budget, int):
             return np.full_like(context, self.budget)
@@ -243,7 +260,7 @@ class KVSpec:
         """Maximum number of tokens per kv head that a step attends to in a context of ``context`` tokens."""
         if self.native and isinstance(self.budget, int):
             return min(context, self.budget)
-        if not self.compresses or context <= self.dense_limit:
+        if not self.compresses or self.drafts or context <= self.dense_limit:
             return context
         tail = context - PAGE * self.compressed_pages(context)
         return min(context, self.static_tokens + tail + int(self.budget_chunks(np.asarray(context))) * self.chunk)

@@ -21,6 +21,7 @@ const WORDS = {
   turbo: "compressed cache",
   "turbo-host": "compressed cache, its values in host memory",
   full: "nothing compressed",
+  "full-speculative": "nothing compressed, with drafts",
   fp8: "cache in 8 bits",
   "turboquant-4": "cache in 4 bits",
   "turboquant-3": "cache in 3 bits",

@@ -1,0 +1,312 @@
+"""Drafts that the model makes itself: answers are those of full attention, whatever the draft steps attend to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafting import counts
+from test_engine import assert_empty, drain, prompt, tokens
+from test_faults import Graph, with_graphs
+from test_layer_kinds import engine_of
+from test_layer_kinds import make as make_model
+from test_run_ahead import answers
+from test_speculation import KINDS, PLAIN, SEEDED
+from tiny_llama import write_config
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import Engine
+from shadowkv.engine.outputs import TokenOutput
+from shadowkv.engine.speculation.gate import Account
+from shadowkv.models.loader import LoadedModel
+from shadowkv.wording import SettingsError
+
+SPARSE = {"method": "sparse", "num_speculative_tokens": 6}
+NARROW, WIDE = "full-speculative:budget=32", "full-speculative:budget=2048"
+"""Draft steps that attend to few tokens, and to all of them."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With heads of 16 dimensions, which every policy takes."""
+    return write_config(tmp_path_factory.mktemp("wide"), hidden_size=96, max_position_embeddings=2048)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates that draft whatever it costs."""
+    monkeypatch.setattr(Account, "length", lambda self, rates, most, *others: most)
+
+
+@pytest.fixture(autouse=True)
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs prompts without a clock."""
+    for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):
+        monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
+
+
+def said(engine: Engine) -> tuple[dict[str, tuple[list[int], str | None]], list[float]]:
+    """What all kinds of requests are answered, beside others that are aborted, and log-probabilities."""
+    for number, params in enumerate(KINDS * 2):
+        engine.add_request(str(number), prompt(number, (450, 70)[number % 2]), params)
+        engine.add_request(f"aborted {number}", prompt(number, 300), PLAIN)
+    outputs: dict[str, list[TokenOutput]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+            if output.request_id.startswith("aborted") and output.completion_tokens > 9:
+                engine.abort(output.request_id)
+    assert_empty(engine)
+    whole = {name: (tokens(of_it), of_it[-1].finish_reason) for name, of_it in outputs.items() if name.isdecimal()}
+    steps = (step for name in sorted(whole) for output in outputs[name] for step in output.logprobs or ())
+    return whole, [step.logprob for step in steps]
+
+
+@pytest.mark.usefixtures("opened")
+@pytest.mark.parametrize(
+    ("kv", "drafting"),
+    [
+        ("full", {"kv": NARROW}),
+        ("fp8", {"kv": "fp8:index=sketch,chunk=1,drafts=true,budget=32", "speculative_config": SPARSE}),
+    ],
+)
+def test_answers_are_those_of_full_attention(make: Any, kv: str, drafting: dict[str, Any]) -> None:
+    """The index sees little, and is often wrong."""
+    wanted, logprobs = said(make(kv=kv, max_num_seqs=40))
+    engine = make(**drafting, max_num_seqs=40)
+    got, got_logprobs = said(engine)
+    assert got == wanted and got_logprobs == pytest.approx(logprobs, abs=1e-3)
+    assert min(counts(engine)) > 300
+
+
+@pytest.mark.usefixtures("opened")
+def test_drafts_that_attend_to_everything_are_right(make: Any) -> None:
+    """Also sampled ones: a draft takes the random numbers of the places in which its tokens are."""
+    engine = make(kv=WIDE)
+    for number, params in enumerate((PLAIN, SEEDED, replace(SEEDED, temperature=0.6, top_p=0.9))):
+        engine.add_request(str(number), prompt(number, 450), params)
+    drain(engine)
+    assert counts(engine)[0] > 300 and counts(engine)[1] == 0
+    stats = engine.stats().speculation
+    assert stats is not None and stats.num_accepted_tokens_per_pos[0] >= stats.num_accepted_tokens_per_pos[5] > 40
+
+
+@pytest.mark.usefixtures("opened")
+def test_only_draft_steps_select(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a draft leaves its sequence as it was, with a page compressed if one was due."""
+    engine = make(kv=NARROW)
+    seen = list[tuple[bool, int, int]]()
+    decode = engine.runner.decode
+    selections = list[int]()
+
+    def hook(layer: int, q: Any, batch: Any, selected: Any) -> Any:
+        selections.append(layer)
+        return selected
+
+    engine.cache.selection_hook = hook
+
+    def spy(sequences: Any, *given: Any) -> Any:
+        selections.clear()
+        length = sequences[0].length
+        logits = decode(sequences, *given)
+        seen.append((len(given) == 6 and given[5], length, len(selections)))
+        return logits
+
+    monkeypatch.setattr(engine.runner, "decode", spy)
+    engine.add_request("a", prompt(1, 450), PLAIN)
+    said = list[int]()
+    while engine.has_work:
+        said += tokens(engine.step())
+        if engine.scheduler.running:
+            assert engine.scheduler.running[0].sequence.length == 450 + len(said) - 1
+    drafted = [(length, selected) for drafting, length, selected in seen if drafting]
+    assert len(drafted) > 100 and all(selected for _, selected in drafted)
+    assert not any(selected for drafting, _, selected in seen if not drafting)
+    steps = [(drafting, length) for drafting, length, _ in seen]
+    for (before, first), (after, second) in pairwise(steps):
+        if before:
+            assert second == first + 1 if after else second < first + 1, "a draft grows, a step begins where it began"
+
+
+@pytest.mark.usefixtures("opened")
+def test_a_draft_step_that_fails_leaves_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(kv=NARROW)
+    engine.add_request("a", prompt(1, 450), PLAIN)
+    said = tokens([*engine.step(), *engine.step()])
+    length, decode, calls = engine.scheduler.running[0].sequence.length, engine.runner.decode, []
+
+    def failing(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 3:
+            raise RuntimeError("a broken step")
+        return decode(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a broken step"):
+        patch.setattr(engine.runner, "decode", failing)
+        engine.step()
+    assert engine.scheduler.running[0].sequence.length == length
+    wanted = make(kv="full")
+    wanted.add_request("a", prompt(1, 450), PLAIN)
+    assert said + tokens(drain(engine)["a"]) == tokens(drain(wanted)["a"])
+
+
+@pytest.mark.usefixtures("opened")
+def test_a_continued_chat_is_that_of_full_attention(make: Any) -> None:
+    """What draft steps have written is in no page that the prefix cache keeps, in a sequence or in a fork of it."""
+
+    def turn(engine: Engine, text: list[int]) -> tuple[list[int], int]:
+        engine.add_request("turn", text, replace(PLAIN, max_tokens=100))
+        outputs = drain(engine)["turn"]
+        return tokens(outputs), outputs[-1].cached_tokens
+
+    plain, engine = make(kv="full"), make(kv=NARROW)
+    first, _ = turn(plain, prompt(1, 500))
+    assert turn(engine, prompt(1, 500))[0] == first
+    for length, cached in ((100, 599), (13, 512)):  # all of it, and a fork
+        later = [*prompt(1, 500), *first[:length], *prompt(length, 230)]
+        wanted, _ = turn(make(kv="full"), later)
+        got, reused = turn(engine, later)
+        assert got == wanted and cached - 64 <= reused <= cached
+    assert min(counts(engine)) > 50
+    assert_empty(engine)
+
+
+@pytest.mark.usefixtures("opened")
+def test_a_chat_continues_from_host_memory(make: Any) -> None:
+    """Which keeps the index beside exact keys and values."""
+
+    def turn(engine: Engine, text: list[int]) -> tuple[list[int], int]:
+        engine.add_request("turn", text, replace(PLAIN, max_tokens=60))
+        outputs = drain(engine)["turn"]
+        return tokens(outputs), outputs[-1].cached_tokens
+
+    engine = make(kv=NARROW, max_cached_seqs=0, kv_offload_gib=0.05)
+    first, _ = turn(engine, prompt(1, 700))
+    later = [*prompt(1, 700), *first, *prompt(2, 40)]
+    got, cached = turn(engine, later)
+    assert cached >= 700 and got == turn(make(kv="full"), later)[0]
+    assert min(counts(engine)) > 10
+
+
+@pytest.mark.usefixtures("opened")
+def test_answers_with_graphs_are_those_without_drafts(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape has a graph for draft steps and another for steps that attend to everything."""
+    kinds = [*KINDS[:4], replace(SEEDED, max_tokens=90), replace(PLAIN, temperature=0.7, seed=3, stop_token_ids=(9,))]
+    wanted = answers(make(kv="full", max_num_seqs=5), kinds * 2)
+    engine = with_graphs(make(kv=NARROW, max_num_seqs=5), monkeypatch, Graph)
+    assert answers(engine, kinds * 2) == wanted
+    assert min(counts(engine)) > 30
+    assert engine.runner.graphs is not None
+    assert {key[6] for key in engine.runner.graphs.graphs if len(key) == 8} == {True, False}
+    assert_empty(engine)
+
+
+@pytest.mark.usefixtures("opened")
+def test_windows_take_draft_steps(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Draft steps write into a window's ring, and their tokens are removed from it."""
+    model = make_model("gemma3_text", tmp_path_factory.mktemp("gemma3_text"))
+
+    def said(engine: Engine) -> dict[str, list[int]]:
+        for number, params in enumerate((replace(PLAIN, max_tokens=200), replace(SEEDED, max_tokens=160))):
+            engine.add_request(str(number), [token % 90 for token in prompt(number, (400, 560)[number])], params)
+        return {name: tokens(outputs) for name, outputs in drain(engine).items()}
+
+    wanted = said(engine_of(model, kv="full", kv_dense_below=0))
+    engine = engine_of(model, kv=NARROW, kv_dense_below=0)
+    assert said(engine) == wanted
+    assert counts(engine)[0] > 50
+
+
+def test_the_gate_closes_where_drafts_do_not_pay(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which a draft step takes as long as one that attends to everything, or a tenth of it."""
+
+    def drafted(cost: float) -> tuple[int, int]:
+        class Mark:
+            now = 0.0
+
+            def __init__(self, device: Any) -> None:
+                self.at = Mark.now
+
+            def wait(self) -> None:
+                pass
+
+            def since(self, other: Any) -> float:
+                return float(self.at - other.at)
+
+        for module in ("sparse_drafts", "decode_steps"):
+            monkeypatch.setattr(f"shadowkv.engine.scheduling.{module}.Mark", Mark)
+        engine = make(kv=WIDE)
+        decode = engine.runner.decode
+
+        def timed(*given: Any) -> Any:
+            logits = decode(*given)
+            Mark.now += cost if len(given) == 7 and given[6] else 1 + 0.01 * (len(logits) - 1)
+            return logits
+
+        monkeypatch.setattr(engine.runner, "decode", timed)
+        for name in ("a", "b"):
+            engine.add_request(name, prompt(ord(name), 450), replace(PLAIN, max_tokens=200))
+        drain(engine)
+        drafting = engine.decode_steps.speculation
+        assert drafting is not None
+        return drafting.stats.num_draft_tokens, drafting.stats.num_drafts
+
+    assert drafted(1.0)[0] < 20
+    few, rounds = drafted(0.1)
+    assert few > 250 and few / rounds > 3
+
+
+def test_sequences_without_compressed_tokens_draft_nothing(make: Any) -> None:
+    """Each draft step would attend to everything."""
+    engine = make(kv=WIDE, kv_dense_below=1000)
+    engine.add_request("a", prompt(1, 300), PLAIN)
+    drain(engine)
+    assert counts(engine) == (0, 0)
+
+
+def test_a_policy_is_given_the_index_that_drafts_need() -> None:
+    by_name, by_method = EngineConfig(kv="full-speculative"), EngineConfig(kv="full", speculative_config=SPARSE)
+    assert by_name.spec() == by_method.spec() and by_name.speculation == by_method.speculation
+    assert by_name.max_rows == by_method.max_rows >= by_name.max_num_seqs * 7
+    spec = EngineConfig(kv="fp8", speculative_config=SPARSE).spec()
+    assert (spec.keys, spec.values, spec.index, spec.drafts, spec.selects) == ("fp8", "fp8", "sketch", True, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv": "turbo", "speculative_config": SPARSE}, "kv='turbo' selects tokens in every step"),
+        ({"kv": "full-speculative", "speculative_config": {"method": "suffix"}}, "drafts of method='sparse' alone"),
+        ({"kv": "full:drafts=true", "speculative_config": SPARSE}, "needs an index that selects for drafts"),
+        ({"kv": "full-speculative:outliers=3"}, "outliers=3 have no meaning"),
+        ({"kv": "full-speculative:place=host"}, "values must be on the device, not the host"),
+    ],
+)
+def test_policies_that_do_not_fit_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match="kv=") as refused:
+        make(**options)
+    assert message in str(refused.value)
+
+
+@pytest.mark.usefixtures("opened")
+def test_a_trained_model_drafts_well_and_answers_as_full_attention(loaded: LoadedModel) -> None:
+    """Draft steps attend to an eighth of the tokens, of prose that comes with Python."""
+    topics = import_module("pydoc_data.topics").topics
+    text = loaded.tokenizer.encode("\n".join(topics[name] for name in sorted(topics))[:8000])[:1200]
+    assert len(text) == 1200
+    params = replace(PLAIN, max_tokens=40)
+
+    def said(kv: str) -> tuple[list[int], Engine]:
+        engine = Engine(EngineConfig(kv=kv, kv_dense_below=0, max_num_seqs=2, max_model_len=2048), loaded)
+        engine.add_request("a", text, params)
+        return tokens(drain(engine)["a"]), engine
+
+    wanted, _ = said("full")
+    got, engine = said("full-speculative:budget=144")
+    assert got == wanted
+    accepted, rejected = counts(engine)
+    assert accepted > rejected
