@@ -153,9 +153,11 @@ class ReferenceLayer:
         return torch.cat([self.attend(q, head, selected[head], log_weight[head]) for head in range(self.heads)])
 
     def select(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The chunks of each kv head that its query heads q [H_q, d] attend to, a 64th of the context, at least 960
-        tokens: the best by the index, and for `turbo` as many that are sampled, so that they stand for the rest."""
-        chunks = -(-max(960, math.ceil(self.length / 64)) // self.chunk)
+        """The chunks of each kv head that its query heads q [H_q, d] attend to: the best by the index, and for `turbo`
+        as many that are sampled, so that they stand for the rest. Together they are a 64th of the context, at least 960
+        tokens; two thirds of that for `turbo`."""
+        share, least = (96, 640) if self.turbo else (64, 960)
+        chunks = -(-max(least, math.ceil(self.length / share)) // self.chunk)
         if not self.turbo:  # section 4.3: the largest share that a chunk's mean key has of any head's softmax
             landmarks = torch.cat([means for (means,) in self.index]).transpose(0, 1)  # [H, chunks, d]
             logits = q.unflatten(0, (self.heads, -1)) @ landmarks.mT * q.shape[1] ** -0.5

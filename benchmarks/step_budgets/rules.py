@@ -30,7 +30,7 @@ from torch import Tensor
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.parts.index_sketch import Sketch
-from shadowkv.kvcache.policy.spec import DEFAULT_BUDGET_FLOOR, PAGE
+from shadowkv.kvcache.policy.spec import PAGE, SKETCH_BUDGET
 from shadowkv.ops.sampling import CAUTION, Sampling, systematic_sample
 from shadowkv.ops.select_blocks.reference import systematic
 from shadowkv.ops.select_by_sketch.reference import (
@@ -183,7 +183,7 @@ class ByRule(Sketch):
         sharpness = mean_length(queries, heads) / math.log(2)
 
         rows = SKETCH
-        keep = kept_runs(batch.num_pages, torch.full_like(batch.num_pages, DEFAULT_BUDGET_FLOOR), 1)[rows]
+        keep = kept_runs(batch.num_pages, torch.full_like(batch.num_pages, SKETCH_BUDGET[1]), 1)[rows]
         few = keep < coarse.shape[-1]
         wanted = keep[:, None].expand(-1, heads)
         best = torch.where(few[:, None], wanted - wanted // SAMPLED_SHARE, wanted)

@@ -175,10 +175,15 @@ def test_policies_that_cannot_be_read_are_told_with_what_is_known(text, said):
     assert all(word in str(error.value) for word in said), error.value
 
 
-@pytest.mark.parametrize("name", ["shadowkv", "quest"])
+@pytest.mark.parametrize("name", ["shadowkv", "quest", "turbo-host"])
 def test_default_budget_is_a_64th_of_the_context_but_at_least_960_tokens(name):
     contexts = np.array([1, 1000, 16384, 16385, 61440, 124928, 1_000_000])
     assert preset(name).budget_tokens(contexts).tolist() == [960, 960, 960, 960, 960, 1952, 15625]
+
+
+def test_default_budget_for_single_tokens_of_a_sketch_is_two_thirds_of_that():
+    contexts = np.array([1, 1000, 61440, 61441, 124928, 1_000_000])
+    assert preset("turbo").budget_tokens(contexts).tolist() == [640, 640, 640, 641, 1302, 10417]
 
 
 @settings(deadline=None)

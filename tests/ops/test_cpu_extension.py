@@ -211,7 +211,7 @@ def test_sign_scores_are_those_of_the_reference_to_the_last_bit(seed):
 
 @pytest.mark.parametrize(("dim", "chunk"), [(64, 1), (96, 4), (256, 2)])
 def test_selections_are_those_of_the_reference(seed, dim, chunk):
-    rows, pages = 16, 90
+    rows, pages = 16, 180
     arena = torch.randint(256, (pages, 2, 64, 3 * plane_bytes(dim)), dtype=torch.uint8)  # planes of a page lie together
     signs, rest = arena[..., : plane_bytes(dim)], arena[..., plane_bytes(dim) : 2 * plane_bytes(dim)]
     scale = encode_scale(torch.rand(pages, 2, 64) + 0.5)

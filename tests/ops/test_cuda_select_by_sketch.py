@@ -178,26 +178,26 @@ def poisoned_outputs(monkeypatch):
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("chunk", [8, 1])
 def test_ragged_rows_select_like_the_reference(seed, group, dim, chunk):
-    counts = [75, 1, 0, 52, int(torch.randint(1, 75, ()))]
+    counts = [150, 1, 0, 104, int(torch.randint(1, 150, ()))]
     k = 128 // chunk
-    check(problem(counts, [k, k, k, 0, int(torch.randint(1, k, ()))], k, 2, group, dim, chunk, columns=77))
+    check(problem(counts, [k, k, k, 0, int(torch.randint(1, k, ()))], k, 2, group, dim, chunk, columns=153))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 8])
 @pytest.mark.parametrize("budget", [1, 13, 200])
 def test_every_chunk_size_and_budget(seed, chunk, budget):
-    check(problem([90, 61, 3], [budget, budget // 2 + 1, budget], 200, 3, chunk=chunk))
+    check(problem([150, 110, 3], [budget, budget // 2 + 1, budget], 200, 3, chunk=chunk))
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 10])
-@pytest.mark.parametrize("columns", [1, 2, 85])
+@pytest.mark.parametrize("columns", [1, 2, 130])
 def test_any_number_of_heads_and_pages(seed, heads, columns):
     check(problem([columns], [9 * columns], 10 * columns, heads, 3, chunk=2))
 
 
 @pytest.mark.parametrize("dim", [8, 16, 72, 80, 112, 208])
 def test_head_dims_with_padded_planes(seed, dim):
-    check(problem([70, 52], [64, 50], 64, dim=dim))
+    check(problem([130, 104], [64, 50], 64, dim=dim))
 
 
 @pytest.mark.parametrize(("group", "dim"), [(17, 64), (2, 192)])
@@ -208,8 +208,8 @@ def test_other_shapes_are_refused(seed, group, dim):
 
 @pytest.mark.parametrize(("rows", "heads"), [(20, 8), (40, 8)])
 def test_many_rows(seed, rows, heads):
-    counts = torch.randint(0, 161, (rows,)).tolist()
-    check(problem(counts, torch.randint(0, 161, (rows,)).tolist(), 160, heads, columns=160))
+    counts = torch.randint(0, 241, (rows,)).tolist()
+    check(problem(counts, torch.randint(0, 161, (rows,)).tolist(), 160, heads, columns=240))
 
 
 def test_rows_that_are_looked_at_in_global_memory(seed):
@@ -218,12 +218,12 @@ def test_rows_that_are_looked_at_in_global_memory(seed):
 
 
 def test_equal_coarse_scores(seed):
-    args = problem([90, 90, 80], [40, 5, 300], 400)
+    args = problem([150, 150, 130], [40, 5, 300], 400)
     args[1].copy_(args[1].mul(2).round())
     check(args)
-    args[1][:, :, : 8 * 80] = 0.0
+    args[1][:, :, : 8 * 130] = 0.0
     args[1][:, :, 5::7] = -0.0
-    args[1][2, :, 8 * 80 :] = -math.inf
+    args[1][2, :, 8 * 130 :] = -math.inf
     check(args)
 
 
@@ -269,7 +269,7 @@ def test_all_chunks_excluded(seed):
 
 
 def test_a_captured_call_follows_its_inputs(seed):
-    args = problem([90, 64, 9], [30, 64, 64], 64, 8)
+    args = problem([150, 64, 9], [30, 64, 64], 64, 8)
     cuda.select_by_sketch(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -299,8 +299,8 @@ def test_ragged_rows_sample_by_their_chances(seed, group, dim, chunk):
 
 @pytest.mark.parametrize(("rows", "heads"), [(20, 8), (60, 8)])
 def test_many_rows_sample(seed, rows, heads):
-    counts = torch.randint(0, 161, (rows,)).tolist()
-    args = problem(counts, torch.randint(0, 100, (rows,)).tolist(), 200, heads, columns=160)
+    counts = torch.randint(0, 241, (rows,)).tolist()
+    args = problem(counts, torch.randint(0, 100, (rows,)).tolist(), 200, heads, columns=240)
     check_sampling(args, some_sampling(rows, 100))
 
 
@@ -312,7 +312,7 @@ def test_a_long_row_samples(seed):
 def test_a_row_selects_the_same_alone_and_in_any_batch(seed, group, dim, chunk):
     """Bit by bit, from queries on: in batches that larger thread blocks select for and in those of smaller ones."""
     rows, heads = 100, 8  # blocks are smaller from 50 such rows on, where a GPU has 132 multiprocessors
-    counts = torch.randint(50, 75, (rows,)).tolist()
+    counts = torch.randint(90, 130, (rows,)).tolist()
     counts[1], counts[5], counts[40] = 170, 1, 0
     _, _, *planes, pages, num_pages, budget, _, _ = problem(counts, [1] * rows, 1, heads, group, dim, chunk)
     q, maps = torch.randn(rows, heads * group, dim).cuda(), torch.randn(3, heads, dim, dim).cuda().bfloat16()
@@ -372,7 +372,7 @@ def test_weighted_sums_of_many_samples_are_those_over_everything(seed):
 
 
 def test_a_captured_call_samples_by_its_inputs(seed):
-    args, sampling = problem([140, 24, 9], [30, 64, 64], 128, 8), some_sampling(3, 60)
+    args, sampling = problem([190, 24, 9], [30, 64, 64], 128, 8), some_sampling(3, 60)
     cuda.select_by_sketch(*args, sampling, 2)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -209,7 +209,7 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(ops, seed, heads, group, 
     keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)
     for b in range(4):
         runs = 8 * int(args["num_pages"][b])
-        wanted = max(KEPT_LEAST, -(-runs // KEPT_SHARE), -(-budgets[b] * chunk // 2))
+        wanted = max(KEPT_LEAST, -(-runs // KEPT_SHARE), budgets[b] * chunk)
         assert int(keep[b]) == (min(runs, wanted) if budgets[b] else 0)
         own = args["pages"][b, : runs // 8]
         tokens = unpacked(args["signs"][own], args["rest"][own], args["scale"][own], dim)

@@ -118,7 +118,7 @@ def problem(pages: int, chunk: int, times: int, dim: int = 64) -> tuple[dict, Te
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_weighted_sums_over_a_selection_are_those_over_all_that_may_be_selected(ops, seed, chunk):
-    args, logits, excluded = problem(60, chunk, TIMES)
+    args, logits, excluded = problem(120, chunk, TIMES)
     top_k, sampled = 64 // chunk, 48 // chunk
     budget, sampling = torch.full((TIMES,), top_k), Sampling(torch.full((TIMES,), sampled), torch.arange(TIMES) + 30000)
     chunks, log_weight = ops.select_by_sketch(budget=budget, k=top_k + sampled, sampling=sampling, layer=3, **args)
@@ -141,7 +141,7 @@ def one(args: dict) -> dict:
 
 @pytest.mark.parametrize("chunk", [1, 8])
 def test_what_is_sampled_may_be_selected_was_not_found_and_counts_as_its_chance_says(ops, seed, chunk):
-    args, _, excluded = problem(90, chunk, 4)
+    args, _, excluded = problem(150, chunk, 4)
     budget, counts = torch.tensor([40, 40, 7, 0]), torch.tensor([30, 0, 50, 5])
     chunks, log_weight = ops.select_by_sketch(budget=budget, k=72, sampling=Sampling(counts, torch.arange(4)), **args)
     keep = kept_runs(args["num_pages"], budget + counts, chunk)
@@ -177,7 +177,7 @@ def test_all_of_a_short_context_is_looked_at(ops, seed):
 
 
 def test_samples_depend_on_the_seed_the_layer_and_the_head_alone(ops, seed):
-    args, _, _ = problem(90, 1, 3)
+    args, _, _ = problem(150, 1, 3)
 
     def select(seeds: list[int], layer: int) -> Tensor:
         sampling = Sampling(torch.full((3,), 40), torch.tensor(seeds))
@@ -199,7 +199,7 @@ def test_a_row_selects_the_same_alone_and_in_any_batch(ops, seed):
     queries = sketch_queries(
         torch.randn(rows, 6, 64), torch.eye(64).bfloat16().expand(1, 2, -1, -1), torch.zeros(rows, dtype=torch.int64)
     )
-    page_ids, num_pages = torch.randint(pages, (rows, pages)), torch.randint(55, 130, (rows,))
+    page_ids, num_pages = torch.randint(pages, (rows, pages)), torch.randint(80, 180, (rows,))
     num_pages[1], num_pages[-1] = pages, 1
     budget, counts, seeds = torch.randint(1, 200, (3, rows))
 

@@ -13,16 +13,16 @@ import numpy as np
 from shadowkv.kvcache.policy.shape import Indexer, ModelShape
 from shadowkv.ops.page import PAGE as PAGE
 
-DEFAULT_BUDGET = 1 / 64
-"""Share of the context that a step selects: 1.56 % (ShadowKV, section 5.1)."""
-
 SINK = 8
 """Number of first tokens that always stay exact, rounded up to whole chunks. First tokens attract attention whatever
 they are (arXiv:2309.17453)."""
 
-DEFAULT_BUDGET_FLOOR = 960
-"""Minimum number of tokens that a step selects with the default budget: 1.56 % of 61,440. The error of sampling depends
-on the number of sampled tokens, not on their share of the context (docs/benchmarks/answers.md)."""
+DEFAULT_BUDGET = 1 / 64, 960
+SKETCH_BUDGET = 1 / 96, 640
+"""By default a step selects this share of the context, but at least this number of tokens, which is the share of
+61,440. 1.56 % is ShadowKV's (section 5.1). Where a sketch finds and weights single tokens, two thirds of that lose less
+than all of it did (docs/design/measured.md). There is a minimum because the error of sampling depends on the number of
+sampled tokens, not on their share of the context (docs/benchmarks/answers.md)."""
 
 MIN_SEGMENT = 256
 """With the default budget, a tail is compressed only if it has this many tokens besides the sink, the outliers and the
@@ -68,7 +68,8 @@ class KVSpec:
             bits, or 4 if the head dim is not a multiple of 64.
         place: where compressed values are: ``device`` or ``host`` (pinned memory if there is a GPU).
         budget: number of tokens that a step selects. A float is a fraction of the context, an int a number of tokens,
-            None the default (1.56 %, at least 960 tokens). Sink, outliers and newest tokens are not counted.
+            None the default (1.56 %, at least 960 tokens; two thirds of that if a sketch finds single tokens). Sink, outliers and
+            newest tokens are not counted.
         chunk: number of tokens that are found and fetched together. It divides 64.
         drafts: whether the index selects for drafts alone. Draft steps attend to selected tokens, all other steps to
             every token (``DecodePlanner.plan``). So answers do not depend on the index.
@@ -243,6 +244,11 @@ class KVSpec:
         """Number of compressed pages of a compressed sequence of ``length`` tokens."""
         return max(0, length - self.local) // PAGE
 
+    @property
+    def default_budget(self) -> tuple[float, int]:
+        """The share of the context, and the minimum number of tokens, that a step selects if ``budget`` is None."""
+        return SKETCH_BUDGET if self.index == "sketch" and self.chunk == 1 else DEFAULT_BUDGET
+
     def budget_chunks(self, context: np.ndarray) -> np.ndarray:
         """Maximum number of chunks per kv head that a step selects from ``context`` tokens, int64 of any shape."""
         return -(-self.budget_tokens(context) // self.chunk)
@@ -253,8 +259,8 @@ class KVSpec:
             return context
         if isinstance(self.budget, int):
             return np.full_like(context, self.budget)
-        share = np.ceil((self.budget or DEFAULT_BUDGET) * context).astype(np.int64)
-        return share if self.budget else np.maximum(share, DEFAULT_BUDGET_FLOOR)
+        share, floor = (self.budget, 0) if self.budget else self.default_budget
+        return np.maximum(np.ceil(share * context).astype(np.int64), floor)
 
     def attended_tokens(self, context: int) -> int:
         """Maximum number of tokens per kv head that a step attends to in a context of ``context`` tokens."""
@@ -269,8 +275,10 @@ class KVSpec:
         """Describes the budget."""
         if isinstance(self.budget, int):
             return f"budget {self.budget} tokens"
-        floor = f", at least {DEFAULT_BUDGET_FLOOR} tokens" if self.budget is None else ""
-        return f"budget {self.budget or DEFAULT_BUDGET:.2%} of the context{floor}"
+        if self.budget:
+            return f"budget {self.budget:.2%} of the context"
+        share, floor = self.default_budget
+        return f"budget {share:.2%} of the context, at least {floor} tokens"
 
 
 NAMES = tuple(one.name for one in fields(KVSpec) if one.name != "settings")

@@ -18,13 +18,13 @@ from shadowkv.ops.sampling import Sampling, systematic_sample
 from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN, decode_scale, plane_bits
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
-KEPT_SHARE = 16
+KEPT_SHARE = 11
 """At least one in this many runs is kept: all bits of its tokens are examined."""
 
-KEPT_OVER_BUDGET = 4
+KEPT_OVER_BUDGET = 8
 """Kept runs have at least this many times as many tokens as the budget."""
 
-KEPT_LEAST = 384
+KEPT_LEAST = 720
 """Least number of kept runs. How well samples represent the rest depends on their number more than on their share."""
 
 SAMPLED_SHARE = 4
