@@ -68,8 +68,8 @@ class KVSpec:
             bits, or 4 if the head dim is not a multiple of 64.
         place: where compressed values are: ``device`` or ``host`` (pinned memory if there is a GPU).
         budget: number of tokens that a step selects. A float is a fraction of the context, an int a number of tokens,
-            None the default (1.56 %, at least 960 tokens; two thirds of that if a sketch finds single tokens). Sink, outliers and
-            newest tokens are not counted.
+            None the default (1.56 %, at least 960 tokens; two thirds of that if a sketch finds single tokens). Sink,
+            outliers and newest tokens are not counted.
         chunk: number of tokens that are found and fetched together. It divides 64.
         drafts: whether the index selects for drafts alone. Draft steps attend to selected tokens, all other steps to
             every token (``DecodePlanner.plan``). So answers do not depend on the index.
