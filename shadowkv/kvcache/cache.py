@@ -30,7 +30,14 @@ from shadowkv.kvcache.parts import prefill_strategy
 from shadowkv.kvcache.parts.base import BlockHook
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
-from shadowkv.kvcache.prefill.exact import exact_prompts, lengths_of, pages_of
+from shadowkv.kvcache.prefill.exact import (
+    MAX_CACHED,
+    MAX_CACHED_SEGMENTS,
+    MAX_PROMPTS,
+    exact_prompts,
+    lengths_of,
+    numbers_of,
+)
 from shadowkv.kvcache.recurrent.batch import NewTokens, RecurrentPart, step, step_rows
 from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.group_layout import neighbours
@@ -277,51 +284,60 @@ class KVCache:
             if self.recurrent is not None:
                 self.recurrent.end_prefill(new.sequence.recurrent, new.sequence.length)
 
-    # -- prompts that stay exact -----------------------------------------------------------------------------------
+    # -- prompts that a CUDA graph can capture -----------------------------------------------------------------------
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether a CUDA graph can capture the attention of prompts that stay exact. It cannot if layers have recurrent
-        states, because the prompts' spans end at other tokens each time."""
+        """Whether a CUDA graph can capture the exact attention of prompts. It cannot if layers have recurrent states,
+        because the prompts' spans end at other tokens each time."""
         return self.recurrent is None and all(group.exact.captured for group in self.groups)
 
-    def stays_exact(self, sequence: CachedSequence, tokens: int) -> bool:
+    def can_capture(self, sequence: CachedSequence, tokens: int) -> bool:
         """Whether ``tokens`` new tokens of a prompt can be part of ``exact_prompts``.
 
-        They can if three things hold: the sequence is exact in every group and stays so, no part learns from its
-        queries, and a CUDA graph can capture its attention.
+        They can if all of these hold: a CUDA graph can capture their attention, and they attend exactly; no state is
+        fitted on them, and no part learns from their queries; cached pages are on the device, and their keys and values
+        can be rebuilt there without outliers, which differ by head.
         """
-        if sequence.pending_layers is not None or not self.captures_prompts:
+        length = sequence.length + tokens
+        if sequence.pending_layers is not None or not self.captures_prompts or self.strategy.pays(tokens, length):
             return False
-        for group in self.groups:
-            own, layout, length = sequence.of_group(group.number), group.layout, sequence.length + tokens
-            after = layout.growth.compressed(own.segment_state, length, length == own.capacity)
-            learns = bool(own.state_reserve) and layout.parts.observing
-            if own.path or after.tokens or after.fits or learns:
-                return False
-        return True
+        return all(group.can_capture(sequence.of_group(group.number), tokens) for group in self.groups)
+
+    def cached_pages(self, sequences: Sequence[CachedSequence]) -> int | None:
+        """Returns the number of compressed pages for which ``exact_prompts`` must have room: 0 if no sequence is
+        compressed. Returns None if the sequences have more cached tokens or segments than fit."""
+        segments = max(sum(len(one.path) for one in group.sequences(sequences)) for group in self.groups)
+        if segments > MAX_CACHED_SEGMENTS or sum(sequence.length for sequence in sequences) > MAX_CACHED:
+            return None
+        return MAX_CACHED // PAGE if segments else 0
 
     def exact_numbers(self, sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
         """Returns the packed numbers int64 [n] that ``exact_prompts`` needs. ``lengths`` are the numbers of new tokens
         of the sequences. A capture passes no sequences."""
-        of_groups = [pages_of(group.sequences(sequences), group.pool.tables) for group in self.groups]
-        return np.stack((lengths_of(sequences, lengths, rows), *of_groups)).ravel()
+        of_groups = [
+            numbers_of(group.sequences(sequences), lengths, group.layout, group.pool.tables) for group in self.groups
+        ]
+        return np.concatenate((lengths_of(sequences, lengths, rows).ravel(), *of_groups))
 
-    def exact_prompts(self, numbers: Tensor, rows: int) -> Batch:
-        """Makes the batch of prompts that stay exact, from ``exact_numbers`` on the device, padded to ``rows``
-        tokens."""
-        lengths, *of_groups = numbers.view(1 + len(self.groups), 2, -1)
+    def exact_prompts(self, numbers: Tensor, rows: int, cached_pages: int) -> Batch:
+        """Makes the batch of prompts from ``exact_numbers`` on the device, padded to ``rows`` tokens. It has room for
+        ``cached_pages`` compressed pages of their sequences."""
+        lengths, of_groups = numbers[: 2 * (MAX_PROMPTS + 1)].view(2, -1), numbers[2 * (MAX_PROMPTS + 1) :]
         parts = (
-            (exact_prompts(lengths, pages, rows, group.pool.tables, group.layout.window),)
-            for group, pages in zip(self.groups, of_groups, strict=True)
+            (exact_prompts(lengths, own, rows, cached_pages, group.layout, group.pool.tables),)
+            for group, own in zip(self.groups, of_groups.view(len(self.groups), -1), strict=True)
         )
         return Batch(tuple(parts))
 
     def end_exact_prompts(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> None:
-        """Makes prompts that stay exact part of their sequences, after the last layer."""
+        """Makes such prompts part of their sequences, after the last layer."""
         for group in self.groups:
             for sequence, tokens in zip(group.sequences(sequences), lengths, strict=True):
+                after = group.compressed_after(sequence, tokens).tokens
                 group.pool.tables.length[sequence.slot] += tokens
+                if after > sequence.compressed:
+                    group.pool.compress(sequence, after)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_engine import prompt
-from test_mixed_passes import CONFIG, apart, prefilled
+from test_mixed_passes import CONFIG, apart, exact_linear, prefilled
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
@@ -76,7 +76,7 @@ def test_a_padded_prompt_gives_what_it_gives_alone(make: Any, kv: str) -> None:
         old, found = [sequence for sequence, _ in work], []
         for seed, length in enumerate(JOINING):
             new = cache.allocate(length, length + 30), prompt(10 + seed, length)
-            assert cache.stays_exact(new[0], length)
+            assert cache.can_capture(new[0], length)
             if captured:
                 found.append(runner.decode(old, [7] * len(old), None, None, [new]).clone())
                 assert new[0].length == length
@@ -123,18 +123,21 @@ def test_several_prompts_in_a_pass_and_windows(make: Any, kv: str, family: str) 
         torch.testing.assert_close(padded, alone, atol=2e-4, rtol=1e-4)
 
 
-def test_what_does_not_stay_exact_is_computed_as_ever(make: Any) -> None:
+def test_what_cannot_be_captured_is_computed_as_ever(make: Any) -> None:
     engine = make(kv="turbo", kv_dense_below=256)
     cache = engine.cache
-    assert not cache.stays_exact(cache.allocate(700, 800), 700), "it is compressed at once"
-    assert not cache.stays_exact(cache.allocate(100, 800), 100), "the index learns from its queries for later"
+    assert not cache.can_capture(cache.allocate(700, 800), 700), "a state is fitted on it"
+    assert not cache.can_capture(cache.allocate(100, 800), 100), "the index learns from its queries for later"
     short = cache.allocate(100, 120)
-    assert cache.stays_exact(short, 100)
+    assert cache.can_capture(short, 100)
     prefilled(engine.runner, [(short, prompt(1, 100))])
-    assert cache.stays_exact(short, 10)
+    assert cache.can_capture(short, 10)
     compressed = cache.allocate(700, 720)
     prefilled(engine.runner, [(compressed, prompt(1, 700))])
-    assert not cache.stays_exact(compressed, 10), "its first tokens are compressed"
+    assert cache.can_capture(compressed, 10)
+    cache.extend(compressed, 1700, 1710)
+    assert cache.can_capture(compressed, 175), "the segment's state serves a quarter more tokens"
+    assert not cache.can_capture(compressed, 900), "they are a segment of their own"
     graphs = Uncaptured(engine)
     old = [cache.allocate(5, 20)]
     prefilled(engine.runner, [(old[0], prompt(2, 5))])
@@ -154,7 +157,7 @@ def later_turns(engine: Engine, captured: bool) -> list[torch.Tensor]:
     work = [(cache.allocate(n, n + 400), prompt(seed, n)) for seed, n in enumerate((700, 90, 64, 5, 333))]
     prefilled(runner, work)
     old, waiting = [work[1][0]], [sequence for sequence, _ in work if sequence is not work[1][0]]
-    for turn, lengths in enumerate(((30, 1, 200, 64), (1, 150, 7, 130))):
+    for turn, lengths in enumerate(((200, 1, 200, 64), (1, 150, 7, 130))):
         new = []
         for sequence, count in zip(waiting, lengths, strict=True):
             cache.extend(sequence, sequence.length + count, sequence.length + count + 60)
@@ -162,7 +165,7 @@ def later_turns(engine: Engine, captured: bool) -> list[torch.Tensor]:
         shared = cache.fork_point(waiting[0], waiting[0].length)
         fork = cache.fork(waiting[0], shared, shared + 40, shared + 60)
         new += [(fork, prompt(60 + turn, 40)), (cache.allocate(20, 30), prompt(70 + turn, 20))]
-        assert shared >= 640 and all(cache.stays_exact(sequence, len(ids)) for sequence, ids in new)
+        assert shared >= 640 and all(cache.can_capture(sequence, len(ids)) for sequence, ids in new)
         lengths_after = [sequence.length + len(ids) for sequence, ids in new]
         both = runner.decode(old, [7], None, None, new) if captured else apart(runner, old, new)
         assert [sequence.length for sequence, _ in new] == lengths_after
@@ -175,6 +178,72 @@ def later_turns(engine: Engine, captured: bool) -> list[torch.Tensor]:
         cache.release(sequence)
     assert cache.free == cache.total
     return found
+
+
+@pytest.mark.parametrize(("kv", "why"), [("turbo-host", "host"), ("turbo:outliers=8", "outliers")])
+def test_pages_that_cannot_be_rebuilt_in_a_graph(make: Any, kv: str, why: str) -> None:
+    cache = (engine := make(kv=kv, kv_dense_below=0)).cache
+    compressed = cache.allocate(1200, 1300)
+    prefilled(engine.runner, [(compressed, prompt(1, 1200))])
+    assert compressed.path and not cache.can_capture(compressed, 10), why
+
+
+def turns_of_compressed(engine: Engine, captured: bool) -> list[torch.Tensor]:
+    """Logits of passes with later turns of compressed sequences, whose tokens fill pages or not, of a fork that shares
+    pages with one of them, of sequences with two segments and with none, and of the steps behind them."""
+    runner, cache, found = engine.runner, engine.cache, []
+    lengths = 1200, 90, 1400, 1250, 33
+    work = [(cache.allocate(n, n + 30), prompt(seed, n)) for seed, n in enumerate(lengths)]
+    prefilled(runner, work)
+    running, *turning = [sequence for sequence, _ in work]
+    _, two, _, dense = turning
+    cache.extend(two, two.length + 1290, two.length + 1500)
+    prefilled(runner, [(two, prompt(20, 1290))])
+    if captured:
+        runner.graphs = Uncaptured(engine, most=32)
+    learns = cache.layout.learns
+    assert len(two.path) == 1 + learns and running.path and not dense.path
+    for turn, counts in enumerate(((1, 150, 100, 30), (40, 70, 33, 1), (200, 129, 64, 5))):
+        new = []
+        for sequence, count in zip(turning, counts, strict=True):
+            cache.extend(sequence, sequence.length + count, sequence.length + count + 20)
+            new.append((sequence, prompt(50 + turn, count)))
+        shared = cache.fork_point(turning[2], turning[2].length)
+        fork = cache.fork(turning[2], shared, shared + 140, shared + 160)
+        new += [(fork, prompt(60 + turn, 140)), (cache.allocate(20, 30), prompt(70 + turn, 20))]
+        assert fork.path and all(cache.can_capture(sequence, len(ids)) for sequence, ids in new)
+        before = [sequence.compressed for sequence, _ in new]
+        both = runner.decode([running], [7], None, None, new) if captured else apart(runner, [running], new)
+        assert any(sequence.compressed > old for (sequence, _), old in zip(new, before, strict=True))
+        found.append(both.clone())
+        rows = [running] + [sequence for sequence, _ in new]
+        found += [runner.decode(rows, [9] * len(rows)).clone() for _ in range(2)]
+        for sequence, _ in new[-2:]:
+            cache.release(sequence)
+    if captured:
+        assert runner.graphs.passes >= 3
+    for sequence in (running, *turning):
+        cache.release(sequence)
+    assert cache.free == cache.total
+    return found
+
+
+@pytest.mark.parametrize("kv", ["turbo", "turbo:skip_layers=1", "fp8", "turboquant-3", "quest", "exact-top-k"])
+@pytest.mark.parametrize("family", [None, "windows and sinks"])
+def test_later_turns_of_compressed_sequences(
+    make: Any, kv: str, family: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kv == "turbo:skip_layers=1" and family:
+        pytest.skip("two layers, of which one has a window")
+    monkeypatch.setattr(torch.nn.functional, "linear", exact_linear)
+    windows = {} if family is None else {**FAMILIES[family], "sliding_window": 100, "layer_types": KINDS}
+    logits = []
+    for captured in (False, True):
+        options = {"kv_dense_below": 0, "max_num_seqs": 32, "max_model_len": 4096}
+        engine = make(kv=kv, config={**CONFIG, **windows}, **options)
+        logits.append(turns_of_compressed(engine, captured))
+    for alone, padded in zip(*logits, strict=True):
+        torch.testing.assert_close(padded, alone, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kv", ["full", "turbo", "turbo:skip_layers=1", "fp8"])
