@@ -15,9 +15,10 @@ from test_mixed_passes import CONFIG, apart, exact_linear, prefilled
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.execution import cuda_graphs
 from shadowkv.engine.execution.cuda_graphs import EAGER_STEPS, CudaGraphs
+from shadowkv.kvcache import cache as cache_module
 from shadowkv.kvcache.prefill.exact import MAX_PROMPTS
+from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
 
 RUNNING, JOINING = (700, 90, 5), (130, 1, 64, 600, 128)
 KINDS = ["sliding_attention", "full_attention"]
@@ -54,11 +55,11 @@ class Everything(dict[Any, Any]):
 
 @pytest.fixture
 def make(tmp_path: Path) -> Any:
-    def build(config: Any = CONFIG, **options: Any) -> Engine:
+    def build(config: Any = CONFIG, backends: Any = None, **options: Any) -> Engine:
         (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
         given = {"model": str(tmp_path), "load_format": "dummy", "max_num_seqs": 8, "max_model_len": 2048}
         torch.manual_seed(3)
-        return Engine(EngineConfig(**{**given, "dtype": "float32", "enforce_eager": True, **options}))
+        return Engine(EngineConfig(**{**given, "dtype": "float32", "enforce_eager": True, **options}), backends=backends)
 
     return build
 
@@ -188,33 +189,38 @@ def test_pages_that_cannot_be_rebuilt_in_a_graph(make: Any, kv: str, why: str) -
     assert compressed.path and not cache.can_capture(compressed, 10), why
 
 
+def segments(engine: Engine, sequence: CachedSequence) -> list[Segment]:
+    """The segments of a sequence, in the group of layers that compresses."""
+    return max((sequence.of_group(group.number).path for group in engine.cache.groups), key=len)
+
+
 def turns_of_compressed(engine: Engine, captured: bool) -> list[torch.Tensor]:
     """Logits of passes with later turns of compressed sequences, whose tokens fill pages or not, of a fork that shares
     pages with one of them, of sequences with two segments and with none, and of the steps behind them."""
     runner, cache, found = engine.runner, engine.cache, []
-    lengths = 1200, 90, 1400, 1250, 33
+    lengths = 1200, 60, 1400, 1250, 33
     work = [(cache.allocate(n, n + 30), prompt(seed, n)) for seed, n in enumerate(lengths)]
     prefilled(runner, work)
     running, *turning = [sequence for sequence, _ in work]
-    _, two, _, dense = turning
+    _, two, other, dense = turning
     cache.extend(two, two.length + 1290, two.length + 1500)
     prefilled(runner, [(two, prompt(20, 1290))])
     if captured:
         runner.graphs = Uncaptured(engine, most=32)
-    learns = cache.layout.learns
-    assert len(two.path) == 1 + learns and running.path and not dense.path
-    for turn, counts in enumerate(((1, 150, 100, 30), (40, 70, 33, 1), (200, 129, 64, 5))):
+    assert len(segments(engine, two)) == 1 + cache.layout.learns and segments(engine, running)
+    assert not segments(engine, dense)
+    for turn, counts in enumerate(((1, 150, 100, 30), (5, 70, 33, 1), (2, 129, 64, 5))):
         new = []
         for sequence, count in zip(turning, counts, strict=True):
             cache.extend(sequence, sequence.length + count, sequence.length + count + 20)
             new.append((sequence, prompt(50 + turn, count)))
-        shared = cache.fork_point(turning[2], turning[2].length)
-        fork = cache.fork(turning[2], shared, shared + 140, shared + 160)
+        shared = cache.fork_point(other, other.length)
+        fork = cache.fork(other, shared, shared + 140, shared + 160)
         new += [(fork, prompt(60 + turn, 140)), (cache.allocate(20, 30), prompt(70 + turn, 20))]
-        assert fork.path and all(cache.can_capture(sequence, len(ids)) for sequence, ids in new)
-        before = [sequence.compressed for sequence, _ in new]
+        assert segments(engine, fork) and all(cache.can_capture(sequence, len(ids)) for sequence, ids in new)
+        before = segments(engine, two)[-1].compressed
         both = runner.decode([running], [7], None, None, new) if captured else apart(runner, [running], new)
-        assert any(sequence.compressed > old for (sequence, _), old in zip(new, before, strict=True))
+        assert segments(engine, two)[-1].compressed > before
         found.append(both.clone())
         rows = [running] + [sequence for sequence, _ in new]
         found += [runner.decode(rows, [9] * len(rows)).clone() for _ in range(2)]
@@ -228,19 +234,22 @@ def turns_of_compressed(engine: Engine, captured: bool) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kv", ["turbo", "turbo:skip_layers=1", "fp8", "turboquant-3", "quest", "exact-top-k"])
-@pytest.mark.parametrize("family", [None, "windows and sinks"])
+@pytest.mark.parametrize(
+    ("kv", "family"),
+    [("turbo", None), ("turbo:skip_layers=1", None), ("fp8", None), ("turboquant-3", None), ("quest", None),
+     ("exact-top-k", None), ("turbo", "windows and sinks"), ("fp8", "windows and sinks")],
+)  # fmt: skip
 def test_later_turns_of_compressed_sequences(
     make: Any, kv: str, family: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kv == "turbo:skip_layers=1" and family:
-        pytest.skip("two layers, of which one has a window")
     monkeypatch.setattr(torch.nn.functional, "linear", exact_linear)
-    windows = {} if family is None else {**FAMILIES[family], "sliding_window": 100, "layer_types": KINDS}
+    config = {**CONFIG, "num_hidden_layers": 3}
+    if family is not None:
+        config |= {**FAMILIES[family], "sliding_window": 100, "layer_types": [*KINDS, KINDS[1]]}
     logits = []
     for captured in (False, True):
         options = {"kv_dense_below": 0, "max_num_seqs": 32, "max_model_len": 4096}
-        engine = make(kv=kv, config={**CONFIG, **windows}, **options)
+        engine = make(kv=kv, config=config, backends={"decode_layers": "reference"}, **options)
         logits.append(turns_of_compressed(engine, captured))
     for alone, padded in zip(*logits, strict=True):
         torch.testing.assert_close(padded, alone, atol=2e-4, rtol=1e-4)
@@ -268,9 +277,9 @@ def test_more_cached_tokens_than_a_graph_has_room_for_run_without(make: Any, mon
     old = [cache.allocate(5, 20), cache.allocate(300, 400)]
     prefilled(engine.runner, [(sequence, prompt(1, n)) for sequence, n in zip(old, (5, 300), strict=True)])
     plan = cache.plan_decode(old[:1])
-    monkeypatch.setattr(cuda_graphs, "MAX_CACHED", 299)
+    monkeypatch.setattr(cache_module, "MAX_CACHED", 299)
     assert graphs.run(plan, [1], [-1], old[1:], [prompt(3, 10)]) is None
-    monkeypatch.setattr(cuda_graphs, "MAX_CACHED", 300)
+    monkeypatch.setattr(cache_module, "MAX_CACHED", 300)
     assert graphs.run(plan, [1], [-1], old[1:], [prompt(3, 10)]) is not None
 
 
