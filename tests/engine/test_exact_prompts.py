@@ -12,6 +12,8 @@ import pytest
 import torch
 from test_engine import prompt
 from test_mixed_passes import CONFIG, apart, exact_linear, prefilled
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
@@ -258,6 +260,48 @@ def test_later_turns_of_compressed_sequences(
         logits.append(turns_of_compressed(engine, captured))
     for alone, padded in zip(*logits, strict=True):
         torch.testing.assert_close(padded, alone, atol=2e-4, rtol=1e-4)
+
+
+class Calls(TorchDispatchMode):
+    """Notes the name and the shapes of every operator. Raises if one makes the host wait, or has a result whose shape
+    depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function)
+        assert "_local_scalar_dense" not in name and "nonzero" not in name and "masked_select" not in name, name
+        out = function(*args, **(kwargs or {}))
+        self.noted.append((name, [tuple(x.shape) for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]))
+        return out
+
+
+def test_shapes_do_not_depend_on_what_is_cached(make: Any) -> None:
+    """Everything but attention, whose reference waits for lengths on a CPU: the same operators with the same shapes,
+    whatever prompts a graph computes."""
+    engine = make(kv="turbo", kv_dense_below=0, max_num_seqs=16, max_model_len=4096)
+    cache, shape, calls = engine.cache, engine.cache.shape, []
+    lengths = 60, 1100, 1500, 1200, 1330, 40
+    work = [(cache.allocate(n, n + 200), prompt(seed, n)) for seed, n in enumerate(lengths)]
+    prefilled(engine.runner, work)
+    dense, *compressed = [sequence for sequence, _ in work]
+    for sequences, new in (
+        [compressed[:1], (1,)],
+        [compressed[1:4], (100, 64, 28)],
+        [[dense, compressed[2]], (7, 150)],
+    ):
+        pages = cache.cached_pages(sequences)
+        assert pages and all(map(cache.can_capture, sequences, new))
+        numbers = torch.from_numpy(cache.exact_numbers(sequences, new, 256))
+        k, v = torch.randn(2, 256, shape.num_kv_heads, shape.head_dim)
+        with torch.inference_mode(), Calls() as noted:
+            batch = cache.exact_prompts(numbers, 256, pages)
+            for layer in range(shape.num_layers):
+                cache.append(layer, k, v, batch)
+        calls.append(noted.noted)
+    assert len(calls[0]) > 100 and calls[0] == calls[1] == calls[2]
 
 
 @pytest.mark.parametrize("kv", ["full", "turbo", "turbo:skip_layers=1", "fp8"])
