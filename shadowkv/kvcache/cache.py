@@ -296,21 +296,28 @@ class KVCache:
         """Whether ``tokens`` new tokens of a prompt can be part of ``exact_prompts``.
 
         They can if all of these hold: a CUDA graph can capture their attention, and they attend exactly; no state is
-        fitted on them, and no part learns from their queries; cached pages are on the device, and their keys and values
-        can be rebuilt there without outliers, which differ by head.
+        fitted on them, and no part learns from their queries; nothing cached is still arriving, and compressed pages
+        can be rebuilt in a graph (``LayerGroup.captures_compressed``).
         """
         length = sequence.length + tokens
         if sequence.pending_layers is not None or not self.captures_prompts or self.strategy.pays(tokens, length):
             return False
         return all(group.can_capture(sequence.of_group(group.number), tokens) for group in self.groups)
 
+    @property
+    def most_cached_pages(self) -> int:
+        """The most compressed pages that prompts in a CUDA graph can follow; 0 if they cannot follow any."""
+        able = any(group.captures_compressed for group in self.groups)
+        return MAX_CACHED // PAGE if able and self.captures_prompts else 0
+
     def cached_pages(self, sequences: Sequence[CachedSequence]) -> int | None:
         """Returns the number of compressed pages for which ``exact_prompts`` must have room: 0 if no sequence is
-        compressed. Returns None if the sequences have more cached tokens or segments than fit."""
+        compressed, else ``most_cached_pages``. Returns None if the sequences have more cached tokens or segments than
+        fit."""
         segments = max(sum(len(one.path) for one in group.sequences(sequences)) for group in self.groups)
         if segments > MAX_CACHED_SEGMENTS or sum(sequence.length for sequence in sequences) > MAX_CACHED:
             return None
-        return MAX_CACHED // PAGE if segments else 0
+        return self.most_cached_pages if segments else 0
 
     def exact_numbers(self, sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
         """Returns the packed numbers int64 [n] that ``exact_prompts`` needs. ``lengths`` are the numbers of new tokens

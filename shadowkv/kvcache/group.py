@@ -83,16 +83,23 @@ class LayerGroup:
         length = sequence.length + tokens
         return self.layout.growth.compressed(sequence.segment_state, length, length == sequence.capacity)
 
+    @property
+    def captures_compressed(self) -> bool:
+        """Whether prompts in a CUDA graph can follow compressed pages. They cannot if values are on the host, if heads
+        have outliers of their own, or if the model's indexer selects what is attended to."""
+        spec = self.layout.spec
+        return spec.compresses and spec.place == "device" and not spec.outliers and not spec.native
+
     def can_capture(self, sequence: CachedSequence, tokens: int) -> bool:
         """Whether ``tokens`` new tokens of a prompt can be part of ``ExactPrompts`` (``KVCache.can_capture``)."""
-        spec, after = self.layout.spec, self.compressed_after(sequence, tokens)
+        after = self.compressed_after(sequence, tokens)
         if after.fits:
             return False
         if not sequence.path:
             return not (sequence.state_reserve and self.layout.parts.observing)
         # ``ExactPrompts`` has room for a page of the exact tail and those that the new tokens fill.
         few = after.tokens - sequence.compressed <= PAGE * (1 + tokens // PAGE)
-        return few and spec.place == "device" and not spec.outliers and not spec.native
+        return few and self.captures_compressed
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, parts: tuple[Part, ...], index_keys: Tensor | None = None
