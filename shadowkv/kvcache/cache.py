@@ -30,14 +30,7 @@ from shadowkv.kvcache.parts import prefill_strategy
 from shadowkv.kvcache.parts.base import BlockHook
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
-from shadowkv.kvcache.prefill.exact import (
-    MAX_CACHED,
-    MAX_CACHED_SEGMENTS,
-    MAX_PROMPTS,
-    exact_prompts,
-    lengths_of,
-    numbers_of,
-)
+from shadowkv.kvcache.prefill.exact import MAX_CACHED, exact_prompts, has_room, lengths_of, numbers_of, split_numbers
 from shadowkv.kvcache.recurrent.batch import NewTokens, RecurrentPart, step, step_rows
 from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.group_layout import neighbours
@@ -314,10 +307,11 @@ class KVCache:
         """Returns the number of compressed pages for which ``exact_prompts`` must have room: 0 if no sequence is
         compressed, else ``most_cached_pages``. Returns None if the sequences have more cached tokens or segments than
         fit."""
-        segments = max(sum(len(one.path) for one in group.sequences(sequences)) for group in self.groups)
-        if segments > MAX_CACHED_SEGMENTS or sum(sequence.length for sequence in sequences) > MAX_CACHED:
+        of_groups = [group.sequences(sequences) for group in self.groups]
+        if not all(map(has_room, of_groups)):
             return None
-        return self.most_cached_pages if segments else 0
+        compressed = any(sequence.path for of_group in of_groups for sequence in of_group)
+        return self.most_cached_pages if compressed else 0
 
     def exact_numbers(self, sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
         """Returns the packed numbers int64 [n] that ``exact_prompts`` needs. ``lengths`` are the numbers of new tokens
@@ -330,10 +324,10 @@ class KVCache:
     def exact_prompts(self, numbers: Tensor, rows: int, cached_pages: int) -> Batch:
         """Makes the batch of prompts from ``exact_numbers`` on the device, padded to ``rows`` tokens. It has room for
         ``cached_pages`` compressed pages of their sequences."""
-        lengths, of_groups = numbers[: 2 * (MAX_PROMPTS + 1)].view(2, -1), numbers[2 * (MAX_PROMPTS + 1) :]
+        lengths, of_groups = split_numbers(numbers, len(self.groups))
         parts = (
             (exact_prompts(lengths, own, rows, cached_pages, group.layout, group.pool.tables),)
-            for group, own in zip(self.groups, of_groups.view(len(self.groups), -1), strict=True)
+            for group, own in zip(self.groups, of_groups, strict=True)
         )
         return Batch(tuple(parts))
 
@@ -341,10 +335,7 @@ class KVCache:
         """Makes such prompts part of their sequences, after the last layer."""
         for group in self.groups:
             for sequence, tokens in zip(group.sequences(sequences), lengths, strict=True):
-                after = group.compressed_after(sequence, tokens).tokens
-                group.pool.tables.length[sequence.slot] += tokens
-                if after > sequence.compressed:
-                    group.pool.compress(sequence, after)
+                group.end_exact_prompt(sequence, tokens)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 

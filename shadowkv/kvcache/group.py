@@ -101,6 +101,13 @@ class LayerGroup:
         few = after.tokens - sequence.compressed <= PAGE * (1 + tokens // PAGE)
         return few and self.captures_compressed
 
+    def end_exact_prompt(self, sequence: CachedSequence, tokens: int) -> None:
+        """Makes the new tokens of a prompt in ``ExactPrompts`` part of its sequence."""
+        after = self.compressed_after(sequence, tokens).tokens
+        self.pool.tables.length[sequence.slot] += tokens
+        if after > sequence.compressed:
+            self.pool.compress(sequence, after)
+
     def append(
         self, layer: int, k: Tensor, v: Tensor, parts: tuple[Part, ...], index_keys: Tensor | None = None
     ) -> None:

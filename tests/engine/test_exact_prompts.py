@@ -19,7 +19,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution import cuda_graphs
 from shadowkv.engine.execution.cuda_graphs import EAGER_STEPS, CudaGraphs
-from shadowkv.kvcache import cache as cache_module
+from shadowkv.kvcache.prefill import exact
 from shadowkv.kvcache.prefill.exact import MAX_PROMPTS
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
 
@@ -326,9 +326,9 @@ def test_more_cached_tokens_than_a_graph_has_room_for_run_without(make: Any, mon
     old = [cache.allocate(5, 20), cache.allocate(300, 400)]
     prefilled(engine.runner, [(sequence, prompt(1, n)) for sequence, n in zip(old, (5, 300), strict=True)])
     plan = cache.plan_decode(old[:1])
-    monkeypatch.setattr(cache_module, "MAX_CACHED", 299)
+    monkeypatch.setattr(exact, "MAX_CACHED", 299)
     assert graphs.run(plan, [1], [-1], old[1:], [prompt(3, 10)]) is None
-    monkeypatch.setattr(cache_module, "MAX_CACHED", 300)
+    monkeypatch.setattr(exact, "MAX_CACHED", 300)
     assert graphs.run(plan, [1], [-1], old[1:], [prompt(3, 10)]) is not None
 
 

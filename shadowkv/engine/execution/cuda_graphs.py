@@ -170,10 +170,8 @@ class CudaGraphs:
     def prompt_shape(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> PromptShape | None:
         """Returns the padded shape of prompts with ``lengths`` new tokens; None if a pass cannot have all of them."""
         rows = next((rows for rows in PROMPT_ROWS if rows >= sum(lengths)), None)
-        if rows is None or len(sequences) > MAX_PROMPTS:
-            return None
         cached_pages = self.cache.cached_pages(sequences)
-        return None if cached_pages is None else PromptShape(rows, cached_pages)
+        return None if rows is None or cached_pages is None else PromptShape(rows, cached_pages)
 
     def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, cached_pages: int = 0) -> None:
         """Captures the graph of a plan's shapes by running a pass of padding rows, unless it exists.

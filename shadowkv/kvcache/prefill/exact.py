@@ -132,6 +132,13 @@ class ExactPrompts:
         return len(self.positions)
 
 
+def has_room(sequences: Sequence[CachedSequence]) -> bool:
+    """Whether a pass can have prompts of all ``sequences`` of a group of layers: of their number, cached tokens, and
+    segments."""
+    cached, segments = (sum(each) for each in ((x.length for x in sequences), (len(x.path) for x in sequences)))
+    return len(sequences) <= MAX_PROMPTS and cached <= MAX_CACHED and segments <= MAX_CACHED_SEGMENTS
+
+
 def lengths_of(sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
     """Numbers of new and of cached tokens, int64 [2, MAX_PROMPTS + 1], of sequences with ``lengths`` new tokens in
     ``rows`` rows. The last column is the padding. Raises ValueError if they are too many."""
@@ -169,6 +176,13 @@ def numbers_of(
     for column, segment in enumerate(path):
         segments[:, column] = segment.slot, tables.state[segment.slot], segment.first, len(segment.pages)
     return np.concatenate((numbers.ravel(), segments.ravel()))
+
+
+def split_numbers(numbers: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Splits packed numbers int64 [n] into those of ``lengths_of``, int64 [2, MAX_PROMPTS + 1], and of ``numbers_of``,
+    int64 [groups, m]."""
+    lengths, of_groups = numbers.tensor_split((2 * (MAX_PROMPTS + 1),))
+    return lengths.view(2, -1), of_groups.view(groups, -1)
 
 
 def exact_prompts(
