@@ -104,8 +104,9 @@ class GraphGrid:
     """Captures CUDA graphs of an engine's decode steps before they are needed.
 
     It goes through the page counts of sequences, fewest first. For each it captures all batch sizes, with and without
-    prompts, until ``GRID_BYTES`` are used. Of passes with later turns of compressed sequences it captures one. The log
-    says how far it came. It must be made while the engine has no sequences. Without CUDA graphs it does nothing.
+    prompts, until ``GRID_BYTES`` are used. Of passes with prompts of sequences that are compressed, or will be, it
+    captures one. The log says how far it came. It must be made while the engine has no sequences. Without CUDA graphs
+    it does nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -135,19 +136,19 @@ class GraphGrid:
         if graphs is None:
             return
         # The largest pass goes first: all graphs share its memory.
-        mixed = [(rows, batch, 0) for rows, batch in reversed(graphs.mixed_shapes())]
-        shapes = [*mixed[:1], *((0, batch, 0) for batch in self._batches), *mixed[1:]]
-        pages = self.engine.cache.most_cached_pages
-        # One for later turns of compressed sequences. It compiles what all of them need.
-        compressed = [(rows, batch, pages) for rows, batch, _ in mixed[-1:] if pages]
+        mixed = [(rows, batch, False) for rows, batch in reversed(graphs.mixed_shapes())]
+        shapes = [*mixed[:1], *((0, batch, False) for batch in self._batches), *mixed[1:]]
+        # One for prompts of sequences that are compressed, or will be. It compiles what all of them need.
+        able = self.engine.cache.captures_compressing
+        compressing = [(rows, batch, True) for rows, batch, _ in mixed[-1:] if able]
         for number, (tokens, plan) in enumerate(plans):
-            for rows, batch, cached_pages in shapes if number else (*shapes, *compressed):
-                if graphs.has(plan, batch, rows, cached_pages):
+            for rows, batch, compresses in shapes if number else (*shapes, *compressing):
+                if graphs.has(plan, batch, rows, compresses):
                     continue
                 free = unreserved_bytes(device)
                 if len(graphs.graphs) >= MAX_GRAPHS // 2 or self._bytes > GRID_BYTES:
                     return
-                runner.prepare(plan, batch, rows, cached_pages)
+                runner.prepare(plan, batch, rows, compresses)
                 self._count, self._bytes = self._count + 1, self._bytes + free - unreserved_bytes(device)
                 yield self._count
             self._longest = tokens

@@ -30,7 +30,7 @@ from shadowkv.kvcache.parts import prefill_strategy
 from shadowkv.kvcache.parts.base import BlockHook
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
-from shadowkv.kvcache.prefill.exact import MAX_CACHED, exact_prompts, has_room, lengths_of, numbers_of, split_numbers
+from shadowkv.kvcache.prefill.exact import exact_prompts, has_room, lengths_of, numbers_of, split_numbers
 from shadowkv.kvcache.recurrent.batch import NewTokens, RecurrentPart, step, step_rows
 from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.group_layout import neighbours
@@ -289,8 +289,8 @@ class KVCache:
         """Whether ``tokens`` new tokens of a prompt can be part of ``exact_prompts``.
 
         They can if all of these hold: a CUDA graph can capture their attention, and they attend exactly; no state is
-        fitted on them, and no part learns from their queries; nothing cached is still arriving, and compressed pages
-        can be rebuilt in a graph (``LayerGroup.captures_compressed``).
+        fitted on them, and parts that learn from their queries get ``OBSERVED`` of them; nothing cached is still
+        arriving; and what is compressed can be handled in a graph (``LayerGroup.captures_compressing``).
         """
         length = sequence.length + tokens
         if sequence.pending_layers is not None or not self.captures_prompts or self.strategy.pays(tokens, length):
@@ -298,20 +298,17 @@ class KVCache:
         return all(group.can_capture(sequence.of_group(group.number), tokens) for group in self.groups)
 
     @property
-    def most_cached_pages(self) -> int:
-        """The most compressed pages that prompts in a CUDA graph can follow; 0 if they cannot follow any."""
-        able = any(group.captures_compressed for group in self.groups)
-        return MAX_CACHED // PAGE if able and self.captures_prompts else 0
+    def captures_compressing(self) -> bool:
+        """Whether sequences of prompts in a CUDA graph can be compressed."""
+        return self.captures_prompts and any(group.captures_compressing for group in self.groups)
 
-    def cached_pages(self, sequences: Sequence[CachedSequence]) -> int | None:
-        """Returns the number of compressed pages for which ``exact_prompts`` must have room: 0 if no sequence is
-        compressed, else ``most_cached_pages``. Returns None if the sequences have more cached tokens or segments than
-        fit."""
-        of_groups = [group.sequences(sequences) for group in self.groups]
-        if not all(map(has_room, of_groups)):
+    def compressing(self, sequences: Sequence[CachedSequence]) -> bool | None:
+        """Returns whether a pass with prompts of ``sequences`` reads or writes compressed pages or learns from queries.
+        Returns None if the sequences are too many for a pass, or have too many cached tokens or segments."""
+        of_groups = [(group, group.sequences(sequences)) for group in self.groups]
+        if not all(has_room(own) for _, own in of_groups):
             return None
-        compressed = any(sequence.path for of_group in of_groups for sequence in of_group)
-        return self.most_cached_pages if compressed else 0
+        return any(sequence.path or group.learns(sequence) for group, own in of_groups for sequence in own)
 
     def exact_numbers(self, sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
         """Returns the packed numbers int64 [n] that ``exact_prompts`` needs. ``lengths`` are the numbers of new tokens
@@ -321,12 +318,12 @@ class KVCache:
         ]
         return np.concatenate((lengths_of(sequences, lengths, rows).ravel(), *of_groups))
 
-    def exact_prompts(self, numbers: Tensor, rows: int, cached_pages: int) -> Batch:
-        """Makes the batch of prompts from ``exact_numbers`` on the device, padded to ``rows`` tokens. It has room for
-        ``cached_pages`` compressed pages of their sequences."""
+    def exact_prompts(self, numbers: Tensor, rows: int, compressing: bool) -> Batch:
+        """Makes the batch of prompts from ``exact_numbers`` on the device, padded to ``rows`` tokens. ``compressing``
+        is True if the method of this name returns True for the sequences."""
         lengths, of_groups = split_numbers(numbers, len(self.groups))
         parts = (
-            (exact_prompts(lengths, own, rows, cached_pages, group.layout, group.pool.tables),)
+            (exact_prompts(lengths, own, rows, compressing, group.layout, group.pool.tables),)
             for group, own in zip(self.groups, of_groups, strict=True)
         )
         return Batch(tuple(parts))

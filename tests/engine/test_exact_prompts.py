@@ -135,7 +135,8 @@ def test_what_cannot_be_captured_is_computed_as_ever(make: Any) -> None:
     engine = make(kv="turbo", kv_dense_below=256)
     cache = engine.cache
     assert not cache.can_capture(cache.allocate(700, 800), 700), "a state is fitted on it"
-    assert not cache.can_capture(cache.allocate(100, 800), 100), "the index learns from its queries for later"
+    later = cache.allocate(100, 800)
+    assert cache.can_capture(later, 64) and not cache.can_capture(later, 63), "the index learns from 64 queries"
     short = cache.allocate(100, 120)
     assert cache.can_capture(short, 100)
     prefilled(engine.runner, [(short, prompt(1, 100))])
@@ -234,7 +235,7 @@ def turns_of_compressed(engine: Engine, captured: bool) -> list[torch.Tensor]:
         for sequence, _ in new[-2:]:
             cache.release(sequence)
     if captured:
-        assert not ON_GPU or any(key[:2] == (512, 256) for key in runner.graphs.graphs)
+        assert not ON_GPU or any(key[:2] == (512, True) for key in runner.graphs.graphs)
     for sequence in (running, *turning):
         cache.release(sequence)
     assert cache.free == cache.total
@@ -260,6 +261,34 @@ def test_later_turns_of_compressed_sequences(
         logits.append(turns_of_compressed(engine, captured))
     for alone, padded in zip(*logits, strict=True):
         torch.testing.assert_close(padded, alone, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv", ["turbo", "snapkv", "triattention"])
+def test_indexes_learn_from_the_queries_of_captured_prompts(make: Any, kv: str) -> None:
+    """Also from those of a later turn, and never from those of sequences that are not compressed later."""
+    found = []
+    for captured in (False, True):
+        engine = make(kv=kv, kv_dense_below=600)
+        cache, runner, states = engine.cache, engine.runner, []
+        (group,) = cache.groups
+        old, turn, unlearned = cache.allocate(5, 20), cache.allocate(30, 1900), cache.allocate(100, 120)
+        prefilled(runner, [(old, prompt(1, 5)), (turn, prompt(2, 30))])
+        if captured:
+            runner.graphs = Uncaptured(engine)
+        new = [turn, cache.allocate(200, 1900), unlearned, cache.allocate(64, 1900)]
+        work = [(sequence, prompt(10 + seed, n)) for seed, (sequence, n) in enumerate(zip(new, (80, 200, 100, 64)))]
+        assert all(cache.can_capture(sequence, len(ids)) for sequence, ids in work) and not unlearned.state_reserve
+        logits = runner.decode([old], [7], None, None, work) if captured else apart(runner, [old], work)
+        for sequence in (turn, new[1], new[3]):
+            assert sequence.observed and not sequence.path
+            states += [array[:, sequence.state_reserve[0]].clone() for array in group.store.state.values()]
+        assert not unlearned.observed and (not captured or runner.graphs.passes == 1)
+        found.append((logits.clone(), states))
+    torch.testing.assert_close(found[0][0], found[1][0], atol=2e-4, rtol=1e-4)
+    learned = [(one, other) for one, other in zip(found[0][1], found[1][1], strict=True) if one.any()]
+    assert len(learned) >= 3
+    for one, other in learned:
+        torch.testing.assert_close(other.float(), one.float(), atol=1e-2, rtol=1e-2)  # of bfloat16 maps
 
 
 class Calls(TorchDispatchMode):
@@ -292,12 +321,11 @@ def test_shapes_do_not_depend_on_what_is_cached(make: Any) -> None:
         [compressed[1:4], (100, 64, 28)],
         [[dense, compressed[2]], (7, 150)],
     ):
-        pages = cache.cached_pages(sequences)
-        assert pages and all(map(cache.can_capture, sequences, new))
+        assert cache.compressing(sequences) and all(map(cache.can_capture, sequences, new))
         numbers = torch.from_numpy(cache.exact_numbers(sequences, new, 256))
         k, v = torch.randn(2, 256, shape.num_kv_heads, shape.head_dim)
         with torch.inference_mode(), Calls() as noted:
-            batch = cache.exact_prompts(numbers, 256, pages)
+            batch = cache.exact_prompts(numbers, 256, True)
             for layer in range(shape.num_layers):
                 cache.append(layer, k, v, batch)
         calls.append(noted.noted)

@@ -62,13 +62,13 @@ class PromptInputs(NamedTuple):
         numbers: the m numbers that describe the prompts to the cache [m] (``KVCache.exact_prompts``).
         ids: token ids [T].
         rows: rows of the pass whose logits are needed [B + MAX_PROMPTS].
-        cached_pages: compressed pages for which there is room (``KVCache.cached_pages``).
+        compressing: whether their sequences are compressed, or will be (``KVCache.compressing``).
     """
 
     numbers: Tensor
     ids: Tensor
     rows: Tensor
-    cached_pages: int
+    compressing: bool
 
 
 class PromptShape(NamedTuple):
@@ -76,11 +76,11 @@ class PromptShape(NamedTuple):
 
     Attributes:
         rows: T, the padded number of their tokens; 0 for a step without prompts.
-        cached_pages: as in ``PromptInputs``.
+        compressing: as in ``PromptInputs``.
     """
 
     rows: int = 0
-    cached_pages: int = 0
+    compressing: bool = False
 
 
 class Pass(NamedTuple):
@@ -170,19 +170,19 @@ class CudaGraphs:
     def prompt_shape(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> PromptShape | None:
         """Returns the padded shape of prompts with ``lengths`` new tokens; None if a pass cannot have all of them."""
         rows = next((rows for rows in PROMPT_ROWS if rows >= sum(lengths)), None)
-        cached_pages = self.cache.cached_pages(sequences)
-        return None if rows is None or cached_pages is None else PromptShape(rows, cached_pages)
+        compressing = self.cache.compressing(sequences)
+        return None if rows is None or compressing is None else PromptShape(rows, compressing)
 
-    def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, cached_pages: int = 0) -> None:
+    def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, compressing: bool = False) -> None:
         """Captures the graph of a plan's shapes by running a pass of padding rows, unless it exists.
 
         Args:
             batch: rows of the step; None for the plan's.
-            rows, cached_pages: shape of the prompts; 0 for a step without prompts (``PromptShape``).
+            rows, compressing: shape of the prompts; 0 rows for a step without prompts (``PromptShape``).
         """
-        if not self.has(plan, batch, rows, cached_pages):
+        if not self.has(plan, batch, rows, compressing):
             shape = self.cache.rounded(plan, self.max_batch, batch)
-            self._run_pass(Pass(plan, [], [], [], []), shape, PromptShape(rows, cached_pages), at_once=True)
+            self._run_pass(Pass(plan, [], [], [], []), shape, PromptShape(rows, compressing), at_once=True)
 
     def mixed_shapes(self) -> list[tuple[int, int]]:
         """Returns all pairs of padded prompt tokens and step rows for captured mixed passes. There are none if the
@@ -211,11 +211,13 @@ class CudaGraphs:
         sizes = [part.size for part in parts]
 
         def run(static: Tensor, dry_run: bool = False) -> Tensor:
-            numbers, step_inputs, *prompt_inputs = static.split(sizes)
-            if dry_run and rows:  # a ring's new tokens would overwrite what the pass still has to read
-                padding = self.cache.exact_numbers((), (), rows)
-                prompt_inputs[0] = upload(torch.from_numpy(padding), self.cache.device)
-            prompts = PromptInputs(*prompt_inputs, padded.cached_pages) if rows else None
+            numbers, step_inputs, prompt_numbers, prompt_ids, prompt_rows = static.split(sizes)
+            prompts = None
+            if rows:
+                if dry_run:  # a ring's new tokens would overwrite what the pass still has to read
+                    padding = self.cache.exact_numbers((), (), rows)
+                    prompt_numbers = upload(torch.from_numpy(padding), self.cache.device)
+                prompts = PromptInputs(prompt_numbers, prompt_ids, prompt_rows, padded.compressing)
             logits = self._step(shape, numbers, step_inputs.view(2, -1), prompts, dry_run)
             return self._logits[: len(logits)].copy_(logits)
 
@@ -229,9 +231,9 @@ class CudaGraphs:
             captured.graph.reset()
         self.graphs.clear()
 
-    def has(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, cached_pages: int = 0) -> bool:
+    def has(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, compressing: bool = False) -> bool:
         """Whether a plan's shapes have a graph, or had no memory for one. Arguments are as in ``prepare``."""
-        key = _key(self.cache.rounded(plan, self.max_batch, batch), PromptShape(rows, cached_pages))
+        key = _key(self.cache.rounded(plan, self.max_batch, batch), PromptShape(rows, compressing))
         return key in self.graphs or key in self.without
 
     def _compress_due(self, plan: DecodePlan) -> None:

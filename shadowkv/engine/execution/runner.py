@@ -85,7 +85,7 @@ class Runner:
         return None if plan is None or self.graphs.has(plan) else plan
 
     @torch.inference_mode()
-    def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, cached_pages: int = 0) -> None:
+    def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, compressing: bool = False) -> None:
         """Captures the graph of a plan's shapes.
 
         PyTorch waits for the device before a capture, and the device is idle until the capture ends.
@@ -93,11 +93,11 @@ class Runner:
         Args:
             batch: rows of the step; None for the plan's.
             rows: number of prompt tokens in the step, including padding; 0 for a step without prompts.
-            cached_pages: compressed pages that these prompts can follow; 0 if none is cached.
+            compressing: whether sequences of these prompts can be compressed.
         """
         assert self.graphs is not None
         with suppress(torch.OutOfMemoryError):  # steps of this shape run without a graph
-            self.graphs.prepare(plan, batch, rows, cached_pages)
+            self.graphs.prepare(plan, batch, rows, compressing)
 
     def can_capture(self, prompts: Sequence[tuple[CachedSequence, int]]) -> bool:
         """Whether a step with these prompts, pairs of a sequence and its number of new tokens, can be a CUDA graph."""
@@ -243,7 +243,7 @@ class Runner:
         batch, ids = self.cache.decode_batch(plan, numbers), self._newest(inputs)
         if prompts is not None:
             batch = batch.with_parts_of(
-                self.cache.exact_prompts(prompts.numbers, len(prompts.ids), prompts.cached_pages)
+                self.cache.exact_prompts(prompts.numbers, len(prompts.ids), prompts.compressing)
             )
             ids = torch.cat((ids, prompts.ids))
             hidden = self.model.embed(ids)

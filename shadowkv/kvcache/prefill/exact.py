@@ -2,7 +2,8 @@
 that many prompts share.
 
 They can follow cached tokens. Compressed ones are rebuilt first. Of a compressed sequence's new tokens, full pages are
-compressed with the state of its last segment. Prompts for which a state must be fitted are not computed here.
+compressed with the state of its last segment. Of a sequence that can be compressed later, an index learns from the last
+queries. Prompts for which a state must be fitted are not computed here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.functional import pad
 
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.memory.compressed import CompressedBatch
-from shadowkv.kvcache.parts.base import CompressedTokens
+from shadowkv.kvcache.parts.base import OBSERVED, CompressedTokens
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
@@ -45,6 +46,7 @@ class PromptNumbers(NamedTuple):
         before, after: its compressed tokens before and after the prompt.
         segment: slot of its last segment.
         state, first: that segment's state and position.
+        learning: the state that learns from the prompt's last queries; the spare state if none does.
     """
 
     slot: Tensor
@@ -55,6 +57,7 @@ class PromptNumbers(NamedTuple):
     segment: Tensor
     state: Tensor
     first: Tensor
+    learning: Tensor
 
 
 class CachedSegments(NamedTuple):
@@ -75,8 +78,8 @@ class CachedSegments(NamedTuple):
 
 
 @dataclass
-class CompressedPrompts:
-    """What prompts of compressed sequences read and write besides exact pages.
+class CompressingPrompts:
+    """What prompts of sequences that are compressed, or will be, read and write besides exact pages.
 
     Attributes:
         cached: the compressed pages of all segments, in one table [1, P]. There are as many states and first positions
@@ -86,6 +89,10 @@ class CompressedPrompts:
         new: int64 [n, 64], their tokens' rows among the T new ones; -1 for tokens of the exact tail.
         states, first, pages: int64 [n], states of these pages, positions of their first tokens, and page ids. Unused
             pages are written to the padding page.
+        learning: int64 [MAX_PROMPTS + 1], for each sequence, the state that learns from its last queries.
+        queries: int64 [MAX_PROMPTS + 1, OBSERVED], rows of these queries among the T new tokens. They are arbitrary for
+            sequences from which no state learns.
+        first_query: int64 [MAX_PROMPTS + 1], the number of the first of these tokens in its sequence.
     """
 
     cached: CompressedBatch
@@ -95,6 +102,9 @@ class CompressedPrompts:
     states: Tensor
     first: Tensor
     pages: Tensor
+    learning: Tensor
+    queries: Tensor
+    first_query: Tensor
 
 
 @dataclass
@@ -111,9 +121,10 @@ class ExactPrompts:
             the newest if there is a window), then its new tokens.
         sources: int64 [K], places of the keys and values that each sequence attends to (``ops/gather_context``). K is T
             plus the maximum number of cached tokens. Rebuilt tokens are numbered behind the new ones.
-        compressed: what prompts of compressed sequences need; None if there are none, or in a group that does not
-            compress.
+        compressing: what prompts of sequences that are compressed, or will be, need; None if there are none, or in a
+            group that does not compress.
         keys, values: [K, H, d], keys after RoPE and values of the current layer.
+        attended: the last layer whose queries have attended; None if there was none.
     """
 
     positions: Tensor
@@ -122,9 +133,10 @@ class ExactPrompts:
     cu_seqlens: Tensor
     cu_seqlens_k: Tensor
     sources: Tensor
-    compressed: CompressedPrompts | None = None
+    compressing: CompressingPrompts | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
+    attended: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -158,9 +170,10 @@ def numbers_of(
 ) -> np.ndarray:
     """``PromptNumbers`` and ``CachedSegments`` of sequences with ``lengths`` new tokens in a group of layers, packed,
     int64 [n]. Raises ValueError if they have too many segments."""
-    padding = tables.padding_slot, 1, 0, 0, 0, tables.padding_segment_slot, tables.state[tables.padding_segment_slot], 0
+    spare_state = tables.state[tables.padding_segment_slot]
+    padding = tables.padding_slot, 1, 0, 0, 0, tables.padding_segment_slot, spare_state, 0, spare_state
     numbers = np.repeat(np.array(padding)[:, None], MAX_PROMPTS + 1, axis=1)
-    spare = tables.padding_segment_slot, tables.state[tables.padding_segment_slot], 0, 0
+    spare = tables.padding_segment_slot, spare_state, 0, 0
     segments = np.repeat(np.array(spare)[:, None], MAX_CACHED_SEGMENTS, axis=1)
     path = [segment for sequence in sequences for segment in sequence.path]
     if len(path) > MAX_CACHED_SEGMENTS:
@@ -172,7 +185,9 @@ def numbers_of(
             last = sequence.path[-1]
             length = sequence.length + tokens
             after = layout.growth.compressed(sequence.segment_state, length, length == sequence.capacity).tokens
-            numbers[3:, column] = sequence.compressed, after, last.slot, tables.state[last.slot], last.first
+            numbers[3:8, column] = sequence.compressed, after, last.slot, tables.state[last.slot], last.first
+        elif sequence.state_reserve:
+            numbers[8, column] = sequence.state_reserve[0]
     for column, segment in enumerate(path):
         segments[:, column] = segment.slot, tables.state[segment.slot], segment.first, len(segment.pages)
     return np.concatenate((numbers.ravel(), segments.ravel()))
@@ -186,13 +201,13 @@ def split_numbers(numbers: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def exact_prompts(
-    lengths: Tensor, numbers: Tensor, rows: int, cached_pages: int, layout: GroupLayout, tables: Tables
+    lengths: Tensor, numbers: Tensor, rows: int, compressing: bool, layout: GroupLayout, tables: Tables
 ) -> ExactPrompts:
     """The prompts in a group of layers, from ``lengths_of`` and ``numbers_of`` on the device.
 
     Args:
         rows: T.
-        cached_pages: P, the most compressed pages of all sequences together; 0 if no sequence is compressed.
+        compressing: whether sequences can be compressed, or a state can learn from their queries.
     """
     (new, cached), window = lengths, layout.window
     count = len(PromptNumbers._fields) * (MAX_PROMPTS + 1)
@@ -219,7 +234,7 @@ def exact_prompts(
     at = cached[sequence] + within
     column = static[sequence] + at // PAGE % num_pages[sequence]
     source = (starts[sequence] + within).clamp(max=rows - 1)
-    if cached_pages:
+    if compressing:
         is_compressed = at < before[sequence]
         is_sink = is_compressed & (at < layout.spec.static_tokens)
         column = torch.where(is_sink, at // PAGE, column)
@@ -228,10 +243,10 @@ def exact_prompts(
         source = torch.where(is_compressed, rebuilt, source)
         within = torch.where(is_compressed & ~is_sink, 0, within)
     exact = tables.exact[slot[sequence], column].long() * PAGE + at % PAGE
-    compressed = None
-    if cached_pages and layout.spec.compresses and window is None:
+    more = None
+    if compressing and layout.spec.compresses and window is None:
         segments = CachedSegments(*numbers[count:].view(-1, MAX_CACHED_SEGMENTS))
-        compressed = _compressed(of_sequence, segments, cached, starts, key_starts, rows, cached_pages, tables)
+        more = _compressing(of_sequence, segments, cached, starts, key_starts, rows, tables)
     return ExactPrompts(
         positions=position,
         write_page=torch.where(kept, page_id, padding_page),
@@ -239,23 +254,22 @@ def exact_prompts(
         cu_seqlens=starts.int(),
         cu_seqlens_k=key_starts.int(),
         sources=torch.where(within < 0, exact, -1 - source),
-        compressed=compressed,
+        compressing=more,
     )
 
 
-def _compressed(
+def _compressing(
     numbers: PromptNumbers,
     segments: CachedSegments,
     cached: Tensor,
     starts: Tensor,
     key_starts: Tensor,
     rows: int,
-    cached_pages: int,
     tables: Tables,
-) -> CompressedPrompts:
-    """What prompts of compressed sequences read and write. ``starts`` and ``key_starts`` are the sequences' first rows
-    among the new tokens, and among the keys."""
-    begun, number = _starts(segments.pages), torch.arange(cached_pages, device=cached.device)
+) -> CompressingPrompts:
+    """What prompts of sequences that are compressed, or will be, read and write. ``starts`` and ``key_starts`` are the
+    sequences' first rows among the new tokens, and among the keys."""
+    begun, number = _starts(segments.pages), torch.arange(MAX_CACHED // PAGE, device=cached.device)
     segment = torch.searchsorted(begun[1:], number, right=True)
     used = segment < MAX_CACHED_SEGMENTS
     at = segment.clamp(max=MAX_CACHED_SEGMENTS - 1)
@@ -285,7 +299,9 @@ def _compressed(
     position = first[:, None] + torch.arange(PAGE, device=cached.device)
     new = position - cached[sequence][:, None]
     is_new = written[:, None] & (new >= 0)
-    return CompressedPrompts(
+    ends = starts[1:]
+    last = ends[:, None] - OBSERVED + torch.arange(OBSERVED, device=cached.device)
+    return CompressingPrompts(
         cached=batch,
         segment_of=torch.where(used, segment, -1),
         rows=torch.where(written[:, None], key_starts[sequence][:, None] + position, 0),
@@ -293,6 +309,9 @@ def _compressed(
         states=torch.where(written, numbers.state[sequence], numbers.state[-1]),
         first=first,
         pages=tables.pages[own, column].long(),
+        learning=numbers.learning,
+        queries=last.clamp(min=0),
+        first_query=(cached + ends - starts[:-1] - OBSERVED).clamp(min=0),
     )
 
 
@@ -321,11 +340,11 @@ class ExactPrefill:
         pages = self.store.k[layer], self.store.v[layer]
         part.keys = part.values = None  # frees those of the previous layer
         tokens = self.ops.apply_rope(k, part.positions, self.store.rotary), v
-        if part.compressed is not None:
-            tokens = self._with_rebuilt(layer, *tokens, part.compressed)
+        if part.compressing is not None:
+            tokens = self._with_rebuilt(layer, *tokens, part.compressing)
         part.keys, part.values = self.ops.gather_context(*tokens, *pages, part.sources, part.cu_seqlens_k[-1:])
-        if part.compressed is not None:
-            self._compress(layer, k, part.keys, part.values, part.compressed)
+        if part.compressing is not None:
+            self._compress(layer, k, part.keys, part.values, part.compressing)
         self.ops.append_tokens(k, v, part.positions, self.store.rotary, *pages, part.write_page, part.write_offset)
         if index_keys is not None:
             self.store.append_index_keys(layer, index_keys, part.positions, part.write_page, part.write_offset)
@@ -342,12 +361,17 @@ class ExactPrefill:
         nothing, because such a sequence is exact and not longer than what a query attends to."""
         assert part.keys is not None and part.values is not None, "the layer has not been appended"
         q = self.ops.apply_rope(q, part.positions, self.store.rotary)
+        if part.compressing is not None and part.attended != layer:  # layers that reuse its keys come later
+            part.attended = layer
+            of_last, learning = q[part.compressing.queries][None], part.compressing.learning
+            for one in self.parts:
+                one.observe(self.store, slice(layer, layer + 1), learning, of_last, part.compressing.first_query)
         pack = Packed(part.cu_seqlens, None, part.cu_seqlens_k)
         out = self.ops.dense_attention(q, part.keys, part.values, pack, window=self.window, sinks=sinks)
         return lambda: out
 
     def _with_rebuilt(
-        self, layer: int, rope_keys: Tensor, values: Tensor, part: CompressedPrompts
+        self, layer: int, rope_keys: Tensor, values: Tensor, part: CompressingPrompts
     ) -> tuple[Tensor, Tensor]:
         """Returns keys and values [T + 64 P, H, d]: the T new tokens, and behind them all tokens of the P compressed
         pages."""
@@ -360,7 +384,7 @@ class ExactPrefill:
             both.append(joined)
         return both[0], both[1]
 
-    def _compress(self, layer: int, k: Tensor, rope_keys: Tensor, values: Tensor, part: CompressedPrompts) -> None:
+    def _compress(self, layer: int, k: Tensor, rope_keys: Tensor, values: Tensor, part: CompressingPrompts) -> None:
         """Compresses full pages of tokens. ``k`` [T, H, d] are the new tokens' keys before RoPE; ``rope_keys`` and
         ``values`` [K, H, d] have all tokens."""
         of_pages, own = rope_keys[part.rows], values[part.rows]
