@@ -104,8 +104,9 @@ class GraphGrid:
     """Captures CUDA graphs of an engine's decode steps before they are needed.
 
     It goes through the page counts of sequences, fewest first. For each it captures all batch sizes, with and without
-    prompts, until ``GRID_BYTES`` are used. The log says how far it came. It must be made while the engine has no
-    sequences. Without CUDA graphs it does nothing.
+    prompts, until ``GRID_BYTES`` are used. Of passes with prompts of sequences that are compressed, or will be, it
+    captures one. The log says how far it came. It must be made while the engine has no sequences. Without CUDA graphs
+    it does nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -135,16 +136,19 @@ class GraphGrid:
         if graphs is None:
             return
         # The largest pass goes first: all graphs share its memory.
-        mixed = list(reversed(graphs.mixed_shapes()))
-        shapes = [*mixed[:1], *((0, batch) for batch in self._batches), *mixed[1:]]
-        for tokens, plan in plans:
-            for rows, batch in shapes:
-                if graphs.has(plan, batch, rows):
+        mixed = [(rows, batch, False) for rows, batch in reversed(graphs.mixed_shapes())]
+        shapes = [*mixed[:1], *((0, batch, False) for batch in self._batches), *mixed[1:]]
+        # One for prompts of sequences that are compressed, or will be. It compiles what all of them need.
+        able = self.engine.cache.captures_compressing
+        compressing = [(rows, batch, True) for rows, batch, _ in mixed[-1:] if able]
+        for number, (tokens, plan) in enumerate(plans):
+            for rows, batch, compresses in shapes if number else (*shapes, *compressing):
+                if graphs.has(plan, batch, rows, compresses):
                     continue
                 free = unreserved_bytes(device)
                 if len(graphs.graphs) >= MAX_GRAPHS // 2 or self._bytes > GRID_BYTES:
                     return
-                runner.prepare(plan, batch, rows)
+                runner.prepare(plan, batch, rows, compresses)
                 self._count, self._bytes = self._count + 1, self._bytes + free - unreserved_bytes(device)
                 yield self._count
             self._longest = tokens

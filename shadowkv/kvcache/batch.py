@@ -11,7 +11,7 @@ from torch import Tensor
 
 class Part(Protocol):
     """New tokens of one kind in a group of layers: of a decode step (``DecodeBatch``), of prompts (``PrefillBlock``),
-    or of prompts that stay exact, which a CUDA graph can capture (``ExactPrompts``). Layers with a recurrent state have
+    or of prompts that a CUDA graph can capture (``ExactPrompts``). Layers with a recurrent state have
     one kind for all (``RecurrentPart``)."""
 
     @property

@@ -30,7 +30,7 @@ from shadowkv.kvcache.parts import prefill_strategy
 from shadowkv.kvcache.parts.base import BlockHook
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
-from shadowkv.kvcache.prefill.exact import exact_prompts, lengths_of, pages_of
+from shadowkv.kvcache.prefill.exact import exact_prompts, has_room, lengths_of, numbers_of, split_numbers
 from shadowkv.kvcache.recurrent.batch import RecurrentPart, RecurrentTokens, step, step_rows
 from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.group_layout import neighbours
@@ -277,51 +277,62 @@ class KVCache:
             if self.recurrent is not None:
                 self.recurrent.end_prefill(new.sequence.recurrent, new.sequence.length)
 
-    # -- prompts that stay exact -----------------------------------------------------------------------------------
+    # -- prompts that a CUDA graph can capture -----------------------------------------------------------------------
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether a CUDA graph can capture the attention of prompts that stay exact. It cannot if layers have recurrent
-        states, because the prompts' spans end at other tokens each time."""
+        """Whether a CUDA graph can capture the exact attention of prompts. It cannot if layers have recurrent states,
+        because the prompts' spans end at other tokens each time."""
         return self.recurrent is None and all(group.exact.captured for group in self.groups)
 
-    def stays_exact(self, sequence: CachedSequence, tokens: int) -> bool:
+    def can_capture(self, sequence: CachedSequence, tokens: int) -> bool:
         """Whether ``tokens`` new tokens of a prompt can be part of ``exact_prompts``.
 
-        They can if three things hold: the sequence is exact in every group and stays so, no part learns from its
-        queries, and a CUDA graph can capture its attention.
+        They can if all of these hold: a CUDA graph can capture their attention, and they attend exactly; no state is
+        fitted on them, and parts that learn from their queries get ``OBSERVED`` of them; nothing cached is still
+        arriving; and what is compressed can be handled in a graph (``LayerGroup.captures_compressing``).
         """
-        if sequence.pending_layers is not None or not self.captures_prompts:
+        length = sequence.length + tokens
+        if sequence.pending_layers is not None or not self.captures_prompts or self.strategy.pays(tokens, length):
             return False
-        for group in self.groups:
-            own, layout, length = sequence.of_group(group.number), group.layout, sequence.length + tokens
-            after = layout.growth.compressed(own.segment_state, length, length == own.capacity)
-            learns = bool(own.state_reserve) and layout.parts.observing
-            if own.path or after.tokens or after.fits or learns:
-                return False
-        return True
+        return all(group.can_capture(sequence.of_group(group.number), tokens) for group in self.groups)
+
+    @property
+    def captures_compressing(self) -> bool:
+        """Whether sequences of prompts in a CUDA graph can be compressed."""
+        return self.captures_prompts and any(group.captures_compressing for group in self.groups)
+
+    def compressing(self, sequences: Sequence[CachedSequence]) -> bool | None:
+        """Returns whether a pass with prompts of ``sequences`` reads or writes compressed pages or learns from queries.
+        Returns None if the sequences are too many for a pass, or have too many cached tokens or segments."""
+        of_groups = [(group, group.sequences(sequences)) for group in self.groups]
+        if not all(has_room(own) for _, own in of_groups):
+            return None
+        return any(sequence.path or group.learns(sequence) for group, own in of_groups for sequence in own)
 
     def exact_numbers(self, sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
         """Returns the packed numbers int64 [n] that ``exact_prompts`` needs. ``lengths`` are the numbers of new tokens
         of the sequences. A capture passes no sequences."""
-        of_groups = [pages_of(group.sequences(sequences), group.pool.tables) for group in self.groups]
-        return np.stack((lengths_of(sequences, lengths, rows), *of_groups)).ravel()
+        of_groups = [
+            numbers_of(group.sequences(sequences), lengths, group.layout, group.pool.tables) for group in self.groups
+        ]
+        return np.concatenate((lengths_of(sequences, lengths, rows).ravel(), *of_groups))
 
-    def exact_prompts(self, numbers: Tensor, rows: int) -> Batch:
-        """Makes the batch of prompts that stay exact, from ``exact_numbers`` on the device, padded to ``rows``
-        tokens."""
-        lengths, *of_groups = numbers.view(1 + len(self.groups), 2, -1)
+    def exact_prompts(self, numbers: Tensor, rows: int, compressing: bool) -> Batch:
+        """Makes the batch of prompts from ``exact_numbers`` on the device, padded to ``rows`` tokens. ``compressing``
+        is True if the method of this name returns True for the sequences."""
+        lengths, of_groups = split_numbers(numbers, len(self.groups))
         parts = (
-            (exact_prompts(lengths, pages, rows, group.pool.tables, group.layout.window),)
-            for group, pages in zip(self.groups, of_groups, strict=True)
+            (exact_prompts(lengths, own, rows, compressing, group.layout, group.pool.tables),)
+            for group, own in zip(self.groups, of_groups, strict=True)
         )
         return Batch(tuple(parts))
 
     def end_exact_prompts(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> None:
-        """Makes prompts that stay exact part of their sequences, after the last layer."""
+        """Makes such prompts part of their sequences, after the last layer."""
         for group in self.groups:
             for sequence, tokens in zip(group.sequences(sequences), lengths, strict=True):
-                group.pool.tables.length[sequence.slot] += tokens
+                group.end_exact_prompt(sequence, tokens)
 
     # -- decode ----------------------------------------------------------------------------------------------------
 

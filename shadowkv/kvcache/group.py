@@ -15,7 +15,9 @@ from shadowkv.kvcache.decode.attention import Decode
 from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.decode.planning import DecodePlanner
 from shadowkv.kvcache.memory.arenas import Blocks
-from shadowkv.kvcache.parts.base import PrefillStrategy
+from shadowkv.kvcache.parts.base import OBSERVED, PrefillStrategy
+from shadowkv.kvcache.policy.growth import Compressed
+from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.attention import Prefill
 from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.prefill.exact import ExactPrefill, ExactPrompts
@@ -64,7 +66,7 @@ class LayerGroup:
         self.storing = Storing(self.store, self.pool, self.compression)
         self.prefill = Prefill(self.store, self.storing, strategy)
         self.decode = Decode(self.store, self.compression)
-        self.exact = ExactPrefill(self.store)
+        self.exact = ExactPrefill(self.store, self.compression)
         self.handlers: dict[type, PartHandler] = {
             DecodeBatch: self.decode,
             PrefillBlock: self.prefill,
@@ -75,6 +77,41 @@ class LayerGroup:
     def sequences(self, whole: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
         """The sequences' parts in this group."""
         return [sequence.of_group(self.number) for sequence in whole] if self.number else whole
+
+    def compressed_after(self, sequence: CachedSequence, tokens: int) -> Compressed:
+        """How far a sequence is compressed after ``tokens`` new tokens of a prompt."""
+        length = sequence.length + tokens
+        return self.layout.growth.compressed(sequence.segment_state, length, length == sequence.capacity)
+
+    @property
+    def captures_compressing(self) -> bool:
+        """Whether sequences of prompts in a CUDA graph can be compressed. They cannot if values are on the host, if
+        heads have outliers of their own, or if the model's indexer selects what is attended to."""
+        spec = self.layout.spec
+        return spec.compresses and spec.place == "device" and not spec.outliers and not spec.native
+
+    def learns(self, sequence: CachedSequence) -> bool:
+        """Whether a part learns from the last queries of an exact sequence's prompt, for its later compression."""
+        return not sequence.path and bool(sequence.state_reserve) and self.layout.parts.observing
+
+    def can_capture(self, sequence: CachedSequence, tokens: int) -> bool:
+        """Whether ``tokens`` new tokens of a prompt can be part of ``ExactPrompts`` (``KVCache.can_capture``)."""
+        after = self.compressed_after(sequence, tokens)
+        if after.fits:
+            return False
+        if not sequence.path:
+            return not self.learns(sequence) or (tokens >= OBSERVED and self.captures_compressing)
+        # ``ExactPrompts`` has room for a page of the exact tail and those that the new tokens fill.
+        few = after.tokens - sequence.compressed <= PAGE * (1 + tokens // PAGE)
+        return few and self.captures_compressing
+
+    def end_exact_prompt(self, sequence: CachedSequence, tokens: int) -> None:
+        """Makes the new tokens of a prompt in ``ExactPrompts`` part of its sequence."""
+        sequence.observed = self.learns(sequence)
+        after = self.compressed_after(sequence, tokens).tokens
+        self.pool.tables.length[sequence.slot] += tokens
+        if after > sequence.compressed:
+            self.pool.compress(sequence, after)
 
     def append(
         self, layer: int, k: Tensor, v: Tensor, parts: tuple[Part, ...], index_keys: Tensor | None = None

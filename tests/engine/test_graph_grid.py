@@ -70,6 +70,17 @@ def test_steps_of_short_sequences_have_graphs_from_the_start(graphed: Any, make:
     assert_empty(engine)
 
 
+@pytest.mark.parametrize(
+    ("kv", "count"), [("full", 0), ("turbo:values=dense", 1), ("turbo:values=dense,outliers=8", 0)]
+)
+def test_one_graph_of_later_turns_of_compressed_sequences_is_captured(graphed: Any, kv: str, count: int) -> None:
+    """It compiles what all of them need. Outliers are not rebuilt in a graph."""
+    engine = graphed(kv=kv, max_num_seqs=6)
+    capture_grid(engine)
+    mixed = [key for key in keys(engine) if key[0] in cuda_graphs.PROMPT_ROWS]
+    assert sum(key[1] > 0 for key in mixed) == count < len(mixed)
+
+
 @pytest.mark.parametrize(("most", "drafted"), [(9, 0), (2, 7), (5, 1)])
 def test_steps_of_all_numbers_of_rows_have_graphs_from_the_start(graphed: Any, most: int, drafted: int) -> None:
     """Also of full batches whose number is rounded up, and of those with drafts."""

@@ -151,8 +151,31 @@ def test_before_anything_was_measured_prompts_are_computed_by_themselves(make: A
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("kv", ["turbo:values=dense", "fp8"])
+def test_later_turns_of_compressed_sequences_join_a_step_in_a_graph(
+    make: Any, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    monkeypatch.setitem(BLOCK_TOKENS, "cuda" if torch.cuda.is_available() else "cpu", 500)
+    found = []
+    for graphs in (False, True):
+        engine = make(kv=kv, kv_dense_below=0, max_num_seqs=8)
+        engine = with_graphs(engine, monkeypatch, Graph) if graphs else never_joining(engine)
+        engine.add_request("first", prompt(5, 1250), GREEDY)
+        turn = prompt(5, 1250) + tokens(drain(engine)["first"]) + prompt(6, 130)
+        running(engine, replace(LONG, max_tokens=30))
+        steps = paced(engine)
+        engine.add_request("turn", turn, LONG)
+        found.append({name: tokens(outputs) for name, outputs in drain(engine).items()})
+        assert [prompts for _, prompts in steps if prompts] == ([[131]] if graphs else [])
+        if graphs:
+            assert any(key[:2] == (256, True) for key in engine.runner.graphs.graphs)
+        assert_empty(engine)
+    assert found[0]["turn"] == found[1]["turn"]
+
+
 def test_what_takes_more_than_a_pass_is_computed_by_itself(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt; one whose cached start makes it one; scored ones; one that another tier is still sending."""
+    """A long prompt; one whose cached start makes it one, unless the pass can be a graph; scored ones; one that another
+    tier is still sending."""
     engine = build(kv="full", max_num_seqs=8)
     engine.add_request("turn", prompt(5, 200), GREEDY)
     turn = prompt(5, 200) + tokens(drain(engine)["turn"]) + prompt(6, 30)
@@ -161,10 +184,13 @@ def test_what_takes_more_than_a_pass_is_computed_by_itself(build: Any, monkeypat
     steps = paced(engine)
     engine.add_request("long", prompt(2, 101), GREEDY)
     engine.add_request("later turn", turn, GREEDY)
-    engine.add_request("scored", prompt(3, 20), replace(GREEDY, prompt_logprobs=0))
-    for _ in range(60):
+    for _ in range(30):
         engine.step()
-    assert not [prompts for _, prompts in steps if prompts]
+    engine.add_request("scored", prompt(3, 20), replace(GREEDY, prompt_logprobs=0))
+    for _ in range(30):
+        engine.step()
+    captured = [] if engine.runner.graphs is None else [[31]]  # its own tokens, and the answer's last
+    assert [prompts for _, prompts in steps if prompts] == captured
     engine.add_request("arriving", prompt(4, 20), GREEDY)
     engine.prefill_queue.start()
     (prefill,) = engine.prefill_queue.in_flight
@@ -174,7 +200,7 @@ def test_what_takes_more_than_a_pass_is_computed_by_itself(build: Any, monkeypat
     prefill.rows[0].sequence.pending_layers = None
     assert engine.prefill_queue.joining(1.0) is prefill
     drain(engine)
-    assert [prompts for _, prompts in steps if prompts] == [[20]]
+    assert [prompts for _, prompts in steps if prompts] == [*captured, [20]]
     assert_empty(engine)
 
 

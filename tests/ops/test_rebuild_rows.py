@@ -171,3 +171,78 @@ if TRITON_RUNS:
         wide = latents if quantised else latents.float()
         fine = replace(source, latents=wide, basis=basis.float(), mean=mean.float() if quantised else None)
         check(out, expected(fine, out, torch.float32), expected(source, out, dtype), atol=2e-5)
+
+    SEGMENTS = (2, 1, 3)
+    """Pages of each of three segments in one table; one more page is not needed."""
+
+    def table() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Page ids [1, 7], and the segment of each, -1 for the last. The states of the segments, and the positions that
+        the table's first page would have in each."""
+        counts = torch.tensor(SEGMENTS, device=DEVICE)
+        begun = counts.cumsum(0) - counts
+        segment = torch.cat((torch.arange(3, device=DEVICE).repeat_interleave(counts), counts.new_tensor([-1])))
+        first = torch.tensor([0, 256, 128], device=DEVICE)
+        return torch.randperm(NAMES, device=DEVICE)[None, :7], segment, counts.new_tensor([4, 0, 7]), first - 64 * begun
+
+    def check_segments(source: DenseRows | LatentKeys | CodedRows, segment: torch.Tensor, heads: int, dim: int) -> None:
+        """All pages in one call, by both backends, against a call of the reference for each segment."""
+        out, same = (torch.full((heads, 7 * 64, dim), float("nan"), device=DEVICE) for _ in range(2))
+        triton.rebuild_rows(source, 0, out, False, segment)
+        reference.rebuild_rows(source, 0, same, False, segment)
+        assert out[:, 6 * 64 :].isnan().all(), "a page that is not needed is not written"
+        start = 0
+        for number, pages in enumerate(SEGMENTS):
+            own = {"pages": source.pages[:, start : start + pages]}
+            if getattr(source, "states", None) is not None:
+                own["states"] = source.states[number, None]
+            if isinstance(source, LatentKeys | CentredKeys):
+                own["first"] = source.first[number, None] + 64 * start
+            tokens, wanted = slice(64 * start, 64 * (start + pages)), out.new_empty(heads, 64 * pages, dim)
+            reference.rebuild_rows(replace(source, **own), 0, wanted, False)
+            for got in (out, same):
+                torch.testing.assert_close(got[:, tokens], wanted, atol=2e-5, rtol=2e-5)
+            start += pages
+
+    def test_dense_rows_of_several_segments() -> None:
+        (pages, segment, *_), rows = table(), arena(2, 8, 8, 64, dtype=torch.float32)
+        rows[pages[0, :6]] = torch.randn(6, *rows.shape[1:], device=DEVICE)
+        check_segments(DenseRows(rows, pages), segment, 2, 64)
+
+    @pytest.mark.parametrize("name", ["lloyd-3bit", "fp8"])
+    def test_coded_rows_of_several_segments(name: str) -> None:
+        codec, (pages, segment, states, first) = ROW_CODECS[name], table()
+        rotation = random_rotation(64, "keys").to(DEVICE) if codec.rotated else None
+        state = tuple(torch.full((9, 2, *shape), torch.nan, device=DEVICE) for shape in codec.state_shapes(64).values())
+        for x in state:
+            x[states] = (1 + torch.rand_like(x[states])) / 128
+        of_pages = tuple(x[states[segment[:6]]].unsqueeze(2) for x in state)
+        coded, sizes = codec.encode(torch.randn(6, 2, 64, 64, device=DEVICE), rotation, of_pages)
+        codes, scale = arena(2, 8, 8, codec.row_bytes(64), dtype=torch.uint8), sizes
+        codes[pages[0, :6]] = coded.view(6, *codes.shape[1:])
+        if codec.scales(64):
+            scale = arena(2, 64, codec.scales(64), dtype=torch.float16)
+            scale[pages[0, :6]] = sizes
+        mean = torch.full((9, 2, 64), torch.nan, device=DEVICE)
+        mean[states] = torch.randn(3, 2, 64, device=DEVICE)
+        source = CodedRows(codes, scale, codec, 64, rotation, pages, None, state, states)
+        check_segments(source, segment, 2, 64)
+        rotary = RotaryTables(PLAIN, 512, DEVICE)
+        check_segments(CentredKeys(**vars(source), mean=mean, first=first, rotary=rotary), segment, 2, 64)
+
+    @pytest.mark.parametrize("codec", [DenseLatents(), Int4Latents(), MixedLatents()], ids=lambda x: x.name)
+    def test_latents_of_several_segments(codec: LatentCodec) -> None:
+        (pages, segment, states, first), rank = table(), 40
+        width, stored = codec.field(rank, torch.float32)
+        largest = codec.largest_codes(rank, DEVICE) if codec.largest is not None else 127
+        codes = largest / 4 * torch.randn(6, 8, 8, rank, device=DEVICE)
+        pairs = torch.tensor([[8, 0], [6, 2], [4, 4]], dtype=torch.uint8, device=DEVICE)
+        widths = pairs[torch.randint(3, (9, rank // 2), device=DEVICE)].flatten(1) if codec.bits else None
+        latents = arena(8, 8, width, dtype=stored)
+        for page, number in enumerate(segment[:6].tolist()):
+            own = () if widths is None else (widths[states[number]],)
+            latents[pages[0, page]] = codec.encode(codes[page], *own).to(stored)
+        basis, mean = (torch.full((9, *shape, 2, 64), torch.nan, device=DEVICE) for shape in ((rank,), ()))
+        basis[states] = torch.randn(3, rank, 2, 64, device=DEVICE) * 0.01
+        mean[states] = torch.randn(3, 2, 64, device=DEVICE)
+        rotary = RotaryTables(PLAIN, 512, DEVICE)
+        check_segments(LatentKeys(latents, codec, basis, mean, states, pages, first, rotary, widths), segment, 2, 64)

@@ -7,6 +7,7 @@
 #include "kernels/common/memory.cuh"
 #include "kernels/common/rope_order.cuh"
 #include "kernels/common/scan_warp.cuh"
+#include "tile_line.cuh"
 
 #include <cuda_bf16.h>
 
@@ -74,16 +75,6 @@ struct LatentCall {
   LatentInputs in;
   LatentOutputs to;
   int blocks; // of the attending kernel
-};
-
-// The line of the tiles of all units, each sequence's as many as it has, is split into equal runs, one per block. Tiles
-// times blocks are under 2^32 (binding.h): divisions of 64 bits take too long for one row.
-struct TileLine {
-  uint32_t tiles, blocks;
-
-  __device__ int begin(int block) const { return int(block * tiles / blocks); }
-  // The block whose run has this tile.
-  __device__ int block_of(int tile) const { return int(((tile + 1) * blocks - 1) / tiles); }
 };
 
 // The part of the line that a block has: `length` tiles from tile `begin` of a unit on, which is the head's of a

@@ -25,7 +25,7 @@ from torch import Tensor
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.memory.streams import upload
-from shadowkv.kvcache.prefill.exact import MAX_CACHED, MAX_PROMPTS
+from shadowkv.kvcache.prefill.exact import MAX_PROMPTS
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 
@@ -62,11 +62,25 @@ class PromptInputs(NamedTuple):
         numbers: the m numbers that describe the prompts to the cache [m] (``KVCache.exact_prompts``).
         ids: token ids [T].
         rows: rows of the pass whose logits are needed [B + MAX_PROMPTS].
+        compressing: whether their sequences are compressed, or will be (``KVCache.compressing``).
     """
 
     numbers: Tensor
     ids: Tensor
     rows: Tensor
+    compressing: bool
+
+
+class PromptShape(NamedTuple):
+    """The shape of the prompts in a captured pass.
+
+    Attributes:
+        rows: T, the padded number of their tokens; 0 for a step without prompts.
+        compressing: as in ``PromptInputs``.
+    """
+
+    rows: int = 0
+    compressing: bool = False
 
 
 class Pass(NamedTuple):
@@ -128,7 +142,7 @@ class CudaGraphs:
         ids: Sequence[list[int]] = (),
     ) -> Tensor | None:
         """Runs a decode step. If ``sequences`` and their new token ids ``ids`` are given, it also computes these n
-        prompts, which must stay exact.
+        prompts (``KVCache.can_capture``).
 
         Returns float32 logits [B + n, V] of the B sequences of the step and the n prompts. The next call overwrites
         them. Returns None if there are prompts and no graph for them: mixed passes are captured only when their shape
@@ -137,34 +151,38 @@ class CudaGraphs:
         given = Pass(plan, tokens, sources, sequences, ids)
         if not sequences:
             self._compress_due(plan)
-            return self._run_pass(given, self.cache.rounded(plan, self.max_batch), 0, at_once=False)
-        count = sum(map(len, ids))
-        rows = next((rows for rows in PROMPT_ROWS if rows >= count), None)
+            return self._run_pass(given, self.cache.rounded(plan, self.max_batch), PromptShape(), at_once=False)
+        prompts = self.prompt_shape(sequences, [len(prompt) for prompt in ids])
         batch = next((batch for batch in self._step_rows() if batch >= len(tokens)), None)
         fits = plan.micro_batches == 1 and all(group.of_sequence is None for group in plan.groups)
-        fits = fits and len(sequences) <= MAX_PROMPTS and sum(sequence.length for sequence in sequences) <= MAX_CACHED
-        if rows is None or batch is None or not fits:
+        if prompts is None or batch is None or not fits:
             return None
         shape = self.cache.rounded(plan, self.max_batch, batch)
-        key = _key(shape, rows)
+        key = _key(shape, prompts)
         if key in self.without:
             return None
         if key not in self.graphs and self.eager[key] < EAGER_STEPS:
             self.eager[key] += 1
             return None
         self._compress_due(plan)
-        return self._run_pass(given, shape, rows, at_once=True)
+        return self._run_pass(given, shape, prompts, at_once=True)
 
-    def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0) -> None:
+    def prompt_shape(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> PromptShape | None:
+        """Returns the padded shape of prompts with ``lengths`` new tokens; None if a pass cannot have all of them."""
+        rows = next((rows for rows in PROMPT_ROWS if rows >= sum(lengths)), None)
+        compressing = self.cache.compressing(sequences)
+        return None if rows is None or compressing is None else PromptShape(rows, compressing)
+
+    def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, compressing: bool = False) -> None:
         """Captures the graph of a plan's shapes by running a pass of padding rows, unless it exists.
 
         Args:
             batch: rows of the step; None for the plan's.
-            rows: padded tokens of prompts; 0 for a step without prompts.
+            rows, compressing: shape of the prompts; 0 rows for a step without prompts (``PromptShape``).
         """
-        if not self.has(plan, batch, rows):
+        if not self.has(plan, batch, rows, compressing):
             shape = self.cache.rounded(plan, self.max_batch, batch)
-            self._run_pass(Pass(plan, [], [], [], []), shape, rows, at_once=True)
+            self._run_pass(Pass(plan, [], [], [], []), shape, PromptShape(rows, compressing), at_once=True)
 
     def mixed_shapes(self) -> list[tuple[int, int]]:
         """Returns all pairs of padded prompt tokens and step rows for captured mixed passes. There are none if the
@@ -176,10 +194,10 @@ class CudaGraphs:
     def _step_rows(self) -> list[int]:
         return sorted({min(rows, self.max_batch) for rows in STEP_ROWS})
 
-    def _run_pass(self, given: Pass, shape: DecodePlan, rows: int, at_once: bool) -> Tensor:
-        """Runs a pass padded to ``shape``, with ``rows`` padded tokens of prompts. ``at_once`` captures a missing graph
-        without eager steps."""
-        batch, count, new = shape.num_rows, len(given.tokens), len(given.ids)
+    def _run_pass(self, given: Pass, shape: DecodePlan, padded: PromptShape, at_once: bool) -> Tensor:
+        """Runs a pass padded to ``shape``, and its prompts to ``padded``. ``at_once`` captures a missing graph without
+        eager steps."""
+        batch, count, new, rows = shape.num_rows, len(given.tokens), len(given.ids), padded.rows
         inputs = np.full((2, batch), -1, np.int64)
         inputs[0], inputs[0, :count], inputs[1, :count] = 0, given.tokens, given.sources
         of_prompts = [np.empty(0, np.int64)] * 3
@@ -193,13 +211,18 @@ class CudaGraphs:
         sizes = [part.size for part in parts]
 
         def run(static: Tensor, dry_run: bool = False) -> Tensor:
-            numbers, step_inputs, *prompt_inputs = static.split(sizes)
-            prompts = PromptInputs(*prompt_inputs) if rows else None
+            numbers, step_inputs, prompt_numbers, prompt_ids, prompt_rows = static.split(sizes)
+            prompts = None
+            if rows:
+                if dry_run:  # a ring's new tokens would overwrite what the pass still has to read
+                    padding = self.cache.exact_numbers((), (), rows)
+                    prompt_numbers = upload(torch.from_numpy(padding), self.cache.device)
+                prompts = PromptInputs(prompt_numbers, prompt_ids, prompt_rows, padded.compressing)
             logits = self._step(shape, numbers, step_inputs.view(2, -1), prompts, dry_run)
             return self._logits[: len(logits)].copy_(logits)
 
         dry = functools.partial(run, dry_run=True)
-        logits: Tensor = self._run(_key(shape, rows), np.concatenate(parts), run, dry, at_once)
+        logits: Tensor = self._run(_key(shape, padded), np.concatenate(parts), run, dry, at_once)
         return logits[: count + new]
 
     def drop(self) -> None:
@@ -208,9 +231,9 @@ class CudaGraphs:
             captured.graph.reset()
         self.graphs.clear()
 
-    def has(self, plan: DecodePlan, batch: int | None = None, rows: int = 0) -> bool:
+    def has(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, compressing: bool = False) -> bool:
         """Whether a plan's shapes have a graph, or had no memory for one. Arguments are as in ``prepare``."""
-        key = _key(self.cache.rounded(plan, self.max_batch, batch), rows)
+        key = _key(self.cache.rounded(plan, self.max_batch, batch), PromptShape(rows, compressing))
         return key in self.graphs or key in self.without
 
     def _compress_due(self, plan: DecodePlan) -> None:
@@ -276,9 +299,9 @@ class CudaGraphs:
         return run
 
 
-def _key(shape: DecodePlan, rows: int) -> tuple[int, ...]:
+def _key(shape: DecodePlan, prompts: PromptShape) -> tuple[int, ...]:
     """The key of a pass's graph."""
-    return (rows, *shape.shape) if rows else shape.shape
+    return (*prompts, *shape.shape) if prompts.rows else shape.shape
 
 
 _capturing = threading.Lock()

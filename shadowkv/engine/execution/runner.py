@@ -85,19 +85,26 @@ class Runner:
         return None if plan is None or self.graphs.has(plan) else plan
 
     @torch.inference_mode()
-    def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0) -> None:
+    def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, compressing: bool = False) -> None:
         """Captures the graph of a plan's shapes.
 
         PyTorch waits for the device before a capture, and the device is idle until the capture ends.
 
         Args:
             batch: rows of the step; None for the plan's.
-            rows: number of prompt tokens in the step, including padding; the prompts must stay exact. 0 for a step
-                without prompts.
+            rows: number of prompt tokens in the step, including padding; 0 for a step without prompts.
+            compressing: whether sequences of these prompts can be compressed.
         """
         assert self.graphs is not None
         with suppress(torch.OutOfMemoryError):  # steps of this shape run without a graph
-            self.graphs.prepare(plan, batch, rows)
+            self.graphs.prepare(plan, batch, rows, compressing)
+
+    def can_capture(self, prompts: Sequence[tuple[CachedSequence, int]]) -> bool:
+        """Whether a step with these prompts, pairs of a sequence and its number of new tokens, can be a CUDA graph."""
+        if self.graphs is None or not all(self.cache.can_capture(*prompt) for prompt in prompts):
+            return False
+        sequences, lengths = [sequence for sequence, _ in prompts], [tokens for _, tokens in prompts]
+        return self.graphs.prompt_shape(sequences, lengths) is not None
 
     def prefill(
         self, work: list[tuple[CachedSequence, list[int]]], scored: bool = False
@@ -148,7 +155,7 @@ class Runner:
             record: a context in which the step runs, without a CUDA graph. CUDA graphs hold memory, so such a step can
                 run out of memory. It then runs again as a CUDA graph, outside the context.
             prompts: n other sequences and their new tokens (at most a block) for the same pass. Logits are then
-                [B + n, V]. The pass is a CUDA graph if all prompts stay exact and its shape has a graph. If it raises,
+                [B + n, V]. The pass is a CUDA graph if ``can_capture`` and its shape has a graph. If it raises,
                 these sequences can only be released, and the step can run without them.
             drafts: for each sequence, drafted tokens, which are appended behind its token. Each is a further row of its
                 sequence. Wrong ones must be removed with ``KVCache.truncate``. Empty if nothing is drafted.
@@ -187,11 +194,11 @@ class Runner:
         sources: list[int],
         prompts: Sequence[tuple[CachedSequence, list[int]]],
     ) -> Tensor | None:
-        """Runs the pass as a CUDA graph and returns its logits. Returns None if ``prompts`` do not stay exact, or have
+        """Runs the pass as a CUDA graph and returns its logits. Returns None if ``prompts`` cannot be captured, or have
         no graph yet."""
         assert self.graphs is not None
         new, ids = [sequence for sequence, _ in prompts], [ids for _, ids in prompts]
-        if not all(self.cache.stays_exact(sequence, len(prompt)) for sequence, prompt in prompts):
+        if not all(self.cache.can_capture(sequence, len(prompt)) for sequence, prompt in prompts):
             return None
         logits = self.graphs.run(plan, tokens, sources, new, ids)
         if logits is not None:
@@ -231,13 +238,15 @@ class Runner:
             numbers: the plan's numbers, page ids and lengths for example, packed into one int64 tensor on the device.
                 None to upload them from ``plan``.
             inputs: int64 [2, B], ``tokens`` and ``sources`` as in ``decode``.
-            prompts: prompts that stay exact, in the same pass. There is then one row of logits for each entry of
-                ``prompts.rows``.
+            prompts: prompts in the same pass (``KVCache.exact_prompts``). There is then one row of logits for each
+                entry of ``prompts.rows``.
             dry_run: whether to compute only one layer of each kind (``CudaGraphs``).
         """
         batch, ids = self.cache.decode_batch(plan, numbers), self._newest(inputs)
         if prompts is not None:
-            batch = batch.with_parts_of(self.cache.exact_prompts(prompts.numbers, len(prompts.ids)))
+            batch = batch.with_parts_of(
+                self.cache.exact_prompts(prompts.numbers, len(prompts.ids), prompts.compressing)
+            )
             ids = torch.cat((ids, prompts.ids))
             hidden = self.model.embed(ids)
             own = self.model.layer_inputs(ids, hidden)

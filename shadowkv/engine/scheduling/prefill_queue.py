@@ -145,16 +145,22 @@ class PrefillQueue:
         """Returns the current prefill if it can be part of the next decode step and adds at most ``seconds`` to it;
         else None.
 
-        A step is one pass without a pause. So a prefill is computed alone if it has begun, is scored, attends to more
-        than a block of tokens, or waits for pages from other tiers.
+        A step is one pass without a pause. So a prefill is computed alone if it has begun, is scored, or waits for
+        pages from other tiers. It is also computed alone if it attends to more than a block of tokens, unless it
+        follows cached tokens and the step can be a CUDA graph.
         """
         prefill, scheduler = self.in_flight[-1] if self.in_flight else None, self.scheduler
         if prefill is None or prefill.done or prefill.scored or self.pace.seconds(prefill.tokens) > seconds:
             return None
+        if any(running.sequence.pending_layers is not None for running in prefill.rows):
+            return None
+        if prefill.tokens + len(scheduler.running) > scheduler.max_num_batched_tokens:
+            return None
         whole = sum(len(running.request.prompt_token_ids) for running in prefill.rows)
-        arriving = any(running.sequence.pending_layers is not None for running in prefill.rows)
-        fits = prefill.tokens + len(scheduler.running) <= scheduler.max_num_batched_tokens
-        return prefill if fits and not arriving and not scheduler.is_long(whole) else None
+        if not scheduler.is_long(whole):
+            return prefill
+        prompts = [(running.sequence, len(running.new_token_ids)) for running in prefill.rows]
+        return prefill if not scheduler.is_long(prefill.tokens) and self.runner.can_capture(prompts) else None
 
     def joined(self, prefill: PrefillInFlight) -> None:
         """Removes a prefill that a decode step computes."""

@@ -1,1 +1,1 @@
-"""Rebuilds compressed pages of one sequence as plain rows for attention: keys after RoPE, and values."""
+"""Rebuilds compressed pages as plain rows for attention: keys after RoPE, and values."""

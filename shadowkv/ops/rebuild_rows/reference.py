@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.reference import gather_selected
-from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, LatentKeys, heads_and_chunk
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, LatentKeys, heads_and_chunk
 from shadowkv.ops.page import PAGE
 
 
-def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:
-    """Writes the plain rows of whole pages of a sequence.
+def rebuild_rows(
+    source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool, rows: Tensor | None = None
+) -> None:
+    """Writes the plain rows of whole pages, of one sequence or of several segments.
 
     Args:
-        source: source of the pages, with B = 1.
-        first: index of the first page in the sequence's table.
+        source: source of the pages, whose table has one row, [1, P]. ``states`` and ``first`` of the source have one
+            entry; with ``rows``, R entries.
+        first: index of the first page in the table.
         out: [H, m, d], rows of m tokens by kv head, any float dtype, m a multiple of 64. Written.
         across_bus: whether the source is in host memory, behind a bus that a few thread blocks saturate.
+        rows: int64 [m / 64], for each page, which of the R entries of ``states`` and ``first`` is its own. That entry
+            of ``first`` is the position that the table's page 0 would have. Pages below 0 are not needed; their rows of
+            ``out`` are arbitrary. None if all pages have the only entry.
     """
-    chunk = heads_and_chunk(source)[1]
-    start, stop = first * PAGE // chunk, (first * PAGE + out.shape[1]) // chunk
-    every = torch.arange(start, stop, device=out.device).expand(1, len(out), -1)
-    out.copy_(gather_selected(source, every)[0])
+    heads, chunk = heads_and_chunk(source)
+    if rows is None:
+        start, stop = first * PAGE // chunk, (first * PAGE + out.shape[1]) // chunk
+        every = torch.arange(start, stop, device=out.device).expand(1, heads, -1)
+        out.copy_(gather_selected(source, every)[0])
+        return
+    every = torch.arange(PAGE // chunk, device=out.device).expand(len(rows), heads, -1)
+    out.copy_(gather_selected(_by_page(source, first, rows.clamp(min=0)), every).transpose(0, 1).flatten(1, 2))
+
+
+def _by_page(
+    source: LatentKeys | DenseRows | CodedRows, first: int, rows: Tensor
+) -> LatentKeys | DenseRows | CodedRows:
+    """The same pages from ``first`` on, each as a sequence of one page with the state of its entry of ``rows``."""
+    pages = slice(first, first + len(rows))
+    changed: dict[str, Any] = {"pages": source.pages[0, pages, None]}
+    if isinstance(source, LatentKeys | CentredKeys):
+        number = torch.arange(first, first + len(rows), device=rows.device)
+        changed["first"] = source.first[rows] + number * PAGE
+    if not isinstance(source, DenseRows) and source.states is not None:
+        changed["states"] = source.states[rows]
+    if isinstance(source, CodedRows) and source.scale_pages is not None:
+        changed["scale_pages"] = source.scale_pages[0, pages, None]
+    return replace(source, **changed)

@@ -27,20 +27,25 @@ def supports(case: Case) -> list[str]:
     return large + unknown_codecs(case.key_codec, case.value_codec, (*LANES, CodecId.FP8, CodecId.LATENT_MIXED))
 
 
-def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool) -> None:
-    """Same as the reference. The last dimension of ``out`` is contiguous."""
-    heads, rows, dim = out.shape
-    tiles = rows // PAGE * heads
+def rebuild_rows(
+    source: LatentKeys | DenseRows | CodedRows, first: int, out: Tensor, across_bus: bool, rows: Tensor | None = None
+) -> None:
+    """Same as the reference. The last dimension of ``out`` is contiguous. Rows of pages that are not needed are not
+    written."""
+    heads, tokens, dim = out.shape
+    tiles = tokens // PAGE * heads
     if not tiles:
         return
     pages, grid = source.pages[0, first:].contiguous(), (min(tiles, BLOCKS) if across_bus else tiles,)
+    several = rows is not None
+    rows = pages if rows is None else rows
     if isinstance(source, DenseRows):
         _copy_rows[grid](
-            source.rows, pages, out, source.rows.stride(0), out.stride(0), out.stride(1), tiles,
-            HEADS=heads, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),
+            source.rows, pages, rows, out, source.rows.stride(0), out.stride(0), out.stride(1), tiles,
+            SEVERAL=several, HEADS=heads, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),
         )  # fmt: skip
     elif isinstance(source, CodedRows):
-        _rebuild_coded_rows(source, pages, first, out, grid, tiles)
+        _rebuild_coded_rows(source, pages, rows, several, first, out, grid, tiles)
     else:
         source = source.decoded()
         config, mean = source.rotary.config, source.mean
@@ -49,13 +54,14 @@ def rebuild_rows(source: LatentKeys | DenseRows | CodedRows, first: int, out: Te
             raise ValueError(f"rebuild_rows in Triton does not know codec {source.codec.name!r} ({source.codec.id})")
         bits, bit = places_of_bits(source)
         _rebuild_keys[grid](
-            source.latents, pages, bits, bit, source.basis, source.basis if mean is None else mean,
+            source.latents, pages, rows, bits, bit, source.basis, source.basis if mean is None else mean,
             source.states, source.first, source.rotary.cos, source.rotary.sin, out,
             source.latents.stride(0), source.basis.stride(0), 0 if mean is None else mean.stride(0),
             out.stride(0), out.stride(1), first, tiles,
-            HAS_MEAN=mean is not None, PACKED=source.codec.id == CodecId.LATENT_INT4, MIXED=source.widths is not None,
-            WIDTH=source.latents.shape[3], RANK=source.basis.shape[1], RANK_BLOCK=32, HEADS=heads, DIM=dim,
-            HALF=half, HALF_BLOCK=dot_size(half), REST=rest, REST_BLOCK=dot_size(rest), INTERLEAVED=config.interleaved,
+            SEVERAL=several, HAS_MEAN=mean is not None, PACKED=source.codec.id == CodecId.LATENT_INT4,
+            MIXED=source.widths is not None, WIDTH=source.latents.shape[3], RANK=source.basis.shape[1], RANK_BLOCK=32,
+            HEADS=heads, DIM=dim, HALF=half, HALF_BLOCK=dot_size(half), REST=rest, REST_BLOCK=dot_size(rest),
+            INTERLEAVED=config.interleaved,
         )  # fmt: skip
 
 
@@ -72,7 +78,7 @@ def places_of_bits(source: LatentKeys) -> tuple[Tensor, Tensor]:
 
 
 def _rebuild_coded_rows(
-    source: CodedRows, pages: Tensor, first: int, out: Tensor, grid: tuple[int], tiles: int
+    source: CodedRows, pages: Tensor, rows: Tensor, several: bool, first: int, out: Tensor, grid: tuple[int], tiles: int
 ) -> None:
     codec, (heads, _, dim) = source.codec, out.shape
     # float16, because it has three more bits of mantissa than bfloat16 for entries of the rotation.
@@ -98,72 +104,88 @@ def _rebuild_coded_rows(
         mean, start, cos, sin = source.mean, source.first, source.rotary.cos, source.rotary.sin
         half, interleaved = source.rotary.config.dim // 2, source.rotary.config.interleaved
     _decode_rows[grid](
-        source.codes, pages, source.scale, scale_pages, levels, places, rotation, step, states, mean, start, cos, sin,
-        out, source.codes.stride(0), source.scale.stride(0), step.stride(0), mean.stride(0), out.stride(0),
+        source.codes, pages, rows, source.scale, scale_pages, levels, places, rotation, step, states, mean, start, cos,
+        sin, out, source.codes.stride(0), source.scale.stride(0), step.stride(0), mean.stride(0), out.stride(0),
         out.stride(1), first, tiles,
-        FP8=codec.id == CodecId.FP8, BITS=bits, CENTRED=centred, HEADS=heads, DIM=dim, DIM_BLOCK=dot_size(dim),
-        AT_ONCE=min(MOST, dot_size(dim)), HALF=half, INTERLEAVED=interleaved,
+        SEVERAL=several, FP8=codec.id == CodecId.FP8, BITS=bits, CENTRED=centred, HEADS=heads, DIM=dim,
+        DIM_BLOCK=dot_size(dim), AT_ONCE=min(MOST, dot_size(dim)), HALF=half, INTERLEAVED=interleaved,
         num_warps=8, num_stages=1,  # with more stages, 256 dimensions would not fit into shared memory
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["pages"])
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["pages", "entries"])
 def _copy_rows(
-    rows, pages, out, page_stride, head_stride, row_stride, tiles,
-    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    rows, pages, entries, out, page_stride, head_stride, row_stride, tiles,
+    SEVERAL: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, dim = tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head, page = tile % HEADS, tile // HEADS
-        source = rows + tl.load(pages + page) * page_stride + head * (TOKENS * DIM)
-        target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
-        x = tl.load(source + token * DIM + dim, mask=dim < DIM)
-        tl.store(target + dim, x, mask=dim < DIM)
+        entry = _entry(entries, page, SEVERAL)
+        if entry >= 0:
+            source = rows + tl.load(pages + page) * page_stride + head * (TOKENS * DIM)
+            target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
+            x = tl.load(source + token * DIM + dim, mask=dim < DIM)
+            tl.store(target + dim, x, mask=dim < DIM)
+
+
+@triton.jit
+def _entry(entries, page, SEVERAL: tl.constexpr):
+    """The entry of the states and first positions that is a page's own; below 0 for a page that is not needed."""
+    if SEVERAL:
+        return tl.load(entries + page).to(tl.int32)
+    else:
+        return 0
 
 
 @triton.jit(
     do_not_specialize=["first_page", "tiles"],
-    do_not_specialize_on_alignment=["pages", "scale_pages", "states", "starts"],
+    do_not_specialize_on_alignment=["pages", "entries", "scale_pages", "states", "starts"],
 )
 def _decode_rows(
-    codes, pages, scale, scale_pages, levels, places, rotation, step, states, mean, starts, cos, sin, out,
+    codes, pages, entries, scale, scale_pages, levels, places, rotation, step, states, mean, starts, cos, sin, out,
     page_stride, scale_stride, step_stride, mean_stride, head_stride, row_stride, first_page, tiles,
-    FP8: tl.constexpr, BITS: tl.constexpr, CENTRED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SEVERAL: tl.constexpr, FP8: tl.constexpr, BITS: tl.constexpr, CENTRED: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     token, dim = tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     lives = dim < DIM
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head, page = tile % HEADS, tile // HEADS
-        row = codes + tl.load(pages + page) * page_stride + head * (DIM * BITS * 8) + token * (DIM * BITS // 8)
-        if FP8:
-            x = _float_of_e4m3(tl.load(row + dim, mask=lives, other=0).to(tl.int32))
-            x *= tl.load(step + tl.load(states) * step_stride + head)
-        else:
-            x = tl.zeros((TOKENS, DIM_BLOCK), tl.float32)
-            for start in tl.static_range(0, DIM_BLOCK, AT_ONCE):
-                coded = start + tl.arange(0, AT_ONCE)
-                there = coded < DIM
-                level = tl.load(levels + _codes(row, coded[None, :], places, there[None, :], BITS, DIM))
-                back = tl.load(rotation + dim * DIM + coded[:, None], mask=there[:, None] & lives, other=0.0)
-                level = tl.where(there[None, :], level, 0.0).to(back.dtype)
-                x = tl.dot(level, back, x, input_precision="tf32x3")
-            sizes = tl.load(scale + tl.load(scale_pages + page) * scale_stride + head * TOKENS + token)
-            x *= sizes.to(tl.float32)
-        if CENTRED:
-            middle, in_rope = mean + tl.load(states) * mean_stride + head * DIM, dim < 2 * HALF
-            if INTERLEAVED:
-                pair, other, upper = dim // 2, dim ^ 1, dim % 2 == 1
+        entry = _entry(entries, page, SEVERAL)
+        if entry >= 0:
+            row = codes + tl.load(pages + page) * page_stride + head * (DIM * BITS * 8) + token * (DIM * BITS // 8)
+            if FP8:
+                x = _float_of_e4m3(tl.load(row + dim, mask=lives, other=0).to(tl.int32))
+                x *= tl.load(step + tl.load(states + entry) * step_stride + head)
             else:
-                upper = dim >= HALF
-                pair = tl.where(upper, dim - HALF, dim)
-                other = tl.where(upper, pair, dim + HALF)
-            angle = (tl.load(starts) + (first_page + page) * TOKENS + token) * HALF + pair
-            cosine, sine = tl.load(cos + angle, mask=in_rope, other=1.0), tl.load(sin + angle, mask=in_rope, other=0.0)
-            across = tl.load(middle + other, mask=in_rope, other=0.0)
-            x += tl.load(middle + dim, mask=lives, other=0.0) * cosine + tl.where(upper, across, -across) * sine
-        target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
-        tl.store(target + dim, x.to(out.dtype.element_ty), mask=lives)
+                x = tl.zeros((TOKENS, DIM_BLOCK), tl.float32)
+                for start in tl.static_range(0, DIM_BLOCK, AT_ONCE):
+                    coded = start + tl.arange(0, AT_ONCE)
+                    there = coded < DIM
+                    level = tl.load(levels + _codes(row, coded[None, :], places, there[None, :], BITS, DIM))
+                    back = tl.load(rotation + dim * DIM + coded[:, None], mask=there[:, None] & lives, other=0.0)
+                    level = tl.where(there[None, :], level, 0.0).to(back.dtype)
+                    x = tl.dot(level, back, x, input_precision="tf32x3")
+                sizes = tl.load(scale + tl.load(scale_pages + page) * scale_stride + head * TOKENS + token)
+                x *= sizes.to(tl.float32)
+            if CENTRED:
+                middle, in_rope = mean + tl.load(states + entry) * mean_stride + head * DIM, dim < 2 * HALF
+                if INTERLEAVED:
+                    pair, other, upper = dim // 2, dim ^ 1, dim % 2 == 1
+                else:
+                    upper = dim >= HALF
+                    pair = tl.where(upper, dim - HALF, dim)
+                    other = tl.where(upper, pair, dim + HALF)
+                angle = (tl.load(starts + entry) + (first_page + page) * TOKENS + token) * HALF + pair
+                cosine, sine = (
+                    tl.load(cos + angle, mask=in_rope, other=1.0),
+                    tl.load(sin + angle, mask=in_rope, other=0.0),
+                )
+                across = tl.load(middle + other, mask=in_rope, other=0.0)
+                x += tl.load(middle + dim, mask=lives, other=0.0) * cosine + tl.where(upper, across, -across) * sine
+            target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
+            tl.store(target + dim, x.to(out.dtype.element_ty), mask=lives)
 
 
 @triton.jit
@@ -217,11 +239,13 @@ def decoded_latents(
         return tl.load(rows + rank[None, :], mask=wanted, other=0)
 
 
-@triton.jit(do_not_specialize=["first_page", "tiles"], do_not_specialize_on_alignment=["pages", "states", "starts"])
+@triton.jit(
+    do_not_specialize=["first_page", "tiles"], do_not_specialize_on_alignment=["pages", "entries", "states", "starts"]
+)
 def _rebuild_keys(
-    latents, pages, bits, bit, basis, mean, states, starts, cos, sin, out,
+    latents, pages, entries, bits, bit, basis, mean, states, starts, cos, sin, out,
     page_stride, basis_stride, mean_stride, head_stride, row_stride, first_page, tiles,
-    HAS_MEAN: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr, WIDTH: tl.constexpr,
+    SEVERAL: tl.constexpr, HAS_MEAN: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr, WIDTH: tl.constexpr,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -235,35 +259,48 @@ def _rebuild_keys(
         first, second = 2 * pair, 2 * pair + 1
     else:
         first, second = pair, pair + HALF
-    lives, rests, state = pair < HALF, other < REST, tl.load(states)
-    start = tl.load(starts) + first_page * TOKENS
+    lives, rests = pair < HALF, other < REST
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         head, page = tile % HEADS, tile // HEADS
-        rows = latents + tl.load(pages + page) * page_stride + token * WIDTH
-        columns = basis + state * basis_stride + head * DIM
-        a = tl.zeros((TOKENS, HALF_BLOCK), tl.float32)
-        b = tl.zeros((TOKENS, HALF_BLOCK), tl.float32)
-        c = tl.zeros((TOKENS, REST_BLOCK), tl.float32)
-        for least in range(0, RANK, RANK_BLOCK):
-            inner = least + tl.arange(0, RANK_BLOCK)
-            there = inner[:, None] < RANK
-            x = decoded_latents(rows, inner, inner[None, :] < RANK, bits, bit, RANK, WIDTH, PACKED, MIXED)
-            x = x.to(basis.dtype.element_ty)
-            column = columns + inner[:, None] * (HEADS * DIM)
-            a += tl.dot(x, tl.load(column + first, mask=there & lives, other=0.0), input_precision="ieee")
-            b += tl.dot(x, tl.load(column + second, mask=there & lives, other=0.0), input_precision="ieee")
+        entry = _entry(entries, page, SEVERAL)
+        if entry >= 0:
+            state = tl.load(states + entry)
+            start = tl.load(starts + entry) + first_page * TOKENS
+            rows = latents + tl.load(pages + page) * page_stride + token * WIDTH
+            columns = basis + state * basis_stride + head * DIM
+            a = tl.zeros((TOKENS, HALF_BLOCK), tl.float32)
+            b = tl.zeros((TOKENS, HALF_BLOCK), tl.float32)
+            c = tl.zeros((TOKENS, REST_BLOCK), tl.float32)
+            for least in range(0, RANK, RANK_BLOCK):
+                inner = least + tl.arange(0, RANK_BLOCK)
+                there = inner[:, None] < RANK
+                x = decoded_latents(
+                    rows,
+                    inner,
+                    inner[None, :] < RANK,
+                    bits + entry * RANK,
+                    bit + entry * RANK,
+                    RANK,
+                    WIDTH,
+                    PACKED,
+                    MIXED,
+                )
+                x = x.to(basis.dtype.element_ty)
+                column = columns + inner[:, None] * (HEADS * DIM)
+                a += tl.dot(x, tl.load(column + first, mask=there & lives, other=0.0), input_precision="ieee")
+                b += tl.dot(x, tl.load(column + second, mask=there & lives, other=0.0), input_precision="ieee")
+                if REST > 0:
+                    behind = tl.load(column + 2 * HALF + other, mask=there & rests, other=0.0)
+                    c += tl.dot(x, behind, input_precision="ieee")
+            if HAS_MEAN:
+                middle = mean + state * mean_stride + head * DIM
+                a += tl.load(middle + first, mask=lives, other=0.0).to(tl.float32)
+                b += tl.load(middle + second, mask=lives, other=0.0).to(tl.float32)
+                c += tl.load(middle + 2 * HALF + other, mask=rests, other=0.0).to(tl.float32)
+            angle = (start + page * TOKENS + token) * HALF + pair
+            cosine, sine = tl.load(cos + angle, mask=lives, other=0.0), tl.load(sin + angle, mask=lives, other=0.0)
+            target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
+            tl.store(target + first, (a * cosine - b * sine).to(out.dtype.element_ty), mask=lives)
+            tl.store(target + second, (b * cosine + a * sine).to(out.dtype.element_ty), mask=lives)
             if REST > 0:
-                behind = tl.load(column + 2 * HALF + other, mask=there & rests, other=0.0)
-                c += tl.dot(x, behind, input_precision="ieee")
-        if HAS_MEAN:
-            middle = mean + state * mean_stride + head * DIM
-            a += tl.load(middle + first, mask=lives, other=0.0).to(tl.float32)
-            b += tl.load(middle + second, mask=lives, other=0.0).to(tl.float32)
-            c += tl.load(middle + 2 * HALF + other, mask=rests, other=0.0).to(tl.float32)
-        angle = (start + page * TOKENS + token) * HALF + pair
-        cosine, sine = tl.load(cos + angle, mask=lives, other=0.0), tl.load(sin + angle, mask=lives, other=0.0)
-        target = out + head * head_stride.to(tl.int64) + (page * TOKENS + token) * row_stride.to(tl.int64)
-        tl.store(target + first, (a * cosine - b * sine).to(out.dtype.element_ty), mask=lives)
-        tl.store(target + second, (b * cosine + a * sine).to(out.dtype.element_ty), mask=lives)
-        if REST > 0:
-            tl.store(target + 2 * HALF + other, c.to(out.dtype.element_ty), mask=rests)
+                tl.store(target + 2 * HALF + other, c.to(out.dtype.element_ty), mask=rests)
