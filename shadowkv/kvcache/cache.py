@@ -389,8 +389,7 @@ class KVCache:
             if plan is None:
                 return None
             plans.append(plan)
-        rows = len(sequences) + len(joining)
-        return DecodePlan(tuple(plans), self._padding_rows(rows))
+        return DecodePlan(tuple(plans), self._padding_rows(len(sequences) + len(joining)))
 
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> Batch:
         """Makes the batch of a planned step.
