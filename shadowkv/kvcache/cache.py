@@ -30,7 +30,7 @@ from shadowkv.kvcache.parts import prefill_strategy
 from shadowkv.kvcache.parts.base import BlockHook
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
-from shadowkv.kvcache.prefill.exact import exact_prompts, has_room, lengths_of, numbers_of, split_numbers
+from shadowkv.kvcache.prefill.exact import has_room, lengths_of, numbers_of, split_numbers
 from shadowkv.kvcache.recurrent.batch import RecurrentPart, RecurrentTokens, step, step_rows
 from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.group_layout import neighbours
@@ -323,7 +323,7 @@ class KVCache:
         is True if the method of this name returns True for the sequences."""
         lengths, of_groups = split_numbers(numbers, len(self.groups))
         parts = (
-            (exact_prompts(lengths, own, rows, compressing, group.layout, group.pool.tables),)
+            (group.exact_prompts(lengths, own, rows, compressing),)
             for group, own in zip(self.groups, of_groups, strict=True)
         )
         return Batch(tuple(parts))

@@ -20,7 +20,7 @@ from shadowkv.kvcache.policy.growth import Compressed
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.attention import Prefill
 from shadowkv.kvcache.prefill.batch import PrefillBlock
-from shadowkv.kvcache.prefill.exact import ExactPrefill, ExactPrompts
+from shadowkv.kvcache.prefill.exact import ExactPrefill, ExactPrompts, exact_prompts
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -86,9 +86,11 @@ class LayerGroup:
     @property
     def captures_compressing(self) -> bool:
         """Whether sequences of prompts in a CUDA graph can be compressed. They cannot if values are on the host, if
-        heads have outliers of their own, or if the model's indexer selects what is attended to."""
+        heads have outliers of their own, if the model's indexer selects what is attended to, or if a graph cannot
+        capture what a part learns from queries."""
         spec = self.layout.spec
-        return spec.compresses and spec.place == "device" and not spec.outliers and not spec.native
+        device_only = spec.place == "device" and not spec.outliers and not spec.native
+        return spec.compresses and device_only and self.layout.parts.captures_observe
 
     def learns(self, sequence: CachedSequence) -> bool:
         """Whether a part learns from the last queries of an exact sequence's prompt, for its later compression."""
@@ -104,6 +106,12 @@ class LayerGroup:
         # ``ExactPrompts`` has room for a page of the exact tail and those that the new tokens fill.
         few = after.tokens - sequence.compressed <= PAGE * (1 + tokens // PAGE)
         return few and self.captures_compressing
+
+    def exact_prompts(self, lengths: Tensor, numbers: Tensor, rows: int, compressing: bool) -> ExactPrompts:
+        """The group's part of ``KVCache.exact_prompts``. Sequences are exact here if ``captures_compressing`` is
+        False."""
+        compressing = compressing and self.captures_compressing
+        return exact_prompts(lengths, numbers, rows, compressing, self.layout, self.pool.tables)
 
     def end_exact_prompt(self, sequence: CachedSequence, tokens: int) -> None:
         """Makes the new tokens of a prompt in ``ExactPrompts`` part of its sequence."""

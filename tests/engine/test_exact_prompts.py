@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from shadowkv.engine.execution.cuda_graphs import EAGER_STEPS, CudaGraphs
 from shadowkv.kvcache.prefill import exact
 from shadowkv.kvcache.prefill.exact import MAX_PROMPTS
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Segment
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from families import MINIMAX_M3, TINY
 
 RUNNING, JOINING = (700, 90, 5), (130, 1, 64, 600, 128)
 KINDS = ["sliding_attention", "full_attention"]
@@ -189,12 +193,54 @@ def later_turns(engine: Engine, captured: bool) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("kv", "why"), [("turbo-host", "host"), ("turbo:outliers=8", "outliers")])
+@pytest.mark.parametrize(
+    ("kv", "why"),
+    [("turbo-host", "host"), ("turbo:outliers=8", "outliers"), ("infinigen", "learns in a way that waits")],
+)
 def test_pages_that_cannot_be_rebuilt_in_a_graph(make: Any, kv: str, why: str) -> None:
     cache = (engine := make(kv=kv, kv_dense_below=0)).cache
     compressed = cache.allocate(1200, 1300)
     prefilled(engine.runner, [(compressed, prompt(1, 1200))])
     assert compressed.path and not cache.can_capture(compressed, 10), why
+    assert not cache.captures_compressing, "the engine captures no such pass at start"
+
+
+@pytest.mark.parametrize("kv", ["infinigen", "snapkv", "triattention"])
+def test_indexes_whose_learning_cannot_be_captured(make: Any, kv: str) -> None:
+    """Only their prompts that will be compressed run without a graph."""
+    cache = make(kv=kv, kv_dense_below=600).cache
+    assert not cache.can_capture(cache.allocate(200, 1900), 200)
+    assert cache.can_capture(cache.allocate(200, 300), 200) and not cache.captures_compressing
+
+
+def test_layers_with_an_indexer_beside_compressed_ones(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence is still exact in the layers with an indexer, and compressed in the others."""
+    monkeypatch.setattr(torch.nn.functional, "linear", exact_linear)
+    config = {**TINY, **MINIMAX_M3, "max_position_embeddings": 1024}
+    logits = []
+    for captured in (False, True):
+        engine = make(kv="turbo", model=config, kv_dense_below=0, max_model_len=1000)
+        runner, cache = engine.runner, engine.cache
+        work = [(cache.allocate(n, n + 100), numbered(n)) for n in (5, 140)]
+        prefilled(runner, work)
+        (old, _), (later, _) = work
+        assert [bool(later.of_group(group.number).path) for group in cache.groups] == [False, True]
+        if captured:
+            runner.graphs = Uncaptured(engine)
+        new = [(later, numbered(70))]
+        assert cache.can_capture(later, 70) and cache.compressing([later])
+        both = runner.decode([old], [7], None, None, new) if captured else apart(runner, [old], new)
+        found = [both.clone()]
+        found += [runner.decode([old, later], [8, 9]).clone() for _ in range(2)]
+        assert not captured or runner.graphs.passes == 3
+        logits.append(found)
+    for alone, padded in zip(*logits, strict=True):
+        torch.testing.assert_close(padded, alone, atol=2e-4, rtol=1e-4)
+
+
+def numbered(count: int) -> list[int]:
+    """Tokens of a small vocabulary."""
+    return [(7 * number + count) % 90 for number in range(count)]
 
 
 def segments(engine: Engine, sequence: CachedSequence) -> list[Segment]:
@@ -263,12 +309,11 @@ def test_later_turns_of_compressed_sequences(
         torch.testing.assert_close(padded, alone, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kv", ["turbo", "snapkv", "triattention"])
-def test_indexes_learn_from_the_queries_of_captured_prompts(make: Any, kv: str) -> None:
+def test_indexes_learn_from_the_queries_of_captured_prompts(make: Any) -> None:
     """Also from those of a later turn, and never from those of sequences that are not compressed later."""
     found = []
     for captured in (False, True):
-        engine = make(kv=kv, kv_dense_below=600)
+        engine = make(kv="turbo", kv_dense_below=600)
         cache, runner, states = engine.cache, engine.runner, []
         (group,) = cache.groups
         old, turn, unlearned = cache.allocate(5, 20), cache.allocate(30, 1900), cache.allocate(100, 120)
@@ -286,7 +331,7 @@ def test_indexes_learn_from_the_queries_of_captured_prompts(make: Any, kv: str) 
         found.append((logits.clone(), states))
     torch.testing.assert_close(found[0][0], found[1][0], atol=2e-4, rtol=1e-4)
     learned = [(one, other) for one, other in zip(found[0][1], found[1][1], strict=True) if one.any()]
-    assert len(learned) >= 3
+    assert len(learned) >= 2
     for one, other in learned:
         torch.testing.assert_close(other.float(), one.float(), atol=1e-2, rtol=1e-2)  # of bfloat16 maps
 

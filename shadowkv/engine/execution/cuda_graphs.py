@@ -211,12 +211,15 @@ class CudaGraphs:
         sizes = [part.size for part in parts]
 
         def run(static: Tensor, dry_run: bool = False) -> Tensor:
-            numbers, step_inputs, prompt_numbers, prompt_ids, prompt_rows = static.split(sizes)
+            # A dry run's own copy has the same alignment, by which kernels are chosen.
+            numbers, step_inputs, prompt_numbers, prompt_ids, prompt_rows = (
+                static.clone() if dry_run and rows else static
+            ).split(sizes)
             prompts = None
             if rows:
                 if dry_run:  # a ring's new tokens would overwrite what the pass still has to read
                     padding = self.cache.exact_numbers((), (), rows)
-                    prompt_numbers = upload(torch.from_numpy(padding), self.cache.device)
+                    prompt_numbers.copy_(upload(torch.from_numpy(padding), self.cache.device))
                 prompts = PromptInputs(prompt_numbers, prompt_ids, prompt_rows, padded.compressing)
             logits = self._step(shape, numbers, step_inputs.view(2, -1), prompts, dry_run)
             return self._logits[: len(logits)].copy_(logits)

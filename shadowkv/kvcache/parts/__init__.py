@@ -102,7 +102,12 @@ class Parts:
     @property
     def observing(self) -> bool:
         """Whether a part learns from a prompt's last queries."""
-        return any(type(part).observe is not StoredPart.observe for part in self)
+        return any(part.observes for part in self)
+
+    @property
+    def captures_observe(self) -> bool:
+        """Whether a CUDA graph can capture what parts learn from a prompt's last queries."""
+        return all(part.captures_observe for part in self if part.observes)
 
     @property
     def diagnostics(self) -> tuple[str, ...]:

@@ -5,9 +5,10 @@ the cache's ``CompressedStore`` and owns no memory. Shapes: n pages, B sequences
 heads, G query heads per kv head, d head dim, c tokens per chunk, C = 64 / c chunks per page.
 
 On a GPU ``select`` and ``source`` run while a decode step is captured in a CUDA graph, and ``compress`` in a graph of
-its own. So they must not wait for the device, and shapes must depend only on the shapes of their arguments. ``fit`` and
-``observe`` are not captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts must
-mask these pages. An index must also mask chunks that are ``EXCLUDED``.
+its own. ``source`` and ``compress`` are also captured with prompts. So they must not wait for the device, and shapes
+must depend only on the shapes of their arguments. The same holds for ``observe`` if ``captures_observe`` is True.
+``fit`` is never captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts must mask
+these pages. An index must also mask chunks that are ``EXCLUDED``.
 """
 
 from __future__ import annotations
@@ -177,10 +178,12 @@ class StoredPart(Part, ABC):
         settings: the settings of this part's policy.
         diagnostics: names of state fields that hold one number, which says how well a state fits. Smaller is worse.
         weights: names of the weights that a checkpoint must have in every layer (``CompressedStore.weights``).
+        captures_observe: whether a CUDA graph can capture ``observe``. Prompts run without graphs if it cannot.
     """
 
     diagnostics: ClassVar[tuple[str, ...]] = ()
     weights: ClassVar[tuple[str, ...]] = ()
+    captures_observe: ClassVar[bool] = False
 
     def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
         self.spec = spec
@@ -222,6 +225,11 @@ class StoredPart(Part, ABC):
     def reading_bytes(self) -> int:
         """Temporary device bytes of ``source`` in a decode step, for each row of a batch."""
         return 0
+
+    @property
+    def observes(self) -> bool:
+        """Whether it learns from a prompt's last queries."""
+        return type(self).observe is not StoredPart.observe
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         """Learns from a prompt's last queries. It is called before ``fit``, long before if the prompt first stays

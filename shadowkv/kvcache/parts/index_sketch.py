@@ -37,6 +37,8 @@ They miss 2 % with the identity alone, and up to 5 % with a share of 0.3."""
 class KeySketch(IndexPart):
     """The sketches of keys, which both indexes store."""
 
+    captures_observe = True
+
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         reasons = super().unsupported(spec, shape)

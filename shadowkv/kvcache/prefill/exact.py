@@ -208,7 +208,7 @@ def exact_prompts(
 
     Args:
         rows: T.
-        compressing: whether sequences can be compressed, or a state can learn from their queries.
+        compressing: whether sequences can be compressed in this group, or a state can learn from their queries.
     """
     (new, cached), window = lengths, layout.window
     count = len(PromptNumbers._fields) * (MAX_PROMPTS + 1)
@@ -245,7 +245,7 @@ def exact_prompts(
         within = torch.where(is_compressed & ~is_sink, 0, within)
     exact = tables.exact[slot[sequence], column].long() * PAGE + at % PAGE
     more = None
-    if compressing and layout.spec.compresses and window is None:
+    if compressing:
         segments = CachedSegments(*numbers[count:].view(-1, MAX_CACHED_SEGMENTS))
         more = _compressing(of_sequence, segments, cached, starts, key_starts, rows, tables)
     return ExactPrompts(
