@@ -108,8 +108,8 @@ class LayerGroup:
         return few and self.captures_compressing
 
     def exact_prompts(self, lengths: Tensor, numbers: Tensor, rows: int, compressing: bool) -> ExactPrompts:
-        """The group's part of ``KVCache.exact_prompts``. Sequences are exact here if ``captures_compressing`` is
-        False."""
+        """The group's part of ``KVCache.exact_prompts``. Without ``captures_compressing``, all its sequences are exact
+        in this group."""
         compressing = compressing and self.captures_compressing
         return exact_prompts(lengths, numbers, rows, compressing, self.layout, self.pool.tables)
 
