@@ -216,7 +216,7 @@ def test_a_chat_continues_from_host_memory(make: Any) -> None:
     later = [*prompt(1, 700), *first, *prompt(2, 40)]
     got, cached = turn(engine, later)
     assert cached >= 700 and got == turn(make(kv="full"), later)[0]
-    assert min(counts(engine)) > 10
+    assert min(counts(engine)) > 5
 
 
 @pytest.mark.usefixtures("opened")
