@@ -200,9 +200,9 @@ def test_sign_scores_of_a_query_of_zero_are_zero_and_huge_ones_finite(ops, seed)
 @pytest.mark.parametrize("budgets", [[20, 3, 0, 7], [1, 64, 5, 0]])
 @sizes
 def test_selection_is_the_best_chunks_of_the_kept_runs(ops, seed, heads, group, dim, chunk, budgets):
-    args, queries = problem(heads, group, dim, chunk, [51, 1, 0, 60])
-    coarse = torch.rand(4, heads, 480).argsort(dim=-1).half()  # no ties, of which an op may keep either
-    coarse.masked_fill_(torch.arange(480) >= 8 * args["num_pages"][:, None, None], -math.inf)
+    args, queries = problem(heads, group, dim, chunk, [100, 1, 0, 120])
+    coarse = torch.rand(4, heads, 960).argsort(dim=-1).half()  # no ties, of which an op may keep either
+    coarse.masked_fill_(torch.arange(960) >= 8 * args["num_pages"][:, None, None], -math.inf)
     k = max(budgets)
     selected, none = ops.select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), chunk=chunk, k=k, **args)
     assert selected.shape == (4, heads, k) and none is None
