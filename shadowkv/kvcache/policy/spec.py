@@ -161,7 +161,7 @@ class KVSpec:
         if self.drafts and shape.indexed:
             reasons.append(
                 "drafts=true (which drafts of method='sparse' need) has no meaning with this model, whose own indexer "
-                "selects in every step: leave it out"
+                "selects in every step: leave out drafts"
             )
         elif self.drafts and not self.has_index:
             reasons.append("drafts=true needs an index that selects for drafts, such as index=sketch, not 'none'")
