@@ -283,7 +283,7 @@ SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
         ),
         (
             "cuda",
-            {"max_pages": 9000, "max_selected": 56000},
+            {"max_pages": 9000, "max_selected": 75000},
             ["select_by_sketch"],
             "too few to select from 576000",
         ),

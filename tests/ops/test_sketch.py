@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.rotations import random_rotation
-from shadowkv.ops.select_by_sketch.reference import KEPT_LEAST, KEPT_SHARE, kept_runs
+from shadowkv.ops.select_by_sketch.reference import KEPT_LEAST, KEPT_OVER_BUDGET, KEPT_SHARE, kept_runs
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sign_scores import reference
 from shadowkv.ops.sign_scores.reference import (
@@ -209,7 +209,7 @@ def test_selection_is_the_best_chunks_of_the_kept_runs(ops, seed, heads, group, 
     keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)
     for b in range(4):
         runs = 8 * int(args["num_pages"][b])
-        wanted = max(KEPT_LEAST, -(-runs // KEPT_SHARE), budgets[b] * chunk)
+        wanted = max(KEPT_LEAST, -(-runs // KEPT_SHARE), -(-budgets[b] * chunk * KEPT_OVER_BUDGET // 8))
         assert int(keep[b]) == (min(runs, wanted) if budgets[b] else 0)
         own = args["pages"][b, : runs // 8]
         tokens = unpacked(args["signs"][own], args["rest"][own], args["scale"][own], dim)
