@@ -17,7 +17,7 @@ constexpr int kScaleShift = 7;   // a scale's code, shifted left by this, gives 
 constexpr uint8_t kExcluded = 0; // the code of a token that may not be selected
 
 constexpr int kKeptShare = 11;   // one in this many runs is examined closely,
-constexpr int kKeptFactor = 8;   // but at least this many times the tokens of the budget,
+constexpr int kKeptFactor = 6;   // but at least this many times the tokens of the budget,
 constexpr int kKeptLeast = 720;  // and at least this many runs
 constexpr int kSampledShare = 4; // one in this many of these is sampled, if anything is sampled
 

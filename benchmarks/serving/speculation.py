@@ -57,9 +57,9 @@ WORD, OTHER = "people", "persons"
 class Always(Account):
     """Drafts as many tokens as fit."""
 
-    def length(self, rates: Sequence[float], most: int, *others: Any) -> int:
-        """Returns ``most``."""
-        return most
+    def length(self, drafts: Sequence[tuple[float, int]], *others: Any) -> int:
+        """Returns the most tokens of all drafts."""
+        return max(most for _, most in drafts)
 
 
 def requests(

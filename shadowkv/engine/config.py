@@ -435,7 +435,10 @@ class EngineConfig:
 
     def refused_policy(self, error: ValueError) -> SettingsError:
         """Makes the error for a policy that was refused because of ``error``. It names this config's settings."""
-        return refused_policy(error, self.kv if isinstance(self.kv, str) else None, prefill_error=self.prefill_error)
+        given: dict[str, Any] = {"prefill_error": self.prefill_error}
+        if self.speculative_config is not None and self.speculation is not None and self.speculation.method == "sparse":
+            given["speculative_config"] = dict(self.speculative_config)  # has given the policy an index
+        return refused_policy(error, self.kv if isinstance(self.kv, str) else None, **given)
 
     @classmethod
     def names(cls) -> list[str]:

@@ -453,8 +453,8 @@ class KVCache:
     @property
     def selection_hook(self) -> SelectionHook | None:
         """Called in a decode step with the layer, RoPE-rotated queries [R, H_q, d], the batch and the index's
-        selection. The step attends to the selection that the hook returns. The hook is not called if the policy does
-        not select (``KVSpec.selects``). Set it before the first step: captured graphs keep the hook of their
+        selection. The step attends to the selection that the hook returns. The hook is not called in steps that attend
+        to all tokens (``GroupPlan.selects``). Set it before the first step: captured graphs keep the hook of their
         capture."""
         return self.groups[0].decode.hook
 

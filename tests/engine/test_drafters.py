@@ -160,18 +160,20 @@ def test_drafts_of_several_requests_are_weighed_together() -> None:
     def seconds(count: int) -> float:
         return 1 + 0.3 * count
 
-    def length(rates: list[float]) -> int:
-        return Account().length(rates, 6, seconds, 4, 0)
+    def length(*drafts: tuple[float, int]) -> int:
+        return Account().length(drafts, seconds, 4, 0)
 
-    assert length([0.9] * 4) > length([0.9, 0.9, 0.1, 0.1]) > 0
-    assert length([0.9]) == 0, "a draft of one request costs all four more than it gains"
-    assert length([0.1] * 4) == 0
+    good, bad = (0.9, 6), (0.1, 6)
+    assert length(*[good] * 4) > length(good, good, bad, bad) > 0
+    assert length(good) == 0, "a draft of one request costs all four more than it gains"
+    assert length(*[bad] * 4) == 0
+    assert length(good, *[(0.9, 1)] * 3) == 1, "no other request gains from further tokens"
 
 
 def test_joint_drafts_that_are_always_wrong_cost_little() -> None:
     account, lost = Account(), 0.0
     for steps in range(0, 4000, 4):
-        if drafted := account.length([0.9] * 4, 6, lambda count: 1 + 0.2 * count, 4, steps):
+        if drafted := account.length([(0.9, 6)] * 4, lambda count: 1 + 0.2 * count, 4, steps):
             account.spend()
             account.gain(0)
             lost += 4 * 0.2 * drafted

@@ -290,12 +290,13 @@ def turns_of_compressed(engine: Engine, captured: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kv", "family"),
-    [("turbo", None), ("turbo:skip_layers=1", None), ("fp8", None), ("turboquant-3", None), ("quest", None),
-     ("exact-top-k", None), ("turbo", "windows and sinks"), ("fp8", "windows and sinks")],
+    [("turbo:budget=1.0", None), ("turbo:budget=1.0,skip_layers=1", None), ("fp8", None), ("turboquant-3", None),
+     ("quest", None), ("exact-top-k", None), ("turbo:budget=1.0", "windows and sinks"), ("fp8", "windows and sinks")],
 )  # fmt: skip
 def test_later_turns_of_compressed_sequences(
     make: Any, kv: str, family: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Steps of ``turbo`` select every token: which ones would be sampled depends on the last bits of sums."""
     monkeypatch.setattr(torch.nn.functional, "linear", exact_linear)
     config = {**CONFIG, "num_hidden_layers": 3}
     if family is not None:

@@ -379,6 +379,8 @@ def test_models_that_take_no_drafts_are_refused(tmp_path: Path) -> None:
     build("qwen3_5", tmp_path)
     with pytest.raises(SettingsError, match="layers with a recurrent state, from which wrong tokens cannot be removed"):
         Engine(EngineConfig(model=str(tmp_path), kv="full", max_num_seqs=2, speculative_config=SUFFIX))
+    with pytest.raises(SettingsError, match=r"^kv='full-speculative': this model has layers with a recurrent state"):
+        Engine(EngineConfig(model=str(tmp_path), kv="full-speculative", max_num_seqs=2))
 
 
 def test_policies_that_fetch_values_are_refused(make: Any) -> None:

@@ -344,7 +344,7 @@ def test_ranks_verify_drafts_together(model: Path, monkeypatch: pytest.MonkeyPat
 
 def test_ranks_draft_with_their_own_heads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 chooses a draft's tokens. The other ranks read them for the next draft step."""
-    monkeypatch.setattr(Account, "length", lambda self, rates, most, *others: most)
+    monkeypatch.setattr(Account, "length", lambda self, drafts, *others: max(most for _, most in drafts))
     params = SamplingParams(max_tokens=90, temperature=1.0, seed=5, ignore_eos=True)
 
     def said(engine: Engine) -> dict[str, list[int]]:

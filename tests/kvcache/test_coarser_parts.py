@@ -64,8 +64,8 @@ def test_signs_alone_find_runs_of_eight_and_read_less() -> None:
     whole, signs = parts[0].bytes_per_token(), parts[1].scored_bytes(1, 0)
     assert parts[1].scored_bytes(64_000, 100) == 64_000 * signs
     assert parts[0].scored_bytes(64_000, 10) == 64_000 * signs + 8 * 728 * whole  # one in 11 runs of 8
-    assert parts[0].scored_bytes(64_000, 2000) == 64_000 * (signs + whole)  # eight times what is selected
-    assert parts[0].scored_bytes(6400, 100) == 6400 * (signs + whole)  # eight times 800 tokens, over 720 runs of 8
+    assert parts[0].scored_bytes(64_000, 2000) == 64_000 * (signs + whole)  # six times what is selected are more
+    assert parts[0].scored_bytes(6400, 100) == 6400 * signs + 8 * 720 * whole  # over six times 800 tokens
     assert parts[0].scored_bytes(2048, 10) == 2048 * (signs + whole)  # all of them
     assert parts[1].unsupported(preset("turbo", sampled=0.0), model) == [
         "signs alone select runs of 8 tokens: they need chunk=8, not 1"

@@ -283,7 +283,7 @@ SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
         ),
         (
             "cuda",
-            {"max_pages": 9000, "max_selected": 2**19},
+            {"max_pages": 9000, "max_selected": 75000},
             ["select_by_sketch"],
             "too few to select from 576000",
         ),
@@ -304,6 +304,11 @@ def test_what_a_backend_cannot_serve_goes_to_the_reference_with_its_reason(
         assert usual.backends[name] != "reference"
         assert ops.backends[name] == "reference"
         assert reason in ops.reasons[name][-1]
+
+
+def test_long_contexts_and_many_examined_runs_are_searched_by_kernels(built: None) -> None:
+    for changes in ({"max_pages": 55000}, {"max_pages": 9000, "max_selected": 55000}):
+        assert Ops("cuda", replace(TURBO, **changes)).backends["select_by_sketch"] == "cuda"
 
 
 def test_the_next_backend_is_asked_before_the_reference(built: None) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.rotations import random_rotation
-from shadowkv.ops.select_by_sketch.reference import KEPT_LEAST, KEPT_SHARE, kept_runs
+from shadowkv.ops.select_by_sketch.reference import KEPT_LEAST, KEPT_OVER_BUDGET, KEPT_SHARE, kept_runs
 from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sign_scores import reference
 from shadowkv.ops.sign_scores.reference import (
@@ -200,16 +200,16 @@ def test_sign_scores_of_a_query_of_zero_are_zero_and_huge_ones_finite(ops, seed)
 @pytest.mark.parametrize("budgets", [[20, 3, 0, 7], [1, 64, 5, 0]])
 @sizes
 def test_selection_is_the_best_chunks_of_the_kept_runs(ops, seed, heads, group, dim, chunk, budgets):
-    args, queries = problem(heads, group, dim, chunk, [51, 1, 0, 60])
-    coarse = torch.rand(4, heads, 480).argsort(dim=-1).half()  # no ties, of which an op may keep either
-    coarse.masked_fill_(torch.arange(480) >= 8 * args["num_pages"][:, None, None], -math.inf)
+    args, queries = problem(heads, group, dim, chunk, [100, 1, 0, 120])
+    coarse = torch.rand(4, heads, 960).argsort(dim=-1).half()  # no ties, of which an op may keep either
+    coarse.masked_fill_(torch.arange(960) >= 8 * args["num_pages"][:, None, None], -math.inf)
     k = max(budgets)
     selected, none = ops.select_by_sketch(coarse=coarse, budget=torch.tensor(budgets), chunk=chunk, k=k, **args)
     assert selected.shape == (4, heads, k) and none is None
     keep = kept_runs(args["num_pages"], torch.tensor(budgets), chunk)
     for b in range(4):
         runs = 8 * int(args["num_pages"][b])
-        wanted = max(KEPT_LEAST, -(-runs // KEPT_SHARE), budgets[b] * chunk)
+        wanted = max(KEPT_LEAST, -(-runs // KEPT_SHARE), -(-budgets[b] * chunk * KEPT_OVER_BUDGET // 8))
         assert int(keep[b]) == (min(runs, wanted) if budgets[b] else 0)
         own = args["pages"][b, : runs // 8]
         tokens = unpacked(args["signs"][own], args["rest"][own], args["scale"][own], dim)

@@ -438,4 +438,4 @@ def test_ranks_of_minimax_m2_share_no_kv_head(capsys: pytest.CaptureFixture[str]
     (plan,) = json.loads(capsys.readouterr().out)["plans"]
     assert plan["device_bytes_per_sequence"] == 122880 * 62 * 2 * (2 * 128) * 2
     assert main([*command, "16"]) == 2
-    assert "--tensor-parallel-size 16 is more than the 8 kv heads that minimax_m2 models" in capsys.readouterr().err
+    assert "--tensor-parallel-size 16 is more than the model's 8 kv heads" in capsys.readouterr().err

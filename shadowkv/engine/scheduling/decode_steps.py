@@ -40,8 +40,8 @@ class DecodeSteps:
         speculation: drafts tokens; None without speculative decoding.
 
     Attributes:
-        seconds: device time of the last step without prompts. Steps that captured a CUDA graph do not count: the device
-            waited for the host.
+        seconds: device time of the last step without prompts, and without its draft steps. Steps that captured a CUDA
+            graph do not count: the device waited for the host.
         held: rows that wait for their grammars.
     """
 
@@ -124,7 +124,7 @@ class DecodeSteps:
             else:
                 self.seconds = seconds
                 if self.speculation is not None and not step.eager:
-                    self.speculation.took(step.lengths, len(step.logits), step.computed.since(step.drafted))
+                    self.speculation.took(step.lengths, len(step.logits), step.computed.since(step.started))
         return joined(chosen, before)
 
     def following(self) -> ChosenRows | None:
@@ -178,22 +178,20 @@ class DecodeSteps:
             sources.append(source)
         if not rows:
             return None
-        started = Mark(self.runner.cache.device)
         asking = [row for row, running in enumerate(rows) if running.request.params.return_selections]
         record = None
         if asking:
             record = SelectionRecord(self.runner.cache, [rows[row].sequence for row in asking], asking)
         work = [(running.sequence, running.new_token_ids) for running in prompts]
         drafts = [] if before is not None or prompts or record is not None else self._drafts(rows)
-        drafted = Mark(self.runner.cache.device)
+        started = Mark(self.runner.cache.device)
         captures, eager_runs = self.runner.captures, self.runner.eager_runs
         logits = self.runner.decode([running.sequence for running in rows], tokens, sources, record, work, drafts)
         captured, eager = self.runner.captures > captures, self.runner.eager_runs > eager_runs
         ahead = [source >= 0 for source in sources] + [False] * len(prompts)
         count = sum(len(ids) for _, ids in work)
         how = captured, eager
-        marks = started, drafted
-        return _Step([*rows, *prompts], ahead, logits, self.runner, *marks, *how, asking, record, count, drafts)
+        return _Step([*rows, *prompts], ahead, logits, self.runner, started, *how, asking, record, count, drafts)
 
     def _drafts(self, rows: Sequence[Running]) -> list[list[int]]:
         """Returns a draft for each row; none if nothing is drafted."""
@@ -215,7 +213,6 @@ class _Step:
         logits: Tensor,
         runner: Runner,
         started: Mark,
-        drafted: Mark,
         captured: bool,
         eager: bool,
         asking: list[int],
@@ -223,7 +220,7 @@ class _Step:
         prompt_tokens: int,
         drafts: list[list[int]],
     ) -> None:
-        self.rows, self.drafts, self.started, self.drafted = rows, drafts, started, drafted
+        self.rows, self.drafts, self.started = rows, drafts, started
         self.captured, self.eager, self._asking, self._record = captured, eager, asking, record
         self.prompt_tokens = prompt_tokens
         requests = [running.request for running in rows]

@@ -80,7 +80,7 @@ class SparseDrafts(Speculation):
         rows = len(requests)
         room = min(self._most, (self._max_rows - rows) // rows)
         most = [max(0, min(own, room)) for own in most]
-        if not (longest := max(most)) or not any(map(_is_compressed, sequences)):
+        if not any(most) or not any(map(_is_compressed, sequences)):
             return [0] * rows
         kind = kind_of([sequence.length for sequence in sequences])
         times, draft_times = self._times[kind], self._draft_times[kind]
@@ -91,8 +91,8 @@ class SparseDrafts(Speculation):
         def seconds(count: int) -> float:
             return times.seconds(rows + sum(min(count, own) for own in most)) + count * draft
 
-        rates = [self._of(request).rate(ALIKE) for request, own in zip(requests, most, strict=True) if own]
-        count = self.account.length(rates, longest, seconds, rows, self._tokens)
+        drafts = [(self._of(request).rate(ALIKE), own) for request, own in zip(requests, most, strict=True)]
+        count = self.account.length(drafts, seconds, rows, self._tokens)
         return [min(count, own) for own in most]
 
     def _draft(

@@ -125,21 +125,22 @@ class Account:
         self._cost, self._is_trial = 0.0, False
 
     def length(
-        self, rates: Sequence[float], most: int, seconds: Callable[[int], float], sequences: int, steps: int
+        self, drafts: Sequence[tuple[float, int]], seconds: Callable[[int], float], sequences: int, steps: int
     ) -> int:
-        """Returns the number of tokens to draft, at most ``most``. If they are drafted, ``spend`` and ``gain`` must be
-        called.
+        """Returns the number of tokens to draft. If they are drafted, ``spend`` and ``gain`` must be called.
 
         Args:
-            rates: acceptance rates of the drafts, one for each drafting sequence.
-            seconds: time of the step by the number of drafted tokens of each draft, with all that drafts cost.
+            drafts: the acceptance rate and the most tokens of each sequence's draft. A draft has fewer tokens than the
+                returned number if its most is less.
+            seconds: time of the step by the number of tokens to draft, with all that drafts cost.
             sequences: sequences of the step.
             steps: tokens so far. The bounds are shares of them.
         """
         best, value, gain, plain = 0, LEAST_GAIN, 0.0, seconds(0)
-        limit = sum(rate / (1 - rate) for rate in rates)  # tokens of drafts without an end
-        for count in range(1, most + 1):
-            gain += sum(rate**count for rate in rates)
+        longest = max(most for _, most in drafts)
+        limit = sum(rate / (1 - rate) for rate, _ in drafts)  # tokens of drafts without an end
+        for count in range(1, longest + 1):
+            gain += sum(rate**count for rate, most in drafts if count <= most)
             faster = plain / seconds(count)
             if (1 + limit / sequences) * faster <= value:  # if all further tokens cost nothing
                 break
@@ -147,7 +148,7 @@ class Account:
             if over > value:
                 best, value = count, over
         self._is_trial = not best
-        count = best or min(most, 1)
+        count = best or min(longest, 1)
         # A slower step costs every sequence.
         self._cost = sequences * (seconds(count) / plain - 1)
         loss = self._tried + self._cost if self._is_trial else -self._balance - FREE_LOSS
@@ -189,7 +190,7 @@ class Gate:
             steps: tokens of the answer so far.
         """
         self._matched, rate = matched, self._own.rate(matched)
-        return self._account.length([rate], most, lambda count: times.seconds(rows + count), sequences, steps)
+        return self._account.length([(rate, most)], lambda count: times.seconds(rows + count), sequences, steps)
 
     def judge(self, drafted: int, accepted: int) -> None:
         """Records how many of the drafted tokens were accepted."""

@@ -154,16 +154,17 @@ def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
 
 
 def check_drafts(config: EngineConfig, cache: KVCache) -> None:
-    """Raises SettingsError if ``speculative_config`` is set and steps of ``cache`` cannot have drafts."""
+    """Raises SettingsError if there are drafts and steps of ``cache`` cannot have them."""
     if config.speculation is None or cache.takes_drafts:
         return
+    recurrent = "this model has layers with a recurrent state, from which wrong tokens cannot be removed; "
+    if (given := config.speculative_config) is None:  # policies with drafts of their own fetch nothing
+        raise SettingsError(f"kv={config.policy!r}: {recurrent}choose a policy without drafts, such as full", ["kv"])
     reason = "the policy fetches values from the host into a buffer, in which two rows of a sequence would collide; "
     reason += "set fetch_buffer=0, or choose a policy that keeps values on the device"
     if cache.recurrent is not None:
-        reason = "this model has layers with a recurrent state, from which wrong tokens cannot be removed; leave it out"
-    raise SettingsError(
-        f"speculative_config={dict(config.speculative_config or {})!r}: {reason}", ["speculative_config"]
-    )
+        reason = f"{recurrent}leave it out"
+    raise SettingsError(f"speculative_config={dict(given)!r}: {reason}", ["speculative_config"])
 
 
 def default_prefill(

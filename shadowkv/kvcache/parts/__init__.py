@@ -267,7 +267,7 @@ def describe(spec: KVSpec, shape: ModelShape) -> str:
     if spec.selects:
         words += [spec.describe_budget(), f"{spec.outliers} outlier chunks per kv head"]
     elif spec.drafts:
-        words.append(f"drafts attend to a {spec.describe_budget()}, other steps to every token")
+        words.append(f"draft steps attend to selected tokens ({spec.describe_budget()}), others to every token")
     words.append(f"newest {spec.local} tokens exact, all up to {spec.dense_limit}")
     if spec.skip_layers:
         words.append(f"first and last {spec.skip_layers} layers exact")

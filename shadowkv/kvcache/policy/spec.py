@@ -158,7 +158,12 @@ class KVSpec:
             reasons.append(f"budget={self.budget} tokens is less than 1")
         if not self.has_index and (self.budget is not None or self.outliers):
             reasons.append("index='none' attends to every token: budget, outliers have no meaning with it")
-        if self.drafts and not self.has_index:
+        if self.drafts and shape.indexed:
+            reasons.append(
+                "drafts=true (which drafts of method='sparse' need) has no meaning with this model, whose own indexer "
+                "selects in every step: leave out drafts"
+            )
+        elif self.drafts and not self.has_index:
             reasons.append("drafts=true needs an index that selects for drafts, such as index=sketch, not 'none'")
         if self.drafts and self.outliers:
             reasons.append(f"drafts=true attends to every token: outliers={self.outliers} have no meaning with it")
@@ -247,7 +252,7 @@ class KVSpec:
     @property
     def default_budget(self) -> tuple[float, int]:
         """The share of the context, and the minimum number of tokens, that a step selects if ``budget`` is None."""
-        return SKETCH_BUDGET if self.index == "sketch" and self.chunk == 1 else DEFAULT_BUDGET
+        return SKETCH_BUDGET if self.index == SKETCH and self.chunk == 1 else DEFAULT_BUDGET
 
     def budget_chunks(self, context: np.ndarray) -> np.ndarray:
         """Maximum number of chunks per kv head that a step selects from ``context`` tokens, int64 of any shape."""

@@ -415,7 +415,7 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     fields = (*layout.compressed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
-        "spec": {name: value for name, value in spec.as_dict().items() if name != "drafts"},
+        "spec": {name: value for name, value in spec.as_dict().items() if name != "drafts" or value},
         # ``key_bias`` is left out, because its effects are in the policy. So are fields that change no page.
         "shape": {
             name: value

@@ -26,10 +26,12 @@ def supports(case: Case) -> list[str]:
     """Why the kernels cannot serve a case: one thread block must be able to select from all runs of the longest
     context.
 
-    An H200 cannot do this for contexts of 3.5 million tokens, or for half a million selected chunks.
+    An H200 cannot do this for contexts of more than 3.5 million tokens, or if it examines more than 55,040 runs for
+    single tokens.
     """
     groups = (case.block_memory - COUNTS_BYTES) // 4  # groups of 8 values take 4 bytes each
-    needed = max(case.max_pages, region_bytes(case.max_pages, case.chunk, case.max_selected) // 16)
+    kept = reference.most_kept(PAGE // RUN * case.max_pages, case.max_selected, case.chunk)
+    needed = max(case.max_pages, -(-kept // case.chunk))
     reason = f"{case.block_memory} bytes of shared memory are too few to select from {PAGE * case.max_pages} tokens"
     return sketch_queries.supports(case) + unless(needed <= groups, reason)
 

@@ -21,7 +21,7 @@ from shadowkv.ops.sketch_queries.reference import SketchQueries
 KEPT_SHARE = 11
 """At least one in this many runs is kept: all bits of its tokens are examined."""
 
-KEPT_OVER_BUDGET = 8
+KEPT_OVER_BUDGET = 6
 """Kept runs have at least this many times as many tokens as the budget."""
 
 KEPT_LEAST = 720

@@ -1,14 +1,14 @@
-"""Measures how far steps are from full attention if a fixed number or an error bound says how many tokens they read.
+"""Measures how far steps are from full attention, by the rule by which they select tokens.
 
 The prompt is computed once, exactly. It is forked into one row for each rule (``rules.py``), and all rows follow the
 tokens that full attention generates. Keys and values are exact, so only the selection differs.
 
 Results are rows of a CSV file, one for each prompt and rule. Prompts that the file has are not measured again.
-``--summary`` prints means over prompts, with 95 % intervals by bootstrap over prompts. It divides a rule's KL by that
-of a fixed number at equal mean tokens, which is interpolated: with the rule's own draw and scores, and with the step's.
+``--summary`` prints means over prompts, and each rule's KL divided by that of the former rule, with 95 % intervals by
+bootstrap over prompts.
 
-    python -m benchmarks.step_budgets --model smollm2-135m-64k --length 8224 --prompts 2 --out FILE
-    python -m benchmarks.step_budgets --out FILE --summary
+    python -m benchmarks.selection --model smollm2-135m-64k --length 8224 --prompts 2 --out FILE
+    python -m benchmarks.selection --out FILE --summary
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.step_budgets.rules import CAP, LARGEST, RULES, ByRule
+from benchmarks.selection.rules import FORMER, MOST, RULES, ByRule
 from benchmarks.sweeps.engines import add_model_arguments, model_of
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
@@ -63,7 +63,7 @@ class Follower:
     """The rows of all rules, and full attention, which they follow."""
 
     def __init__(self, loaded: LoadedModel, capacity: int) -> None:
-        fields = {"keys": "dense", "values": "dense", "index": "by-rule", "sampled": 0.5, "budget": CAP}
+        fields = {"keys": "dense", "values": "dense", "index": "by-rule", "sampled": 0.5, "budget": MOST}
         spec = preset("turbo", **fields, dense_below=0)
         self.loaded, self.capacity = loaded, capacity
         self.full = open_cache(loaded, preset("full"), capacity)
@@ -94,30 +94,15 @@ class Follower:
             cache.release(sequence)
         counts = torch.stack(self.index.counts).float().unflatten(0, (len(kl), -1))  # [steps, layers, R, H]
         for number, rule in enumerate(RULES):
-            own_kl, own_counts = torch.stack(kl)[:, number], counts[:, :, number]
-            quantiles = own_counts.flatten().quantile(torch.tensor([0.5, 0.95]))
-            agreed = torch.stack(agrees)[:, number].float()
             figures = {
-                "kl": own_kl.mean(),
-                "kl_max": own_kl.max(),
-                "top1": agreed.mean(),
-                "all_top1": agreed.min(),
-                "tokens": own_counts.mean(),
-                "tokens_p50": quantiles[0],
-                "tokens_p95": quantiles[1],
-                "tokens_of_worst_step": own_counts.mean((1, 2)).max(),
-                "at_cap": (own_counts >= LARGEST).float().mean(),
-                "spread": own_counts.std(correction=0),
-                "spread_of_heads": own_counts.mean(0).std(correction=0),
+                "tokens_selected": counts[:, :, number].mean(),
+                "kl": torch.stack(kl)[:, number].mean(),
+                "top1": torch.stack(agrees)[:, number].float().mean(),
             }
             yield {
-                "draw": rule.draw,
-                "scores": rule.scores,
-                "number": rule.number,
-                "amount": f"{rule.amount:g}",
+                **{name: str(value) for name, value in vars(rule).items()},
                 "steps": str(len(kl)),
                 **{name: f"{float(x):.5g}" for name, x in figures.items()},
-                "tokens_by_layer": " ".join(f"{x:.0f}" for x in own_counts.mean((0, 2)).tolist()),
             }
 
 
@@ -132,8 +117,7 @@ def prompts_of(kind: str, loaded: LoadedModel, count: int, tokens: int, new: int
         yield Prompt(f"{kind}:{sample.id}", encoded), min(new, sample.max_new_tokens)
 
 
-COLUMNS = ("drawn by", "scores", "number by", "", "tokens", "95 % of heads", "worst step", "top-1, %", "KL")
-RATIOS = ("KL over a fixed number's", "over the step's own")
+COLUMNS = ("weights", "draw", "runs", "tokens", "top-1, %", "KL, 10⁻³ nats", "over the former rule's")
 
 
 def summarise(path: Path) -> None:
@@ -144,41 +128,22 @@ def summarise(path: Path) -> None:
             for text in ("all texts", row["text"]):
                 measured[row["length"], text][row["prompt"]].append(row)
     for (length, text), prompts in measured.items():
-        print(f"\n{text}, {length} tokens, prompts: {len(prompts)}\n\n| {' | '.join((*COLUMNS, *RATIOS))} |")
-        print(f"| {' | '.join(3 * ('---',) + 8 * ('---:',))} |")
+        print(f"\n{text}, {length} tokens, prompts: {len(prompts)}\n\n| {' | '.join(COLUMNS)} |")
+        print(f"| {' | '.join(2 * ('---',) + 5 * ('---:',))} |")
         _print_rules(list(prompts.values()))
 
 
 def _print_rules(prompts: list[list[dict[str, str]]]) -> None:
     """Prints a line for every rule; ``prompts`` has the rows of each prompt, in the order of rules."""
-    names = ("kl", "tokens", "top1", "tokens_p95", "tokens_of_worst_step")
-    kl, tokens, top1, p95, worst = (np.array([[float(row[name]) for row in own] for own in prompts]) for name in names)
+    kl, top1 = (np.array([[float(row[name]) for row in own] for own in prompts]) for name in ("kl", "top1"))
     draws = np.random.default_rng(0).integers(len(prompts), size=(2000, len(prompts)))
-    kl_means, token_means = kl[draws].mean(1), tokens[draws].mean(1)
-    kinds = [(row["draw"], row["scores"], row["number"]) for row in prompts[0]]
+    means = kl[draws].mean(1)
     for at, rule in enumerate(prompts[0]):
-        over = []
-        for other in ((*kinds[at][:2], "fixed"), ("halves", "sketch", "fixed")):
-            fixed = [n for n, kind in enumerate(kinds) if kind == other]
-            ratios = [_ratio(at, fixed, *means) for means in zip(kl_means, token_means, strict=True)]
-            of_all = _ratio(at, fixed, kl.mean(0), tokens.mean(0))
-            over.append("" if at in fixed else _interval(of_all, ratios, 2))
-        texts = (*kinds[at], rule["amount"])
-        means = (f"{x[:, at].mean():.0f}" for x in (tokens, p95, worst))
-        figures = (f"{100 * top1[:, at].mean():.1f}", _interval(kl[:, at].mean(), kl_means[:, at], 5))
-        print(f"| {' | '.join((*texts, *means, *figures, *over))} |")
-
-
-def _ratio(at: int, fixed: list[int], kl: np.ndarray, tokens: np.ndarray) -> float:
-    """A rule's KL, divided by that of a fixed number at its mean tokens. NaN if no fixed numbers are around it."""
-    log_tokens, log_kl = np.log(tokens), np.log(kl)
-    others = np.interp(log_tokens[at], log_tokens[fixed], log_kl[fixed], left=np.nan, right=np.nan)
-    return float(np.exp(log_kl[at] - others))
-
-
-def _interval(mean: float, draws: Sequence[float] | np.ndarray, digits: int) -> str:
-    low, high = np.quantile(draws, (0.025, 0.975))
-    return "" if np.isnan(low + mean + high) else f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+        ratio, ratios = kl[:, at].mean() / kl[:, FORMER].mean(), means[:, at] / means[:, FORMER]
+        low, high = np.quantile(ratios, (0.025, 0.975))
+        figures = f"{100 * top1[:, at].mean():.1f}", f"{1e3 * kl[:, at].mean():.2f}"
+        over = f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+        print(f"| {' | '.join((rule['weights'], rule['draw'], rule['runs'], rule['tokens'], *figures, over))} |")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,1 @@
+"""How far steps are from full attention with other rules by which a sketch's tokens are selected."""

@@ -1,0 +1,60 @@
+"""Rules by which steps select tokens: chances have the sum that is wanted, and the present rule is a step's own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.selection.__main__ import Follower, summarise
+from benchmarks.selection.rules import RULES, TAKEN, ByRule, chances
+from robustness.tiny_model import tiny_model
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.kvcache import parts
+from shadowkv.kvcache.parts.index_sketch import Sketch
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 3.0])
+def test_chances_are_in_proportion_to_weights_up_to_one(sharpness: float) -> None:
+    log_weight = sharpness * torch.randn(2, 3000, generator=torch.Generator().manual_seed(1))
+    found = chances(log_weight, 400)
+    assert found.sum(-1).tolist() == pytest.approx([400, 400], rel=2e-2)
+    unsure = found < 1
+    level = (found.log2() - log_weight).masked_fill(~unsure, math.nan)
+    assert (level - level.nanmean(-1, keepdim=True)).nan_to_num(0).abs().max() < 1e-3
+    assert all(log_weight[head, ~unsure[head]].min() >= log_weight[head, unsure[head]].max() for head in range(2))
+
+
+def test_rows_follow_full_attention(tmp_path, capsys, monkeypatch) -> None:
+    """The present rule selects what a step of that budget selects, of a context of which all runs are examined."""
+    select, rule = ByRule.select, RULES[TAKEN]
+
+    def checked(self, store, layer, q, batch):
+        selected = select(self, store, layer, q, batch)
+        counts = torch.full_like(batch.budget, rule.tokens // 2)
+        step = replace(batch, budget=counts, sampling=replace(batch.sampling, counts=counts))
+        own = Sketch.select(self, store, layer, q, step)
+        for found, wanted in zip(selected.chunks[TAKEN], own.chunks[TAKEN], strict=True):
+            common = torch.isin(wanted[wanted >= 0], found).float().mean()
+            assert common > 0.95  # which ones are sampled depends on the last bits of sums
+        return selected
+
+    monkeypatch.setattr(ByRule, "select", checked)
+    monkeypatch.setitem(parts.REGISTERED["index"], "by-rule", ByRule)  # for this test alone
+    with tiny_model() as path:
+        loaded = load_from_config(
+            EngineConfig(model=str(path), max_model_len=1640, load_format="dummy", dtype="float32")
+        )
+    prompt = torch.randint(5, 128, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = list(Follower(loaded, 1560).follow(prompt, 4, set(), math.inf))
+    assert [int(row["tokens"]) for row in rows] == [rule.tokens for rule in RULES]
+    assert all(0.85 < float(row["tokens_selected"]) / int(row["tokens"]) < 1.01 for row in rows)
+    file = tmp_path / "rows.csv"
+    about = {"length": "1500", "text": "random", "prompt": "0"}
+    lines = [",".join((about | row).values()) for row in rows]
+    file.write_text("\n".join([",".join(about | rows[0]), *lines]) + "\n")
+    summarise(file)
+    assert capsys.readouterr().out.count("| unit | halves | 1 | 960 | ") == 2
