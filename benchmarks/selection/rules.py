@@ -17,7 +17,6 @@ Shapes: R rows, H kv heads, G query heads of each, T compressed tokens, d dimens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -160,7 +159,10 @@ class ByRule(Sketch):
 
     def _products(self, store: CompressedStore, layer: int, queries: Tensor, pages: Tensor) -> Tensor:
         """Products [R, H, G, T] of queries [R, H, G, d] with the sketches of all compressed tokens."""
-        read: Callable[[Tensor], Tensor] = lambda page_ids: self._sketches(page_ids, store, layer)  # noqa: E731
+
+        def read(page_ids: Tensor) -> Tensor:
+            return self._sketches(page_ids, store, layer)
+
         if layer not in self._shared:  # all rows share the prompt's pages
             self._shared[layer] = read(pages[0])
         shared = self._shared[layer]

@@ -280,11 +280,15 @@ def test_draft_steps_are_no_time_of_the_step(make: Any, monkeypatch: pytest.Monk
 
 
 def test_sequences_without_compressed_tokens_draft_nothing(make: Any) -> None:
-    """Each draft step would attend to everything."""
+    """Each draft step would attend to everything. The line of the start says how long sequences have to be."""
     engine = make(kv=WIDE, kv_dense_below=1000)
+    (line,) = (note for note in engine.notes if note.startswith("drafts"))
+    assert line.startswith("drafts  sparse, up to ") and line.endswith("with more than 999 tokens (--kv-dense-below)")
     engine.add_request("a", prompt(1, 300), PLAIN)
     drain(engine)
     assert counts(engine) == (0, 0)
+    never = make(kv=WIDE, kv_dense_below=3000)
+    assert any(note.endswith(": none, as max_model_len is 2048") for note in never.notes)
 
 
 def test_a_policy_is_given_the_index_that_drafts_need() -> None:

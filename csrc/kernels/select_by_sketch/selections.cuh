@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
   const SelectBySketch& p = phase.of;
   extern __shared__ uint4 room[];
   __shared__ RadixShared shared;
+  __shared__ float mean_length; // of the queries, for thread 0: no register is left for it
   wait_for_launch_before();
   let_next_launch_begin();
   const unsigned row = blockIdx.x, sequence = row / p.heads;
@@ -76,12 +77,13 @@ __global__ void __launch_bounds__(kThreads, kThreads == 512 ? kFewBlocks : kMany
     if (p.sampled) {
       for (int i = 0; i < p.group; ++i) length += p.length[row * p.group + i];
       length /= p.group, state.slope = p.chunk_sharpness;
+      if (threadIdx.x == 0) mean_length = length;
     }
     if (sampled) {
       const Chosen chosen = systematic_sample(
           shared, values, pages, to_keep - sampled, to_keep, p.run_sharpness * length, mix_bits(p.state_of(row)), bits,
           keep);
-      state.count = chosen.count, state.edge = length * fmaxf(chosen.edge, -kLargestHalf);
+      state.count = chosen.count, state.edge = mean_length * fmaxf(chosen.edge, -kLargestHalf); // thread 0's
     } else {
       state.count = select_largest(shared, values, pages, to_keep, bits, [&](uint32_t place, uint32_t run) {
         keep(place, run, 0);

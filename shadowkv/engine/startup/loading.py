@@ -255,7 +255,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
             if group.window is not None
         ),
         *_recurrent(cache),
-        *_drafts(config),
+        *_drafts(config, cache),
         *backend_lines(cache.ops, cache.device, config.enforce_eager),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {counted(config.max_num_seqs, 'sequence')} at once",
@@ -286,12 +286,17 @@ def _recurrent(cache: KVCache) -> list[str]:
     ]
 
 
-def _drafts(config: EngineConfig) -> list[str]:
+def _drafts(config: EngineConfig, cache: KVCache) -> list[str]:
     """A line about speculative decoding, for a server's start; empty without it."""
     if (drafts := config.speculation) is None:
         return []
     count = counted(drafts.num_speculative_tokens or 0, "token")
-    return [f"drafts  {drafts.method}, up to {count} of a sequence in a step"]
+    line = f"drafts  {drafts.method}, up to {count} of a sequence in a step"
+    if cache.spec.drafts:  # only compressed tokens are in the index that selects
+        shortest = cache.spec.dense_limit
+        line += f", of sequences with more than {counted(shortest, 'token')} (--kv-dense-below)"
+        line += f": none, as max_model_len is {cache.max_model_len}" if shortest >= cache.max_model_len else ""
+    return [line]
 
 
 def _experts(model: ModelConfig) -> str:
