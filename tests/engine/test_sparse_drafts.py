@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafting import counts
+from drafting import KINDS, PLAIN, SEEDED, counts, said
 from test_engine import assert_empty, drain, prompt, tokens
 from test_faults import Graph, with_graphs
 from test_layer_kinds import engine_of
 from test_layer_kinds import make as make_model
 from test_run_ahead import answers
-from test_speculation import KINDS, PLAIN, SEEDED
 from tiny_llama import write_config
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.speculation.gate import Account
 from shadowkv.models.loader import LoadedModel
 from shadowkv.wording import SettingsError
@@ -47,23 +45,6 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs prompts without a clock."""
     for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):
         monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
-
-
-def said(engine: Engine) -> tuple[dict[str, tuple[list[int], str | None]], list[float]]:
-    """What all kinds of requests are answered, beside others that are aborted, and log-probabilities."""
-    for number, params in enumerate(KINDS * 2):
-        engine.add_request(str(number), prompt(number, (450, 70)[number % 2]), params)
-        engine.add_request(f"aborted {number}", prompt(number, 300), PLAIN)
-    outputs: dict[str, list[TokenOutput]] = {}
-    while engine.has_work:
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-            if output.request_id.startswith("aborted") and output.completion_tokens > 9:
-                engine.abort(output.request_id)
-    assert_empty(engine)
-    whole = {name: (tokens(of_it), of_it[-1].finish_reason) for name, of_it in outputs.items() if name.isdecimal()}
-    steps = (step for name in sorted(whole) for output in outputs[name] for step in output.logprobs or ())
-    return whole, [step.logprob for step in steps]
 
 
 def keep_time(engine: Engine, patch: pytest.MonkeyPatch, cost: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import SUFFIX, counts, draft_by, mostly
+from drafting import KINDS, PLAIN, SEEDED, SUFFIX, counts, draft_by, mostly, said
 from test_engine import GREEDY, assert_empty, drain, prompt, tokens
 from test_faults import Graph, with_graphs
 from test_layer_kinds import engine_of
@@ -24,25 +24,8 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution import cuda_graphs
 from shadowkv.engine.outputs import TokenOutput
-from shadowkv.engine.sampling_params import RepetitionDetectionParams
 from shadowkv.wording import SettingsError
 from tests.models.families import build
-
-PLAIN = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
-SEEDED = replace(PLAIN, temperature=1.0, seed=7)
-KINDS = [
-    PLAIN,
-    replace(SEEDED, stop_token_ids=tuple(range(3, 6))),
-    replace(PLAIN, max_tokens=1),
-    replace(PLAIN, max_tokens=2, ignore_eos=False),
-    replace(PLAIN, repetition_penalty=1.3),
-    replace(SEEDED, presence_penalty=1.5, frequency_penalty=0.5),
-    replace(SEEDED, logprobs=2, max_tokens=40),
-    replace(SEEDED, temperature=0.8, min_tokens=60, stop_token_ids=tuple(range(3, 40)), top_k=20),
-    replace(SEEDED, logit_bias={9: 4.0, 11: 3.0}, min_p=0.05),
-    replace(PLAIN, allowed_token_ids=(4, 5, 6, 7), repetition_detection=RepetitionDetectionParams(4, 1, 5)),
-]
-"""All that can change which token comes next, or where an answer ends."""
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +40,6 @@ def test_answers_are_those_without_drafts(make: Any, monkeypatch: pytest.MonkeyP
     aborted."""
     for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):  # packs without a clock
         monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
-
-    def said(engine: Engine) -> tuple[dict[str, tuple[list[int], str | None]], list[float]]:
-        for number, params in enumerate(KINDS * 2):  # together, so that prompts are packed alike
-            engine.add_request(str(number), prompt(number, (450, 70)[number % 2]), params)
-            engine.add_request(f"aborted {number}", prompt(number, 300), PLAIN)
-        outputs: dict[str, list[TokenOutput]] = {}
-        while engine.has_work:
-            for output in engine.step():
-                outputs.setdefault(output.request_id, []).append(output)
-                if output.request_id.startswith("aborted") and output.completion_tokens > 9:
-                    engine.abort(output.request_id)
-        assert_empty(engine)
-        whole = {name: (tokens(of_it), of_it[-1].finish_reason) for name, of_it in outputs.items() if name.isdecimal()}
-        steps = (step for name in sorted(whole) for output in outputs[name] for step in output.logprobs or ())
-        return whole, [step.logprob for step in steps]
 
     options = {"kv": kv, "fetch_buffer": 0.0, "max_num_seqs": 40}
     wanted, logprobs = said(make(**options))
