@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from shadowkv.ops.add_sinks.reference import add_sinks
+from shadowkv.ops.partial_attention.reference import add_sinks
 
 
 class Packed(NamedTuple):
