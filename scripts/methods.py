@@ -231,6 +231,7 @@ METHODS = (
         ("causal_convolution", "gated_delta_rule"),
         ("cpu/recurrence",),
         ("ops/test_gated_delta_rule.py", "ops/test_causal_convolution.py", "models/test_qwen3_5.py"),
+        (("causal_convolution", "fla-core"),),
     ),
     Method(
         "native indexers (MiniMax-M3)",
@@ -269,6 +270,7 @@ METHODS = (
             "models/test_gguf_blocks.py",
             "models/test_quantised_formats.py",
         ),
+        (("dequantise_rows", "Humming"),),
     ),
     Method(
         "speculative decoding",

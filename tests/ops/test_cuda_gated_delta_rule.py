@@ -24,8 +24,8 @@ from shadowkv.ops.recurrence import Spans
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from shadowkv.ops.causal_convolution import triton as convolving
-from shadowkv.ops.gated_delta_rule import fla, triton
+from shadowkv.ops.linear_attention import fla, triton
+from shadowkv.ops.linear_attention import triton as convolving
 
 ROUNDS = 4
 """Draws of spans and numbers."""

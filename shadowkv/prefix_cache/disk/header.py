@@ -210,9 +210,10 @@ def decode(path: Path, name: str, raw: bytes, size: int) -> FileHeader:
             raise ValueError("it is no snapshot")
         if metadata["version"] != VERSION:
             raise BadSnapshot(path, f"version {str(metadata['version'])[:20]!r}, this is {VERSION}")
+        fields: dict[str, Any] = {name: metadata[name] for name in _TEXTS}
+        fields |= {name: _number(metadata[name]) for name in _NUMBERS}
         header = FileHeader(
-            **{name: metadata[name] for name in _TEXTS},
-            **{name: _number(metadata[name]) for name in _NUMBERS},
+            **fields,
             key=metadata["key"],
             facts=_object(metadata["facts"]),
             contents=_object(metadata["header"]),

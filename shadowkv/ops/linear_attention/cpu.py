@@ -1,4 +1,4 @@
-"""The gated delta rule in C++, token by token, ``csrc/cpu/recurrence/``."""
+"""The causal convolution and the gated delta rule in C++, token by token, ``csrc/cpu/recurrence/``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.extension import cpu_missing as missing
-from shadowkv.ops.gated_delta_rule.reference import EPS
+from shadowkv.ops.linear_attention.reference import EPS
 from shadowkv.ops.paged_attention.cpu import supports
 from shadowkv.ops.recurrence import Spans
 
-__all__ = ["gated_delta_rule", "missing", "supports"]
+__all__ = ["causal_convolution", "gated_delta_rule", "missing", "supports"]
+
+
+def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Same as the reference, for float32 or bfloat16. Sums and SiLU are always float32."""
+    return torch.ops.shadowkv.causal_convolution(x, weight, states, spans.lengths, spans.read, spans.write)
 
 
 def gated_delta_rule(

@@ -11,7 +11,7 @@ from torch import Tensor
 from shadowkv.installation import adding
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import gpu_missing
-from shadowkv.ops.gated_delta_rule.triton import step
+from shadowkv.ops.linear_attention.triton import step
 from shadowkv.ops.recurrence import CHUNK, Spans
 
 MIN_CAPABILITY = (8, 0)
