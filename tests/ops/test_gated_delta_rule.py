@@ -37,7 +37,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 @pytest.fixture(params=NAMES)
 def backend(request: pytest.FixtureRequest) -> Any:
-    return import_module(f"shadowkv.ops.gated_delta_rule.{request.param}")
+    return import_module(f"shadowkv.ops.linear_attention.{request.param}")
 
 
 def check(backend: Any, case: Rule) -> None:
@@ -243,7 +243,7 @@ def test_long_prompts_lose_no_more_than_transformers(seed: int) -> None:
     )
     for name in NAMES:
         states = case.states.clone()
-        module = import_module(f"shadowkv.ops.gated_delta_rule.{name}")
+        module = import_module(f"shadowkv.ops.linear_attention.{name}")
         found = (module.gated_delta_rule(*case._replace(states=states)), theirs[0], exact, *(low for low, _ in draws))
         after = (states[written], their_states, exact_states[written], *(low[written] for _, low in draws))
         for mine, other, oracle, *low in (found, after):
