@@ -309,7 +309,7 @@ def _listed(paths: tuple[str, ...]) -> str:
     return ", ".join(f"`{path}`" for path in paths)
 
 
-def _folder(op: str) -> Path:
+def folder_of(op: str) -> Path:
     """The folder of an op: its own, or the one that it shares with other small ops."""
     ops = ROOT / "shadowkv/ops"
     if (ops / op).exists():
@@ -321,6 +321,6 @@ def _folder(op: str) -> Path:
 
 def _with_backends(op: str, without: tuple[tuple[str, str], ...]) -> str:
     """An op and the languages of its backends that have files, less those in ``without``."""
-    words = {file.stem.partition("_")[0] for file in _folder(op).glob("*.py")}
+    words = {file.stem.partition("_")[0] for file in folder_of(op).glob("*.py")}
     found = [name for word, name in LANGUAGES.items() if word in words and (op, name) not in without]
     return f"`{op}` ({', '.join(found)})" if found else f"`{op}`"
