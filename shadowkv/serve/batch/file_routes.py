@@ -17,7 +17,7 @@ from shadowkv.serve.batch.queries import listed, of_record
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.limits import MAX_NAME_CHARS
 from shadowkv.serve.http.owners import owner_of
-from shadowkv.serve.http.routing import Answer, responses
+from shadowkv.serve.http.routing import Answer, documented
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.storage.store import OUTPUT, Record, RecordStore, storage_failed
 
@@ -78,7 +78,7 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
-    @router.post(URL, response_model=None, responses=responses(StoredFile, *STATUSES, 408, 413), openapi_extra=UPLOAD)
+    @router.post(URL, **documented(StoredFile, *STATUSES, 408, 413), openapi_extra=UPLOAD)
     async def post_file(request: Request) -> dict[str, Any]:
         _check_origin(request, settings)
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "multipart/form-data":
@@ -100,18 +100,18 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
             await form.close()
         return _shown(record)
 
-    @router.get(URL, response_model=None, responses=responses(FileList, *STATUSES))
+    @router.get(URL, **documented(FileList, *STATUSES))
     async def get_files(request: Request) -> dict[str, Any]:
         purpose = request.query_params.get("purpose")
         if purpose is not None:
             _check_purpose(purpose, (*PURPOSES, OUTPUT))
         return await listed(request, store, "file", _shown, purpose=purpose)
 
-    @router.get(f"{URL}/{{id}}", response_model=None, responses=responses(StoredFile, *STATUSES))
+    @router.get(f"{URL}/{{id}}", **documented(StoredFile, *STATUSES))
     async def get_file(id: str, request: Request) -> dict[str, Any]:
         return _shown(await of_record(request, store, "file", id))
 
-    @router.get(f"{URL}/{{id}}/content", response_model=None, responses=responses(None, *STATUSES))
+    @router.get(f"{URL}/{{id}}/content", **documented(None, *STATUSES))
     async def get_content(id: str, request: Request) -> Response:
         record = await of_record(request, store, "file", id)
         # Whatever the content is, no browser may show it as a page of this server.
@@ -123,7 +123,7 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
             headers=headers,
         )
 
-    @router.delete(f"{URL}/{{id}}", response_model=None, responses=responses(DeletedFile, *STATUSES))
+    @router.delete(f"{URL}/{{id}}", **documented(DeletedFile, *STATUSES))
     async def delete_file(id: str, request: Request) -> dict[str, Any]:
         await asyncio.to_thread(store.remove, owner_of(request), "file", id)
         return {"id": id, "object": "file", "deleted": True}

@@ -123,10 +123,10 @@ class Error(Answer):
     error: ErrorDetail
 
 
-def responses(
+def documented(
     answer: type[BaseModel] | None, *statuses: int, text: str | None = None, error: type[BaseModel] = Error
-) -> dict[int | str, Any]:
-    """FastAPI's ``responses`` for a route.
+) -> dict[str, Any]:
+    """FastAPI's arguments for a route whose answers are sent as they are: models only describe them.
 
     Args:
         answer: the JSON body of a 200.
@@ -137,7 +137,8 @@ def responses(
     well: dict[str, Any] = {} if answer is None else {"model": answer}
     if text is not None:
         well["content"] = {text: {}}  # OpenAPI 3.1 has no schema for the events of a stream
-    return {200: well, **{status: {"model": error, "description": STATUSES[status]} for status in statuses}}
+    errors = {status: {"model": error, "description": STATUSES[status]} for status in statuses}
+    return {"response_model": None, "responses": {200: well, **errors}}
 
 
 class Application(FastAPI):
