@@ -18,7 +18,7 @@ from shadowkv.serve.responses.tools import full_name
 NO_TEXT = "images, audio and calls of built-in tools"
 
 
-class TextPart(Body):
+class ItemText(Body):
     """A text part of a message to the model, or of the model's message; ``text`` is its type in chats."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -40,7 +40,7 @@ class ReasoningText(Body):
     text: Text
 
 
-Part = Annotated[TextPart | InputFile, ByType(NO_TEXT)]
+Part = Annotated[ItemText | InputFile, ByType(NO_TEXT)]
 Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
@@ -154,5 +154,5 @@ class _Turn:
         }
 
 
-def _text(parts: Iterable[TextPart | InputFile | ReasoningText]) -> str:
+def _text(parts: Iterable[ItemText | InputFile | ReasoningText]) -> str:
     return "\n".join(part.text for part in parts)
