@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -105,18 +106,13 @@ ReadableBlocks = Annotated[list[Readable], Field(max_length=MAX_MESSAGES, fail_f
 Result = Annotated[ReadableBlocks, BeforeValidator(_as_blocks, json_schema_input_type=Text | ReadableBlocks)]
 
 
-def _input(value: dict[str, Any]) -> dict[str, Any]:
-    bounded(MAX_TEXT_CHARS, value)
-    return value
-
-
 class ToolUseBlock(Body):
     """A tool call in an earlier turn."""
 
     type: Literal["tool_use"]
     id: Name
     name: Name
-    input: Annotated[dict[str, Any], AfterValidator(_input)]
+    input: Annotated[dict[str, Any], AfterValidator(partial(bounded, MAX_TEXT_CHARS))]
 
 
 class ToolResultBlock(Body):

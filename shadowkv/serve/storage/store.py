@@ -128,7 +128,7 @@ class RecordStore:
 
     def file(self, owner: str, id: str) -> Path:
         """Path of a file's content."""
-        return content_path(self._root, owner, id)
+        return content_in(self._root / "files" / _folder_name(owner), id)
 
     def folder_of(self, owner: str) -> Path | None:
         """The folder of an owner's files, for ``content_in``; None if nothing is stored."""
@@ -344,11 +344,6 @@ def storage_failed(error: Exception) -> ApiError:
     """The error for a client; the log has the details, which can contain a path."""
     logger.error("the storage cannot be read or written: %s", error)
     return ApiError("the server's storage cannot be read or written now", status=503, code="storage_failed")
-
-
-def content_path(folder: Path, owner: str, id: str) -> Path:
-    """Path of the content of an owner's file."""
-    return content_in(folder / "files" / _folder_name(owner), id)
 
 
 def content_in(folder: Path, id: str) -> Path:
