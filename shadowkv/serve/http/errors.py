@@ -39,7 +39,7 @@ RETRY_SECONDS = 2
 requests."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a request whose client disconnected before it was complete; only the log shows it."""
+"""nginx's status for a request whose client disconnected too early; only the log shows it."""
 
 LINGER_SECONDS = 5.0
 """How long, in seconds, the server continues to read a refused body."""

@@ -37,6 +37,8 @@ STATUSES = {
 FOR_EVERY_BODY = (400, 401, 404, 408, 413, 429, 500, 503)
 FOR_EVERY_TEXT = (*FOR_EVERY_BODY, 504)
 """Statuses of routes that generate text."""
+FOR_EVERY_RECORD = (401, 404, 429, 500, 503)
+"""Statuses of routes that read or change what is stored."""
 
 EVENT_STREAM = "text/event-stream"
 

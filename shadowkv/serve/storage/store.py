@@ -33,6 +33,9 @@ Kind = Literal["file", "response", "batch", "message_batch"]
 MIN_BYTES = 4096
 """Minimum number of bytes that a record counts for: one without content takes room, too."""
 
+NOT_FOUND = 404
+"""Status of the error for a record that is gone."""
+
 OUTPUT = "batch_output"
 """Purpose of the files that batches write."""
 
@@ -329,7 +332,7 @@ class RecordStore:
 def _not_found(kind: Kind, id: str) -> ApiError:
     text = f"{kind.replace('_', ' ').capitalize()} with id {id[:80]!r} not found"
     reason = "this API key has none of that id; it may have been deleted or evicted"
-    return ApiError(f"{text}: {reason}", status=404, code=f"{kind}_not_found")
+    return ApiError(f"{text}: {reason}", status=NOT_FOUND, code=f"{kind}_not_found")
 
 
 def _remove(path: Path) -> None:
