@@ -30,7 +30,7 @@ CALLS = tuple(f"{name}.{form}" if form else name for name in NAMES for form in F
 
 PREFERENCE = {
     "cuda": (
-        *("cuda_sm90", "cuda", "cuda_masked", "cuda_fp8", "cuda_mixed_sm90"),
+        *("cuda_sm90", "cuda", "cuda_masked", "cuda_dense", "cuda_fp8", "cuda_mixed_sm90"),
         *("cuda_selected_sm90", "cuda_selected", "fla", "triton", "triton_selected", "humming", "reference"),
     ),
     "cpu": ("cpu", "reference"),
