@@ -67,8 +67,8 @@ def test_cuda_equals_reference(heads: int, group: int, dim: int, rows_of_each: i
     args = problem(heads, group, dim, "cuda", torch.bfloat16, rows_of_each)
     out, lse = cuda_dense.attend_coded(*args)
     exact, exact_lse = expected(args)
-    torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(lse, exact_lse, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out.float(), exact, rtol=2e-2, atol=5e-3)
+    torch.testing.assert_close(lse, exact_lse, rtol=0, atol=5e-4)
 
 
 def test_refuses_other_rows() -> None:
