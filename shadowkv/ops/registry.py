@@ -41,7 +41,7 @@ FOLDERS = {
 
 PREFERENCE = {
     "cuda": (
-        *("cuda_sm90", "cuda", "cuda_masked", "cuda_fp8", "cuda_mixed_sm90"),
+        *("cuda_sm90", "cuda", "cuda_masked", "cuda_dense", "cuda_fp8", "cuda_mixed_sm90"),
         *("cuda_selected_sm90", "cuda_selected", "fla", "triton", "triton_selected", "humming", "reference"),
     ),
     "cpu": ("cpu", "reference"),

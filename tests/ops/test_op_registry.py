@@ -340,6 +340,22 @@ def test_rows_of_8_bit_floats_have_kernels(
     assert reason is None or reason in ops.reasons["attend_coded"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "backend", "reason"),
+    [
+        ({}, "cuda_dense", None),
+        ({"value_codec": 12}, "triton", "cuda_dense: codec 12 of values is not dense"),
+        ({"host_values": True}, "triton", "cuda_dense: values are on the host, in other pages than keys"),
+        ({"head_dim": 80}, "triton", "cuda_dense: head dim 80 is not 64, 96, 128 or 256"),
+    ],
+)
+def test_dense_rows_have_kernels(built: None, changes: dict[str, object], backend: str, reason: str | None) -> None:
+    dense = {"rank": 0, "key_codec": 0, "value_codec": 0, "centred": False, "host_values": False}
+    ops = Ops("cuda", replace(TURBO, ops=frozenset({"attend_coded"}), **{**dense, **changes}))
+    assert ops.backends["attend_coded"] == backend
+    assert reason is None or reason in ops.reasons["attend_coded"]
+
+
 @pytest.mark.parametrize(("dim", "backend"), [(128, "cuda"), (64, "triton")])
 def test_levels_that_are_bytes_go_to_cuda(built: None, dim: int, backend: str) -> None:
     rows = {"rank": 0, "key_codec": 5, "value_codec": 6, "head_dim": dim, "rope_dim": dim}
