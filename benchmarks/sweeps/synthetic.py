@@ -59,15 +59,17 @@ def scatter(cache: KVCache, seed: int = 0) -> None:
 
 @torch.inference_mode()
 def fill_random(cache: KVCache, sequence: CachedSequence, tokens: int) -> None:
-    """Gives ``sequence`` ``tokens`` new tokens with random keys and values, the same in all layers with equal heads."""
+    """Gives ``sequence`` ``tokens`` new tokens with random keys and values, the same in all layers with equal heads. States
+    of recurrent layers stay as they begin: their time does not depend on what they hold."""
     batch = cache.prefill_batch([(sequence, tokens)])
     drawn = {}
-    for layer in range(cache.shape.num_layers):
-        _, kv_heads, dim = heads = cache.place(layer)[0].layout.shape.heads
+    for group in cache.groups:
+        _, kv_heads, dim = heads = group.layout.shape.heads
         if heads not in drawn:
             drawn[heads] = torch.randn(2, tokens, kv_heads, dim, dtype=cache.dtype, device=cache.device)
-        cache.append(layer, *drawn[heads], batch.block(0, tokens))
-        cache.finish_prefill(layer, batch)
+        for layer in group.layout.layers:
+            cache.append(layer, *drawn[heads], batch.block(0, tokens))
+            cache.finish_prefill(layer, batch)
     cache.end_prefill(batch)
 
 
