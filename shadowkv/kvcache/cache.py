@@ -10,6 +10,7 @@ with a ``batch.Batch``. The engine calls the rest: it allocates sequences (``all
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import cast
@@ -22,7 +23,7 @@ from shadowkv.kvcache.batch import Batch, Part
 from shadowkv.kvcache.decode.attention import ExactLayers, QueryHook, SelectionHook
 from shadowkv.kvcache.decode.batch import DecodePlan
 from shadowkv.kvcache.decode.fetching import FetchCounts
-from shadowkv.kvcache.decode.planning import padded, rounded
+from shadowkv.kvcache.decode.planning import rounded
 from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.streams import upload
@@ -352,9 +353,13 @@ class KVCache:
         return most
 
     def plan_decode(
-        self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None, drafting: bool = False
+        self,
+        sequences: Sequence[CachedSequence],
+        counts: Sequence[int] | None = None,
+        drafting: bool = False,
+        compress: Callable[[int, np.ndarray, Callable[[Tensor], None]], None] | None = None,
     ) -> DecodePlan:
-        """Plans a decode step of ``sequences`` (at least one), and the page compressions that are due before it.
+        """Plans a decode step of ``sequences`` (at least one), and compresses the pages that are due before it.
 
         Args:
             counts: number of new tokens of each sequence, 1 to ``most_tokens``. Each is a row of the step; the rows of
@@ -362,10 +367,15 @@ class KVCache:
                 with ``truncate``.
             drafting: whether it is a draft step, in which the policy's index selects what is attended to
                 (``KVSpec.drafts``).
+            compress: runs the compression of pages as a CUDA graph, from a group's number, padded numbers of pages and
+                the function that takes these on the device. None runs it eagerly.
 
         Raises ValueError if a sequence has no room for its new tokens.
         """
-        plans = [group.planner.plan(group.sequences(sequences), counts, drafting) for group in self.groups]
+        plans = []
+        for group in self.groups:
+            own = compress and functools.partial(compress, group.number)
+            plans.append(group.planner.plan(group.sequences(sequences), counts, drafting, own))
         alone = all(plan.of_sequence is None for plan in plans)  # micro-batches need one segment per row
         parts = max(plan.micro_batches for plan in plans) if alone else 1
         recurrent = None
@@ -395,9 +405,7 @@ class KVCache:
         """Makes the batch of a planned step.
 
         Args:
-            numbers: the plan's packed numbers on the device, for a captured graph. Only the plan's shapes are then
-                used, and due pages must be compressed already (``compress_pages``). None uploads the numbers and
-                compresses due pages.
+            numbers: the plan's packed numbers on the device, for a captured graph. None uploads them.
         """
         of_groups = [None] * len(self.groups) if numbers is None else plan.split(numbers)
         parts = list[tuple[Part, ...]]()
@@ -423,18 +431,10 @@ class KVCache:
         """Returns ``DecodePlan.recurrent`` for ``count`` padding rows; None if no layer has a recurrent state."""
         return None if self.recurrent is None else np.full((2, count), self.recurrent.padding)
 
-    def padded_compression(self, number: int, numbers: np.ndarray) -> np.ndarray:
-        """Pads a group's ``GroupPlan.compression`` to a rounded number of pages."""
-        return padded(numbers, self.groups[number].compression.padding)
-
     def join_capture(self) -> None:
         """Joins the other streams of a capture that has failed. Only then can the capture end."""
         for group in self.groups:
             group.decode.side_stream.join_capture()
-
-    def compress_pages(self, number: int, numbers: Tensor) -> None:
-        """Compresses the pages of ``numbers``, a group's ``GroupPlan.compression`` on the device, in all its layers."""
-        self.groups[number].compression.compress_pages(numbers)
 
     def end_decode(self, plan: DecodePlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""

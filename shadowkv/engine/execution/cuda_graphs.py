@@ -150,7 +150,6 @@ class CudaGraphs:
         """
         given = Pass(plan, tokens, sources, sequences, ids)
         if not sequences:
-            self._compress_due(plan)
             return self._run_pass(given, self.cache.rounded(plan, self.max_batch), PromptShape(), at_once=False)
         prompts = self.prompt_shape(sequences, [len(prompt) for prompt in ids])
         batch = next((batch for batch in self._step_rows() if batch >= len(tokens)), None)
@@ -164,8 +163,11 @@ class CudaGraphs:
         if key not in self.graphs and self.eager[key] < EAGER_STEPS:
             self.eager[key] += 1
             return None
-        self._compress_due(plan)
         return self._run_pass(given, shape, prompts, at_once=True)
+
+    def compress(self, number: int, numbers: np.ndarray, function: Function) -> None:
+        """Compresses due pages, as ``KVCache.plan_decode`` asks for it."""
+        self._run((number, *numbers.shape), numbers, function, function)
 
     def prompt_shape(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> PromptShape | None:
         """Returns the padded shape of prompts with ``lengths`` new tokens; None if a pass cannot have all of them."""
@@ -238,16 +240,6 @@ class CudaGraphs:
         """Whether a plan's shapes have a graph, or had no memory for one. Arguments are as in ``prepare``."""
         key = _key(self.cache.rounded(plan, self.max_batch, batch), PromptShape(rows, compressing))
         return key in self.graphs or key in self.without
-
-    def _compress_due(self, plan: DecodePlan) -> None:
-        for number, of_group in enumerate(plan.groups):
-            if of_group.compression is not None:
-                self._compress(number, of_group.compression)
-
-    def _compress(self, number: int, numbers: np.ndarray) -> None:
-        padded = self.cache.padded_compression(number, numbers)
-        compress = functools.partial(self.cache.compress_pages, number)
-        self._run((number, *padded.shape), padded, compress, compress)
 
     def _run(
         self,

@@ -170,7 +170,8 @@ class Runner:
             sources = [
                 row for source, draft in zip(sources, drafts, strict=True) for row in (source, *[-1] * len(draft))
             ]
-        plan = self.cache.plan_decode(sequences, counts, drafting)
+        compress = None if self.graphs is None else self.graphs.compress
+        plan = self.cache.plan_decode(sequences, counts, drafting, compress)
         logits = None
         if self.graphs is not None and record is None:
             logits = self._captured(plan, tokens, sources, prompts)
@@ -213,7 +214,7 @@ class Runner:
             return self.step(plan, None, inputs).float()
         if self.graphs is not None:  # rounds page counts as graphs do: a kernel may be compiled for each count
             plan = self.cache.rounded(plan, len(tokens))
-        batch = self.cache.decode_batch(plan)  # comes first, so that due pages are compressed even if the prompts fail
+        batch = self.cache.decode_batch(plan)
         passing = prefill(self.model, self.cache, work, step=Step(batch, self._newest(inputs)))
         logits: Tensor = run_through(passing)[0]
         return logits

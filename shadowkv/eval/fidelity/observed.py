@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,10 +57,14 @@ class ObservedCache(KVCache):
     _selected: list[Tensor]
 
     def plan_decode(
-        self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None, drafting: bool = False
+        self,
+        sequences: Sequence[CachedSequence],
+        counts: Sequence[int] | None = None,
+        drafting: bool = False,
+        compress: Callable[[int, np.ndarray, Callable[[Tensor], None]], None] | None = None,
     ) -> DecodePlan:
         """Returns ``KVCache``'s plan, but with one micro-batch, so that an observer sees all rows at once."""
-        plan = super().plan_decode(sequences, counts, drafting)
+        plan = super().plan_decode(sequences, counts, drafting, compress)
         return replace(plan, groups=tuple(replace(group, micro_batches=1) for group in plan.groups))
 
     def exact_layers(self) -> None:

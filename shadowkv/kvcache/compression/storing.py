@@ -62,7 +62,18 @@ class Storing:
             self.pool.compress(sequence, plan.before + plan.compressed)
 
     def compress_tails(self, sequences: list[CachedSequence]) -> None:
-        """Turns exact tails into new segments with their own states. Tails of equal sizes are compressed together."""
+        """Turns exact tails into new segments with their own states. Tails of equal sizes are compressed together. If
+        it raises, the tails that are not compressed stay as they were."""
+        segments = [len(sequence.path) for sequence in sequences]
+        try:
+            self._compress_alike(sequences)
+        except BaseException:
+            for sequence, count in zip(sequences, segments, strict=True):
+                if len(sequence.path) > count and not sequence.path[-1].pages:
+                    self.pool.drop_segment(sequence)
+            raise
+
+    def _compress_alike(self, sequences: list[CachedSequence]) -> None:
         alike: dict[tuple[int, ...], list[tuple[CachedSequence, StoragePlan]]] = {}
         plans = self.planner.plan([(sequence, 0) for sequence in sequences])
         for sequence, plan in zip(sequences, plans, strict=True):

@@ -69,12 +69,9 @@ class Decode:
 
         Args:
             numbers: the plan's packed numbers on the device, for a captured graph. Only the plan's shapes are then
-                used, so the graph serves other plans of the same shapes; due pages must be compressed already. None
-                uploads the numbers and compresses due pages.
+                used, so the graph serves other plans of the same shapes. None uploads the numbers.
         """
         if numbers is None:
-            if plan.compression is not None:
-                self.compression.compress_pages(upload(torch.from_numpy(plan.compression), self.store.compute))
             numbers = upload(torch.from_numpy(plan.packed()), self.store.compute)
         return batch_of(plan, numbers, self.parts.index, self.compression.tables, self.store.layout.window)
 

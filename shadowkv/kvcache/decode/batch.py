@@ -74,8 +74,6 @@ class GroupPlan:
         max_budget: most chunks that a segment selects, by top-k and by sampling.
         selects: whether the step attends only to compressed tokens that the index selects, and not to all of them.
         micro_batches: number of micro-batches. The values of one are fetched while another computes.
-        compression: int64 [6, n], pages to compress before the step (``Compression.compress_pages``); None if there are
-            none.
     """
 
     sequences: SequenceNumbers
@@ -86,7 +84,6 @@ class GroupPlan:
     max_budget: int
     selects: bool
     micro_batches: int = 1
-    compression: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

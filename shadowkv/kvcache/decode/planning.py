@@ -1,5 +1,5 @@
-"""``DecodePlanner``: plans decode steps on the host, and the page compressions that are due before them. ``KVCache``
-calls it.
+"""``DecodePlanner``: plans decode steps on the host, and compresses the pages that are due before them.
+``KVCache`` calls it.
 
 A plan's numbers are all that the device needs. ``rounded`` rounds up shapes, so that few captured graphs serve many
 steps; padding rows use the padding slots.
@@ -7,14 +7,17 @@ steps; padding rows use the padding slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from shadowkv.kvcache.compression.storing import Storing
 from shadowkv.kvcache.decode.batch import GroupPlan, SegmentNumbers, SequenceNumbers
 from shadowkv.kvcache.decode.fetching import Fetching
+from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
 from shadowkv.ops.sampling import row_seeds
@@ -34,16 +37,21 @@ class DecodePlanner:
         self.tables, self.spec = storing.pool.tables, storing.spec
 
     def plan(
-        self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None = None, drafting: bool = False
+        self,
+        sequences: Sequence[CachedSequence],
+        counts: Sequence[int] | None = None,
+        drafting: bool = False,
+        compress: Callable[[np.ndarray, Callable[[Tensor], None]], None] | None = None,
     ) -> GroupPlan:
-        """Plans a step of ``sequences`` and the page compressions that are due before. It first turns tails that have
-        outgrown their state into segments.
+        """Plans a step of ``sequences``. It first turns tails that have outgrown their state into segments, and
+        compresses the pages that are due.
 
         Args:
             counts: number of new tokens of each sequence, at most ``most_tokens``. None for one each. A sequence has a
                 row for each of its tokens. Row j attends to the tokens up to its own, as a step would after j other
                 steps.
             drafting: whether it is a draft step, for which the index selects under every policy that has one.
+            compress: as for ``KVCache.plan_decode``, without the group's number.
 
         Raises ValueError if a sequence has no room for its new tokens.
         """
@@ -55,14 +63,18 @@ class DecodePlanner:
         new = np.ones_like(slots) if counts is None else np.asarray(counts, np.int64)
         if (room < new).any():
             raise ValueError(f"a sequence is at its capacity: it has room for {room} tokens, and {new} are new")
-        compression = None
         if spec.compresses:
             outgrown = self._outgrown(slots)
             if outgrown.any():
                 self.storing.compress_tails([sequences[int(row)] for row in outgrown.nonzero()[0]])
             due = self.compression.due(slots)
             if due.any():
-                compression = self.compression.numbers(slots[due])
+                pages, function = self.compression.numbers(slots[due]), self.compression.compress_pages
+                if compress is None:
+                    function(upload(torch.from_numpy(pages), self.pool.store.compute))
+                else:
+                    compress(padded(pages, self.compression.padding), function)
+                # Recorded only now: pages whose compression raised an error are due again in the next plan.
                 for row in map(int, due.nonzero()[0]):
                     self.pool.compress(sequences[row], sequences[row].compressed + PAGE)
         names = "length", "compressed", "ring_pages", "static_pages"
@@ -82,7 +94,6 @@ class DecodePlanner:
             int(budget.max()),
             spec.selects or (drafting and spec.has_index),
             1 if self.fetching is None or of_sequence is not None else self.fetching.micro_batches(budget),
-            compression,
         )
 
     def most_tokens(self, sequences: Sequence[CachedSequence]) -> np.ndarray:

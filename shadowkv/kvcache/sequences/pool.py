@@ -195,6 +195,14 @@ class SequencePool:
         if self.store.buffer is not None:
             self.store.buffer.reset(segment.slot)  # only once, because the segment's compressed chunks never change
 
+    def drop_segment(self, sequence: CachedSequence) -> None:
+        """Undoes ``begin_segment``."""
+        segment = sequence.path.pop()
+        sequence.slot_reserve.insert(0, segment.slot)
+        if segment.state is not None:
+            sequence.state_reserve.insert(0, segment.state)
+        sequence.static_reserve[:0] = segment.static
+
     def compress(self, sequence: CachedSequence, compressed: int) -> None:
         """Records that tokens up to position ``compressed`` are compressed, in the last segment and in the first pages
         of the reserve."""

@@ -1,0 +1,99 @@
+"""A decode step that runs out of memory before its due pages are written, or while it writes them. Its requests fail,
+or their answers are those of undisturbed steps; and every page comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_layer_kinds
+import torch
+from test_engine import assert_empty, drain, prompt, tokens
+
+from shadowkv import SamplingParams
+from shadowkv.engine.engine import Engine
+from shadowkv.kvcache.compression.pages import Compression
+from shadowkv.kvcache.compression.storing import Storing
+from shadowkv.kvcache.decode.attention import Decode
+
+Fault = Callable[[pytest.MonkeyPatch, Engine], Any]
+"""Makes the next decode step that compresses run out of memory, once. Returns the list of the errors raised."""
+
+LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Callable[..., bool], after: bool
+) -> list[int]:
+    """``owner.name`` runs out of memory at the first call for which ``when`` holds, before or after its work."""
+    function, raised = getattr(owner, name), []
+
+    def broken(self: Any, *what: Any) -> Any:
+        fails = not raised and when(self, *what)
+        result = None if fails and not after else function(self, *what)
+        if fails:
+            raised.append(1)
+            raise torch.OutOfMemoryError("no memory")
+        return result
+
+    monkeypatch.setattr(owner, name, broken)
+    return raised
+
+
+def before_pages(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
+    return failing(monkeypatch, Compression, "compress_pages", lambda *_: True, after=False)
+
+
+def within_pages(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
+    return failing(monkeypatch, Compression, "write", lambda *_: bool(engine.scheduler.running), after=True)
+
+
+def after_pages(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
+    compress, done = Compression.compress_pages, []
+    monkeypatch.setattr(Compression, "compress_pages", lambda *what: done.append(1) or compress(*what))
+    return failing(monkeypatch, Decode, "batch", lambda *_: bool(done), after=False)
+
+
+def before_tails(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
+    return failing(monkeypatch, Storing, "store_tokens", lambda *_: bool(engine.scheduler.running), after=False)
+
+
+def within_tails(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
+    return failing(monkeypatch, Storing, "store_tokens", lambda *_: bool(engine.scheduler.running), after=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> test_layer_kinds.Model:
+    return test_layer_kinds.make("qwen2", tmp_path_factory.mktemp("mixed"))
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "plain"])
+@pytest.mark.parametrize(
+    ("kv", "fault"),
+    [
+        *product(("shadowkv", "turbo", "turbo-host", "quest"), (before_pages, within_pages, after_pages)),
+        *product(("turbo", "turbo-host"), (before_tails, within_tails)),
+    ],
+)
+def test_a_step_without_memory_loses_no_page(
+    model: test_layer_kinds.Model, monkeypatch: pytest.MonkeyPatch, kv: str, fault: Fault, ahead: bool
+) -> None:
+    tails = fault in (before_tails, within_tails)
+    outputs = []
+    for disturbed in (False, True):
+        engine = test_layer_kinds.engine_of(model, kv=f"{kv}:budget=0.5" if tails else kv)
+        engine.decode_steps.run_ahead = ahead
+        for number, length in enumerate((200, 210) if tails else (1000, 1100)):
+            engine.add_request(str(number), prompt(number, length), LONG)
+        while len(engine.scheduler.running) < 2:
+            engine.step()
+        raised = fault(monkeypatch, engine) if disturbed else []
+        outputs.append(drain(engine))
+    assert raised, "nothing was compressed"
+    for name, of_request in outputs[1].items():
+        if ahead:
+            assert tokens(of_request) == tokens(outputs[0][name])
+        else:
+            assert of_request[-1].finish_reason == "error"
+    assert_empty(engine)
