@@ -40,7 +40,7 @@ from shadowkv.eval.records.predictions import write_json
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.prefix_cache.disk.files import TEMPORARY, SnapshotFile
 from shadowkv.prefix_cache.disk.inventory import Inventory
-from shadowkv.prefix_cache.page_names import PageNames
+from shadowkv.prefix_cache.page_hashes import PageHashes
 
 WORDS = ("the", "of", "rain", "stone", "key", "seven", "river", "old", "paper", "green", "music", "window", "glass")
 OPENING_WORDS, QUESTION_WORDS = 120, 12
@@ -56,8 +56,8 @@ class Held:
     """What a directory of snapshots holds of prompts, with every byte read.
 
     Attributes:
-        origin: what names of pages build on; empty without a file.
-        pages: names of the pages that usable files hold.
+        origin: the link before the first page's hash; empty without a file.
+        pages: hashes of the pages that usable files hold.
         files: names of all files.
         bad: names of those that are not what was written.
         half_written: temporary files, and their bytes.
@@ -84,15 +84,15 @@ class Held:
             for header in chain:
                 with SnapshotFile(directory, header.name) as file:
                     tokens[header.start :] = file.token_ids().tolist()
-            pages |= set(PageNames(origin).extend_to(tokens))
+            pages |= set(PageHashes(origin).extend_to(tokens))
         temporary = [path.stat().st_size for path in directory.glob(f"{TEMPORARY}*")]
         files = frozenset(row["name"] for row in rows) | frozenset(inventory.bad)
         return cls(origin, frozenset(pages), files, frozenset(bad), (len(temporary), sum(temporary)))
 
     def tokens(self, prompt: list[int]) -> int:
         """How many of a prompt's tokens files hold, except the last, which is always computed."""
-        names = PageNames(self.origin).extend_to(prompt[:-1]) if self.origin else []
-        return PAGE * next((number for number, name in enumerate(names) if name not in self.pages), len(names))
+        hashes = PageHashes(self.origin).extend_to(prompt[:-1]) if self.origin else []
+        return PAGE * next((number for number, page in enumerate(hashes) if page not in self.pages), len(hashes))
 
 
 @dataclass

@@ -17,7 +17,7 @@ HELD_OUT = {
     "Qwen, 32K": (QWEN, 32768),
     "Qwen by YaRN, 64K": ("h200/ruler_64k_qwen", 65536),
 }
-"""RULER on a seed that chose no constant: folder and length of each column."""
+"""RULER on a held-out seed: folder and length of each column."""
 
 DEFAULT = "turbo:prefill=sparse"
 POLICIES = {

@@ -37,7 +37,7 @@ from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.prefix_cache.cache import PrefixCache, Prompt
 from shadowkv.prefix_cache.eviction import POLICIES, Eviction
 from shadowkv.prefix_cache.host import HostTier, Mover
-from shadowkv.prefix_cache.page_names import PageNames, origin
+from shadowkv.prefix_cache.page_hashes import PageHashes, origin
 
 SYSTEM, SHORTEST, LONGEST, TURN = 8, 16, 64, (1, 8)
 """Pages of the system prompt, of a document (from, to), and of a question with the preceding answer."""
@@ -113,7 +113,7 @@ def replay(policy: str, trace: Trace, host_share: float) -> dict[str, float]:
     prefixes = PrefixCache(cache, Mover(cache, host), eviction=Eviction(policy, lambda: clock.seconds))
     scheduler, base, prompt_tokens = Scheduler(cache, 1, longest, prefixes), origin(40 * "0"), 0
     for number, (clock.seconds, tokens) in enumerate(trace):
-        prompt = Prompt(tokens, PageNames(base).extend_to(tokens))
+        prompt = Prompt(tokens, PageHashes(base).extend_to(tokens))
         scheduler.add(Request(str(number), tokens, SamplingParams(max_tokens=1), 1, 0, prompt=prompt))
         (running,) = scheduler.admit()
         new = len(tokens) - running.request.cached_tokens

@@ -79,7 +79,8 @@ def join(rows: Rows) -> list[dict[str, str]]:
 def markdown(rows: Rows) -> str:
     """The table to read."""
     head = ["`--kv`", "bytes a token", "D of keys", "of values", "KL, nats/token", "top-1, %", "RULER 16K", "32K"]
-    head += [f"{context}: {name}" for context in ("60K", "122K") for name in ("batch", "ms a step", "tokens/s")]
+    of_speed = "batch", "ms a step", "tokens/s", "commit"
+    head += [f"{context}: {name}" for context in ("60K", "122K") for name in of_speed]
     lines = [head, ["---", *(["---:"] * (len(head) - 1))]]
     full = float(find(rows, "full", "bytes", {}).get("bytes_per_token", "nan"))
     for kv in policies(rows):
@@ -95,6 +96,7 @@ def markdown(rows: Rows) -> str:
                 _shown(speed, name, form)
                 for name, form in (("step_ms", "{:.1f}".format), ("tokens_per_s", "{:,.0f}".format))
             ]
+            cells.append(speed.get("commit", "")[:7])
         lines.append(cells)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

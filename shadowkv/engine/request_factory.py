@@ -17,7 +17,7 @@ from shadowkv.engine.structured.grammar import Grammars
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.ops.sample_tokens.weights import COLDEST
 from shadowkv.prefix_cache.matches import Prompt
-from shadowkv.prefix_cache.page_names import PageNames
+from shadowkv.prefix_cache.page_hashes import PageHashes
 
 WORDS_KEPT = 64
 """Number of lists of bad words whose token ids are cached."""
@@ -30,7 +30,7 @@ class RequestFactory:
         vocab_size: number of token ids of the model.
         stops: tokens that end an answer. Tokens outside the vocabulary are ignored.
         scheduler: checks that the memory is large enough.
-        origin: maps a cache salt to the first link of the chain of page names.
+        origin: maps a cache salt to the first link of the chain of page hashes.
 
     Attributes:
         limits: limits on the parameters of requests.
@@ -129,11 +129,11 @@ class RequestFactory:
                 yield after_space
 
     def pages(self, prompt_token_ids: list[int], cache_salt: str | None) -> list[str]:
-        """Returns the names of a prompt's shareable pages."""
+        """Returns the hashes of a prompt's shareable pages."""
         return self._prompt(prompt_token_ids, cache_salt).shareable
 
     def _prompt(self, token_ids: list[int], salt: str | None) -> Prompt:
-        return Prompt(token_ids, PageNames(self._origin(salt)).extend_to(token_ids))
+        return Prompt(token_ids, PageHashes(self._origin(salt)).extend_to(token_ids))
 
 
 def _thinking_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:

@@ -58,6 +58,11 @@ def has(names: Container[str], name: str) -> bool:
     return name in names
 
 
+def load_own() -> None:
+    """Loads the package's own plugin, once per process, for errors that list what it registers."""
+    _load_once(False)
+
+
 def load_installed() -> PluginError | None:
     """Loads installed plugins, once per process, and returns an error that names those that could not be loaded."""
     return _load_once(True)

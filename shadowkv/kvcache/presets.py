@@ -115,7 +115,7 @@ def _parse(text: str) -> KVSpec:
 def _value(spec: KVSpec, field: str, text: str) -> Any:
     """Parses the value of a field of ``spec`` or of a part's setting, by its type. A number with a decimal point is a
     fraction, a number without one is a count. Raises ValueError."""
-    from shadowkv.kvcache.parts import AXES, declared, is_known
+    from shadowkv.kvcache.parts import AXES, all_settings, declared, is_known
 
     if field in AXES:
         if not is_known(field, text):
@@ -123,9 +123,8 @@ def _value(spec: KVSpec, field: str, text: str) -> Any:
         return text
     part = None if field in NAMES or field.startswith(".") else declared(spec, field)
     if field not in NAMES and part is None:
-        raise ValueError(
-            f"{field!r} is not a field; known: {', '.join(NAMES)}, and settings of parts (docs/presets.md)"
-        )
+        settings = ", ".join(all_settings())
+        raise ValueError(f"{field!r} is not a field; known: {', '.join(NAMES)}, and settings of parts: {settings}")
     kind = get_type_hints(KVSpec if part is None else part.Settings)[field.rpartition(".")[2]]
     allowed = get_args(kind) or (kind,)
     if bool in allowed:

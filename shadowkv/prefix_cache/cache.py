@@ -369,4 +369,4 @@ def _segment(node: Node, kept: Collection[CachedSequence]) -> PrefixSegment:
     }
     running = any(sequence not in kept for sequence in node.holders)
     tiers = tuple(tier for tier, is_there in places.items() if is_there)
-    return PrefixSegment(node.uid, node.first * PAGE, len(node.names) * PAGE, node.compressed, running, tiers)
+    return PrefixSegment(node.uid, node.first * PAGE, len(node.hashes) * PAGE, node.compressed, running, tiers)

@@ -16,7 +16,7 @@ from shadowkv.kvcache.snapshots.header import SnapshotHeader
 from shadowkv.prefix_cache.copies import Copies, pieces
 from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.page_names import PageNames
+from shadowkv.prefix_cache.page_hashes import PageHashes
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class DiskReports:
             if copy is None:
                 if stored:
                     self._named.append((file, self.disk.token_ids(file)))
-            elif copy.node.names[-1] == file.name:  # else the file has fewer or more of the node's pages
+            elif copy.node.hashes[-1] == file.name:  # else the file has fewer or more of the node's pages
                 self._tree.changes += 1
                 copy.file, copy.evicted = file if stored else None, kind == "evicted"
                 if not stored and copy.slabs is None and not copy.users:
@@ -113,13 +113,13 @@ class DiskReports:
             logger.warning("the snapshot %s is not served: its header belongs to another snapshot", file.name)
             return False
         tokens = ids.result()
-        names = list(
-            PageNames(parent.names[first - parent.first - 1] if parent else file.origin).extend_to(tokens.tolist())
+        hashes = list(
+            PageHashes(parent.hashes[first - parent.first - 1] if parent else file.origin).extend_to(tokens.tolist())
         )
-        if names[-1] != file.name:
+        if hashes[-1] != file.name:
             logger.warning("the snapshot %s is not served: its tokens do not match its name", file.name)
             return False
-        node = self._tree.plant(parent, first, names, bool(header.segments), file.origin)
+        node = self._tree.plant(parent, first, hashes, bool(header.segments), file.origin)
         node.uid = file.uid
         self._copies.add(node, header, tokens, file=file)
         return True

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.prefix_cache.copies import Copies
-from shadowkv.prefix_cache.page_names import PageNames
+from shadowkv.prefix_cache.page_hashes import PageHashes
 from shadowkv.prefix_cache.tree import Copy
 
 
@@ -24,11 +24,11 @@ class Prompt:
     """
 
     token_ids: list[int]
-    pages: PageNames
+    pages: PageHashes
 
     @property
     def shareable(self) -> list[str]:
-        """Names of the pages that can be reused from other sequences. At least one token remains to be computed."""
+        """Hashes of the pages that can be reused from other sequences. At least one token remains to be computed."""
         return self.pages[: (len(self.token_ids) - 1) // PAGE]
 
 

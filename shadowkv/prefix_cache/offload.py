@@ -80,16 +80,16 @@ class Offload:
     def _write(self, disk: DiskTier, copy: Copy) -> None:
         """Queues a copy to be written to the disk, unless the disk has a snapshot of its tokens."""
         node, header, parent = copy.node, copy.header, copy.node.parent
-        there = disk.lookup(node.names[-1])
+        there = disk.lookup(node.hashes[-1])
         if there is not None:
             # With another uid, the snapshot is of the same tokens, but was computed by another process.
             copy.file = there if there.uid == node.uid else None
             return
         layers, layer_bytes = pieces(header, copy.parts)
         file = FileHeader(
-            name=node.names[-1],
+            name=node.hashes[-1],
             origin=node.origin,
-            parent=parent.names[-1] if parent else "",
+            parent=parent.hashes[-1] if parent else "",
             uid=node.uid,
             parent_uid=parent.uid if parent else "",
             start=header.start,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LINK_BYTES = 20
-"""Bytes of a link in the chain of hashes (``page_names.py``). A snapshot's name is a link in hex."""
+"""Bytes of a link in the chain of hashes (``page_hashes.py``). A snapshot's name is a link in hex."""
 
 SNAPSHOT_NAME = f"[0-9a-f]{{{2 * LINK_BYTES}}}"
 """Regular expression of a snapshot's name."""

@@ -127,7 +127,7 @@ class Saves:
 
     def save(self, name: str | None, pages: list[str], answer: Answer) -> None:
         """Starts to write the cached part of a prompt to the disk, and to save it under ``name`` unless that is None.
-        ``pages`` are the names of its pages that can be reused."""
+        ``pages`` are the hashes of its pages that can be reused."""
         along = list(self._copies.tree.along(pages))
         reached = max((end for _, end in along), default=0)
         saving = _Saving(name, reached, [node for node, end in along if end == reached])
@@ -176,7 +176,7 @@ class Saves:
                 return _failure(keeping, f"{saving.name!r} cannot be written") or saved
             saving.keeping = None  # a file was removed and may be written again
         for node in saving.nodes:
-            if chain := self._disk.chain(node.names[-1]):
+            if chain := self._disk.chain(node.hashes[-1]):
                 names = tuple(file.name for file in chain)
                 saved = Saved(saving.pages * PAGE, sum(file.file_bytes for file in chain), names)
                 if saving.name is None:
@@ -214,12 +214,12 @@ class Saves:
         return copy.writing is not None or self._is_there(node)
 
     def _is_there(self, node: Node) -> bool:
-        file = self._disk.lookup(node.names[-1])
+        file = self._disk.lookup(node.hashes[-1])
         return file is not None and file.uid == node.uid
 
     def _is_anothers(self, node: Node) -> bool:
         """Whether the disk has another server's snapshot for the tokens of a node or an ancestor."""
-        return any(self._disk.lookup(link.names[-1]) and not self._is_there(link) for link in (node, *node.ancestors))
+        return any(self._disk.lookup(link.hashes[-1]) and not self._is_there(link) for link in (node, *node.ancestors))
 
     def _restore(self, restoring: _Restoring) -> Saved | SaveError | None:
         """Returns the result; None while files are still being read."""

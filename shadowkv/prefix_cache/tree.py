@@ -1,8 +1,8 @@
 """A radix tree over pages of token ids. It records which sequences on the device have the pages, and which copies of
 them are in lower tiers.
 
-A node has pages that were computed together, and starts after one of its parent's pages. A page's name depends on all
-tokens up to its end, so a prompt finds every node on its path by the names of its own pages. Several nodes have the
+A node has pages that were computed together, and starts after one of its parent's pages. A page's hash depends on all
+tokens up to its end, so a prompt finds every node on its path by the hashes of its own pages. Several nodes have the
 same tokens if several requests computed these at once. Then the longest match is used.
 """
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.header import SnapshotHeader
 from shadowkv.prefix_cache.disk.header import FileHeader
-from shadowkv.prefix_cache.page_names import PageNames, common_pages, new_uid
+from shadowkv.prefix_cache.page_hashes import PageHashes, common_pages, new_uid
 
 
 @dataclass(eq=False)
@@ -29,12 +29,12 @@ class Node:
 
     Attributes:
         parent: the node that it continues; None at the root.
-        names: names of its pages.
+        hashes: hashes of its pages (``page_hashes.py``).
         compressed: whether the pages are in the policy's compressed form. Dense pages with the same tokens belong to
             another node.
         holders: sequences that have its pages, and the page up to which each has them.
         children: nodes that continue one of its pages.
-        origin: the link from which its page names start (``page_names.py``).
+        origin: the link from which its page hashes start.
         uid: random id of its pages' exact bytes. Its children were computed on these bytes.
         copy: the copy of its pages in lower tiers, or None. A node with a copy stays, even without a holder.
         used: time of its last use, in seconds by the clock of ``Eviction``.
@@ -43,7 +43,7 @@ class Node:
 
     parent: Node | None
     first: int
-    names: list[str]
+    hashes: list[str]
     compressed: bool
     holders: dict[CachedSequence, int] = field(default_factory=dict)
     children: list[Node] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Node:
     @property
     def end(self) -> int:
         """The page after its last page."""
-        return self.first + len(self.names)
+        return self.first + len(self.hashes)
 
     @property
     def ancestors(self) -> Iterator[Node]:
@@ -156,19 +156,19 @@ class PrefixTree:
         """The nodes whose pages a sequence has, in order."""
         return self._paths.get(sequence, [])
 
-    def along(self, names: Sequence[str]) -> Iterator[tuple[Node, int]]:
+    def along(self, hashes: Sequence[str]) -> Iterator[tuple[Node, int]]:
         """Yields the nodes on a prompt's path in order of their first pages, and the page (excluded) up to which each
-        matches. ``names`` are the names of the prompt's pages."""
+        matches. ``hashes`` are the hashes of the prompt's pages."""
         reached = 0
-        for first, name in enumerate(names):
+        for first, page in enumerate(hashes):
             if first > reached:  # no node matches the page before, so none can follow it
                 return
-            for node in self._by_first.get(name, ()):
-                end = first + common_pages(node.names, names, first)
+            for node in self._by_first.get(page, ()):
+                end = first + common_pages(node.hashes, hashes, first)
                 reached = max(reached, end)
                 yield node, end
 
-    def hold(self, sequence: CachedSequence, names: PageNames, ends: Sequence[int]) -> list[Node]:
+    def hold(self, sequence: CachedSequence, hashes: PageHashes, ends: Sequence[int]) -> list[Node]:
         """Records that ``sequence`` has the pages up to the last of ``ends``. Returns its path.
 
         New nodes end at ``ends``, which are page numbers in ascending order. Nodes below the device that hold recurrent
@@ -186,15 +186,15 @@ class PrefixTree:
             if covered >= end:
                 continue
             if node is None or covered in ends or not self._can_grow(node, covered):
-                node = self._insert(Node(node, covered, [], compressed, origin=names.origin), names[covered])
+                node = self._insert(Node(node, covered, [], compressed, origin=hashes.origin), hashes[covered])
                 path.append(node)
-            node.names += names[covered:end]
+            node.hashes += hashes[covered:end]
             node.holders[sequence] = node.end
         return path
 
-    def plant(self, parent: Node | None, first: int, names: list[str], compressed: bool, origin: str) -> Node:
+    def plant(self, parent: Node | None, first: int, hashes: list[str], compressed: bool, origin: str) -> Node:
         """Adds a node without holders. The caller must add its copy."""
-        return self._insert(Node(parent, first, names, compressed, origin=origin), names[0])
+        return self._insert(Node(parent, first, hashes, compressed, origin=origin), hashes[0])
 
     @staticmethod
     def _can_grow(node: Node, end: int) -> bool:
@@ -238,9 +238,9 @@ class PrefixTree:
         del node.holders[sequence]
         self.prune(node)
 
-    def _insert(self, node: Node, name: str) -> Node:
+    def _insert(self, node: Node, first: str) -> Node:
         self.changes += 1
-        self._by_first.setdefault(name, []).append(node)
+        self._by_first.setdefault(first, []).append(node)
         if node.parent is not None:
             node.parent.children.append(node)
         return node
@@ -251,12 +251,12 @@ class PrefixTree:
         while node is not None and node.copy is None:
             held = [*node.holders.values(), *(child.first for child in node.children)]
             if held:
-                del node.names[max(held) - node.first :]
+                del node.hashes[max(held) - node.first :]
                 return
-            same = self._by_first[node.names[0]]
+            same = self._by_first[node.hashes[0]]
             same.remove(node)
             if not same:
-                del self._by_first[node.names[0]]
+                del self._by_first[node.hashes[0]]
             if node.parent is not None:
                 node.parent.children.remove(node)
             node = node.parent

@@ -137,6 +137,10 @@ def test_a_policy_that_fails_leaves_the_others(model, tmp_path, monkeypatch):
     lines = {line["kv"]: line for line in read(tmp_path / "summary.csv")}
     assert lines["full"]["tokens_per_s_60k"] == lines["full"]["tokens_per_s_122k"] == "100"
     assert (lines["quest"]["batch_60k"], lines["quest"]["batch_122k"]) == ("2", "")
+    (commit,) = {row["commit"][:7] for row in read(tmp_path / "throughput.csv")}
+    table = (tmp_path / "formats.md").read_text(encoding="utf-8").splitlines()
+    (quest,) = (row for row in table if row.startswith("| `quest`"))
+    assert quest.endswith(f"| 2 | 20.0 | 100 | {commit} |  |  |  |  |")
     with pytest.raises(RuntimeError):  # and only that one is tried again
         measure_throughput(args, open_rows(tmp_path, "throughput"))
     assert swept[4:] == [("fp8", 61440)]

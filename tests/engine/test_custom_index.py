@@ -55,7 +55,7 @@ def test_its_setting_is_read_checked_and_used() -> None:
         ("small-norms:order=0.0", r"order=0\.0 must be positive"),
         ("small-norms:order=x", "order='x' is not a number"),
         ("turbo:order=1", r"order=1\.0 has no meaning with index='sketch'; index that have it: small-norms"),
-        ("small-norms:keys.order=1", r"'keys\.order' is not a field"),
+        ("small-norms:keys.order=1", r"'keys\.order' is not a field; .*, and settings of parts: .*index\.order"),
     ):
         with pytest.raises(ValueError, match=said):
             parts.resolve(preset(text), shape)

@@ -64,7 +64,7 @@ def test_every_reason_is_listed_at_once():
 
 
 def test_parts_give_their_reasons_beside_a_name_that_is_unknown():
-    with pytest.raises(ValueError, match=r"'i\?'(?s:.*)rank=0 is not between"):
+    with pytest.raises(ValueError, match=r"'i\?'(?s:.*)rank=0 must be at least 1"):
         resolve(KVSpec("low-rank", "i?", "dense", settings={"rank": 0}), LLAMA)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.page_names import CacheKey, new_uid, origin, page_names
+from shadowkv.prefix_cache.page_hashes import CacheKey, new_uid, origin, page_hashes
 
 KEY = CacheKey(
     model="blake2b:0a1b",
@@ -43,7 +43,7 @@ def data_of(header: FileHeader) -> bytes:
 
 def snapshot_name(key_digest: str, salt: str | None, token_ids: Any) -> str:
     """The name of the snapshot that ends with the last of a prompt's first tokens ``token_ids``."""
-    return [name for _, name in page_names(origin(key_digest, salt), token_ids)][-1]
+    return [page for _, page in page_hashes(origin(key_digest, salt), token_ids)][-1]
 
 
 def header_of(
@@ -72,7 +72,7 @@ def header_of(
 
 def names_of(ids: np.ndarray, key: CacheKey = KEY, salt: str | None = None) -> list[str]:
     """Names of a prompt's prefixes, the shortest first."""
-    return [name for _, name in page_names(key.origin(salt), ids)]
+    return [page for _, page in page_hashes(key.origin(salt), ids)]
 
 
 def found(tier: DiskTier, names: list[str]) -> list[FileHeader]:

@@ -14,7 +14,7 @@ from stored_snapshots import data_of, found, header_of, names_of, opened, prompt
 
 from shadowkv.prefix_cache.__main__ import main
 from shadowkv.prefix_cache.disk.files import write_snapshot
-from shadowkv.prefix_cache.page_names import new_uid
+from shadowkv.prefix_cache.page_hashes import new_uid
 
 IDS = prompt(7, 400)
 

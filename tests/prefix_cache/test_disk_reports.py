@@ -17,7 +17,7 @@ from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk_reports import DiskReports
 from shadowkv.prefix_cache.eviction import Eviction
 from shadowkv.prefix_cache.host import HostTier
-from shadowkv.prefix_cache.page_names import CacheKey, PageNames, new_uid
+from shadowkv.prefix_cache.page_hashes import CacheKey, PageHashes, new_uid
 from shadowkv.prefix_cache.stats import Counts
 from shadowkv.prefix_cache.tree import Node, PrefixTree
 
@@ -38,12 +38,12 @@ def kept(tree: PrefixTree, slabs: int) -> Copies:
 
 
 def file_of(
-    header: SnapshotHeader, names: PageNames, name: str, uid: str, parent: FileHeader | None = None
+    header: SnapshotHeader, hashes: PageHashes, name: str, uid: str, parent: FileHeader | None = None
 ) -> FileHeader:
-    """The file header of a snapshot with this header, of pages with these names."""
+    """The file header of a snapshot with this header, of pages with these hashes."""
     return FileHeader(
         name=name,
-        origin=names.origin,
+        origin=hashes.origin,
         parent=parent.name if parent else "",
         uid=uid,
         parent_uid=parent.uid if parent else "",
@@ -66,10 +66,10 @@ def copied(tree: PrefixTree) -> set[Node]:
 def test_a_chain_of_any_length_is_found_from_its_end() -> None:
     """As many turns as an agent takes in a day."""
     pages = 3000
-    names = PageNames(KEY.origin()).extend_to(list(range(PAGE * pages)))
+    hashes = PageHashes(KEY.origin()).extend_to(list(range(PAGE * pages)))
     files: list[FileHeader] = []
     for page in range(pages):
-        files.append(file_of(header(page), names, names[page], new_uid(), files[-1] if files else None))
+        files.append(file_of(header(page), hashes, hashes[page], new_uid(), files[-1] if files else None))
 
     def token_ids(file: FileHeader) -> Future[np.ndarray]:
         ids: Future[np.ndarray] = Future()
@@ -84,7 +84,7 @@ def test_a_chain_of_any_length_is_found_from_its_end() -> None:
         reports.report("found", file)
     reports.take()
     assert len(copies.by_uid) == pages
-    assert max(end for _, end in tree.along(names)) == pages
+    assert max(end for _, end in tree.along(hashes)) == pages
     reports.report("lost", files[-1])
     reports.take()
     assert len(copies.by_uid) == pages - 1 == len(tree)
@@ -96,24 +96,24 @@ def test_a_file_of_other_pages_is_not_a_nodes_copy() -> None:
     copies = kept(tree, 0)
     reports = DiskReports(copies, FORM)
     reports.disk = SimpleNamespace(key=KEY)
-    names = PageNames(KEY.origin()).extend_to(list(range(2 * PAGE)))
-    node = tree.plant(None, 0, names[:1], False, names.origin)
+    hashes = PageHashes(KEY.origin()).extend_to(list(range(2 * PAGE)))
+    node = tree.plant(None, 0, hashes[:1], False, hashes.origin)
     copies.add(node, header(0), np.zeros(PAGE, np.uint32), users=1)
     for kind, name, wanted in (("found", 1, None), ("stored", 0, 0), ("lost", 1, 0), ("evicted", 0, None)):
-        file = replace(file_of(header(0), names, names[name], node.uid), length=PAGE * (name + 1))
+        file = replace(file_of(header(0), hashes, hashes[name], node.uid), length=PAGE * (name + 1))
         reports.report(kind, file)
         reports.take()
         copy = node.copy
         assert copy is not None
-        assert (copy.file and copy.file.name) == (None if wanted is None else names[wanted])
+        assert (copy.file and copy.file.name) == (None if wanted is None else hashes[wanted])
     assert copy.evicted
 
 
 def test_nothing_makes_room_in_host_memory_in_vain() -> None:
     tree = PrefixTree()
     copies = kept(tree, 4)
-    names = PageNames(KEY.origin()).extend_to(list(range(4 * PAGE)))
-    nodes = [tree.plant(None, 0, [name], False, names.origin) for name in names]
+    hashes = PageHashes(KEY.origin()).extend_to(list(range(4 * PAGE)))
+    nodes = [tree.plant(None, 0, [page], False, hashes.origin) for page in hashes]
     for node in nodes:
         copy = copies.add(node, header(0), np.zeros(PAGE, np.uint32))
         copy.slabs, copy.ready = copies.room(64), True

@@ -15,7 +15,7 @@ from shadowkv.prefix_cache.disk.files import SnapshotGone, write_snapshot
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.header import file_name
 from shadowkv.prefix_cache.disk.tier import DiskTier
-from shadowkv.prefix_cache.page_names import new_uid
+from shadowkv.prefix_cache.page_hashes import new_uid
 
 IDS = prompt(7, 400)
 SIZE = header_of(IDS[:128]).file_bytes

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.prefix_cache.page_names import PageNames, common_pages, origin
+from shadowkv.prefix_cache.page_hashes import PageHashes, common_pages, origin
 from shadowkv.prefix_cache.tree import PrefixTree
 
 ORIGIN = origin(40 * "0")
@@ -20,23 +20,23 @@ ends = st.sets(st.integers(1, 12), max_size=3)
 """Where nodes end before the last page."""
 
 
-def names(pages: str) -> PageNames:
+def hashes(pages: str) -> PageHashes:
     """Names of a prompt with a page for each letter."""
-    return PageNames(ORIGIN).extend_to([ord(letter) for letter in pages for _ in range(PAGE)])
+    return PageHashes(ORIGIN).extend_to([ord(letter) for letter in pages for _ in range(PAGE)])
 
 
 @given(st.text("ab", max_size=6), st.text("ab", max_size=6), st.integers(0, 6))
 def test_pages_in_common_are_those_of_a_common_start(one: str, other: str, grown: int) -> None:
     same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    first = names(one[:grown])
+    first = hashes(one[:grown])
     ids = [ord(letter) for letter in one for _ in range(PAGE)]
-    assert first.extend_to(ids) == names(one)
-    assert common_pages(first, names(other)) == same
+    assert first.extend_to(ids) == hashes(one)
+    assert common_pages(first, hashes(other)) == same
 
 
 def test_salts_share_nothing() -> None:
     ids = list(range(3 * PAGE))
-    pages = [PageNames(origin(40 * "0", salt)).extend_to(ids) for salt in (None, "", "a", "b", "salt a")]
+    pages = [PageHashes(origin(40 * "0", salt)).extend_to(ids) for salt in (None, "", "a", "b", "salt a")]
     assert not any(common_pages(one, other) for i, one in enumerate(pages) for other in pages[:i])
 
 
@@ -46,14 +46,14 @@ def test_a_prompt_is_followed_no_further_than_it_is_known() -> None:
     class Followed(list[str]):
         def __iter__(self) -> Iterator[str]:
             nonlocal seen
-            for name in super().__iter__():
+            for page in super().__iter__():
                 seen += 1
-                yield name
+                yield page
 
     tree, held = PrefixTree(), Held()
-    tree.hold(held, names("ab"), [2])
-    assert not list(tree.along(Followed(names(500 * "b")))) and seen <= 2
-    assert [end for _, end in tree.along(Followed(names("ab" + 500 * "c")))] == [2] and seen <= 6
+    tree.hold(held, hashes("ab"), [2])
+    assert not list(tree.along(Followed(hashes(500 * "b")))) and seen <= 2
+    assert [end for _, end in tree.along(Followed(hashes("ab" + 500 * "c")))] == [2] and seen <= 6
 
 
 class Tree(RuleBasedStateMachine):
@@ -73,7 +73,7 @@ class Tree(RuleBasedStateMachine):
         pages = self.held[sequence]
         inner = sorted(end for end in ends if end < len(pages))
         before = {node for node in self.tree.path_of(sequence)}
-        path = self.tree.hold(sequence, names(pages), [*inner, len(pages)])
+        path = self.tree.hold(sequence, hashes(pages), [*inner, len(pages)])
         new = [node for node in path if node not in before]
         assert {node.end for node in new} >= {end for end in inner if new and end > new[0].first}
 
@@ -118,11 +118,11 @@ class Tree(RuleBasedStateMachine):
     @rule(pages=st.text("ab", max_size=8))
     def look(self, pages: str) -> None:
         found = dict[Any, int]()
-        for node, end in self.tree.along(names(pages)):
+        for node, end in self.tree.along(hashes(pages)):
             for sequence, held in node.holders.items():
                 found[sequence] = max(found.get(sequence, 0), min(end, held))
         for sequence, own in self.held.items():
-            assert found.get(sequence, 0) == common_pages(names(own), names(pages))
+            assert found.get(sequence, 0) == common_pages(hashes(own), hashes(pages))
         assert found.keys() <= self.held.keys()
 
     @invariant()

@@ -10,7 +10,7 @@ from robustness import kill_sweep
 from robustness.kill_sweep import Held, Sweep
 from robustness.live_server import Answer
 from robustness.tiny_model import tiny_model
-from shadowkv.prefix_cache.page_names import PageNames
+from shadowkv.prefix_cache.page_hashes import PageHashes
 
 EXPECTED = Answer(["a"], [-0.1], [{"a": -0.1, "b": -3.0}], "length")
 ORIGIN = 40 * "0"
@@ -47,7 +47,7 @@ def test_answers_and_what_is_computed_again_are_judged(answer, cached, counted):
 
 def test_what_files_hold_of_a_prompt():
     prompt = list(range(256))
-    pages = PageNames(ORIGIN).extend_to(prompt)
+    pages = PageHashes(ORIGIN).extend_to(prompt)
     held = Held(ORIGIN, frozenset(pages), frozenset(), frozenset(), (0, 0))
     assert held.tokens(prompt) == 192  # the last token is computed
     assert held.tokens([*prompt, 1]) == 256

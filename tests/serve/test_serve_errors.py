@@ -68,18 +68,18 @@ def test_fewer_tokens_fit_than_an_answer_must_have(post, engine):
     assert not engine.prompts
 
 
-def test_what_nobody_knows_has_no_effect_and_is_told_once(post, call, caplog, monkeypatch):
+def test_what_nobody_knows_has_no_effect_and_is_logged_once(post, call, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "shadowkv.serve.request_log")  # a command that ran here may have turned it on
-    monkeypatch.setattr(unknown, "_told", set())
+    monkeypatch.setattr(unknown, "_recorded", set())
     for _ in range(2):
         messages = [{"role": "user", "content": "Hi", "cache_control": {}}]
         assert post("chat", messages=messages, no_such_hint=1).is_success
     assert [record.args for record in caplog.records] == [("cache_control",), ("no_such_hint",)]
-    # Bodies that another process reads are told of here, too.
+    # Bodies that another process reads are logged here, too.
     assert post("completions", long_hint="x" * SHORT_BYTES).is_success
     assert caplog.records[-1].args == ("long_hint",) and caplog.records[-1].name == "shadowkv.serve.unknown"
     for number in range(MAX_UNKNOWN):
-        unknown.tell(f"{number}")
+        unknown.record(f"{number}")
     assert len(caplog.records) == MAX_UNKNOWN
 
 

@@ -28,7 +28,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.prefix_cache.cache import PrefixCache
 from shadowkv.prefix_cache.matches import Match, Prompt
-from shadowkv.prefix_cache.page_names import common_pages
+from shadowkv.prefix_cache.page_hashes import common_pages
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)

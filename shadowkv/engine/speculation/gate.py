@@ -34,16 +34,16 @@ OTHERS_TOKENS, OWN_TOKENS = 8, 64
 """Weight of all requests' rates in the rates of one request, and the window over which a request's own rates are
 measured, both in drafted tokens."""
 
-LEAST_GAIN = 1.02
+MIN_GAIN = 1.02
 """Minimum expected speed-up of a draft: tokens per second with it divided by tokens per second without it."""
 
-MOST_LOSS = 0.01
+MAX_LOSS = 0.01
 """Maximum cost of unsuccessful drafts, as a share of the request's steps. Trials have a separate budget of the same
 size."""
 
 
 FREE_LOSS = 1.0
-"""Number of steps that drafts may cost a request in addition to ``MOST_LOSS``."""
+"""Number of steps that drafts may cost a request in addition to ``MAX_LOSS``."""
 
 
 class StepTimes:
@@ -115,7 +115,7 @@ class AcceptanceRates:
 class Account:
     """Chooses how many tokens to draft, by rates and times, and keeps what drafts lose within bounds.
 
-    A draft must be expected to pay. Once drafts have cost ``FREE_LOSS`` and ``MOST_LOSS`` of the steps, they wait until
+    A draft must be expected to pay. Once drafts have cost ``FREE_LOSS`` and ``MAX_LOSS`` of the steps, they wait until
     more steps are made. Drafts that are not expected to pay are tried now and then, within the same share. So nothing
     is slowed down by much, and drafts begin again when the text changes.
     """
@@ -136,7 +136,7 @@ class Account:
             sequences: sequences of the step.
             steps: tokens so far. The bounds are shares of them.
         """
-        best, value, gain, plain = 0, LEAST_GAIN, 0.0, seconds(0)
+        best, value, gain, plain = 0, MIN_GAIN, 0.0, seconds(0)
         longest = max(most for _, most in drafts)
         limit = sum(rate / (1 - rate) for rate, _ in drafts)  # tokens of drafts without an end
         for count in range(1, longest + 1):
@@ -152,7 +152,7 @@ class Account:
         # A slower step costs every sequence.
         self._cost = sequences * (seconds(count) / plain - 1)
         loss = self._tried + self._cost if self._is_trial else -self._balance - FREE_LOSS
-        return count if loss <= MOST_LOSS * steps else 0
+        return count if loss <= MAX_LOSS * steps else 0
 
     def spend(self) -> None:
         """Takes in that drafts of the returned length were made."""

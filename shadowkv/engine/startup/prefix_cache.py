@@ -25,7 +25,7 @@ from shadowkv.prefix_cache.disk.tier import DiskTier
 from shadowkv.prefix_cache.eviction import Eviction
 from shadowkv.prefix_cache.host import HostTier, Mover
 from shadowkv.prefix_cache.lower_tiers import STEP_BYTES
-from shadowkv.prefix_cache.page_names import CacheKey, origin
+from shadowkv.prefix_cache.page_hashes import CacheKey, origin
 from shadowkv.wording import GIB, SettingsError
 
 Origin = Callable[[str | None], str]
@@ -69,7 +69,7 @@ def open_prefix_cache(
     make: Callable[[KVCache, int, RankCache], tuple[Mover, list[RankCache]]] = open_mover,
 ) -> tuple[PrefixCache, Origin]:
     """Makes the prefix cache. Returns it with the function that maps a cache salt to the first link of the chain of
-    page names.
+    page hashes.
 
     Raises MemoryError if host memory is too small, ValueError if the disk directory cannot be used.
 

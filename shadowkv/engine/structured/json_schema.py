@@ -36,8 +36,8 @@ def refusal(reason: str, rules: str = "{}") -> RequestError:
 def too_costly(reason: str, rules: str) -> SchemaTimeout:
     """The error for a schema or grammar that takes too much time or memory."""
     other = "a simpler one" if grammar_kind(rules) else "simpler patterns, or fewer properties to count"
-    told = refusal(f"{reason}; use {other}", rules)
-    return SchemaTimeout(str(told), told.param)
+    error = refusal(f"{reason}; use {other}", rules)
+    return SchemaTimeout(str(error), error.param)
 
 
 def not_compiled(reason: str, rules: str) -> SchemaTimeout:

@@ -65,8 +65,8 @@ class PromptFitter:
         turns = (*history, (text, answer_prefix))
         if not self._chat:
             return "\n\n".join(f"User:\n{asked}\n\nAssistant:\n{answer}" for asked, answer in turns)
-        roles = [(role, said) for turn in turns for role, said in zip(("user", "assistant"), turn)]
-        messages = [{"role": role, "content": said} for role, said in roles[:-1]]  # the answer's beginning comes below
+        roles = [(role, content) for turn in turns for role, content in zip(("user", "assistant"), turn)]
+        messages = [{"role": role, "content": content} for role, content in roles[:-1]]  # the answer comes below
         prompt = self._tokenizer.apply_chat_template(messages)
         if self._tokenizer.encode("")[:1] == [self._tokenizer.bos_token_id]:  # encode() adds it itself
             prompt = prompt.removeprefix(self._tokenizer.special_tokens["bos_token"])

@@ -21,7 +21,7 @@ import torch
 from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.codecs import LATENT_CODECS, NAMES_OF_PARTS, ROW_CODECS
 from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, KeyPart, Part, PrefillStrategy, StoredPart, ValuePart
-from shadowkv.kvcache.plugins import checked_name, has
+from shadowkv.kvcache.plugins import checked_name, has, load_own
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import NATIVE, PAGE, ROTATED, SKETCH, KVSpec
 from shadowkv.settings import settings_of, violations
@@ -200,6 +200,7 @@ def _foreign(spec: KVSpec, parts: Sequence[type[Part]]) -> list[str]:
             axes = STORED if known is None else [known.axis]
             reason = f"{own}={value!r} has no meaning with {', '.join(f'{one}={getattr(spec, one)!r}' for one in axes)}"
             if known is not None:
+                load_own()
                 others = (other for other in AXES[known.axis] if own in settings_of(_part(known.axis, other).Settings))
                 reason += f"; {known.axis} that have it: {', '.join(others)}"
             reasons.append(reason)
@@ -216,6 +217,15 @@ def _with_all(spec: KVSpec, parts: Sequence[type[Part]], shape: ModelShape) -> K
         own = part.with_defaults(spec, shape)
         values |= {f"{part.axis}.{name}": getattr(own, name) for name in settings_of(part.Settings)}
     return replace(spec, settings=values)
+
+
+def all_settings() -> list[str]:
+    """The settings of all parts, with their axes: ``keys.rank``. Loads the package's own plugin."""
+    load_own()
+    named = (
+        f"{axis}.{name}" for axis in KINDS for part in AXES[axis] for name in settings_of(_part(axis, part).Settings)
+    )
+    return list(dict.fromkeys(named))
 
 
 def declared(spec: KVSpec, name: str) -> type[Part] | None:

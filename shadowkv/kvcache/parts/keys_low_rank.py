@@ -22,7 +22,7 @@ from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
 from shadowkv.ops.codec import STRONG, LatentCodec
 from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
-from shadowkv.settings import setting
+from shadowkv.settings import at_least, setting
 
 KEPT_ENERGY = "kept_energy"
 """State field with the share of the keys' squared norm that the subspace keeps."""
@@ -54,8 +54,12 @@ class LowRankKeys(KeyPart):
         """``key_groups`` are the groups of tensor-parallel ranks. The rank is divided between them in proportion to
         their heads, and rounded up to a multiple of 32 (``ranks``)."""
 
-        rank: int | None = setting(None, "keys", "dimensions of the low-rank keys (default: by model)")
-        key_groups: int = setting(1, "keys", "groups of kv heads, each with low-rank keys of its own")
+        rank: int | None = setting(
+            None, "keys", "dimensions of the low-rank keys (default: by model)", check=at_least(1)
+        )
+        key_groups: int = setting(
+            1, "keys", "groups of kv heads, each with low-rank keys of its own", check=at_least(1)
+        )
 
     @classmethod
     def codec_of(cls, spec: KVSpec) -> LatentCodec:
@@ -88,10 +92,10 @@ class LowRankKeys(KeyPart):
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
         reasons, heads, own = super().unsupported(spec, shape), shape.num_kv_heads, cls.settings_of(spec)
-        if not 1 <= own.rank <= shape.kv_dim:
-            reasons.append(f"rank={own.rank} is not between 1 and H*d={shape.kv_dim} of this model")
-        if not 1 <= own.key_groups <= heads:
-            return [*reasons, f"key_groups={own.key_groups} is not between 1 and the model's {heads} kv heads"]
+        if own.rank > shape.kv_dim:
+            reasons.append(f"rank={own.rank} is more than H*d={shape.kv_dim} of this model")
+        if own.key_groups > heads:
+            return [*reasons, f"key_groups={own.key_groups} is more than the model's {heads} kv heads"]
         multiple, rank = cls.codec_of(spec).rank_multiple, sum(rank for rank, _ in ranks(own, shape))
         if rank % multiple:
             reasons.append(f"keys={spec.keys!r} needs a rank that is a multiple of {multiple}, not {rank}")

@@ -22,7 +22,7 @@ import xxhash
 
 from shadowkv.prefix_cache.disk.filesystem import FileSystem, Workers
 from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, decode, encode, file_name, header_bytes
-from shadowkv.prefix_cache.page_names import TokenIds, id_bytes
+from shadowkv.prefix_cache.page_hashes import TokenIds, id_bytes
 
 TEMPORARY = ".tmp-"
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from shadowkv.prefix_cache.page_names import canonical
+from shadowkv.prefix_cache.page_hashes import canonical
 from shadowkv.prefix_cache.protocol import is_snapshot_name
 
 FORMAT = "shadowkv-snapshot"
@@ -65,7 +65,7 @@ class FileHeader:
 
     Attributes:
         name: file name without its suffix.
-        origin: hash of the key and the salt. The hash chain of page names starts with it (``page_names.py``).
+        origin: hash of the key and the salt. The chain of page hashes starts with it (``page_hashes.py``).
         parent: name of the snapshot that it continues, "" if it starts with a prompt's first token.
         uid: identifies the exact bytes.
         parent_uid: uid of the parent that it was computed on, "" without a parent.

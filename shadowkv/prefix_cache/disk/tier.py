@@ -23,7 +23,7 @@ from shadowkv.prefix_cache.disk.filesystem import FileSystem, Workers
 from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader
 from shadowkv.prefix_cache.disk.names import Save, name_file
 from shadowkv.prefix_cache.disk.writer import Writer
-from shadowkv.prefix_cache.page_names import CacheKey, TokenIds
+from shadowkv.prefix_cache.page_hashes import CacheKey, TokenIds
 from shadowkv.prefix_cache.protocol import UnknownName, UnusableName
 from shadowkv.prefix_cache.stats import Counts, TierStats
 

@@ -15,7 +15,7 @@ from shadowkv.prefix_cache.disk.files import Buffer, SnapshotGone, write_snapsho
 from shadowkv.prefix_cache.disk.filesystem import Workers
 from shadowkv.prefix_cache.disk.header import FileHeader, file_name
 from shadowkv.prefix_cache.disk.names import Save
-from shadowkv.prefix_cache.page_names import TokenIds
+from shadowkv.prefix_cache.page_hashes import TokenIds
 
 logger = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ class Body(BaseModel):
             if name in IGNORED or any(type(value) is type(neutral) and value == neutral for neutral in neutral_values):
                 continue
             if name not in NEUTRAL and name not in UNSUPPORTED:
-                unknown.tell(name)
+                unknown.record(name)
                 continue
             text = "{param} is not supported" + ("; leave it out or pass {neutral}" if name in NEUTRAL else "")
             neutral = " or ".join(repr(value) for value in NEUTRAL.get(name, ()))

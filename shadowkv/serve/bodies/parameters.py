@@ -143,16 +143,16 @@ class Unknown:
     def __init__(self) -> None:
         self.collects = False
         self._lock = Lock()
-        self._told: set[str] = set()
+        self._recorded: set[str] = set()
         self._new: list[str] = []
 
-    def tell(self, name: str) -> None:
+    def record(self, name: str) -> None:
         """Records that a request has a parameter ``name``."""
         name = name[:MAX_NAME_CHARS]
         with self._lock:
-            if name in self._told or len(self._told) >= MAX_UNKNOWN:
+            if name in self._recorded or len(self._recorded) >= MAX_UNKNOWN:
                 return
-            self._told.add(name)
+            self._recorded.add(name)
         if self.collects:
             self._new.append(name)
         else:

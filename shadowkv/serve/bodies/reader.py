@@ -170,7 +170,7 @@ class _Process:
             if self._killed.is_set():  # even if the result has just arrived: the process is about to end
                 self.end()
         for name in names:
-            unknown.tell(name)
+            unknown.record(name)
         return result
 
     def end_in(self, seconds: float, idle: list[_Process]) -> None:

@@ -268,13 +268,13 @@ def template_input(conversation: Conversation, template: str | None) -> tuple[li
         turns, tools = _harmony_turns(turns), [_described(tool) for tool in tools]
     if names_tools(template):
         return turns, {"tools": tools or None, **variables}
-    return in_words(turns, tools), variables
+    return describe_tools(turns, tools), variables
 
 
-def in_words(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
+def describe_tools(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
     """Messages for a template without tools. The system message explains the tools; calls become the text of an answer
     (``output_schema.calls_schema``), and their results become user messages."""
-    turns = [_in_words(turn) for turn in turns]
+    turns = [_describe_call(turn) for turn in turns]
     if not tools:
         return turns
     functions = [_json(tool["function"]) for tool in tools]
@@ -320,7 +320,7 @@ def _described(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {"description": "", **tool["function"]}}
 
 
-def _in_words(turn: Turn) -> Turn:
+def _describe_call(turn: Turn) -> Turn:
     if turn["role"] == "tool":
         response = {"name": turn.get("name"), "content": turn["content"]}
         return {"role": "user", "content": _json({"tool_response": response})}

@@ -103,10 +103,10 @@ class HarmonyReasoning(Messages, ReasoningParser):
         thoughts, header = 0, Header("analysis") if self._is_open else (yield from self._header())
         while header is not None:
             is_thought = header.channel == "analysis" and header.function is None
-            self._said = self._thought if is_thought else self._answer
+            self._output = self._thought if is_thought else self._answer
             if is_thought:
                 self._drop()
-                self._said += ["\n"] * bool(thoughts)
+                self._output += ["\n"] * bool(thoughts)
                 thoughts += 1
             else:
                 self._say()
@@ -132,7 +132,7 @@ class Harmony(Messages, ToolParser):
                 self._open(header.function)
                 is_whole = yield from self._until(*ENDS, emit=self._argue)
             else:
-                self._said += ["\n"] * bool(texts)
+                self._output += ["\n"] * bool(texts)
                 texts += 1
                 is_whole = yield from self._until(*ENDS)
             if not is_whole:

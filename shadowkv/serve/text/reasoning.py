@@ -31,12 +31,12 @@ class ReasoningParser(TextReader):
         self._is_open = prompt.rstrip().endswith(self.begin)
         self._is_closed = prompt.endswith(self.end)
         self._thought: list[str] = []
-        self._answer = self._said
+        self._answer = self._output
 
     @property
     def is_thinking(self) -> bool:
         """Whether the latest text is reasoning."""
-        return self._said is self._thought
+        return self._output is self._thought
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
         """Takes more generated text; returns the reasoning and the answer text that are certain by now."""
@@ -50,9 +50,9 @@ class ReasoningParser(TextReader):
         yield from self._blanks()
         if (yield from self._passed(self.begin)) or self._is_open:
             self._drop()
-            self._said = self._thought
+            self._output = self._thought
             yield from self._until(self.end)
-            self._said = self._answer
+            self._output = self._answer
             yield from self._passed(self.end)
             self._drop()
         elif self._is_closed:

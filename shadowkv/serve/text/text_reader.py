@@ -19,7 +19,7 @@ class TextReader(ABC):
     def __init__(self) -> None:
         self._text, self._ended = "", False
         self._begin = self._at = 0  # the text between them is read, but not yet emitted
-        self._said: list[str] = []
+        self._output: list[str] = []
         self._steps = self._read()
 
     def _go_on(self, text: str, last: bool) -> None:
@@ -34,7 +34,7 @@ class TextReader(ABC):
 
     def _say(self) -> None:
         """Emits the text that has been read."""
-        self._said.append(self._text[self._begin : self._at])
+        self._output.append(self._text[self._begin : self._at])
         self._begin = self._at
 
     def _drop(self) -> None:

@@ -57,9 +57,9 @@ class ToolParser(TextReader):
         """Takes more generated text; returns the output that is certain by now: text outside of calls, and at most one
         part of each call."""
         self._go_on(text, last)
-        said, self._said = "".join(self._said), []
+        output, self._output = "".join(self._output), []
         parts, self._parts = self._parts, []
-        return said, parts
+        return output, parts
 
     def _open(self, name: str) -> None:
         self._drop()

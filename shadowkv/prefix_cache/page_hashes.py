@@ -1,4 +1,4 @@
-"""Names of pages and snapshots: a chain of hashes over the pages of a prompt. The chain starts with a ``CacheKey``.
+"""Hashes of pages, a chain over the pages of a prompt, as vLLM's block hashes. The chain starts with a ``CacheKey``.
 
 ::
 
@@ -7,11 +7,11 @@
     link i = H("shadowkv page", link i - 1, token ids of page i)
 
 ``H`` is BLAKE2b of 20 bytes whose *personalisation* is the first argument. Without a salt, zeros replace its hash. A
-page has 64 token ids as little-endian uint32; a prompt's last page may have fewer. The name of a page, and of a
-snapshot that ends with it, is the page's link in hex.
+page has 64 token ids as little-endian uint32; a prompt's last page may have fewer. The hash of a page is its link in
+hex. It is also the name of a snapshot that ends with the page.
 
-One pass over a prompt names every prefix that ends at a page boundary. Prompts with another key or salt share no link.
-So two prompts share exactly those first pages whose names are equal.
+One pass over a prompt hashes every prefix that ends at a page boundary. Prompts with another key or salt share no link.
+So two prompts share exactly those first pages whose hashes are equal.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CacheKey:
         return _hash(b"shadowkv key", canonical(self.facts).encode()).hex()
 
     def origin(self, salt: str | None = None) -> str:
-        """Returns the first link of all names with this key and salt."""
+        """Returns the first link of all hashes with this key and salt."""
         return origin(self.digest, salt)
 
 
@@ -91,9 +91,9 @@ def next_link(link: str, page: bytes | memoryview) -> str:
     return _hash(b"shadowkv page", bytes.fromhex(link), page).hex()
 
 
-def page_names(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
-    """Yields the number of tokens and the name of each prefix that ends at a page boundary, shortest first. The last
-    one is that of all tokens, even if they end within a page. To continue a prompt, pass the name of its last full page
+def page_hashes(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
+    """Yields the number of tokens and the hash of each prefix that ends at a page boundary, shortest first. The last
+    one is that of all tokens, even if they end within a page. To continue a prompt, pass the hash of its last full page
     as ``origin``."""
     ids = memoryview(id_bytes(token_ids))
     link, width = origin, 4 * PAGE
@@ -108,8 +108,8 @@ def new_uid() -> str:
     return secrets.token_hex(16)
 
 
-class PageNames(list[str]):
-    """Names of a growing sequence's full pages.
+class PageHashes(list[str]):
+    """Hashes of a growing sequence's full pages.
 
     Args:
         origin: the link before the first page. It is unique for sequences that must not be shared.
@@ -119,20 +119,20 @@ class PageNames(list[str]):
         super().__init__()
         self.origin = origin
 
-    def extend_to(self, token_ids: Sequence[int]) -> PageNames:
-        """Adds names until every full page of ``token_ids``, the whole sequence, has one. Returns itself."""
+    def extend_to(self, token_ids: Sequence[int]) -> PageHashes:
+        """Adds hashes until every full page of ``token_ids``, the whole sequence, has one. Returns itself."""
         new = token_ids[len(self) * PAGE : len(token_ids) // PAGE * PAGE]
-        self += [name for _, name in page_names(self[-1] if self else self.origin, new)]
+        self += [page for _, page in page_hashes(self[-1] if self else self.origin, new)]
         return self
 
 
-def common_pages(names: Sequence[str], prompt: Sequence[str], first: int = 0) -> int:
-    """Returns how many of a node's pages a prompt has. ``names`` are the names of the node's pages. They start at page
-    ``first`` of the prompt. ``prompt`` has the names of all pages of the prompt."""
-    low, high = 0, min(len(names), len(prompt) - first)
-    while low < high:  # binary search, because a name depends on all pages before it
+def common_pages(hashes: Sequence[str], prompt: Sequence[str], first: int = 0) -> int:
+    """Returns how many of a node's pages a prompt has. ``hashes`` are those of the node's pages. They start at page
+    ``first`` of the prompt. ``prompt`` has the hashes of all pages of the prompt."""
+    low, high = 0, min(len(hashes), len(prompt) - first)
+    while low < high:  # binary search, because a hash depends on all pages before it
         middle = (low + high + 1) // 2
-        if names[middle - 1] == prompt[first + middle - 1]:
+        if hashes[middle - 1] == prompt[first + middle - 1]:
             low = middle
         else:
             high = middle - 1
