@@ -59,8 +59,10 @@ def scatter(cache: KVCache, seed: int = 0) -> None:
 
 @torch.inference_mode()
 def fill_random(cache: KVCache, sequence: CachedSequence, tokens: int) -> None:
-    """Gives ``sequence`` ``tokens`` new tokens with random keys and values, the same in all layers with equal heads. States
-    of recurrent layers stay as they begin: their time does not depend on what they hold."""
+    """Gives ``sequence`` ``tokens`` new tokens with random keys and values, the same in all layers with equal heads.
+
+    States of recurrent layers stay as they begin: no step's time depends on what they hold.
+    """
     batch = cache.prefill_batch([(sequence, tokens)])
     drawn = {}
     for group in cache.groups:
