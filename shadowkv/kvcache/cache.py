@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.batch import Batch, Part
 from shadowkv.kvcache.decode.attention import ExactLayers, QueryHook, SelectionHook
 from shadowkv.kvcache.decode.batch import DecodePlan
@@ -507,7 +508,7 @@ class KVCache:
         group.append(at, k, v, batch.groups[group.number], index_keys)
 
     def start(
-        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: Tensor | None = None
+        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
         """Starts attention of queries [T, H_q, d] before RoPE, with softmax scale 1 / sqrt(d).
 
@@ -570,7 +571,7 @@ class FanOut:
         self.caches[0].append(layer, k, v, batch, index_keys)
 
     def start(
-        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: Tensor | None = None
+        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
         """Starts a block's attention."""
         return self.caches[0].start(layer, q, batch, sinks, index_queries)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.batch import Part, PartHandler
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.compression.storing import Storing
@@ -137,7 +138,7 @@ class LayerGroup:
         q: Tensor,
         parts: tuple[Part, ...],
         sinks: Tensor | None = None,
-        index_queries: Tensor | None = None,
+        index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Starts attention of packed queries [T, H_q, d] before RoPE, with index queries [T, H, d] if there is an
         indexer. Each part goes to its handler. The returned function finishes it and returns [T, H_q, d]."""
@@ -151,6 +152,8 @@ class LayerGroup:
         return lambda: torch.cat([finish() for finish in started])
 
 
-def _split(x: Tensor | None, parts: tuple[Part, ...]) -> Sequence[Any]:
+def _split(x: Tensor | IndexQueries | None, parts: tuple[Part, ...]) -> Sequence[Any]:
     """Splits ``x`` [T, ...] by parts; None for each part if it is None."""
+    if isinstance(x, IndexQueries):
+        return [x._replace(queries=queries) for queries in _split(x.queries, parts)]
     return [None] * len(parts) if x is None else x.split([part.num_tokens for part in parts])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import OBSERVED, CompressedTokens
@@ -356,7 +357,7 @@ class ExactPrefill:
         q: Tensor,
         part: ExactPrompts,
         sinks: Tensor | None = None,
-        index_queries: Tensor | None = None,
+        index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Attends with queries [T, H_q, d] before RoPE. The returned function returns the result. Index queries select
         nothing, because such a sequence is exact and not longer than what a query attends to."""

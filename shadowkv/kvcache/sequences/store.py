@@ -129,10 +129,13 @@ class GroupStore(CompressedStore):
     def append_index_keys(
         self, layer: int, index_keys: Tensor, positions: Tensor, pages: Tensor, offsets: Tensor
     ) -> None:
-        """Applies RoPE to index keys [n, 1, d] of tokens at ``positions``, and writes them to rows ``offsets`` of exact
-        ``pages``, int64 [n] each."""
+        """Writes index keys [n, 1, d] of tokens at ``positions`` to rows ``offsets`` of exact ``pages``, int64 [n] each.
+        Applies RoPE first, unless they belong to a pooled indexer, which rotates keys of blocks."""
         assert self.index_keys is not None, "the layers have no indexer"
-        self.index_keys[layer][pages, 0, offsets] = self.ops.apply_rope(index_keys, positions, self.rotary).squeeze(1)
+        assert self.layout.indexer is not None
+        if self.layout.indexer.pooled is None:
+            index_keys = self.ops.apply_rope(index_keys, positions, self.rotary)
+        self.index_keys[layer][pages, 0, offsets] = index_keys.squeeze(1)
 
     def write_tokens(self, layers: slice, rows: ExactRows, *of_tokens: Tensor) -> None:
         """Writes n tokens to exact pages. ``of_tokens`` are tensors like those that ``read_exact`` returns."""

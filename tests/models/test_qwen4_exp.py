@@ -1,0 +1,55 @@
+"""The Qwen4 preview: streams, n-grams and attention to what its indexer selects, through the engine and on ranks, and
+configs that cannot be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from bad_files import edit_json
+from families import build
+from test_experts_engine import oracle, prompt
+from test_minimax_m3 import LOSSLESS, assert_close, lossless
+from test_quantised_engine import answers
+
+from shadowkv.engine.execution.forward import BLOCK_TOKENS
+from shadowkv.engine.execution.runner import Runner
+from shadowkv.eval.running.caches import open_cache, prefill
+from shadowkv.kvcache.recurrent import states
+from shadowkv.models import load_config, load_model
+
+NAMES = ("qwen4_exp", "qwen4_exp-one-stream-more")
+LONG = {"max_position_embeddings": 1024}
+BUDGET = 128
+
+
+@pytest.mark.parametrize("block", [1024, 46])
+@pytest.mark.parametrize("kind", LOSSLESS)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(
+    name: str, kind: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ragged prompts below, at and above what a query attends to, of forks, and of steps."""
+    for device in BLOCK_TOKENS:
+        monkeypatch.setitem(BLOCK_TOKENS, device, block)
+    monkeypatch.setattr(states, "CHECKPOINT_EVERY", 192)
+    theirs, loaded = build(name, tmp_path, LONG), load_model(tmp_path)
+    cache = open_cache(loaded, lossless(kind, loaded), 600, slots=16)
+    runner = Runner(loaded.model, cache)
+    texts = [prompt(seed, length) for seed, length in enumerate((301, BUDGET + 6, BUDGET, BUDGET - 1, 1))]
+    texts[0][7] = texts[0][150] = 2  # n-grams do not reach behind the end of a text
+    sequences = [cache.allocate(len(text), 600) for text in texts]
+    got = prefill(loaded.model, cache, list(zip(sequences, texts, strict=True)))
+    assert_close(got, [oracle(theirs, text) for text in texts])
+    point = cache.fork_point(sequences[0], 250)
+    assert point == 192
+    fork, text = cache.fork(sequences[0], point, point + 9, 600), [*texts[0][:point], *prompt(5, 9)]
+    assert_close(prefill(loaded.model, cache, [(fork, text[point:])]), [oracle(theirs, text)])
+    cache.release(fork)
+    for number, step in enumerate(zip(*(prompt(10 + seed, 70) for seed in range(len(texts))), strict=True)):
+        got = runner.decode(sequences, list(step))
+        texts = [[*text, token] for text, token in zip(texts, step, strict=True)]
+        if number in (0, 1, 2, 3, 69):
+            assert_close(got, [oracle(theirs, text) for text in texts])
+    assert (cache.groups[0].pool.tables.compressed > 0).any()
