@@ -60,7 +60,8 @@ class PooledSelection:
         token = torch.arange(PAGE, device=device)
         position = exact.unsqueeze(-1) * PAGE + token
         block = self.indexer.block_size
-        tokens = tokens | (position // block == (batch.positions // block)[:, None, None])
+        # A complete block is not kept unless it is chosen.
+        tokens = tokens | (position // block == ((batch.positions + 1) // block)[:, None, None])
         valid = token < batch.counts.unsqueeze(-1)
         return Selection(chunks.unsqueeze(1).expand(-1, heads, -1).contiguous()), (tokens & valid).flatten(1)
 

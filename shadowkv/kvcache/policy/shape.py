@@ -83,7 +83,7 @@ class Indexer:
     A block's score is the largest product of the index query with the index key of one of its tokens. With ``pooled``,
     it is the sum, over the index queries, of the positive part of the product with the block's key: the mean of its
     tokens' index keys, then normalised, then rotated to the position of the first one. All kv heads then attend to the
-    same complete blocks, and to all tokens of the query's own block.
+    same complete blocks, and to all tokens of a block that is not complete yet.
 
     Attributes:
         block_size: tokens of a block, a multiple of 64.

@@ -98,7 +98,7 @@ def _attended_pooled(queries: Tensor, blocks: Tensor, count: int, positions: Ten
     """Which of the first ``count`` tokens queries at ``positions`` [n] attend to by keys of blocks [N, d], bool
     [n, 1, count]."""
     token = torch.arange(count, device=blocks.device)
-    own = positions[:, None] // indexer.block_size
+    own = (positions[:, None] + 1) // indexer.block_size  # a complete block is not kept unless it is chosen
     kept = token // indexer.block_size == own
     if len(blocks):
         chosen = selected_complete_blocks(block_scores(queries, blocks), positions, indexer)
