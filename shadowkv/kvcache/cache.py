@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.batch import Batch, Part
 from shadowkv.kvcache.decode.attention import ExactLayers, QueryHook, SelectionHook
 from shadowkv.kvcache.decode.batch import DecodePlan
@@ -29,6 +28,7 @@ from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.parts import prefill_strategy
 from shadowkv.kvcache.parts.base import BlockHook
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
 from shadowkv.kvcache.prefill.exact import has_room, lengths_of, numbers_of, split_numbers
@@ -508,7 +508,12 @@ class KVCache:
         group.append(at, k, v, batch.groups[group.number], index_keys)
 
     def start(
-        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: IndexQueries | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        batch: Batch,
+        sinks: Tensor | None = None,
+        index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Starts attention of queries [T, H_q, d] before RoPE, with softmax scale 1 / sqrt(d).
 
@@ -571,7 +576,12 @@ class FanOut:
         self.caches[0].append(layer, k, v, batch, index_keys)
 
     def start(
-        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: IndexQueries | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        batch: Batch,
+        sinks: Tensor | None = None,
+        index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Starts a block's attention."""
         return self.caches[0].start(layer, q, batch, sinks, index_queries)

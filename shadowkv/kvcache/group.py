@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.batch import Part, PartHandler
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.compression.storing import Storing
@@ -18,6 +17,7 @@ from shadowkv.kvcache.decode.planning import DecodePlanner
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts.base import OBSERVED, PrefillStrategy
 from shadowkv.kvcache.policy.growth import Compressed
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.attention import Prefill
 from shadowkv.kvcache.prefill.batch import PrefillBlock

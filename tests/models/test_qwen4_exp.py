@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from bad_files import edit_json
 from families import build
 from test_experts_engine import oracle, prompt
@@ -53,3 +52,31 @@ def test_logits_are_those_of_transformers(
         if number in (0, 1, 2, 3, 69):
             assert_close(got, [oracle(theirs, text) for text in texts])
     assert (cache.groups[0].pool.tables.compressed > 0).any()
+
+
+def test_ranks_answer_as_one(tmp_path: Path) -> None:
+    build("qwen4_exp", tmp_path, LONG)
+    prompts = [prompt(0, 150), prompt(1, 7)]
+    _, expected = answers(tmp_path, prompts)
+    _, found = answers(tmp_path, prompts, tensor_parallel_size=2)
+    assert found.keys() == expected.keys()
+    for request, chances in expected.items():
+        assert found[request] == pytest.approx(chances, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("indexer_kv_heads", 2, "indexer_kv_heads=2 is not supported, only 1"),
+        ("indexer_compress_ratio", 3, "indexer_compress_ratio=3 is not supported, only 1, 2, 4, 8 or 16"),
+        ("indexer_budget", 130, "indexer_budget=130 is not a multiple of indexer_compress_ratio=4 from 128 on"),
+        ("indexer_head_dim", None, "indexer_head_dim=None is not a whole number from 1"),
+        ("ple_layer_ids", [2], r"ple_layer_ids=\[2\] is not a list of layers with linear attention"),
+        ("output_gate_type", "relu", "output_gate_type='relu' is not supported, only 'sigmoid' or 'silu'"),
+    ],
+)
+def test_configs_that_cannot_be_run_are_refused(field: str, value: object, reason: str, tmp_path: Path) -> None:
+    build("qwen4_exp", tmp_path)
+    edit_json(tmp_path / "config.json", {field: value})
+    with pytest.raises(ValueError, match=reason):
+        load_config(tmp_path)

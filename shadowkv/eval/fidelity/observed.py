@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 
@@ -73,7 +73,12 @@ class ObservedCache(KVCache):
         return selected
 
     def start(
-        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: IndexQueries | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        batch: Batch,
+        sinks: Tensor | None = None,
+        index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Does the same as ``KVCache.start``, and calls the observer at the end."""
         step = batch.groups[self.place(layer)[0].number][0]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.decode.batch import DecodeBatch, GroupPlan, batch_of
 from shadowkv.kvcache.decode.fetching import Fetching
@@ -21,6 +20,7 @@ from shadowkv.kvcache.decode.pooled import PooledSelection, attend_tokens
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream, upload
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.apply_rope.tables import RotaryTables
 

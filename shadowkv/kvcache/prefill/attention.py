@@ -13,9 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.compression.storing import Storing
 from shadowkv.kvcache.parts.base import INDEX_KEYS, PrefillStrategy
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock, RowRange
 from shadowkv.kvcache.prefill.native import attend_selected_blocks

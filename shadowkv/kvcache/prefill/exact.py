@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import OBSERVED, CompressedTokens
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables

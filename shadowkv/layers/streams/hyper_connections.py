@@ -14,7 +14,6 @@ from shadowkv.layers.gated_delta_net import GatedDeltaNet
 from shadowkv.layers.linear import Linear
 from shadowkv.layers.mlp import MLP
 from shadowkv.layers.moe import MixtureOfExperts
-from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.per_layer_inputs import LayerInput
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.layers.streams.n_grams import GroupNorm, NGramInput
@@ -113,5 +112,3 @@ class HyperConnectedLayer(nn.Module):
 def _injected(out: Tensor, weights: Tensor) -> Tensor:
     """What an output [T, D] adds to the streams by weights [T, S]: [T, S * D]."""
     return (out.unsqueeze(-2) * weights.unsqueeze(-1)).flatten(-2).to(out.dtype)
-
-

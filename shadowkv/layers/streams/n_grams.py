@@ -26,9 +26,7 @@ class GroupNorm(nn.Module):
         assert spec.streams is not None, "the model has one stream"
         self.count, self.eps = spec.streams.count, spec.rms_norm_eps
         size = self.count * spec.hidden_size
-        self.weight = nn.Parameter(
-            torch.empty(size, dtype=spec.norm_dtype, device=spec.device), requires_grad=False
-        )
+        self.weight = nn.Parameter(torch.empty(size, dtype=spec.norm_dtype, device=spec.device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., S * D] -> [..., S * D] in the dtype of x."""
