@@ -77,6 +77,6 @@ def test_ranks_answer_as_one(tmp_path: Path) -> None:
 )
 def test_configs_that_cannot_be_run_are_refused(field: str, value: object, reason: str, tmp_path: Path) -> None:
     build("qwen4_exp", tmp_path)
-    edit_json(tmp_path / "config.json", {field: value})
+    edit_json(tmp_path / "config.json", **{field: value})
     with pytest.raises(ValueError, match=reason):
         load_config(tmp_path)

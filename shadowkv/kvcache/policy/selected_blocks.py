@@ -59,8 +59,8 @@ def block_scores(queries: Tensor, blocks: Tensor) -> Tensor:
 
 
 def selected_complete_blocks(scores: Tensor, positions: Tensor, indexer: Indexer) -> Tensor:
-    """Chooses complete blocks for queries at ``positions`` int64 [...], bool [..., N], by scores [..., N] of all blocks.
-    Blocks that do not exist have the score -inf."""
+    """Chooses complete blocks for queries at ``positions`` int64 [...], bool [..., N], by scores [..., N] of all
+    blocks. Blocks that do not exist have the score -inf."""
     complete = torch.arange(1, scores.shape[-1] + 1, device=scores.device) * indexer.block_size
     scores = scores.masked_fill(complete > positions.unsqueeze(-1) + 1, float("-inf"))
     best = scores.topk(min(indexer.topk_blocks, scores.shape[-1]), dim=-1)

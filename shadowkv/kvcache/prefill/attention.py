@@ -332,5 +332,5 @@ class Prefill:
         return joined[: room + count + len(new)]
 
 
-def _rows(index_queries: IndexQueries, rows: Any) -> IndexQueries:
+def _rows(index_queries: IndexQueries, rows: slice | Tensor) -> IndexQueries:
     return index_queries._replace(queries=index_queries.queries[rows])

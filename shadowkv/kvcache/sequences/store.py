@@ -129,8 +129,8 @@ class GroupStore(CompressedStore):
     def append_index_keys(
         self, layer: int, index_keys: Tensor, positions: Tensor, pages: Tensor, offsets: Tensor
     ) -> None:
-        """Writes index keys [n, 1, d] of tokens at ``positions`` to rows ``offsets`` of exact ``pages``, int64 [n] each.
-        Applies RoPE first, unless they belong to a pooled indexer, which rotates keys of blocks."""
+        """Writes index keys [n, 1, d] of tokens at ``positions`` to rows ``offsets`` of exact ``pages``, int64 [n]
+        each. Applies RoPE first, unless they belong to a pooled indexer, which rotates keys of blocks."""
         assert self.index_keys is not None, "the layers have no indexer"
         assert self.layout.indexer is not None
         if self.layout.indexer.pooled is None:

@@ -1,8 +1,8 @@
 """The Qwen4 preview (Qwen team, 2026), the text model: Qwen3.5's linear attention, gated attention to what an indexer
 selects (QSA), experts, several residual streams, and n-gram embeddings.
 
-The formulas are those of transformers' ``qwen4_exp``. Image encoders in the files, and layers that draft tokens, are not
-loaded.
+The formulas are those of transformers' ``qwen4_exp``. Image encoders in the files, and layers that draft tokens, are
+not loaded.
 """
 
 from __future__ import annotations
