@@ -104,7 +104,7 @@ class NGrams:
     @cached_property
     def primes(self) -> list[int]:
         """Rows of each table."""
-        primes, candidate = [], self.least_rows
+        primes, candidate = list[int](), self.least_rows
         while len(primes) < (self.number + 1) * self.tables:
             if candidate > 1 and all(candidate % divisor for divisor in range(2, math.isqrt(candidate) + 1)):
                 primes.append(candidate)

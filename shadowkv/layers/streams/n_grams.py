@@ -41,6 +41,10 @@ class NGramInput(Computing):
 
     calls = ("causal_convolution",)
 
+    primes: Tensor
+    firsts: Tensor
+    multipliers: Tensor
+
     def __init__(self, spec: LayerSpec, sizes: NGrams) -> None:
         super().__init__()
         assert spec.streams is not None, "the model has one stream"
