@@ -18,7 +18,7 @@ from shadowkv.ops import registry
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``shadowkv/ops/rms_norm``, by PyTorch's own operation."""
+    """``rms_norm`` of ``shadowkv/ops/activation_rows``, by PyTorch's own operation."""
     return functional.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 

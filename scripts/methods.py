@@ -24,7 +24,7 @@ class Method(NamedTuple):
     Attributes:
         name: of the method.
         modules: in ``shadowkv``.
-        ops: folders in ``shadowkv/ops``.
+        ops: in ``shadowkv/ops``.
         sources: where reading its C++ and CUDA starts, in ``csrc``.
         tests: in ``tests``, which lead to those on GPUs.
         without: pairs of an op and a language whose backend supports none of this method's formats.
@@ -231,6 +231,7 @@ METHODS = (
         ("causal_convolution", "gated_delta_rule"),
         ("cpu/recurrence",),
         ("ops/test_gated_delta_rule.py", "ops/test_causal_convolution.py", "models/test_qwen3_5.py"),
+        (("causal_convolution", "fla-core"),),
     ),
     Method(
         "native indexers (MiniMax-M3)",
@@ -269,6 +270,7 @@ METHODS = (
             "models/test_gguf_blocks.py",
             "models/test_quantised_formats.py",
         ),
+        (("dequantise_rows", "Humming"),),
     ),
     Method(
         "speculative decoding",
@@ -307,8 +309,18 @@ def _listed(paths: tuple[str, ...]) -> str:
     return ", ".join(f"`{path}`" for path in paths)
 
 
+def folder_of(op: str) -> Path:
+    """The folder of an op: its own, or the one that it shares with other small ops."""
+    ops = ROOT / "shadowkv/ops"
+    if (ops / op).exists():
+        return ops / op
+    return next(
+        file.parent for file in ops.glob("*/reference.py") if f"\ndef {op}(" in file.read_text(encoding="utf-8")
+    )
+
+
 def _with_backends(op: str, without: tuple[tuple[str, str], ...]) -> str:
     """An op and the languages of its backends that have files, less those in ``without``."""
-    words = {file.stem.partition("_")[0] for file in (ROOT / "shadowkv/ops" / op).glob("*.py")}
+    words = {file.stem.partition("_")[0] for file in folder_of(op).glob("*.py")}
     found = [name for word, name in LANGUAGES.items() if word in words and (op, name) not in without]
     return f"`{op}` ({', '.join(found)})" if found else f"`{op}`"

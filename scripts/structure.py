@@ -31,10 +31,11 @@ layers (`kvcache/memory/arenas.py` defines page ids).
 
 ## Where a method is
 
-An op is a folder with a file for each backend. `reference.py` is PyTorch and takes every case. The table names the
-other backends. A backend that does not take every case has a function `supports`. Where `csrc` has no CUDA source, CUDA
-means PyTorch's own kernels. An engine has one `Ops`, the backends chosen for it. Its layers, its cache and its sampler
-call these (`give_ops` in `engine/startup/loading.py`). `tests/ops` has more tests of CUDA and Triton.
+An op, or a group of small ones, has a folder with a file for each backend. `reference.py` is PyTorch and takes every
+case. The table names the other backends. A backend that does not take every case has a function `supports`. Where
+`csrc` has no CUDA source, CUDA means PyTorch's own kernels. An engine has one `Ops`, the backends chosen for it. Its
+layers, its cache and its sampler call these (`give_ops` in `engine/startup/loading.py`). `tests/ops` has more tests of
+CUDA and Triton.
 """
 FOLDERS_OF_CODE = """
 ## Folders

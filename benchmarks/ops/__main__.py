@@ -27,6 +27,7 @@ MODULES = {
     "attend_selected": "attend_selected",
     "attend_coded": "attend_coded",
     "attend_mixed": "attend_coded",
+    "verified_rows": "verified_rows",
     "chunk_mean_scores": "chunk_selection",
     "select_top_chunks": "chunk_selection",
     "sign_scores": "sketch_selection",

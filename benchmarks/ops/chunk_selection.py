@@ -14,12 +14,12 @@ from torch import Tensor
 
 from benchmarks.ops.timing import Row, against_floor, arena, bench, microseconds
 from shadowkv.kvcache.memory.arenas import Field
-from shadowkv.ops.chunk_mean_scores import reference as scores_reference
+from shadowkv.ops.chunk_scores import reference as scores_reference
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.select_top_chunks import cuda, reference
 
 if torch.cuda.is_available():
-    from shadowkv.ops.chunk_mean_scores import triton
+    from shadowkv.ops.chunk_scores import triton
 
 OTHER_BYTES = 16 * 1024
 CHUNKS = 8

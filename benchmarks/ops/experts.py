@@ -15,7 +15,7 @@ from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
 from shadowkv.models.checkpoints.quantised.registry import SHAPES
 from shadowkv.models.filling import fill_random
 from shadowkv.ops.grouped_matmul import cuda
-from shadowkv.ops.grouped_matmul.triton_tiles import multiply_in_tiles
+from shadowkv.ops.grouped_matmul.triton import multiply_in_tiles
 from shadowkv.ops.grouped_quantised_matmul import humming, reference
 from shadowkv.ops.quantised_matmul.humming import compile_kernels
 

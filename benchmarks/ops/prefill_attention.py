@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.ops.timing import Row, bench, microseconds
 from shadowkv.ops.dense_attention import cuda_sm90, triton
 from shadowkv.ops.dense_attention.forms import Packed
-from shadowkv.ops.merge_attention.triton import merge_attention
+from shadowkv.ops.partial_attention.triton import merge_attention
 from shadowkv.ops.registry import Ops
 
 BLOCKS = [  # queries, keys, kv heads, group, dim

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.serving.cases import LIMITS
 from benchmarks.sweeps.rows import read, show
-from shadowkv.bench.serving_stats import METRICS, Record, details, figures, goodput
+from shadowkv.bench.serving_stats import Record, details, figures, goodput
 
 COLUMNS = (
     *("engine", "case", "rate", "ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms", "tpot_p99_ms", "itl_p99_ms"),
@@ -50,7 +50,7 @@ class Table:
 
 def result_of(records: Sequence[Record], asked: int, start: float, end: float) -> dict[str, Any]:
     """Figures, goodput under ``LIMITS``, and every request; ``asked`` is how many there should be."""
-    found = figures(records, len(records), start, end, metrics=METRICS, percentiles=(50, 90, 99))
+    found = figures(records, len(records), start, end, percentiles=(50, 90, 99))
     found |= goodput(records, asked, end - start, LIMITS)
     return {**found, "requests": [details(record, start) for record in records]}
 

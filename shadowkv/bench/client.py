@@ -1,4 +1,4 @@
-"""A cheap client for streamed completions: HTTP/1.1 on asyncio's transports, with one JSON parse per event.
+"""A cheap client for streamed completions: HTTP/1.1 on asyncio's streams, with one JSON parse per event.
 
 General HTTP clients spend more time per event than servers do, so a benchmark would measure the client. Proxies of the
 environment are not used.
@@ -10,7 +10,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -103,130 +103,77 @@ class CompletionClient:
                 return connection
             connection.close()
         name = self._name if self._tls else None
-        loop = asyncio.get_running_loop()
-        transport, connection = await loop.create_connection(
-            _Connection, self._host, self._port, ssl=self._tls, server_hostname=name
-        )
-        self._host = transport.get_extra_info("peername")[0]  # the next connection need not resolve the name
-        return connection
+        streams = await asyncio.open_connection(self._host, self._port, ssl=self._tls, server_hostname=name)
+        self._host = streams[1].get_extra_info("peername")[0]  # the next connection need not resolve the name
+        return _Connection(*streams)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection:
     """One HTTP/1.1 connection, which answers one request at a time with an event stream."""
 
-    def __init__(self) -> None:
-        self.reusable, self.last_used = True, 0.0
-        self._buffer, self._body = bytearray(), bytearray()
-        self._answered: asyncio.Future[None] | None = None
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._may_be_reused, self.last_used = True, 0.0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+    @property
+    def reusable(self) -> bool:
+        """Whether another request can be sent."""
+        return self._may_be_reused and not self._reader.at_eof() and not self._writer.is_closing()
 
     async def post(self, request: bytes, take: EventTaker) -> None:
         """Sends ``request``; ``take`` is called with each event's data and the arrival time of its last byte.
 
         Raises Refused for any status but 200 and for an answer that is not HTTP, and whatever ``take`` raises.
         """
-        self._take, self._status = take, 0
-        self._answered = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        await self._answered
+        self._writer.write(request)
+        status, body = 0, b""
+        try:
+            status, headers = await self._read_head()
+            async for data in self._pieces(headers):
+                body += data
+                if status == 200:
+                    when = time.perf_counter()
+                    *lines, body = body.split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data:"):  # other lines are empty or keep-alive comments
+                            take(line[5:].strip(), when)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            self._may_be_reused = False
+            if not status:
+                reason = "the connection was closed" if isinstance(error, asyncio.IncompleteReadError) else error
+                raise Refused(f"no answer: {reason}") from error
+            # Otherwise this is the end of the answer; the caller checks that its events are complete.
+        except (ValueError, LookupError, TypeError, asyncio.LimitOverrunError) as error:
+            raise Refused(f"the answer cannot be read: {type(error).__name__}: {error}") from error
+        self.last_used = time.perf_counter()
+        if status != 200:
+            raise Refused(f"status {status}: {error_text(body)}")
 
     def close(self) -> None:
         """Closes the connection at once."""
-        self.reusable = False
-        self._transport.abort()
+        self._writer.transport.abort()
 
-    def data_received(self, data: bytes) -> None:
-        when = time.perf_counter()
-        if self._answered is None or self._answered.done():
-            self.close()  # no request is pending
-            return
-        self._buffer += data
-        try:
-            if not self._status and not self._read_head():
-                return
-            if self._read_body(when):
-                self._end()
-        except Refused as error:
-            self._fail(error)
-        except (ValueError, LookupError, TypeError) as error:
-            self._fail(Refused(f"the answer cannot be read: {type(error).__name__}: {error}"))
+    async def _read_head(self) -> tuple[int, dict[str, str]]:
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        first, *lines = head[:-4].decode("latin-1").split("\r\n")
+        fields = (line.partition(":") for line in lines)
+        return int(first.split()[1]), {name.strip().lower(): value.strip().lower() for name, _, value in fields}
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self.reusable = False
-        if self._answered is None or self._answered.done():
-            return
-        if not self._status:
-            self._fail(Refused(f"no answer: {error or 'the connection was closed'}"))
-            return
-        try:
-            self._end()  # ends a body without a length; the caller checks that its events are complete
-        except Refused as refusal:
-            self._fail(refusal)
-
-    def _read_head(self) -> bool:
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            return False
-        first, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
-        headers = {name.strip().lower(): value.strip().lower() for name, _, value in (s.partition(":") for s in lines)}
-        del self._buffer[: end + 4]
-        self._status = int(first.split()[1])
-        self._chunked = "chunked" in headers.get("transfer-encoding", "")
-        length = headers.get("content-length")
-        self._left: int | None = None if self._chunked or length is None else int(length)
-        self.reusable = headers.get("connection") != "close" and (self._chunked or length is not None)
-        return True
-
-    def _read_body(self, when: float) -> bool:
-        """Reads what has arrived; returns whether the body has ended."""
-        if self._chunked:
-            ended = self._read_chunks()
+    async def _pieces(self, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
+        """The body's pieces, as they arrive."""
+        reader, length = self._reader, headers.get("content-length")
+        self._may_be_reused = headers.get("connection") != "close"
+        if "chunked" in headers.get("transfer-encoding", ""):
+            while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+                yield (await reader.readexactly(size + 2))[:-2]
+            while await reader.readuntil(b"\r\n") != b"\r\n":
+                pass  # trailers
+        elif length is not None:
+            yield await reader.readexactly(int(length))
         else:
-            if self._left is not None:
-                self._left -= len(self._buffer)
-            self._body += self._buffer
-            self._buffer.clear()
-            ended = self._left is not None and self._left <= 0
-        if self._status == 200:
-            *lines, rest = self._body.split(b"\n")
-            for line in lines:
-                if line.startswith(b"data:"):  # other lines are empty or keep-alive comments
-                    self._take(bytes(line[5:].strip()), when)
-            self._body = rest
-        return ended
-
-    def _read_chunks(self) -> bool:
-        buffer, position = self._buffer, 0
-        while (end := buffer.find(b"\r\n", position)) >= 0:
-            size = int(buffer[position:end].partition(b";")[0], 16)
-            if size == 0:
-                if buffer.find(b"\r\n\r\n", end) < 0:
-                    break  # trailers and the empty line after them are missing
-                buffer.clear()
-                return True
-            begin = end + 2
-            if len(buffer) < begin + size + 2:
-                break
-            self._body += buffer[begin : begin + size]
-            position = begin + size + 2
-        del buffer[:position]
-        return False
-
-    def _end(self) -> None:
-        self.last_used = time.perf_counter()
-        if self._status != 200:
-            raise Refused(f"status {self._status}: {error_text(bytes(self._body))}")
-        self._body.clear()
-        assert self._answered is not None
-        self._answered.set_result(None)
-
-    def _fail(self, error: Refused) -> None:
-        self.close()
-        if self._answered is not None and not self._answered.done():
-            self._answered.set_exception(error)
+            self._may_be_reused = False
+            while data := await reader.read(2**16):
+                yield data
 
 
 def error_text(body: bytes) -> str:

@@ -59,7 +59,6 @@ SHOWN = (
     ("decode_only_seconds", "  for (s)"),
     ("p99_send_lag_ms", "P99 lateness of the client (ms)"),
 )
-TIME = re.compile(r"(mean|median|std|p[\d.]+)_(\w+)_ms")
 
 
 def describe_server(base_url: str, api_key: str = "none") -> dict[str, Any]:
@@ -104,8 +103,8 @@ async def measure(
     with suppress(asyncio.CancelledError):
         await work
     loop.remove_signal_handler(signal.SIGINT)
-    end, chosen = time.perf_counter(), {"metrics": args.percentile_metrics, "percentiles": args.metric_percentiles}
-    result = figures(run.records, run.clients, run.start, end, **chosen)
+    end = time.perf_counter()
+    result = figures(run.records, run.clients, run.start, end)
     if args.goodput:
         result |= goodput(run.records, len(arrivals), end - run.start, args.goodput)
     result["p99_send_lag_ms"] = 1e3 * float(np.percentile(run.lags, 99)) if run.lags else None
@@ -116,9 +115,9 @@ async def measure(
 def report(result: dict[str, Any]) -> str:
     """The result as a table."""
     shown = [(name, text) for name, text in SHOWN if name in result]
-    for name in result:
-        if match := TIME.fullmatch(name):
-            shown += [(name, f"{match[1].capitalize()} {match[2].upper()} (ms)")] * (match[2] in METRICS)
+    for metric in METRICS:
+        for kind in ("mean", "median", "std", "p99"):
+            shown.append((f"{kind}_{metric}_ms", f"{kind.capitalize()} {metric.upper()} (ms)"))
     lines = [f"{' Serving Benchmark Result ':=^60}"]
     for name, text in shown:
         value = result[name]
@@ -134,23 +133,6 @@ def parse_goodput(text: str) -> tuple[str, float]:
         if name in LIMITED and float(limit) > 0:
             return name, float(limit)
     raise argparse.ArgumentTypeError(f"{text!r} is not NAME:MILLISECONDS, with a name of {', '.join(LIMITED)}")
-
-
-def parse_metrics(text: str) -> list[str]:
-    """Parses names of ``METRICS`` separated by commas; raises ArgumentTypeError for other names."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in METRICS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(METRICS)}")
-    return names
-
-
-def parse_percentiles(text: str) -> list[float]:
-    """Parses percentiles separated by commas; raises ArgumentTypeError for anything else."""
-    with suppress(ValueError):
-        numbers = [float(part) for part in text.split(",")]
-        if all(0 <= number <= 100 for number in numbers):
-            return numbers
-    raise argparse.ArgumentTypeError(f"{text!r} is not a list of percentiles such as 50,90,99")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -185,15 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "are not measured again"
     )
     add("--find-rate", action="store_true", help=text)
-    text = f"metrics to print percentiles of: {', '.join(METRICS)} (default: ttft,tpot,itl)"
-    add("--percentile-metrics", type=parse_metrics, default=list(METRICS[:3]), metavar="NAMES", help=text)
-    text = "percentiles to print (default: 99)"
-    add("--metric-percentiles", type=parse_percentiles, default=[99.0], metavar="NUMBERS", help=text)
     add("--out", type=Path, metavar="FILE", help="write the result and the times of every request to this JSON file")
-    text = "write the result to a file in --result-dir; its name has the rate, model and time, as in vLLM"
-    add("--save-result", action="store_true", help=text)
-    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="directory for --save-result (default: .)")
-    add("--result-filename", metavar="NAME", help="file name for --save-result")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -274,15 +248,6 @@ def _search(client: CompletionClient, model: str, args: argparse.Namespace, orig
     return find_rate(args.out, settings, first, args.num_prompts, one)
 
 
-def result_file(args: argparse.Namespace, model: str) -> Path | None:
-    """Returns the path of the result file, or None if no flag asks for one."""
-    if args.out or not args.save_result:
-        return Path(args.out) if args.out else None
-    when = datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = f"openai-{args.request_rate:g}qps-{Path(model).name}-{when}.json"
-    return Path(args.result_dir) / (args.result_filename or name)
-
-
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark and returns the exit status.
 
@@ -300,9 +265,9 @@ def run(args: argparse.Namespace) -> int:
         print("no rate is low enough" if rate is None else f"highest rate within the limits: {rate:g} requests/s")
         return 0 if rate is not None else 1
     print(report(result))
-    if path := result_file(args, result["model_id"]):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, result)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.out, result)
     if errors:
         print(f"error: {counted(len(errors), 'request')} failed; the first: {errors[0]}", file=sys.stderr)
     return 0 if result["completed"] == args.num_prompts else 1

@@ -65,19 +65,13 @@ class Record:
 
 
 def figures(
-    records: Sequence[Record],
-    clients: int,
-    start: float,
-    end: float,
-    *,
-    metrics: Sequence[str] = METRICS[:3],
-    percentiles: Sequence[float] = (99,),
+    records: Sequence[Record], clients: int, start: float, end: float, *, percentiles: Sequence[float] = (99,)
 ) -> dict[str, Any]:
     """Computes rates and times, of requests that ran between ``start`` and ``end``. Rates are in tokens per second, and
     ``request_throughput`` is in requests per second. Times in names that end with ``_ms`` are in ms, others in seconds.
 
-    ``clients`` is the number of requests in flight together. ``metrics`` are the names in ``METRICS`` to report with
-    mean, median, standard deviation and ``percentiles``. Figures without measurements are None.
+    ``clients`` is the number of requests in flight together. Each of ``METRICS`` is reported with mean, median,
+    standard deviation and ``percentiles``. Figures without measurements are None.
     """
     done = [record for record in records if record.done]
     seconds = max(end - start, 1e-9)
@@ -94,7 +88,7 @@ def figures(
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
     }
-    for name in metrics:
+    for name in METRICS:
         if name == "itl":
             values = [gap for record in records for gap in record.gaps()]
         else:

@@ -522,7 +522,7 @@ class KVCache:
 
         Prefill attends to all earlier tokens, or to selected blocks if it is sparse. Decode attends to [sink | outliers
         | selected | tail], or to all tokens if the sequence is dense or the policy does not select. ``sinks``, float32
-        [H_q], are scores of one more position in every softmax. The value of that position is 0 (``ops/add_sinks``).
+        [H_q], are scores of one more position in every softmax. The value of that position is 0 (``add_sinks``).
 
         In layers with an indexer, prefill and decode attend to the blocks that the index queries [T, H, d] before RoPE
         select (``policy.shape.Indexer``).

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shadowkv.layers.computing import Computing
-from shadowkv.ops.quantise_tokens.reference import FP8
+from shadowkv.ops.activation_rows.reference import FP8
 
 SCALE = "_scale"
 """Suffix of the name of a quantised weight's scales."""

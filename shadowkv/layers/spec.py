@@ -208,7 +208,7 @@ class LayerSpec:
         row_blocks: row blocks of the weights that stay quantised as files store them, by name within the layer.
         hidden_size: D, width of the residual stream.
         rms_norm_eps: added to the mean square in every RMSNorm.
-        activation: activation of the MLP's gate, one of ``ops/gated_activation``'s. Names are those of Hugging Face
+        activation: activation of the MLP's gate, one of ``gated_activation``'s. Names are those of Hugging Face
             configs, if they have one.
         qkv_bias: whether the query, key and value projections have a bias.
         out_bias: whether the attention's output projection has a bias.

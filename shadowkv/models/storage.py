@@ -17,10 +17,10 @@ from shadowkv.models.decoder import Decoder
 from shadowkv.models.filling import stored_row_blocks
 from shadowkv.models.registry import family
 from shadowkv.models.sharding import Shard
-from shadowkv.ops.dequantise_rows.cpu import in_blocks
 from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import Form, row_bytes
 from shadowkv.ops.quantised_matmul import humming
+from shadowkv.ops.quantised_matmul.cpu import in_blocks
 from shadowkv.ops.registry import choose
 from shadowkv.wording import GIB, SettingsError, counted
 

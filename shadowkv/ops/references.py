@@ -3,38 +3,29 @@ ops' signatures from here."""
 
 from __future__ import annotations
 
-from shadowkv.ops.add_rms_norm.reference import add_rms_norm
-from shadowkv.ops.add_sinks.reference import add_sinks
-from shadowkv.ops.append_block.reference import append_block
-from shadowkv.ops.append_tokens.reference import append_tokens
+from shadowkv.ops.activation_rows.reference import add_rms_norm, gated_activation, quantise_tokens, rms_norm
 from shadowkv.ops.apply_rope.reference import apply_rope
 from shadowkv.ops.attend_blocks.reference import attend_blocks
 from shadowkv.ops.attend_coded.reference import attend_coded
 from shadowkv.ops.attend_selected.reference import attend_selected
-from shadowkv.ops.causal_convolution.reference import causal_convolution
 from shadowkv.ops.choose_experts.reference import choose_experts
-from shadowkv.ops.chunk_mean_scores.reference import chunk_mean_scores
+from shadowkv.ops.chunk_scores.reference import chunk_mean_scores, find_outliers, min_max_scores
+from shadowkv.ops.copies.reference import append_block, append_tokens, gather_context, write_rows
 from shadowkv.ops.decode_layers.reference import decode_layers
 from shadowkv.ops.dense_attention.reference import dense_attention
-from shadowkv.ops.dequantise_rows.reference import dequantise_rows
+from shadowkv.ops.expert_rows.reference import sort_by_expert, sum_experts
 from shadowkv.ops.fetch_chunks.reference import fetch_chunks
-from shadowkv.ops.find_outliers.reference import find_outliers
-from shadowkv.ops.gated_activation.reference import gated_activation
-from shadowkv.ops.gated_delta_rule.reference import gated_delta_rule
-from shadowkv.ops.gather_context.reference import gather_context
 from shadowkv.ops.grouped_matmul.reference import grouped_matmul
 from shadowkv.ops.grouped_quantised_matmul.reference import grouped_quantised_matmul
+from shadowkv.ops.linear_attention.reference import causal_convolution, gated_delta_rule
 from shadowkv.ops.low_rank_basis.reference import low_rank_basis
-from shadowkv.ops.merge_attention.reference import merge_attention
-from shadowkv.ops.min_max_scores.reference import min_max_scores
 from shadowkv.ops.paged_attention.reference import paged_attention
 from shadowkv.ops.paged_window_attention.reference import paged_window_attention
+from shadowkv.ops.partial_attention.reference import add_sinks, merge_attention
 from shadowkv.ops.project_latents.reference import project_latents
 from shadowkv.ops.quantise_rows.reference import quantise_rows
-from shadowkv.ops.quantise_tokens.reference import quantise_tokens
-from shadowkv.ops.quantised_matmul.reference import quantised_matmul
+from shadowkv.ops.quantised_matmul.reference import dequantise_rows, quantised_matmul
 from shadowkv.ops.rebuild_rows.reference import rebuild_rows
-from shadowkv.ops.rms_norm.reference import rms_norm
 from shadowkv.ops.sample_tokens.reference import sample_tokens
 from shadowkv.ops.scaled_matmul.reference import scaled_matmul
 from shadowkv.ops.select_blocks.reference import select_blocks
@@ -43,10 +34,7 @@ from shadowkv.ops.select_top_chunks.reference import select_top_chunks
 from shadowkv.ops.sign_scores.reference import sign_scores
 from shadowkv.ops.sketch_keys.reference import sketch_keys
 from shadowkv.ops.sketch_queries.reference import sketch_queries
-from shadowkv.ops.sort_by_expert.reference import sort_by_expert
-from shadowkv.ops.sum_experts.reference import sum_experts
 from shadowkv.ops.whiten_rows.reference import whiten_rows
-from shadowkv.ops.write_rows.reference import write_rows
 
 
 class References:

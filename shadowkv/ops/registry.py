@@ -28,9 +28,20 @@ own backend, whose function has the form's name."""
 CALLS = tuple(f"{name}.{form}" if form else name for name in NAMES for form in FORMS.get(name, ("",)))
 """Everything that a backend is chosen for: each op without forms, and each form, such as ``dense_attention.packed``."""
 
+FOLDERS = {
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "gated_activation", "quantise_tokens"), "activation_rows"),
+    **dict.fromkeys(("add_sinks", "merge_attention"), "partial_attention"),
+    **dict.fromkeys(("append_block", "append_tokens", "gather_context", "write_rows"), "copies"),
+    **dict.fromkeys(("chunk_mean_scores", "min_max_scores", "find_outliers"), "chunk_scores"),
+    **dict.fromkeys(("sort_by_expert", "sum_experts"), "expert_rows"),
+    **dict.fromkeys(("causal_convolution", "gated_delta_rule"), "linear_attention"),
+    **dict.fromkeys(("quantised_matmul", "dequantise_rows"), "quantised_matmul"),
+}
+"""Folders of small ops that share their files. Every other op has a folder of its own name."""
+
 PREFERENCE = {
     "cuda": (
-        *("cuda_sm90", "cuda", "cuda_masked", "cuda_fp8", "cuda_mixed_sm90"),
+        *("cuda_sm90", "cuda", "cuda_masked", "cuda_dense", "cuda_fp8", "cuda_mixed_sm90"),
         *("cuda_selected_sm90", "cuda_selected", "fla", "triton", "triton_selected", "humming", "reference"),
     ),
     "cpu": ("cpu", "reference"),
@@ -167,7 +178,7 @@ def choose(
 
 def _file(op: str, backend: str) -> ModuleType | None:
     """Imports a backend's file from the op's folder. Returns None if the folder has no file of this name."""
-    path = f"shadowkv.ops.{op}.{backend}"
+    path = f"shadowkv.ops.{FOLDERS.get(op, op)}.{backend}"
     return None if find_spec(path) is None else import_module(path)
 
 

@@ -20,8 +20,8 @@ import custom_op
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.process.facts import Registered
 from shadowkv.ops import registry
+from shadowkv.ops.activation_rows.reference import rms_norm
 from shadowkv.ops.registry import Ops
-from shadowkv.ops.rms_norm.reference import rms_norm
 
 PROMPT = [5 + i % 200 for i in range(300)]
 

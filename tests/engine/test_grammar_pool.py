@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 
@@ -24,6 +24,7 @@ from shadowkv.engine.structured.grammar import GrammarConstraint, Grammars
 from shadowkv.engine.structured.grammar_pool import Grammar, GrammarPool
 from shadowkv.engine.structured.vocabulary import Vocabulary
 from tests.grammar_answers import SECONDS, accepts, begun
+from tests.waiting import wait_until
 
 MODULE = "shadowkv.engine.structured.grammar_process"
 HOSTILE = '{"type": "string", "pattern": "(.{0,3}a?){0,20}"}'
@@ -52,13 +53,6 @@ def processes(of: int | None = None) -> list[psutil.Process]:
             if MODULE in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
                 found.append(child)
     return found
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

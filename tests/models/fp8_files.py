@@ -11,7 +11,7 @@ from families import build
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shadowkv.ops.quantise_tokens.reference import FP8
+from shadowkv.ops.activation_rows.reference import FP8
 
 BLOCK = 32
 GROUP = {"targets": ["Linear"], "input_activations": {"type": "float", "num_bits": 8, "dynamic": True}}

@@ -13,7 +13,7 @@ from families import build
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shadowkv.ops.quantise_tokens.reference import FP8
+from shadowkv.ops.activation_rows.reference import FP8
 
 SIZES = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}
 GROUP, FP8_BLOCK = 64, 128

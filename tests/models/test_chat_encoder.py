@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
-from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
+from shadowkv.models.tokenization.text_form import BYTE_ALPHABET
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|im_end|>>", "☃"]

@@ -18,7 +18,7 @@ from test_families import LENGTHS, sequences
 from shadowkv.layers.linear import SCALE, FP8Linear
 from shadowkv.models import Decoder, load_config, load_model, loader
 from shadowkv.models.loader import unfit
-from shadowkv.ops.quantise_tokens.reference import FP8, quantise_tokens
+from shadowkv.ops.activation_rows.reference import FP8, quantise_tokens
 from shadowkv.ops.registry import Ops
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -24,7 +24,7 @@ from shadowkv.models.checkpoints.quantised.fp4 import MXFP4
 from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
 from shadowkv.models.storage import planned_row_blocks
-from shadowkv.ops.gated_activation.reference import gated_activation
+from shadowkv.ops.activation_rows.reference import gated_activation
 
 EXPERTS = "model.layers.0.mlp.experts"
 CONFIG = {

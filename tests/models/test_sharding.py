@@ -17,7 +17,7 @@ from shadowkv.models import load_config, load_model
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import Shard, vocabulary_rows
-from shadowkv.ops.quantise_tokens.reference import quantise_tokens
+from shadowkv.ops.activation_rows.reference import quantise_tokens
 from shadowkv.ops.quantised.rows import QuantisedRows
 
 # Joined files, biases, norms of heads and of outputs, tied and not, MLPs and vocabularies that do not divide.

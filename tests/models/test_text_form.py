@@ -15,9 +15,8 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 
 from shadowkv.models.gguf.tokenizer import PRE_TOKENIZERS, merges_from_scores
 from shadowkv.models.loader import LoadedModel
-from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
 from shadowkv.models.tokenization.text_encoder import TextEncoder, TokenizerPanic
-from shadowkv.models.tokenization.text_form import NFC_SHRINKS, WORD_CHARS, TextForm
+from shadowkv.models.tokenization.text_form import BYTE_ALPHABET, NFC_SHRINKS, WORD_CHARS, TextForm
 
 BYTES_ONLY = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 WORDS = [

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from shadowkv.models import LoadedModel, Tokenizer
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
-from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
+from shadowkv.models.tokenization.text_form import BYTE_ALPHABET
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
 
 TEXTS = [

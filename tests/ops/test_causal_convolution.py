@@ -18,7 +18,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 @pytest.fixture(params=NAMES)
 def backend(request: pytest.FixtureRequest) -> Any:
-    return import_module(f"shadowkv.ops.causal_convolution.{request.param}")
+    return import_module(f"shadowkv.ops.linear_attention.{request.param}")
 
 
 def check(backend: Any, case: Convolution) -> None:

@@ -8,11 +8,11 @@ from test_quantised_blocks import random_blocks, rows_of
 from test_quantised_groups import FORMS, random_rows
 from torch import Tensor
 
-from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.quantised.codings import Coded, Coding, code, coding
 from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantised_matmul.reference import dequantise_rows
 
 OTHERS = {
     "groups of 256": GroupForm("int4", 256, torch.float16),

@@ -17,11 +17,11 @@ from shadowkv.ops.attend_coded import cuda_mixed_sm90 as attend_mixed
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.attend_selected import cuda_sm90
 from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
-from shadowkv.ops.dequantise_rows.cpu import FORMATS
 from shadowkv.ops.fetch_chunks import cuda as fetch_chunks
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cuda as paged_attention
 from shadowkv.ops.quantised.blocks import BLOCKS
+from shadowkv.ops.quantised_matmul.cpu import FORMATS
 from shadowkv.ops.select_blocks import cuda_sm90 as select_blocks_cuda
 from shadowkv.ops.select_blocks import reference as select_blocks
 from shadowkv.ops.select_by_sketch import cuda as select_by_sketch_cuda

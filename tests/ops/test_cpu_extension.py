@@ -313,9 +313,9 @@ import test_cpu_attend_selected as selected
 import test_cpu_extension as tests
 import test_gated_delta_rule as rule
 import test_quantised_blocks as quantised
-from shadowkv.ops.causal_convolution import cpu as convolving
-from shadowkv.ops.dequantise_rows.cpu import FORMATS
-from shadowkv.ops.gated_delta_rule import cpu as correcting
+from shadowkv.ops.linear_attention import cpu as convolving
+from shadowkv.ops.quantised_matmul.cpu import FORMATS
+from shadowkv.ops.linear_attention import cpu as correcting
 from shadowkv.ops.registry import Ops
 assert torch.ops.shadowkv.cpu_isa() == {isa!r}
 torch.manual_seed(0)

@@ -24,8 +24,8 @@ from shadowkv.ops.recurrence import Spans
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from shadowkv.ops.causal_convolution import triton as convolving
-from shadowkv.ops.gated_delta_rule import fla, triton
+from shadowkv.ops.linear_attention import fla, triton
+from shadowkv.ops.linear_attention import triton as convolving
 
 ROUNDS = 4
 """Draws of spans and numbers."""
@@ -57,7 +57,7 @@ def test_prompts_in_bfloat16(seed: int, name: str, shape: tuple[int, ...]) -> No
     """Within what rounding unit vectors, states between chunks and what is added to them to bfloat16 may do: queries,
     keys and values that are changed by as much are what the formula is computed of for the bound. Once kernels are
     compiled and tuned, the host does not wait."""
-    op: Any = import_module(f"shadowkv.ops.gated_delta_rule.{name}")
+    op: Any = import_module(f"shadowkv.ops.linear_attention.{name}")
     for _ in range(ROUNDS):
         lengths = draw_lengths()
         case = draw_rule(lengths, *shape, torch.bfloat16)
@@ -77,7 +77,7 @@ def test_prompts_in_bfloat16(seed: int, name: str, shape: tuple[int, ...]) -> No
 @pytest.mark.parametrize("batch", [1, 5, 64])
 def test_steps(seed: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, batch: int) -> None:
     """Several, each of the states that the one before wrote."""
-    op: Any = import_module(f"shadowkv.ops.gated_delta_rule.{name}")
+    op: Any = import_module(f"shadowkv.ops.linear_attention.{name}")
     rows = torch.randperm(2 * batch + 3).cuda()
     spans = Spans(None, rows[:batch], rows[batch : 2 * batch])
     key_heads, group, key_dim, dim = shape

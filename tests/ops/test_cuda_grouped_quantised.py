@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
 from shadowkv.models.filling import fill_random
-from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.grouped_matmul.reference import experts_rows
 from shadowkv.ops.grouped_quantised_matmul.humming import grouped_quantised_matmul
 from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.quantised_matmul import humming
+from shadowkv.ops.quantised_matmul.reference import dequantise_rows
 
 Sizes = tuple[int, int, int]
 SMALL: Sizes = (8, 264, 272)

@@ -10,11 +10,11 @@ from test_quantised_groups import FORMS, random_rows
 from torch import Tensor
 from torch.nn import functional as F
 
-from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.quantised.blocks import BLOCKS, BlockForm
 from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import QuantisedRows, empty_rows
 from shadowkv.ops.quantised_matmul import humming, reference
+from shadowkv.ops.quantised_matmul.reference import dequantise_rows
 
 if reasons := humming.missing():
     pytest.skip("; ".join(reasons), allow_module_level=True)

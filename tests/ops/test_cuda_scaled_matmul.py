@@ -6,7 +6,7 @@ import torch
 from shadowkv.layers.linear import FP8Linear
 from shadowkv.models.checkpoints.stored_weight import fill_fp8
 from shadowkv.models.loader import unfit
-from shadowkv.ops.quantise_tokens import reference as quantise_reference
+from shadowkv.ops.activation_rows import reference as quantise_reference
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.scaled_matmul import cuda, reference
 

@@ -17,10 +17,10 @@ from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.decode_layers.cpu import decode_layers, missing
 from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projection
 from shadowkv.ops.decode_layers.reference import decode_layers as reference
-from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantised_matmul.reference import dequantise_rows
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="the C++ extension is not built")
 

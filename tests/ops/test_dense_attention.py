@@ -10,10 +10,9 @@ from plain_formulas import SHAPES, assert_close, attend, attend_rows, check
 from precision import assert_close_like_lowp
 from torch import Tensor
 
-from shadowkv.ops.add_sinks.reference import add_sinks
 from shadowkv.ops.dense_attention import reference
 from shadowkv.ops.dense_attention.forms import Packed
-from shadowkv.ops.merge_attention.reference import merge_attention
+from shadowkv.ops.partial_attention.reference import add_sinks, merge_attention
 
 LENGTHS = [[1], [1, 1, 1], [7, 1, 64, 65], [130, 3, 128, 1, 1, 40], [300]]
 shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)

@@ -9,12 +9,12 @@ from devices import DEVICE, INTERPRETED, ON_GPU, TRITON_RUNS
 from torch import Tensor
 
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROTATED_ROWS
+from shadowkv.ops.activation_rows.reference import FP8
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
 from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.dense_attention.forms import Packed
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
-from shadowkv.ops.quantise_tokens.reference import FP8
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.recurrence import Spans

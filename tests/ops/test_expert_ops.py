@@ -9,8 +9,8 @@ from devices import DEVICE, ON_GPU, TRITON_RUNS
 
 from shadowkv.ops.choose_experts import reference as choosing
 from shadowkv.ops.choose_experts.routing import Routing
-from shadowkv.ops.sort_by_expert import reference as sorting
-from shadowkv.ops.sum_experts import reference as summing
+from shadowkv.ops.expert_rows import reference as sorting
+from shadowkv.ops.expert_rows import reference as summing
 
 CASES = [(1, 8, 128), (5, 1, 4), (70, 4, 32), (300, 3, 7), (0, 2, 4)]
 """Tokens, experts per token, experts."""
@@ -57,8 +57,8 @@ def test_sums_leave_out_rows_that_are_no_experts(seed: str) -> None:
 if TRITON_RUNS:
     pytest.importorskip("triton")
     from shadowkv.ops.choose_experts import triton as choosing_triton
-    from shadowkv.ops.sort_by_expert import triton as sorting_triton
-    from shadowkv.ops.sum_experts import triton as summing_triton
+    from shadowkv.ops.expert_rows import triton as sorting_triton
+    from shadowkv.ops.expert_rows import triton as summing_triton
 
     @pytest.mark.parametrize(("first", "share"), HERE)
     @pytest.mark.parametrize("span", [sorting_triton.SPAN, 128])

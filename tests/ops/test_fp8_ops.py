@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shadowkv.ops.quantise_tokens.reference import FP8
+from shadowkv.ops.activation_rows.reference import FP8
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.scaled_matmul import cuda, reference
 

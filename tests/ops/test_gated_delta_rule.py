@@ -37,7 +37,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 
 @pytest.fixture(params=NAMES)
 def backend(request: pytest.FixtureRequest) -> Any:
-    return import_module(f"shadowkv.ops.gated_delta_rule.{request.param}")
+    return import_module(f"shadowkv.ops.linear_attention.{request.param}")
 
 
 def check(backend: Any, case: Rule) -> None:
@@ -127,7 +127,7 @@ def test_outputs_are_written_whole(seed: int, backend: Any, monkeypatch: pytest.
 @pytest.mark.skipif("cpu" not in NAMES, reason="the C++ extension is not built, or not what runs here")
 @pytest.mark.parametrize("lengths", [None, (70, 3, 200)], ids=str)
 def test_the_number_of_threads_changes_no_bit(seed: int, lengths: tuple[int, ...] | None) -> None:
-    from shadowkv.ops.gated_delta_rule import cpu
+    from shadowkv.ops.linear_attention import cpu
 
     case, before, results = draw_rule(lengths, 2, 2, 64, 48, torch.float32), torch.get_num_threads(), []
     try:
@@ -188,7 +188,7 @@ def test_fla_is_asked_for_the_formula(
 ) -> None:
     """By a function that does as the library's documentation says, and takes nothing else."""
     pytest.importorskip("triton")
-    from shadowkv.ops.gated_delta_rule import fla
+    from shadowkv.ops.linear_attention import fla
 
     def chunk_gated_delta_rule(
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, initial_state: Tensor, output_final_state: bool,
@@ -243,7 +243,7 @@ def test_long_prompts_lose_no_more_than_transformers(seed: int) -> None:
     )
     for name in NAMES:
         states = case.states.clone()
-        module = import_module(f"shadowkv.ops.gated_delta_rule.{name}")
+        module = import_module(f"shadowkv.ops.linear_attention.{name}")
         found = (module.gated_delta_rule(*case._replace(states=states)), theirs[0], exact, *(low for low, _ in draws))
         after = (states[written], their_states, exact_states[written], *(low[written] for _, low in draws))
         for mine, other, oracle, *low in (found, after):

@@ -18,10 +18,13 @@ from shadowkv.ops.attend_selected import cuda_sm90 as attend_selected_sm90
 from shadowkv.ops.case import Case
 from shadowkv.ops.dense_attention import cuda_sm90 as dense_attention
 from shadowkv.ops.extension import Unbuilt
-from shadowkv.ops.registry import CALLS, NAMES, Ops
+from shadowkv.ops.registry import CALLS, FOLDERS, NAMES, Ops
 
 ROOT = Path(shadowkv.ops.__file__).parent
-BACKENDS = {path: path.parent.name for path in sorted(ROOT.glob("*/*.py")) if path.parent.name in NAMES}
+OPS_OF = {path.parent.name: [path.parent.name] for path in ROOT.glob("*/reference.py")}
+OPS_OF |= {folder: [op for op in FOLDERS if FOLDERS[op] == folder] for folder in FOLDERS.values()}
+"""The ops of each folder."""
+BACKENDS = [path for folder in sorted(OPS_OF) for path in sorted((ROOT / folder).glob("*.py"))]
 
 TURBO = Case(
     ops=frozenset(CALLS) - {"attend_coded", *FusedLayers.calls},
@@ -44,14 +47,14 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
     """The registry finds every backend, as on a GPU with everything installed."""
     if attend_selected.missing():  # only the library knows how much memory its kernels need
         monkeypatch.setattr(attend_selected, "_op", lambda *_: lambda *_: 0)
-    for path, name in BACKENDS.items():
-        module = import_module(f"shadowkv.ops.{name}.{path.stem}")
+    for path in BACKENDS:
+        module = import_module(f"shadowkv.ops.{path.parent.name}.{path.stem}")
         if hasattr(module, "missing"):
             monkeypatch.setattr(module, "missing", lambda: [])
 
 
 def test_every_folder_is_a_known_op_with_a_reference() -> None:
-    assert sorted(path.parent.name for path in ROOT.glob("*/reference.py")) == sorted(NAMES)
+    assert sorted(op for ops in OPS_OF.values() for op in ops) == sorted(NAMES)
     assert set(Ops("cpu", overrides=dict.fromkeys(NAMES, "reference")).backends.items()) == {
         (name, "reference") for name in CALLS
     }
@@ -76,7 +79,8 @@ def test_what_is_not_built_is_passed_over_with_that_reason(monkeypatch: pytest.M
 
 
 def test_backends_say_what_they_lack_in_one_way() -> None:
-    for path, name in BACKENDS.items():
+    for path in BACKENDS:
+        name = path.parent.name
         module = import_module(f"shadowkv.ops.{name}.{path.stem}")
         assert not hasattr(module, "available"), f"{name}/{path.name}: what it lacks is missing(), a list of reasons"
         assert isinstance(getattr(module, "missing", lambda: [])(), list)
@@ -336,6 +340,22 @@ def test_rows_of_8_bit_floats_have_kernels(
     assert reason is None or reason in ops.reasons["attend_coded"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "backend", "reason"),
+    [
+        ({}, "cuda_dense", None),
+        ({"value_codec": 12}, "triton", "cuda_dense: codec 12 of values is not dense"),
+        ({"host_values": True}, "triton", "cuda_dense: values are on the host, in other pages than keys"),
+        ({"head_dim": 80}, "triton", "cuda_dense: head dim 80 is not 64, 96, 128 or 256"),
+    ],
+)
+def test_dense_rows_have_kernels(built: None, changes: dict[str, object], backend: str, reason: str | None) -> None:
+    dense = {"rank": 0, "key_codec": 0, "value_codec": 0, "centred": False, "host_values": False}
+    ops = Ops("cuda", replace(TURBO, ops=frozenset({"attend_coded"}), **{**dense, **changes}))
+    assert ops.backends["attend_coded"] == backend
+    assert reason is None or reason in ops.reasons["attend_coded"]
+
+
 @pytest.mark.parametrize(("dim", "backend"), [(128, "cuda"), (64, "triton")])
 def test_levels_that_are_bytes_go_to_cuda(built: None, dim: int, backend: str) -> None:
     rows = {"rank": 0, "key_codec": 5, "value_codec": 6, "head_dim": dim, "rope_dim": dim}
@@ -437,8 +457,8 @@ def test_backends_take_what_their_reference_takes(call: str) -> None:
     """Which is what type checkers know of an op."""
     op, _, form = call.partition(".")
     found = {}
-    for path in [path for path, name in BACKENDS.items() if name == op]:
-        function = getattr(import_module(f"shadowkv.ops.{op}.{path.stem}"), form or op, None)
+    for path in [path for path in BACKENDS if op in OPS_OF[path.parent.name]]:
+        function = getattr(import_module(f"shadowkv.ops.{path.parent.name}.{path.stem}"), form or op, None)
         if callable(function):
             parameters = inspect.signature(function).parameters.values()
             found[path.stem] = [(each.name, each.kind, each.default) for each in parameters]
@@ -451,12 +471,12 @@ def test_backends_take_what_their_reference_takes(call: str) -> None:
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_no_backend_calls_its_own_reference(path: Path) -> None:
-    name = path.parent.name
+    folder = path.parent.name
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.value, ast.Name):
+        if isinstance(node, ast.Attribute) and node.attr in OPS_OF[folder] and isinstance(node.value, ast.Name):
             assert node.value.id != "reference", f"line {node.lineno}"
-        if isinstance(node, ast.ImportFrom) and node.module == f"shadowkv.ops.{name}.reference":
-            assert name not in [alias.name for alias in node.names], f"line {node.lineno}"
+        if isinstance(node, ast.ImportFrom) and node.module == f"shadowkv.ops.{folder}.reference":
+            assert not {*OPS_OF[folder]} & {alias.name for alias in node.names}, f"line {node.lineno}"
 
 
 SIZE_OF_A_CALL = {"low_rank_basis/cuda.py": ["takes"], "whiten_rows/cuda.py": ["missing"]}
@@ -467,8 +487,8 @@ heads."""
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_runs_is_chosen_by_the_registry_alone(path: Path) -> None:
     """No function of a backend asks at each call what is there, or calls another backend of its op."""
-    asked, op = [], path.parent.name
-    siblings = {file.stem for file in path.parent.glob("*.py")} - {path.stem} if op in NAMES else set()
+    asked, ops = [], OPS_OF.get(path.parent.name, [])
+    siblings = {file.stem for file in path.parent.glob("*.py")} - {path.stem} if ops else set()
     for function in ast.parse(path.read_text()).body:
         if not isinstance(function, ast.FunctionDef) or function.name in ("missing", "supports"):
             continue
@@ -476,6 +496,6 @@ def test_what_runs_is_chosen_by_the_registry_alone(path: Path) -> None:
             if isinstance(node, ast.Call):
                 called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 asked += [called] * (called in ("missing", "supports", "takes"))
-            if isinstance(node, ast.Attribute) and node.attr == op and isinstance(node.value, ast.Name):
+            if isinstance(node, ast.Attribute) and node.attr in ops and isinstance(node.value, ast.Name):
                 assert node.value.id not in siblings, f"line {node.lineno}"
     assert asked == SIZE_OF_A_CALL.get(str(path.relative_to(ROOT)), [])

@@ -9,10 +9,10 @@ from gguf.quants import dequantize
 from precision import integer_step
 from torch import Tensor
 
-from shadowkv.ops.dequantise_rows.cpu import FORMATS
 from shadowkv.ops.extension import cpu_missing
 from shadowkv.ops.quantised.blocks import BLOCKS
 from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantised_matmul.cpu import FORMATS
 from shadowkv.ops.registry import Ops
 
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}

@@ -10,28 +10,28 @@ triton = pytest.importorskip("triton")
 
 
 if TRITON_RUNS:
-    from shadowkv.ops.add_rms_norm import reference as add_rms_norm_reference
-    from shadowkv.ops.add_rms_norm import triton as add_rms_norm_triton
-    from shadowkv.ops.append_block import reference as append_block_reference
-    from shadowkv.ops.append_block import triton as append_block_triton
-    from shadowkv.ops.append_tokens import reference as append_reference
-    from shadowkv.ops.append_tokens import triton as append_triton
+    from shadowkv.ops.activation_rows import reference as add_rms_norm_reference
+    from shadowkv.ops.activation_rows import reference as gates_reference
+    from shadowkv.ops.activation_rows import reference as quantise_tokens_reference
+    from shadowkv.ops.activation_rows import reference as rms_norm_reference
+    from shadowkv.ops.activation_rows import triton as add_rms_norm_triton
+    from shadowkv.ops.activation_rows import triton as gates_triton
+    from shadowkv.ops.activation_rows import triton as quantise_tokens_triton
+    from shadowkv.ops.activation_rows import triton as rms_norm_triton
     from shadowkv.ops.apply_rope import reference as rope_reference
     from shadowkv.ops.apply_rope import triton as rope_triton
-    from shadowkv.ops.chunk_mean_scores import reference as chunk_mean_reference
-    from shadowkv.ops.chunk_mean_scores import triton as chunk_mean_triton
-    from shadowkv.ops.gated_activation import reference as gates_reference
-    from shadowkv.ops.gated_activation import triton as gates_triton
-    from shadowkv.ops.gather_context import reference as gather_context_reference
-    from shadowkv.ops.gather_context import triton as gather_context_triton
-    from shadowkv.ops.merge_attention import reference as merge_reference
-    from shadowkv.ops.merge_attention import triton as merge_triton
-    from shadowkv.ops.min_max_scores import reference as min_max_reference
-    from shadowkv.ops.min_max_scores import triton as min_max_triton
-    from shadowkv.ops.quantise_tokens import reference as quantise_tokens_reference
-    from shadowkv.ops.quantise_tokens import triton as quantise_tokens_triton
-    from shadowkv.ops.rms_norm import reference as rms_norm_reference
-    from shadowkv.ops.rms_norm import triton as rms_norm_triton
+    from shadowkv.ops.chunk_scores import reference as chunk_mean_reference
+    from shadowkv.ops.chunk_scores import reference as min_max_reference
+    from shadowkv.ops.chunk_scores import triton as chunk_mean_triton
+    from shadowkv.ops.chunk_scores import triton as min_max_triton
+    from shadowkv.ops.copies import reference as append_block_reference
+    from shadowkv.ops.copies import reference as append_reference
+    from shadowkv.ops.copies import reference as gather_context_reference
+    from shadowkv.ops.copies import triton as append_block_triton
+    from shadowkv.ops.copies import triton as append_triton
+    from shadowkv.ops.copies import triton as gather_context_triton
+    from shadowkv.ops.partial_attention import reference as merge_reference
+    from shadowkv.ops.partial_attention import triton as merge_triton
 
     DTYPES = [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32]
     TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}

@@ -25,8 +25,10 @@ TIE = 1e-3
 """Distance from a tie, in steps, up to which another order of sums may round a value differently."""
 
 if TRITON_RUNS:
-    from shadowkv.ops.find_outliers import reference as outliers_reference
-    from shadowkv.ops.find_outliers import triton as outliers_triton
+    from shadowkv.ops.chunk_scores import reference as outliers_reference
+    from shadowkv.ops.chunk_scores import triton as outliers_triton
+    from shadowkv.ops.copies import reference as write_reference
+    from shadowkv.ops.copies import triton as write_triton
     from shadowkv.ops.project_latents import reference as latents_reference
     from shadowkv.ops.project_latents import triton as latents_triton
     from shadowkv.ops.quantise_rows import reference as rows_reference
@@ -34,8 +36,6 @@ if TRITON_RUNS:
     from shadowkv.ops.quantise_rows.triton import levels_of
     from shadowkv.ops.sketch_keys import reference as sketch_reference
     from shadowkv.ops.sketch_keys import triton as sketch_triton
-    from shadowkv.ops.write_rows import reference as write_reference
-    from shadowkv.ops.write_rows import triton as write_triton
 
     DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
     LAYERS, PAGES, NAMES = (2, 5, 23) if ON_GPU else (2, 2, 7)

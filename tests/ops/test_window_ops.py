@@ -6,8 +6,8 @@ import pytest
 import torch
 from devices import DEVICE, ON_GPU, TRITON_RUNS
 
-from shadowkv.ops.add_sinks.reference import add_sinks
 from shadowkv.ops.paged_window_attention.reference import paged_window_attention
+from shadowkv.ops.partial_attention.reference import add_sinks
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +51,7 @@ def test_pages_are_read_from_their_first_valid_token_to_their_last(seed: str) ->
 
 if TRITON_RUNS:
     pytest.importorskip("triton")
-    from shadowkv.ops.add_sinks import triton as sinks_kernel
+    from shadowkv.ops.partial_attention import triton as sinks_kernel
 
     LOW = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
 

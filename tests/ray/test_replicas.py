@@ -26,6 +26,7 @@ from shadowkv.ray.serve import check_room
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from tests.local_engine import LocalEngine
+from tests.waiting import wait_until
 
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "max_cached_seqs": 2, "device": "cpu"}
 KEY = {"Authorization": "Bearer secret"}
@@ -228,9 +229,8 @@ def test_a_client_that_hangs_up_frees_its_sequence(server):
     next(stream)
     stream.close()
     aborted = {"name": "shadowkv:request_success_total", "finished_reason": "abort"}
-    end = time.monotonic() + SECONDS
-    while not sum(server.samples(**aborted).values()) or sum(server.samples("shadowkv:num_requests_running").values()):
-        assert time.monotonic() < end
+    wait_until(lambda: sum(server.samples(**aborted).values()))
+    wait_until(lambda: not sum(server.samples("shadowkv:num_requests_running").values()))
 
 
 @pytest.mark.slow
@@ -244,9 +244,7 @@ def test_of_a_killed_replica_streams_end_with_an_error_and_the_rest_is_answered(
         next(stream)
     with ThreadPoolExecutor(6) as pool:
         wholes = [pool.submit(server.post, **asked) for _ in range(4)]
-        end = time.monotonic() + SECONDS
-        while sum(server.samples("shadowkv:num_requests_running").values()) < 6:
-            assert time.monotonic() < end
+        wait_until(lambda: sum(server.samples("shadowkv:num_requests_running").values()) == 6)
         os.kill(server.replicas()[0].pid, signal.SIGKILL)
         ends = [[json.loads(one) for one in lines[-3:-1]] for lines in pool.map(list, streams)]
         answers = [whole.result() for whole in wholes]
@@ -259,10 +257,7 @@ def test_of_a_killed_replica_streams_end_with_an_error_and_the_rest_is_answered(
 
 def wait_for_both(server: Server) -> None:
     """Until both replicas answer: one may have been killed before."""
-    end = time.monotonic() + SECONDS
-    while server.samples("shadowkv:replicas") != {"": 2}:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: server.samples("shadowkv:replicas") == {"": 2})
 
 
 @pytest.mark.slow

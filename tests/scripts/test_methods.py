@@ -1,15 +1,16 @@
 """The table of methods leads to what is there, and leaves out no op, no part and no codec."""
 
 import pytest
-from methods import LANGUAGES, METHODS, ROOT, Method, table
+from methods import LANGUAGES, METHODS, ROOT, Method, folder_of, table
 
-from shadowkv.ops.registry import NAMES
+from shadowkv.ops.registry import FOLDERS, NAMES
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_every_path_exists(method: Method) -> None:
-    folders = {"shadowkv": method.modules, "shadowkv/ops": method.ops, "csrc": method.sources, "tests": method.tests}
+    folders = {"shadowkv": method.modules, "csrc": method.sources, "tests": method.tests}
     paths = [ROOT / folder / name for folder, names in folders.items() for name in names]
+    paths += map(folder_of, method.ops)
     assert [path for path in paths if not path.exists()] == []
     assert method.tests
 
@@ -20,6 +21,10 @@ def test_all_ops_parts_and_codecs_are_named() -> None:
     for folder in ("kvcache/parts", "kvcache/codecs"):
         files = [file.name for file in (ROOT / "shadowkv" / folder).glob("*.py")]
         assert {f"{folder}/{name}" for name in files} - named <= {f"{folder}/__init__.py", f"{folder}/base.py"}
+
+
+def test_ops_are_found_in_the_folders_that_they_share() -> None:
+    assert {op: folder_of(op).name for op in NAMES} == {op: FOLDERS.get(op, op) for op in NAMES}
 
 
 def test_backends_are_those_that_have_files() -> None:
@@ -38,4 +43,4 @@ def test_only_backends_that_exist_are_left_out() -> None:
         for op, language in method.without:
             (word,) = (word for word, name in LANGUAGES.items() if name == language)
             assert op in method.ops
-            assert list((ROOT / "shadowkv/ops" / op).glob(f"{word}*.py"))
+            assert list(folder_of(op).glob(f"{word}*.py"))

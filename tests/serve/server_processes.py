@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,15 +63,6 @@ def is_gone(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_ZOMBIE
     return True
-
-
-def seconds_until(condition: Callable[[], object]) -> float:
-    """How long it takes until a condition is met."""
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() < begin + SECONDS, "it took too long"
-        time.sleep(0.005)
-    return time.monotonic() - begin
 
 
 @contextmanager

@@ -18,11 +18,12 @@ import httpx
 import psutil
 import pytest
 from replies import events
-from server_processes import BODY, SECONDS, Server, is_gone, seconds_until, server
+from server_processes import BODY, SECONDS, Server, is_gone, server
 
 from shadowkv.serve.__main__ import parse
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.process import ENGINE_DIED
+from tests.waiting import wait_until
 
 NOTICED = 60.0
 """Seconds within which a process knows that another is gone; as a rule it takes milliseconds."""
@@ -188,7 +189,7 @@ def test_limits_hold_over_both(tiny_model: Path) -> None:
         while {stream.process for stream in streams} != {0, 1}:  # one in each
             for stream in streams:
                 stream.leave()
-            seconds_until(lambda: open_in(one) == [0, 0])
+            wait_until(lambda: open_in(one) == [0, 0])
             streams = [Stream(one, "a") for _ in range(2)]
         for _ in range(STREAMS):
             refused = ask("a")
@@ -223,7 +224,7 @@ def test_what_is_kept_is_known_to_all(tiny_model: Path) -> None:
         about = {"input_file_id": file["id"], "endpoint": "/v1/completions"}
         batches = [ask("POST", "batches", json=about)["id"] for _ in range(STREAMS)]
         for id in batches:
-            seconds_until(lambda id=id: ask("GET", f"batches/{id}")["status"] == "completed")
+            wait_until(lambda id=id: ask("GET", f"batches/{id}")["status"] == "completed")
             assert ask("GET", f"batches/{id}")["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
         one.http.send_signal(signal.SIGTERM)
         one.http.wait(SECONDS)
@@ -236,10 +237,10 @@ def test_a_worker_is_killed(tiny_model: Path) -> None:
         with streams_in_both(one) as streams:
             kept = [stream for stream in streams if stream.process == 0]
             assert one.gauge("num_requests_running") == len(streams)
-            seconds_until(lambda: sum(open_in(one)) == len(streams))  # the question's own is closed
+            wait_until(lambda: sum(open_in(one)) == len(streams))  # the question's own is closed
             worker.kill()
-            waited = seconds_until(lambda: open_in(one) == [len(kept), 0])
-            waited += seconds_until(lambda: one.gauge("num_requests_running") == len(kept))
+            waited = wait_until(lambda: open_in(one) == [len(kept), 0])
+            waited += wait_until(lambda: one.gauge("num_requests_running") == len(kept))
             assert not any(stream.is_over for stream in kept), "the engine would have had nothing to abort"
             assert waited < NOTICED
             assert one.gauge("connections") == len(kept) + 1
@@ -265,7 +266,7 @@ def test_the_first_process_is_killed(tiny_model: Path) -> None:
         family = one.family()
         with streams_in_both(one) as streams:
             one.http.kill()
-            assert seconds_until(lambda: all(map(is_gone, family))) < NOTICED
+            assert wait_until(lambda: all(map(is_gone, family))) < NOTICED
             for stream in streams:
                 stream.join()
                 # The first may have come to their ends before there were streams in both.
@@ -301,7 +302,7 @@ def test_a_worker_that_does_not_start_ends_the_server(tiny_model: Path) -> None:
         ) as process:
             first = psutil.Process(process.pid)
             try:
-                seconds_until(lambda: process.poll() is not None or len(first.children()) == 2)
+                wait_until(lambda: process.poll() is not None or len(first.children()) == 2)
                 engine, worker = first.children()
                 worker.kill()
                 _, errors = process.communicate(timeout=SECONDS)

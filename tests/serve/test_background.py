@@ -7,13 +7,13 @@ import openai
 import pytest
 from fake_engine import REPLY, FakeEngine
 from http_server import http_server
-from test_serve_clients import wait_until
 from test_serve_errors import error_of
 
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.responses import background
 from shadowkv.serve.responses.answers import Response
+from tests.waiting import wait_until
 
 URL = "/v1/responses"
 

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import FILES_BESIDE
+from tests.waiting import wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -108,13 +109,6 @@ def error_of(answer: bytes) -> tuple[int, str, str]:
     error = json.loads(body)["error"]
     assert b"connection: close" in head.lower()
     return int(head.split()[1]), error["code"], error["message"]
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_header_that_does_not_come(engine):

@@ -12,13 +12,13 @@ from fake_engine import REPLY
 from http_server import http_server
 from replies import named_events
 from test_responses import ALL
-from test_serve_clients import wait_until
 from test_serve_tools import TEXT, WEATHER
 
 from shadowkv.serve.anthropic.answers import MessagesAnswer, MessagesError, TokenCount
 from shadowkv.serve.app import build_app
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.settings import ServerSettings
+from tests.waiting import wait_until
 
 URL = "/v1/messages"
 HI = [{"role": "user", "content": "Hi"}]

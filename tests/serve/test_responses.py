@@ -11,13 +11,13 @@ from fake_engine import REPLY
 from http_server import http_server
 from pydantic import BaseModel
 from replies import named_events
-from test_serve_clients import wait_until
 from test_serve_errors import error_of
 from test_serve_tools import TEXT, WEATHER
 
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.responses.answers import Response
+from tests.waiting import wait_until
 
 URL = "/v1/responses"
 TOOL = {"type": "function", **WEATHER["function"]}

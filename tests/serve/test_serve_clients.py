@@ -13,6 +13,8 @@ import openai
 import pytest
 from fake_engine import REPLY, FakeEngine
 
+from tests.waiting import wait_until
+
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
@@ -66,13 +68,6 @@ def test_errors(client):
     assert (caught.value.param, caught.value.type) == ("logit_bias", "invalid_request_error")
     with pytest.raises(openai.APIError, match="not finite"):
         list(client.completions.create(model="fake", prompt="FAIL", stream=True))
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,7 +10,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +25,7 @@ from shadowkv.serve.http.metrics import ConnectionMetrics
 from shadowkv.serve.http.middleware import RequestLog
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.settings import add_flags
+from tests.waiting import wait_until
 
 ASK = "/v1/completions"
 HI = {"json": {"prompt": "Hi"}}
@@ -117,13 +117,6 @@ def test_request_ids(engine):
         engine, None, ("POST", ASK, {"json": {"prompt": "Hi", "stream": True}}), ("GET", "/nowhere", {})
     )
     assert f'"id":"cmpl-{stream.headers["x-request-id"]}"' in stream.text and missing.headers["x-request-id"]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def messages(caplog) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -22,6 +21,7 @@ from shadowkv.engine.structured import grammar_pool
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from tests.local_engine import LocalEngine
+from tests.waiting import wait_until
 
 SECONDS = 300
 """Most that anything takes, on any machine."""
@@ -44,13 +44,6 @@ def url(engine: LocalEngine) -> Iterator[str]:
 
 def ask(url: str, **more: object) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json={**BODY, **more}, timeout=SECONDS)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_when_the_engine_dies_every_client_is_told(url, engine, monkeypatch):

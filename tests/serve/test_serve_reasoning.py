@@ -13,37 +13,25 @@ from shadowkv.serve.text.reasoning import ReasoningParser
 from shadowkv.serve.text.tool_formats import FORMATS
 
 CASES = [
-    ("", "<think>\nLet me see.\n</think>\n\nParis.\n", "Let me see.", "Paris.\n"),
-    ("<assistant><think>\n", "Let me see. </think>Paris.", "Let me see.", "Paris."),
-    ("<assistant><think>", "<think>Let me </thin</think>", "Let me </thin", ""),
-    ("<think>\n\n</think>\n\n", " Paris <think> London", "", " Paris <think> London"),
-    ("<|assistant|>\n<think></think>", "\nParis.", "", "Paris."),
-    ("", "<think> For ever ", "For ever ", ""),
-    ("", "", "", ""),
+    (ReasoningParser, "", "<think>\nLet me see.\n</think>\n\nParis.\n", "Let me see.", "Paris.\n"),
+    (ReasoningParser, "<assistant><think>\n", "Let me see. </think>Paris.", "Let me see.", "Paris."),
+    (ReasoningParser, "<assistant><think>", "<think>Let me </thin</think>", "Let me </thin", ""),
+    (ReasoningParser, "<think>\n\n</think>\n\n", " Paris <think> London", "", " Paris <think> London"),
+    (ReasoningParser, "<|assistant|>\n<think></think>", "\nParis.", "", "Paris."),
+    (ReasoningParser, "", "<think> For ever ", "For ever ", ""),
+    (ReasoningParser, "", "", "", ""),
+    (Gemma4Reasoning, "<|turn>model\n", "<|channel>thought\nLet me see.\n<channel|>Paris.", "Let me see.", "Paris."),
+    (Gemma4Reasoning, "<|turn>model\n", "Paris.", "", "Paris."),
+    (Gemma4Reasoning, "<|turn>model\n<|channel>thought\n<channel|>", "Paris.", "", "Paris."),
+    (Gemma4Reasoning, "<|turn>model\n", "<|channel>thought\nFor ever", "For ever", ""),
+    (Gemma4Reasoning, "", "<|channel>thought\nHm.<channel|><|tool_call>call:f{}", "Hm.", "<|tool_call>call:f{}"),
 ]
 
 
-@pytest.mark.parametrize("prompt, text, thought, said", CASES)
-def test_text_in_pieces(prompt, text, thought, said):
+@pytest.mark.parametrize("kind, prompt, text, thought, said", CASES)
+def test_text_in_pieces(kind, prompt, text, thought, said):
     for pieces in ([text], *([text[:place], text[place:]] for place in range(len(text))), [*text, ""]):
-        parser = ReasoningParser(prompt)
-        found = [parser.push(piece, number == len(pieces) - 1) for number, piece in enumerate(pieces)]
-        assert tuple(map("".join, zip(*found, strict=True))) == (thought, said), pieces
-
-
-@pytest.mark.parametrize(
-    "prompt, text, thought, said",
-    [
-        ("<|turn>model\n", "<|channel>thought\nLet me see.\n<channel|>Paris.", "Let me see.", "Paris."),
-        ("<|turn>model\n", "Paris.", "", "Paris."),
-        ("<|turn>model\n<|channel>thought\n<channel|>", "Paris.", "", "Paris."),
-        ("<|turn>model\n", "<|channel>thought\nFor ever", "For ever", ""),
-        ("", "<|channel>thought\nHm.<channel|><|tool_call>call:f{}", "Hm.", "<|tool_call>call:f{}"),
-    ],
-)
-def test_text_of_gemma4(prompt, text, thought, said):
-    for pieces in ([text], *([text[:place], text[place:]] for place in range(len(text))), [*text, ""]):
-        parser = Gemma4Reasoning(prompt)
+        parser = kind(prompt)
         found = [parser.push(piece, number == len(pieces) - 1) for number, piece in enumerate(pieces)]
         assert tuple(map("".join, zip(*found, strict=True))) == (thought, said), pieces
 

@@ -7,7 +7,7 @@ import tokenizers
 from fake_engine import FakeEngine
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
+from shadowkv.models.tokenization.text_form import BYTE_ALPHABET
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 CHATML = (

@@ -22,6 +22,7 @@ from page_files import pdf
 from shadowkv.serve.app import build_app
 from shadowkv.serve.batch.runner import LINE_BYTES
 from shadowkv.serve.http.settings import ServerSettings
+from tests.waiting import wait_until
 
 
 def line(name, text="Hi", url="/v1/chat/completions", **body):
@@ -220,9 +221,7 @@ def test_what_is_no_batch(client):
 
 def test_cancelling_keeps_what_is_there(client, engine):
     batch = begin(client, jsonl(line("a"), line("b", "HANG"), line("c", "HANG"), line("d", "HANG")))
-    deadline = time.monotonic() + 60
-    while not client.batches.retrieve(batch.id).request_counts.completed and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed)
     assert len(engine.running) == engine.max_num_seqs // 2  # others have room beside it
     assert client.batches.cancel(batch.id).status == "cancelling"
     done = ended(client.batches, batch, "cancelled")
@@ -332,8 +331,7 @@ def batch_bytes(client, batch):
 def test_answers_count_while_a_batch_runs_and_once_when_they_are_there(tmp_path):
     with client_of_server(storage_dir=str(tmp_path), storage_mib=2**-4) as client:
         batch = begin(client, jsonl(*(line(str(number), "a") for number in range(30)), line("z", "HANG")))
-        while client.batches.retrieve(batch.id).request_counts.completed < 30:
-            time.sleep(0.05)
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 30)
         (answers,) = tmp_path.glob("batches/*/answers.jsonl.partial")
         written, requests = answers.stat().st_size, batch_bytes(client, batch)
         assert written > 2**14
@@ -394,8 +392,7 @@ def test_a_batch_goes_on_after_a_restart(tmp_path):
     folder = str(tmp_path / "kept")
     with client_of_server(storage_dir=folder) as client:
         batch = begin(client, jsonl(line("a"), line("b", "HANG")))
-        while not client.batches.retrieve(batch.id).request_counts.completed:
-            time.sleep(0.05)
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed)
     engine = FakeEngine()
     answered = FakeEngine.answer
 
@@ -415,7 +412,6 @@ def test_what_the_engine_does_not_live_to_answer_stays(tmp_path):
     engine = FakeEngine()
     with client_of_server(engine, storage_dir=str(tmp_path)) as client:
         batch = begin(client, jsonl(line("a", "DIE")))
-        while engine.is_alive:
-            time.sleep(0.05)
+        wait_until(lambda: not engine.is_alive)
         time.sleep(1)
         assert client.batches.retrieve(batch.id).status == "in_progress"

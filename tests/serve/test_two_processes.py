@@ -19,9 +19,10 @@ import httpx
 import psutil
 import pytest
 from replies import events
-from server_processes import RUNNING, SECONDS, Server, is_gone, seconds_until, server
+from server_processes import RUNNING, SECONDS, Server, is_gone, server
 
 from shadowkv.serve.process import ENGINE_DIED
+from tests.waiting import wait_until
 
 NOTICED, BUSY = 5.0, 60.0
 """Seconds within which one process knows that the other is gone: as a rule, and at the most on a machine that does
@@ -55,7 +56,7 @@ def load(server: Server, **more: object) -> Iterator[list[Future[tuple[httpx.Res
     with ThreadPoolExecutor(2 * RUNNING) as clients:
         answers = [clients.submit(server.ask, number % 2 == 0, **more) for number in range(2 * RUNNING)]
         for gauge in ("running", "waiting"):
-            seconds_until(lambda gauge=gauge: server.gauge(f"num_requests_{gauge}") == RUNNING)
+            wait_until(lambda gauge=gauge: server.gauge(f"num_requests_{gauge}") == RUNNING)
         yield answers
 
 
@@ -114,7 +115,7 @@ def test_what_servers_that_were_killed_have_left_is_gone_at_the_next_start(tiny_
         one.http.kill()
         one.http.wait(SECONDS)
         one.engine.kill()
-        seconds_until(lambda: all(map(is_gone, family)))
+        wait_until(lambda: all(map(is_gone, family)))
         assert set(one.folder.iterdir()) == before
         with server(tiny_model, temporary=one.folder) as third:
             assert not left & set(one.folder.iterdir())
@@ -134,11 +135,11 @@ def test_the_http_process_is_killed(tiny_model: Path, times: int, in_flight: boo
             assert len(family) == 3
             lost = [clients.submit(one.ask, True) for _ in range(2 * RUNNING if in_flight else 0)]
             if in_flight:
-                seconds_until(lambda: one.gauge("num_requests_running") == RUNNING)
+                wait_until(lambda: one.gauge("num_requests_running") == RUNNING)
             one.http.kill()
-            waits.append(seconds_until(lambda: is_gone(one.engine)))
+            waits.append(wait_until(lambda: is_gone(one.engine)))
             one.http.wait()
-            waits.append(seconds_until(lambda family=family: all(map(is_gone, family))))
+            waits.append(wait_until(lambda family=family: all(map(is_gone, family))))
             one.assert_nothing_is_left(family)
             assert all(isinstance(answer.exception(SECONDS), httpx.HTTPError) for answer in lost)
     assert_prompt(waits)
@@ -163,7 +164,7 @@ def test_a_server_ends_while_it_tries_a_schema(tiny_model: Path, end: signal.Sig
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     with server(tiny_model, "--shutdown-timeout=1") as one, ThreadPoolExecutor(1) as client:
         answer = client.submit(one.ask, response_format=format, ignore_eos=False)
-        seconds_until(lambda: compiles(one))
+        wait_until(lambda: compiles(one))
         family = one.family()
         one.http.send_signal(end)
         ended = time.monotonic()
@@ -173,7 +174,7 @@ def test_a_server_ends_while_it_tries_a_schema(tiny_model: Path, end: signal.Sig
             assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
         else:
             assert isinstance(answer.exception(SECONDS), httpx.HTTPError)
-        seconds_until(lambda: all(map(is_gone, family)))
+        wait_until(lambda: all(map(is_gone, family)))
         assert time.monotonic() - ended < 1 + BUSY
         one.assert_nothing_is_left(family)
 
@@ -187,10 +188,10 @@ def test_a_server_that_is_killed_while_it_loads_leaves_nothing(tiny_model: Path,
             [*command, "--device=cpu"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
         ) as process:
             try:
-                seconds_until(lambda: psutil.Process(process.pid).children())
+                wait_until(lambda: psutil.Process(process.pid).children())
                 (engine,) = psutil.Process(process.pid).children()
                 time.sleep(seconds)  # the first message may be on its way
             finally:
                 process.kill()
-        seconds_until(lambda: is_gone(engine))
+        wait_until(lambda: is_gone(engine))
         assert not os.listdir(folder)

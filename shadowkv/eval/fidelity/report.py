@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -11,8 +10,8 @@ from statistics import fmean
 
 from shadowkv.eval.fidelity.attention import SIZES
 from shadowkv.eval.fidelity.measured import Measured, by_kind, labels, of_policy
-from shadowkv.eval.records.predictions import replacing, write_text
-from shadowkv.eval.reports.statistics import mean_and_error
+from shadowkv.eval.records.predictions import write_csv, write_text
+from shadowkv.eval.reports.statistics import markdown_table, mean_and_error
 
 Figure = Callable[[Measured], float | None]
 Cell = float | str
@@ -70,8 +69,8 @@ def write_tables(measured: Sequence[Measured], model: str, tokens: int, folder: 
     Args:
         tokens: tokens of each prompt.
     """
-    _write_csv(folder / "fidelity.csv", _policy_rows(measured, model, tokens))
-    _write_csv(folder / "layers.csv", _layer_rows(measured, model))
+    write_csv(folder / "fidelity.csv", _policy_rows(measured, model, tokens))
+    write_csv(folder / "layers.csv", _layer_rows(measured, model))
     write_text(folder / "summary.md", markdown(measured, model, tokens))
 
 
@@ -126,7 +125,7 @@ def _table(measured: Sequence[Measured], model: str, tokens: int, texts: str) ->
         f" `full` after each; mean ± standard error over prompts."
         f" Perplexity: the increase over `full`'s {full:.3f}."
     )
-    return "\n".join([note, "", *("| " + " | ".join(line) + " |" for line in table)]) + "\n"
+    return markdown_table(note, table)
 
 
 def _shown(estimate: tuple[float, float] | None, form: str) -> str:
@@ -146,8 +145,3 @@ def _cells(estimate: tuple[float, float] | None) -> list[Cell]:
 
 def _with_errors(names: Iterable[str]) -> list[Cell]:
     return [column for name in names for column in (name, f"{name}_stderr")]
-
-
-def _write_csv(path: Path, rows: Iterable[list[Cell]]) -> None:
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)

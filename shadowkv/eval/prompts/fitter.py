@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
 
@@ -48,7 +49,7 @@ class PromptFitter:
     """
 
     def __init__(self, tokenizer: Tokenizer, length: int, max_new_tokens: int, chat: bool = False) -> None:
-        self.budget = length - max_new_tokens
+        self.length, self.max_new_tokens, self.budget = length, max_new_tokens, length - max_new_tokens
         if self.budget <= 0:
             raise TooShortError(f"a length of {length} leaves no prompt beside {max_new_tokens} new tokens")
         if chat and not tokenizer.has_chat_template:
@@ -104,6 +105,22 @@ class PromptFitter:
                 units = (fits + fails) // 2
         self._start = fits
         return prompt, question
+
+    def sample(
+        self,
+        task: str,
+        id: str,
+        metric: str,
+        build: Callable[[int], Question],
+        least: int = 0,
+        most: int | None = None,
+    ) -> Sample:
+        """Returns the prompt of ``fill`` as a sample. Raises TooShortError, with the task and the length."""
+        try:
+            prompt, question = self.fill(build, least, most)
+        except TooShortError as error:
+            raise TooShortError(f"{task} at length {self.length}: {error}") from error
+        return Sample(task, id, (prompt,), (question.references,), self.max_new_tokens, metric, self.length)
 
     def cut(self, text: str) -> str:
         """Returns the framed prompt of ``text``. If it is too long, the middle of ``text`` is cut out, as in LongBench

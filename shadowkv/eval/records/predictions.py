@@ -3,10 +3,11 @@ files are replaced as a whole."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,6 +136,12 @@ def write_text(path: Path, text: str) -> None:
     """Replaces the file ``path`` with one that contains ``text``."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
+    """Replaces the file ``path`` with one that contains ``rows`` as CSV."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shadowkv.eval.records.policies import without_field
-from shadowkv.eval.records.predictions import Prediction, replacing
+from shadowkv.eval.records.predictions import Prediction, write_csv
 from shadowkv.eval.reports.colours import styles
 from shadowkv.eval.reports.plots import bar_length, new_figure, save_figure, set_logarithmic
 from shadowkv.eval.reports.statistics import mean_and_error
@@ -76,14 +75,11 @@ def write_variation(field: str, measure: str, points: Sequence[Point], model: st
     Args:
         measure: the figure's name in words.
     """
-    with replacing(folder / f"vary_{field}.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*COLUMNS[:3], field, measure, *COLUMNS[5:]])
-        for point in points:
-            error = "" if math.isnan(point.error) else f"{point.error:.3g}"
-            writer.writerow(
-                [model, point.length, point.kv, point.value or "", f"{point.mean:.6g}", error, point.samples]
-            )
+    table: list[list[object]] = [[*COLUMNS[:3], field, measure, *COLUMNS[5:]]]
+    for point in points:
+        error = "" if math.isnan(point.error) else f"{point.error:.3g}"
+        table.append([model, point.length, point.kv, point.value or "", f"{point.mean:.6g}", error, point.samples])
+    write_csv(folder / f"vary_{field}.csv", table)
 
 
 def plot_variation(field: str, words: str, all_points: Sequence[Point], share: bool, title: str, path: Path) -> None:

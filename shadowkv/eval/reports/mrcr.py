@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from shadowkv.eval.metrics.mrcr import similarity
 from shadowkv.eval.records.policies import BASELINE
-from shadowkv.eval.records.predictions import Prediction, replacing
-from shadowkv.eval.reports.statistics import Estimate, mean_and_error, paired_interval, rounded, with_error
+from shadowkv.eval.records.predictions import Prediction
+from shadowkv.eval.reports.statistics import (
+    Estimate,
+    markdown_table,
+    mean_and_error,
+    paired_interval,
+    rounded,
+    with_error,
+)
 from shadowkv.eval.reports.summary import by_cell, labels, values
 
 
@@ -49,15 +54,13 @@ def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
                 yield Row(length, task, label, count, mean_and_error(*pairs), paired_interval(*pairs))
 
 
-def write_csv(rows: Sequence[Row], model: str, path: Path) -> None:
-    """Writes mrcr.csv."""
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        head = ("similarity", "similarity_stderr", "similarity_low", "similarity_high")
-        writer.writerow(["model", "policy", "length", "task", "pairs", *head])
-        for row in rows:
-            figures = (*rounded(row.similarity), *rounded(row.interval))
-            writer.writerow([model, row.policy, row.length, row.task, row.pairs, *figures])
+def csv_rows(rows: Sequence[Row], model: str) -> Iterator[list[object]]:
+    """Yields the lines of mrcr.csv."""
+    names = ("similarity", "similarity_stderr", "similarity_low", "similarity_high")
+    yield ["model", "policy", "length", "task", "pairs", *names]
+    for row in rows:
+        figures = (*rounded(row.similarity), *rounded(row.interval))
+        yield [model, row.policy, row.length, row.task, row.pairs, *figures]
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -72,4 +75,4 @@ def markdown(rows: Sequence[Row]) -> str:
         f"MRCR: how alike answers are to `{BASELINE}`'s answer to the same sample, right or wrong"
         " (`difflib.SequenceMatcher`'s ratio)."
     )
-    return "\n".join([note, "", *("| " + " | ".join(line) + " |" for line in table)]) + "\n"
+    return markdown_table(note, table)

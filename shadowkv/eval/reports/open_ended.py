@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from shadowkv.eval.metrics.overlap import qa_f1
 from shadowkv.eval.metrics.scoring import ends_in_loop
 from shadowkv.eval.records.policies import BASELINE
-from shadowkv.eval.records.predictions import Prediction, replacing
-from shadowkv.eval.reports.statistics import Estimate, mean_and_error, rounded, with_error
+from shadowkv.eval.records.predictions import Prediction
+from shadowkv.eval.reports.statistics import Estimate, markdown_table, mean_and_error, rounded, with_error
 from shadowkv.eval.reports.summary import Answers, by_cell, labels, output_tokens, values
 from shadowkv.eval.suites import open_ended
 
@@ -53,18 +51,16 @@ def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
             yield Row(length, task, label, len(cell[label]), _estimates(means), _estimates(paired))
 
 
-def write_csv(rows: Sequence[Row], model: str, path: Path) -> None:
-    """Writes open_ended.csv; missing figures are empty."""
+def csv_rows(rows: Sequence[Row], model: str) -> Iterator[list[object]]:
+    """Yields the lines of open_ended.csv; missing figures are empty."""
     names = (*FIGURES, "agreement")
     head = [column for name in names for column in (name, f"{name}_stderr")]
     head += [column for name in FIGURES for column in (f"{name}_difference", f"{name}_difference_stderr")]
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["model", "policy", "length", "task", "samples", *head])
-        for row in rows:
-            cells = [cell for name in names for cell in rounded(row.figures.get(name))]
-            cells += [cell for name in FIGURES for cell in rounded(row.differences.get(name))]
-            writer.writerow([model, row.policy, row.length, row.task, row.samples, *cells])
+    yield ["model", "policy", "length", "task", "samples", *head]
+    for row in rows:
+        cells = [cell for name in names for cell in rounded(row.figures.get(name))]
+        cells += [cell for name in FIGURES for cell in rounded(row.differences.get(name))]
+        yield [model, row.policy, row.length, row.task, row.samples, *cells]
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -79,7 +75,7 @@ def markdown(rows: Sequence[Row]) -> str:
         f" loop (the score above is the share of the others), agreement with `{BASELINE}`'s answer (F1 of words);"
         f" ± standard error, in brackets the paired difference to `{BASELINE}`."
     )
-    return "\n".join([note, "", *("| " + " | ".join(line) + " |" for line in table)]) + "\n"
+    return markdown_table(note, table)
 
 
 def _agreement(baseline: Answers) -> Callable[[Prediction], float | None]:

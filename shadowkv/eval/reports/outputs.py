@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shadowkv.eval.records.predictions import Prediction, write_json
+from shadowkv.eval.records.predictions import Prediction, write_csv, write_json
 from shadowkv.eval.reports import mrcr as mrcr_tables
 from shadowkv.eval.reports import open_ended as open_ended_tables
 from shadowkv.eval.reports.plots import new_figure, plot_budgets, plot_scores, save_figure
@@ -28,10 +28,10 @@ def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -
     section = ""
     if open_answers:
         rows = list(open_ended_tables.summarise(open_answers))
-        open_ended_tables.write_csv(rows, model, folder / "open_ended.csv")
+        write_csv(folder / "open_ended.csv", open_ended_tables.csv_rows(rows, model))
         section = open_ended_tables.markdown(rows)
     if pairs := list(mrcr_tables.summarise([p for p in predictions if p.task in mrcr.TASKS])):
-        mrcr_tables.write_csv(pairs, model, folder / "mrcr.csv")
+        write_csv(folder / "mrcr.csv", mrcr_tables.csv_rows(pairs, model))
         section = mrcr_tables.markdown(pairs)
     write_summary(predictions, model, folder, section)
     needles = [p for p in predictions if p.task in niah.TASKS]

@@ -8,7 +8,7 @@ tasks`` (stratified sampling; Cochran, Sampling Techniques, section 5.3).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -60,6 +60,11 @@ def _with_spread(strata: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]
 def rounded(numbers: tuple[float, float] | None) -> list[float | str]:
     """Returns two cells of a CSV. A cell is empty if there is no number."""
     return ["" if math.isnan(number) else round(number, 6) for number in numbers or (math.nan, math.nan)]
+
+
+def markdown_table(note: str, table: Iterable[Sequence[str]]) -> str:
+    """Returns a note and a table in Markdown. The table's first two lines are its head and the columns' alignment."""
+    return "\n".join([note, "", *("| " + " | ".join(line) + " |" for line in table)]) + "\n"
 
 
 def with_error(estimate: Estimate, scale: float, sign: str = "") -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -10,8 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shadowkv.eval.records.policies import BASELINE
-from shadowkv.eval.records.predictions import Prediction, replacing, write_text
-from shadowkv.eval.reports.statistics import Estimate, mean_and_error, paired_interval, rounded, with_error
+from shadowkv.eval.records.predictions import Prediction, write_csv, write_text
+from shadowkv.eval.reports.statistics import (
+    Estimate,
+    markdown_table,
+    mean_and_error,
+    paired_interval,
+    rounded,
+    with_error,
+)
 
 COLUMNS = (
     *("model", "kv", "length", "budget", "task", "score", "stderr", "samples"),
@@ -61,10 +67,7 @@ class Row:
 def write_summary(predictions: Sequence[Prediction], model: str, folder: Path, section: str = "") -> None:
     """Writes both tables; ``section`` is a suite's own section at the end of summary.md."""
     summary = summarise(predictions)
-    with replacing(folder / "summary.csv") as path, path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows(rows(summary, model))
+    write_csv(folder / "summary.csv", (COLUMNS, *rows(summary, model)))
     write_text(folder / "summary.md", "\n".join(filter(None, (markdown(summary, model), section))))
 
 
@@ -181,7 +184,7 @@ def markdown(summary: Sequence[Row], model: str) -> str:
     ]
     if any(row.output_tokens is not None for row in summary):
         notes.append(f" Then mean output tokens, in brackets their paired difference to `{BASELINE}` ± standard error.")
-    return "\n".join(["".join(notes), "", *("| " + " | ".join(line) + " |" for line in table)]) + "\n"
+    return markdown_table("".join(notes), table)
 
 
 def _shown(row: Row, samples: int) -> str:

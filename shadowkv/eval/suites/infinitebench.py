@@ -7,89 +7,75 @@ templates for YaRN-Mistral and Yi, which are for plain completion.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shadowkv.eval.prompts.fitter import PromptFitter
 from shadowkv.eval.records.predictions import Sample
-from shadowkv.eval.suites.longbench import chosen_rows
+from shadowkv.eval.suites.longbench import Dataset, chosen_rows
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 SOURCE = "https://huggingface.co/datasets/xinrongzhang2022/InfiniteBench"
 
 
-@dataclass(frozen=True)
-class Task:
-    """One task.
-
-    Attributes:
-        prompt: template with the fields that ``_fields`` makes from a row.
-        max_new_tokens: limit for an answer.
-        metric: name in ``metrics.scoring.METRICS``.
-    """
-
-    prompt: str
-    max_new_tokens: int
-    metric: str
-
-
 _HIDDEN = "I will quiz you about the important information there.\n\n{context}\n\n{input}\n\n"
 _OPTIONS = "A. {A}\nB. {B}\nC. {C}\nD. {D}\n\n"
 
-_TASKS: dict[str, Task] = {
-    "passkey": Task(
+_TASKS: dict[str, Dataset] = {
+    "passkey": Dataset(
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
         f"{_HIDDEN}The pass key is",
         6,
         "first_integer",
     ),
-    "number_string": Task(
+    "number_string": Dataset(
         "There is an important info hidden inside a lot of irrelevant text. Find it. "
         f"{_HIDDEN}The sequence of digits is",
         12,
         "first_integer",
     ),
-    "kv_retrieval": Task(
+    "kv_retrieval": Dataset(
         "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}\n\n{input}",
         50,
         "kv_retrieval",
     ),
-    "longbook_sum_eng": Task("Summarize the book below.\n\n{context}\n\nSummary:", 1200, "rouge_l_sum"),
-    "longbook_choice_eng": Task(
+    "longbook_sum_eng": Dataset("Summarize the book below.\n\n{context}\n\nSummary:", 1200, "rouge_l_sum"),
+    "longbook_choice_eng": Dataset(
         "Read the book and answer the question.\n\n{context}\n\n"
         f"Question: {{input}}\n{_OPTIONS}The letter of the correct answer is",
         40,
         "longbook_choice",
     ),
-    "longbook_qa_eng": Task(
+    "longbook_qa_eng": Dataset(
         "Read the book and answer the question. Be very concise in your answer.\n\n{context}\n\n"
         "Question: {input}\nAnswer:",
         40,
         "qa_f1",
     ),
-    "longbook_qa_chn": Task("阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{input}\n答案：", 40, "longbook_qa_chn"),
-    "longdialogue_qa_eng": Task(
+    "longbook_qa_chn": Dataset(
+        "阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{input}\n答案：", 40, "longbook_qa_chn"
+    ),
+    "longdialogue_qa_eng": Dataset(
         "Below is a dialogue script where one random occurrence of a character name is replaced with "
         '"$$MASK$$", and you should try to guess who that character is.\n\n{context}\n\n'
         "The name that has been replaced with $$MASK$$ is likely",
         40,
         "longdialogue_qa",
     ),
-    "math_find": Task("What is {target} in the following list?\n\n{context}\n\n{input}", 3, "math_find"),
-    "math_calc": Task(
+    "math_find": Dataset("What is {target} in the following list?\n\n{context}\n\n{input}", 3, "math_find"),
+    "math_calc": Dataset(
         "Let us calculate the intermediate values of an expression.\n\nExpression: 1 + 3 + 4\nValues: [1, 4, 8]\n\n"
         "Expression: 8 - 3 + 2 - 4\nValues: [8, 5, 7, 3]\n\nExpression: {context}\nValues:",
         30000,
         "math_calc",
     ),
-    "code_run": Task(
+    "code_run": Dataset(
         "There is a function called {function} in the following Python code.\n\n{context}\n\n"
         "Please compute the exact value of {call}. The value of {call} is",
         5,
         "code_run",
     ),
-    "code_debug": Task(
+    "code_debug": Dataset(
         "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "
         f"crash.\n\n{{context}}\n\nOptions:\n{_OPTIONS}The correct option is:",
         5,

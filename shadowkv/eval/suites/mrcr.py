@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import string
 
-from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.eval.prompts.fitter import PromptFitter, Question
 from shadowkv.eval.prompts.writing import KINDS, TOPICS, piece
 from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
@@ -34,19 +34,15 @@ def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int,
 
     Raises ValueError for a length that is too short and a chat without a template.
     """
-    max_new_tokens = _answer_tokens(tokenizer)
-    fitter, drawn = PromptFitter(tokenizer, length, max_new_tokens, chat), []
-    for index in range(count):
+    fitter, needles = PromptFitter(tokenizer, length, _answer_tokens(tokenizer), chat), NEEDLES[task]
 
-        def build(turns: int, index: int = index) -> Question:
-            return conversation(NEEDLES[task], turns, random.Random(f"{task}/{seed}/{index}"))
+    def sample(index: int) -> Sample:
+        def build(turns: int) -> Question:
+            return conversation(needles, turns, random.Random(f"{task}/{seed}/{index}"))
 
-        try:
-            prompt, question = fitter.fill(build, NEEDLES[task])
-        except TooShortError as error:
-            raise TooShortError(f"{task} at length {length}: {error}") from error
-        drawn.append(Sample(task, f"{seed}-{index}", (prompt,), (question.references,), max_new_tokens, "mrcr", length))
-    return drawn
+        return fitter.sample(task, f"{seed}-{index}", "mrcr", build, needles)
+
+    return [sample(index) for index in range(count)]
 
 
 def conversation(needles: int, turns: int, rng: random.Random) -> Question:

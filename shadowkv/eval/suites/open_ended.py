@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.eval.prompts.fitter import PromptFitter, Question
 from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, TEXTS_OF_LINES, essays
 from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
@@ -99,20 +99,17 @@ def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int,
     """
     asked = _TASKS[task]
     fitter = PromptFitter(tokenizer, length, NEW_TOKENS, chat)
-    drawn = []
-    for index in range(count):
+
+    def sample(index: int) -> Sample:
         units, separator = _units(asked.kind, length, f"{seed}/{index}")
 
-        def build(number: int, units: Sequence[str] = units, separator: str = separator) -> Question:
+        def build(number: int) -> Question:
             text = separator.join(units[:number])
             return Question(f"{asked.introduction}\n\n{text}\n\n{asked.question}", "", ())
 
-        try:
-            prompt, _ = fitter.fill(build, 1, len(units))
-        except TooShortError as error:
-            raise TooShortError(f"{task} at length {length}: {error}") from error
-        drawn.append(Sample(task, f"{seed}-{index}", (prompt,), ((),), NEW_TOKENS, "no_loop", length))
-    return drawn
+        return fitter.sample(task, f"{seed}-{index}", "no_loop", build, 1, len(units))
+
+    return [sample(index) for index in range(count)]
 
 
 def _units(kind: str, length: int, seed: str) -> tuple[Sequence[str], str]:

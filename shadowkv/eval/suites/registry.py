@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from shadowkv.eval.prompts.texts import haystack
 from shadowkv.eval.records.predictions import Sample
@@ -35,77 +34,33 @@ def niah_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]
     ]
 
 
-def ruler_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
-    """RULER's tasks at every length."""
+def _by_task(make: Callable[..., list[Sample]], tasks: Sequence[str], *options: str, needs_data: bool = False) -> Suite:
+    """Returns a suite with the samples of every length and task, in this order. It makes them in threads, because most
+    of the time is spent in the tokenizer.
 
-    def make(length: int, task: str) -> list[Sample]:
-        return ruler.samples(task, tokenizer, length, args.samples, args.seed, args.data, args.chat)
+    Args:
+        make: makes the samples of a task, given the task, tokenizer, length, number of samples, seed, and ``options``.
+        options: flags of the command that ``make`` takes as keyword arguments.
+        needs_data: whether the suite has no data of its own.
+    """
 
-    return _together(make, args.length, chosen(args.tasks, ruler.TASKS))
+    def samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
+        wanted = chosen(args.tasks, tuple(tasks))
+        if needs_data and args.data is None:
+            raise ValueError(f"{args.suite} needs --data DIR, a folder with a file <task>.jsonl for each of its tasks")
+        chosen_options = {name: getattr(args, name) for name in options}
+        with ThreadPoolExecutor() as threads:
+            futures = [
+                threads.submit(make, task, tokenizer, length, args.samples, args.seed, **chosen_options)
+                for length in args.length
+                for task in wanted
+            ]
+            try:
+                return [sample for samples in futures for sample in samples.result()]
+            finally:
+                threads.shutdown(cancel_futures=True)
 
-
-def longbench_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
-    """LongBench's data sets, cut to every length."""
-
-    def make(length: int, task: str) -> list[Sample]:
-        return longbench.samples(task, tokenizer, length, args.samples, args.seed, folder(args), args.chat)
-
-    return _together(make, args.length, chosen(args.tasks, longbench.TASKS))
-
-
-def infinitebench_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
-    """InfiniteBench's tasks, cut to every length."""
-
-    def make(length: int, task: str) -> list[Sample]:
-        return infinitebench.samples(task, tokenizer, length, args.samples, args.seed, folder(args), args.chat)
-
-    return _together(make, args.length, chosen(args.tasks, infinitebench.TASKS))
-
-
-def mrcr_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
-    """MRCR's tasks at every length."""
-
-    def make(length: int, task: str) -> list[Sample]:
-        return mrcr.samples(task, tokenizer, length, args.samples, args.seed, args.chat)
-
-    return _together(make, args.length, chosen(args.tasks, mrcr.TASKS))
-
-
-def stress_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
-    """Every kind of stress test at every length."""
-
-    def make(length: int, kind: str) -> list[Sample]:
-        return stress.samples(kind, tokenizer, length, args.samples, args.seed)
-
-    return _together(make, args.length, chosen(args.tasks, tuple(stress.KINDS)))
-
-
-def open_ended_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
-    """Every open-ended task at every length."""
-
-    def make(length: int, task: str) -> list[Sample]:
-        return open_ended.samples(task, tokenizer, length, args.samples, args.seed, args.chat)
-
-    return _together(make, args.length, chosen(args.tasks, open_ended.TASKS))
-
-
-def _together(make: Callable[[int, str], list[Sample]], lengths: Sequence[int], tasks: Sequence[str]) -> list[Sample]:
-    """Returns the samples of every length and task, in this order. It makes them in threads, because most of the time
-    is spent in the tokenizer."""
-    with ThreadPoolExecutor() as threads:
-        futures = [threads.submit(make, length, task) for length in lengths for task in tasks]
-        try:
-            return [sample for samples in futures for sample in samples.result()]
-        finally:
-            threads.shutdown(cancel_futures=True)
-
-
-def folder(args: argparse.Namespace) -> Path:
-    """The ``--data`` folder of a suite that needs one; raises ValueError without it."""
-    if args.data is None:
-        raise ValueError(f"{args.suite} needs --data DIR, a folder with a file <task>.jsonl for each of its tasks")
-    assert isinstance(args.data, Path)
-    return args.data
+    return samples
 
 
 def chosen(tasks: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -117,11 +72,11 @@ def chosen(tasks: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 SUITES: dict[str, Suite] = {
-    "ruler": ruler_samples,
+    "ruler": _by_task(ruler.samples, ruler.TASKS, "data", "chat"),
     "niah": niah_samples,
-    "longbench": longbench_samples,
-    "infinitebench": infinitebench_samples,
-    "mrcr": mrcr_samples,
-    "stress": stress_samples,
-    "open-ended": open_ended_samples,
+    "longbench": _by_task(longbench.samples, longbench.TASKS, "data", "chat", needs_data=True),
+    "infinitebench": _by_task(infinitebench.samples, infinitebench.TASKS, "data", "chat", needs_data=True),
+    "mrcr": _by_task(mrcr.samples, mrcr.TASKS, "chat"),
+    "stress": _by_task(stress.samples, tuple(stress.KINDS)),
+    "open-ended": _by_task(open_ended.samples, open_ended.TASKS, "chat"),
 }

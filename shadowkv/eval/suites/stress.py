@@ -13,7 +13,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 
-from shadowkv.eval.prompts.fitter import PromptFitter, Question, TooShortError
+from shadowkv.eval.prompts.fitter import PromptFitter, Question
 from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
@@ -38,18 +38,11 @@ def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int)
     build, least = KINDS[kind]
     example = build(least, random.Random(f"{kind}/{seed}/0"))
     max_new_tokens = int(ANSWER_MARGIN * len(tokenizer.encode("\n".join(answer_lines(kind, example)))))
-    fitter, drawn = PromptFitter(tokenizer, length, max_new_tokens), []
-    for index in range(count):
-        try:
-            prompt, question = fitter.fill(_seeded(build, f"{kind}/{seed}/{index}"), least)
-        except TooShortError as error:
-            raise TooShortError(f"{kind} at length {length}: {error}") from error
-        drawn.append(
-            Sample(
-                kind, f"{seed}-{index}", (prompt,), (question.references,), max_new_tokens, "string_match_all", length
-            )
-        )
-    return drawn
+    fitter = PromptFitter(tokenizer, length, max_new_tokens)
+    return [
+        fitter.sample(kind, f"{seed}-{index}", "string_match_all", _seeded(build, f"{kind}/{seed}/{index}"), least)
+        for index in range(count)
+    ]
 
 
 def needles(units: int, rng: random.Random) -> Question:

@@ -27,7 +27,7 @@ from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
-from shadowkv.ops.chunk_mean_scores.reference import mask_logits
+from shadowkv.ops.chunk_scores.reference import mask_logits
 from shadowkv.ops.codec import CodecId
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_blocks.reference import Blocks

@@ -20,7 +20,7 @@ from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import EXCLUDED, CompressedTokens, FittedTokens, IndexPart, Selection
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
-from shadowkv.ops.chunk_mean_scores.reference import mask_logits
+from shadowkv.ops.chunk_scores.reference import mask_logits
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.select_by_sketch.reference import most_kept
 from shadowkv.ops.select_top_chunks.reference import in_order

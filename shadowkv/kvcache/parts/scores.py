@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.compressed import CompressedBatch
-from shadowkv.ops.chunk_mean_scores.reference import mask_logits
+from shadowkv.ops.chunk_scores.reference import mask_logits
 
 
 def chunk_scores(

@@ -120,7 +120,7 @@ class ExactPrompts:
         cu_seqlens: int32 [MAX_PROMPTS + 2], the first row of each sequence. The last sequences can be empty.
         cu_seqlens_k: int32 [MAX_PROMPTS + 2], the first row of each sequence in ``sources``: its cached tokens (only
             the newest if there is a window), then its new tokens.
-        sources: int64 [K], places of the keys and values that each sequence attends to (``ops/gather_context``). K is T
+        sources: int64 [K], places of the keys and values that each sequence attends to (``ops/copies``). K is T
             plus the maximum number of cached tokens. Rebuilt tokens are numbered behind the new ones.
         compressing: what prompts of sequences that are compressed, or will be, need; None if there are none, or in a
             group that does not compress.

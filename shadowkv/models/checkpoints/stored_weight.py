@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shadowkv.ops.quantise_tokens.reference import quantise_tokens
+from shadowkv.ops.activation_rows.reference import quantise_tokens
 from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.registry import Choice, choose

@@ -12,8 +12,8 @@ from shadowkv.models.configs.config_json import LAYER_TYPES, build_config, windo
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.weight_names import Target, Targets, decoder_targets
+from shadowkv.ops.activation_rows.reference import ALPHA, LIMIT
 from shadowkv.ops.choose_experts.routing import Routing
-from shadowkv.ops.gated_activation.reference import ALPHA, LIMIT
 
 FIELDS = (
     *("attention_bias", "sliding_window", "layer_types", "num_local_experts", "num_experts_per_tok"),

@@ -15,8 +15,6 @@ from typing import Any
 
 import tokenizers
 
-from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
-
 PIECE_CHARS = 2**16
 """Characters after which a text is cut at the next possible place: tokenizing takes about 100 bytes per character."""
 
@@ -39,6 +37,23 @@ PUNCTUATION = '!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~，。、！？；：'
 
 METASPACE = "\u2581"
 """SentencePiece's character for a blank."""
+
+
+def _alphabet() -> tuple[str, ...]:
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    characters, shifted = [], 0
+    for byte in range(256):
+        if byte in printable:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(256 + shifted))
+            shifted += 1
+    return tuple(characters)
+
+
+BYTE_ALPHABET = _alphabet()
+"""The alphabet of byte-level BPE (GPT-2's convention): a printable character for each byte. Non-printing bytes,
+including the space, get characters from U+0100 on."""
 
 BYTE_BLANK, BYTE_SPACES = BYTE_ALPHABET[ord(" ")], "".join(BYTE_ALPHABET[ord(space)] for space in " \t\n\v\f\r")
 """Byte-level vocabularies' characters for a blank, and for all ASCII white space."""

@@ -17,8 +17,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from shadowkv.models.checkpoints.files import ModelFileError, is_there, naming, read_json, read_text
-from shadowkv.models.tokenization.byte_alphabet import BYTE_ALPHABET
 from shadowkv.models.tokenization.text_encoder import is_panic
+from shadowkv.models.tokenization.text_form import BYTE_ALPHABET
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shadowkv.ops.append_tokens.reference import append_tokens
+from shadowkv.ops.activation_rows.reference import gated_activation, rms_norm
 from shadowkv.ops.apply_rope.reference import apply_rope
+from shadowkv.ops.copies.reference import append_tokens
 from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projection
-from shadowkv.ops.gated_activation.reference import gated_activation
 from shadowkv.ops.paged_attention.reference import paged_attention
 from shadowkv.ops.quantised.rows import QuantisedRows
 from shadowkv.ops.quantised_matmul.reference import quantised_matmul
-from shadowkv.ops.rms_norm.reference import rms_norm
 
 SYNCHRONISES = True
 """The reference of ``paged_attention`` makes the host wait for the device."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shadowkv.ops.attend_blocks.cuda_sm90 import attend_sequences, missing, supports
-from shadowkv.ops.dense_attention.flash import flash_attention
+from shadowkv.ops.dense_attention.cuda import flash_attention
 from shadowkv.ops.dense_attention.forms import Packed
 from shadowkv.ops.select_blocks.reference import BLOCK
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shadowkv.ops.case import unless
 from shadowkv.ops.dense_attention.cuda import supports
-from shadowkv.ops.dense_attention.forms import Packed, windowed_by
+from shadowkv.ops.dense_attention.forms import Packed, from_one_sequence
 from shadowkv.ops.extension import gpu_missing
 
 __all__ = ["NEEDS_LENGTHS", "attend", "causal", "missing", "packed", "partial", "supports", "windowed"]
@@ -28,16 +28,6 @@ def missing() -> list[str]:
     )
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Same as the reference. Can be captured in a CUDA graph."""
-    return attend(q, k, v, True)[0]
-
-
-def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Same as the reference. Can be captured in a CUDA graph."""
-    return attend(q, k, v, causal)
-
-
 def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
     """Same as the reference. Can be captured in a CUDA graph."""
     if not len(q):
@@ -51,14 +41,9 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
     return out
 
 
-def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """Same as the reference. The library is called for each packed sequence."""
-    return windowed_by(attend, q, k, v, window, sinks, pack)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
     """Computes attention of q [n, H_q, d] over k, v [m, H, d], with or without a window. Returns out [n, H_q, d] and
-    its log-sum-exp, float32 [n, H_q]."""
+    its log-sum-exp, float32 [n, H_q]. Can be captured in a CUDA graph."""
     from flash_attn import flash_attn_func
 
     # How many positions a query sees before its own and after it; -1 means no bound.
@@ -67,3 +52,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = N
         q[None], k[None], v[None], causal=causal, window_size=bounds, return_attn_probs=True
     )  # the third result, probabilities, is empty without dropout
     return out[0], lse[0].T
+
+
+causal, partial, windowed = from_one_sequence(attend)

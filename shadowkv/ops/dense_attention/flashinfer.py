@@ -18,7 +18,7 @@ from torch import Tensor
 from shadowkv.installation import adding
 from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.cuda_compiler import PYPI, CompilerNotFound, find_compiler
-from shadowkv.ops.dense_attention.forms import Packed, windowed_by
+from shadowkv.ops.dense_attention.forms import Packed, from_one_sequence
 from shadowkv.ops.extension import gpu_missing
 
 NEEDS_LENGTHS = ("packed", "windowed")
@@ -56,16 +56,6 @@ def supports(case: Case) -> list[str]:
     return unless_one_of(case.dtype, (torch.bfloat16, torch.float16)) + unless_one_of(case.head_dim, DIMS, "head dim")
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Same as the reference. Can be captured in a CUDA graph."""
-    return attend(q, k, v, True)[0]
-
-
-def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Same as the reference. Can be captured in a CUDA graph."""
-    return attend(q, k, v, causal)
-
-
 def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
     """Same as the reference. Cannot be captured in a CUDA graph: in the first call with a pack, the library plans the
     work on the host. Planning waits until the previous plan has been copied to the device."""
@@ -77,19 +67,18 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
     return out
 
 
-def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """Same as the reference. The library is called for each packed sequence."""
-    return windowed_by(attend, q, k, v, window, sinks, pack)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
     """Computes attention of q [n, H_q, d] over k, v [m, H, d], with or without a window. Returns out [n, H_q, d] and
-    its log-sum-exp, float32 [n, H_q]. It needs no plan on the host."""
+    its log-sum-exp, float32 [n, H_q]. It needs no plan on the host, and can
+    be captured in a CUDA graph."""
     from flashinfer import single_prefill_with_kv_cache
 
     before = -1 if window is None else window - 1  # positions that a query sees before its own; -1 means all
     out, lse = single_prefill_with_kv_cache(q, k, v, causal=causal, window_left=before, return_lse=True)
     return out, lse * math.log(2)  # the library's are in base 2
+
+
+causal, partial, windowed = from_one_sequence(attend)
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from shadowkv.ops.add_sinks.reference import add_sinks
+from shadowkv.ops.partial_attention.reference import add_sinks
 
 
 class Packed(NamedTuple):
@@ -112,20 +112,28 @@ def of_each(
     return torch.cat(attended) if attended else torch.empty_like(q)
 
 
-def windowed_by(
-    attend: Callable[[Tensor, Tensor, Tensor, bool, int], tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    sinks: Tensor | None,
-    pack: Packed | None,
-) -> Tensor:
-    """Computes the form ``windowed`` by a library's attention of one sequence: [n, H_q, d] of q [n, H_q, d] and k, v
-    [m, H, d]. ``attend`` also returns the log-sum-exp, because sinks are added to the result by it."""
+def from_one_sequence(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
+    """Returns the forms ``causal``, ``partial`` and ``windowed`` by a library's attention of one sequence.
 
-    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = attend(q, k, v, True, window)
-        return out if sinks is None else add_sinks(out, lse, sinks)[0]
+    Args:
+        attend: computes attention of q [n, H_q, d] over k, v [m, H, d], given whether it is causal, and the window or
+            None. Returns the result [n, H_q, d] and its log-sum-exp, float32 [n, H_q], by which sinks are added. It is
+            called for each packed sequence.
+    """
 
-    return one(q, k, v) if pack is None else of_each(one, q, k, v, pack)
+    def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, True)[0]
+
+    def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        return attend(q, k, v, causal)
+
+    def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
+        def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = attend(q, k, v, True, window)
+            return out if sinks is None else add_sinks(out, lse, sinks)[0]
+
+        return one(q, k, v) if pack is None else of_each(one, q, k, v, pack)
+
+    return causal, partial, windowed

@@ -51,7 +51,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
             f"not {experts} of {out_features} x {in_features}"
         )
     if len(x) <= FEW * experts:
-        from shadowkv.ops.grouped_matmul.triton_tiles import multiply_in_tiles
+        from shadowkv.ops.grouped_matmul.triton import multiply_in_tiles
 
         return multiply_in_tiles(x, weight, offsets)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets[1:])

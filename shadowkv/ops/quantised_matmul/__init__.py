@@ -1,1 +1,1 @@
-"""Matrix products with quantised weights, which stay as a model's files store them."""
+"""Matrix products with quantised weights, which stay as a model's files store them, and rows of these as float32."""

@@ -1,5 +1,5 @@
-"""Matrix products with quantised weights on a CPU: in C++ for blocks of GGUF files (``csrc/cpu/quantised_matmul/``),
-like the reference for other forms.
+"""Matrix products with quantised weights on a CPU, and rows dequantised: in C++ for blocks of GGUF files in ``FORMATS``
+(``csrc/cpu/quantised_matmul/``), like the reference for other forms.
 
 C++ multiplies without dequantised copies. It is used for few tokens, or with AVX-512 for any number of tokens.
 """
@@ -9,12 +9,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shadowkv.ops.dequantise_rows.cpu import dequantise_rows, in_blocks
 from shadowkv.ops.extension import cpu_missing as missing
-from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantised.blocks import BlockForm
+from shadowkv.ops.quantised.rows import Form, QuantisedRows
 from shadowkv.ops.quantised_matmul.reference import multiply_tiles
 
-__all__ = ["missing", "quantised_matmul"]
+__all__ = ["FORMATS", "dequantise_rows", "in_blocks", "missing", "quantised_matmul"]
+
+FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
+"""Block formats that ``csrc/cpu/quantised_matmul/quantised_matmul.h`` supports."""
+
+
+def in_blocks(form: Form) -> bool:
+    """Whether ``form`` is one of ``FORMATS``."""
+    return isinstance(form, BlockForm) and form.name in FORMATS
+
+
+def dequantise_rows(rows: QuantisedRows) -> Tensor:
+    """Same as the reference, bit for bit."""
+    if not in_blocks(rows.form):
+        return rows.form.unpack(rows.tensors)
+    (blocks,) = rows.tensors
+    numbers: Tensor = torch.ops.shadowkv.dequantise_blocks(blocks, rows.form.name)
+    return numbers
+
 
 MAX_FUSED = {torch.bfloat16: 24}
 """Without AVX-512: maximum number of tokens, by dtype, for which C++ is used. For more, PyTorch's product with

@@ -7,8 +7,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shadowkv.ops.dequantise_rows.reference import dequantise_rows
 from shadowkv.ops.quantised.rows import QuantisedRows
+
+
+def dequantise_rows(rows: QuantisedRows) -> Tensor:
+    """Dequantises rows [N, K] to float32 [N, K].
+
+    Args:
+        rows: N rows of K columns, in any form.
+
+    Raises:
+        ValueError: the tensors do not fit the form.
+    """
+    return rows.form.unpack(rows.tensors)
+
 
 TILE = 2**20
 """Numbers dequantised at a time. Their 4 MiB stay in cache, and are enough for an efficient product."""

@@ -34,6 +34,10 @@ ALIGNMENT = 4096
 NO_CHECKSUM = "0" * 32
 """Placeholder for a checksum that is not known yet."""
 
+_TEXTS = ("checksum", "token_checksum", "name", "origin", "parent", "uid", "parent_uid")
+_NUMBERS = ("start", "length", "layers", "layer_bytes", "created")
+"""Fields of ``FileHeader`` that are texts and numbers in ``__metadata__``, in the order in which they are written."""
+
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 _UID = re.compile(r"[0-9a-f]{32}")
 
@@ -163,18 +167,8 @@ def _encode_without_checksum(header: FileHeader) -> bytes:
         "format": FORMAT,
         "version": VERSION,
         "header_checksum": NO_CHECKSUM,
-        "checksum": header.checksum,
-        "token_checksum": header.token_checksum,
-        "name": header.name,
-        "origin": header.origin,
-        "parent": header.parent,
-        "uid": header.uid,
-        "parent_uid": header.parent_uid,
-        "start": str(header.start),
-        "length": str(header.length),
-        "layers": str(header.layers),
-        "layer_bytes": str(header.layer_bytes),
-        "created": str(header.created),
+        **{name: getattr(header, name) for name in _TEXTS},
+        **{name: str(getattr(header, name)) for name in _NUMBERS},
         "key": header.key,
         "facts": canonical(header.facts),
         "header": canonical(header.contents),
@@ -216,22 +210,13 @@ def decode(path: Path, name: str, raw: bytes, size: int) -> FileHeader:
             raise ValueError("it is no snapshot")
         if metadata["version"] != VERSION:
             raise BadSnapshot(path, f"version {str(metadata['version'])[:20]!r}, this is {VERSION}")
+        fields: dict[str, Any] = {name: metadata[name] for name in _TEXTS}
+        fields |= {name: _number(metadata[name]) for name in _NUMBERS}
         header = FileHeader(
-            name=metadata["name"],
-            origin=metadata["origin"],
-            parent=metadata["parent"],
-            uid=metadata["uid"],
-            parent_uid=metadata["parent_uid"],
-            start=_number(metadata["start"]),
-            length=_number(metadata["length"]),
-            layers=_number(metadata["layers"]),
-            layer_bytes=_number(metadata["layer_bytes"]),
-            contents=_object(metadata["header"]),
+            **fields,
             key=metadata["key"],
             facts=_object(metadata["facts"]),
-            created=_number(metadata["created"]),
-            checksum=metadata["checksum"],
-            token_checksum=metadata["token_checksum"],
+            contents=_object(metadata["header"]),
         )
         same = encode(header) == raw
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -12,7 +13,7 @@ from shadowkv.serve.bodies.body import Body, Dropped, Name, Text, bounded, wrong
 from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEXT_CHARS
 from shadowkv.serve.openai.converted import few_parts
 from shadowkv.serve.openai.documents import FileData, as_prompt, file_text
-from shadowkv.serve.openai.unions import union_by_type
+from shadowkv.serve.openai.unions import ByType
 
 NO_TEXT = "images, search results and blocks of server tools"
 
@@ -25,10 +26,7 @@ class TextBlock(Body):
     citations: Dropped = None
 
 
-if TYPE_CHECKING:
-    TextOnly = TextBlock
-else:
-    TextOnly = union_by_type({"text": TextBlock}, NO_TEXT)
+TextOnly = Annotated[TextBlock, ByType(NO_TEXT)]
 
 
 class Base64Source(Body):
@@ -77,17 +75,7 @@ class IdSource(Body):
         return file_text(None, self.file_id)
 
 
-SOURCES: dict[str, type[Body]] = {
-    "base64": Base64Source,
-    "text": TextSource,
-    "content": ContentSource,
-    "file": IdSource,
-}
-
-if TYPE_CHECKING:
-    Source = Base64Source | TextSource | ContentSource | IdSource
-else:
-    Source = union_by_type(SOURCES, "URLs")
+Source = Annotated[Base64Source | TextSource | ContentSource | IdSource, ByType("URLs")]
 
 
 class DocumentBlock(Body):
@@ -113,18 +101,9 @@ Texts = Annotated[list[TextOnly], Field(max_length=MAX_MESSAGES, fail_fast=True)
 TextContent = Annotated[Texts, BeforeValidator(_as_blocks, json_schema_input_type=Text | Texts)]
 
 
-if TYPE_CHECKING:
-    Readable = TextBlock | DocumentBlock
-else:
-    Readable = union_by_type({"text": TextBlock, "document": DocumentBlock}, NO_TEXT)
-
+Readable = Annotated[TextBlock | DocumentBlock, ByType(NO_TEXT)]
 ReadableBlocks = Annotated[list[Readable], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 Result = Annotated[ReadableBlocks, BeforeValidator(_as_blocks, json_schema_input_type=Text | ReadableBlocks)]
-
-
-def _input(value: dict[str, Any]) -> dict[str, Any]:
-    bounded(MAX_TEXT_CHARS, value)
-    return value
 
 
 class ToolUseBlock(Body):
@@ -133,7 +112,7 @@ class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: Name
     name: Name
-    input: Annotated[dict[str, Any], AfterValidator(_input)]
+    input: Annotated[dict[str, Any], AfterValidator(partial(bounded, MAX_TEXT_CHARS))]
 
 
 class ToolResultBlock(Body):
@@ -160,20 +139,10 @@ class RedactedThinkingBlock(Body):
     data: Text
 
 
-KINDS: dict[str, type[Body]] = {
-    "text": TextBlock,
-    "document": DocumentBlock,
-    "tool_use": ToolUseBlock,
-    "tool_result": ToolResultBlock,
-    "thinking": ThinkingBlock,
-    "redacted_thinking": RedactedThinkingBlock,
-}
-
-if TYPE_CHECKING:
-    Block = TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
-else:
-    Block = union_by_type(KINDS, NO_TEXT)
-
+Block = Annotated[
+    TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    ByType(NO_TEXT),
+]
 Blocks = Annotated[list[Block], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 

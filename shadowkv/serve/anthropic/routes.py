@@ -11,7 +11,7 @@ from shadowkv.serve.anthropic.output import PING, MessageOutput
 from shadowkv.serve.anthropic.protocol import NAMES, MessagesRequest, Prompt
 from shadowkv.serve.bodies.api_error import MESSAGES_URL
 from shadowkv.serve.http.replies import encoded_event
-from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, responses
+from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, BodyRoute, documented
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.chats import EventChat, count_tokens
 from shadowkv.serve.openai.endpoint import Responder, check_model
@@ -39,19 +39,11 @@ def messages_routes(engine: EngineClient, settings: ServerSettings, respond: Res
     """The routes."""
     router, endpoint = APIRouter(route_class=BodyRoute), Messages(engine.tokenizer, settings)
 
-    @router.post(
-        Messages.url,
-        response_model=None,
-        responses=responses(MessagesAnswer, *FOR_EVERY_TEXT, text=EVENT_STREAM, error=MessagesError),
-    )
+    @router.post(Messages.url, **documented(MessagesAnswer, *FOR_EVERY_TEXT, text=EVENT_STREAM, error=MessagesError))
     async def post_messages(body: MessagesRequest, request: Request) -> Response:
         return await respond(endpoint, body, request)
 
-    @router.post(
-        f"{Messages.url}/count_tokens",
-        response_model=None,
-        responses=responses(TokenCount, *FOR_EVERY_BODY, error=MessagesError),
-    )
+    @router.post(f"{Messages.url}/count_tokens", **documented(TokenCount, *FOR_EVERY_BODY, error=MessagesError))
     async def post_count_tokens(body: Prompt, request: Request) -> Response:
         check_model(body.model, respond.served_name)
         return await count_tokens(endpoint, body.generation, tokenize_limit(engine.max_model_len), request)

@@ -17,12 +17,11 @@ from shadowkv.serve.batch.queries import listed, of_record
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.limits import MAX_NAME_CHARS
 from shadowkv.serve.http.owners import owner_of
-from shadowkv.serve.http.routing import Answer, responses
+from shadowkv.serve.http.routing import FOR_EVERY_RECORD, Answer, documented
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.storage.store import OUTPUT, Record, RecordStore, storage_failed
 
 URL = "/v1/files"
-STATUSES = (400, 401, 404, 429, 500, 503)
 UPLOAD = {
     "requestBody": {
         "required": True,
@@ -78,7 +77,7 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
     """The routes."""
     router = APIRouter()
 
-    @router.post(URL, response_model=None, responses=responses(StoredFile, *STATUSES, 408, 413), openapi_extra=UPLOAD)
+    @router.post(URL, **documented(StoredFile, 400, *FOR_EVERY_RECORD, 408, 413), openapi_extra=UPLOAD)
     async def post_file(request: Request) -> dict[str, Any]:
         _check_origin(request, settings)
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "multipart/form-data":
@@ -100,18 +99,18 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
             await form.close()
         return _shown(record)
 
-    @router.get(URL, response_model=None, responses=responses(FileList, *STATUSES))
+    @router.get(URL, **documented(FileList, 400, *FOR_EVERY_RECORD))
     async def get_files(request: Request) -> dict[str, Any]:
         purpose = request.query_params.get("purpose")
         if purpose is not None:
             _check_purpose(purpose, (*PURPOSES, OUTPUT))
         return await listed(request, store, "file", _shown, purpose=purpose)
 
-    @router.get(f"{URL}/{{id}}", response_model=None, responses=responses(StoredFile, *STATUSES))
+    @router.get(f"{URL}/{{id}}", **documented(StoredFile, 400, *FOR_EVERY_RECORD))
     async def get_file(id: str, request: Request) -> dict[str, Any]:
         return _shown(await of_record(request, store, "file", id))
 
-    @router.get(f"{URL}/{{id}}/content", response_model=None, responses=responses(None, *STATUSES))
+    @router.get(f"{URL}/{{id}}/content", **documented(None, 400, *FOR_EVERY_RECORD))
     async def get_content(id: str, request: Request) -> Response:
         record = await of_record(request, store, "file", id)
         # Whatever the content is, no browser may show it as a page of this server.
@@ -123,7 +122,7 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
             headers=headers,
         )
 
-    @router.delete(f"{URL}/{{id}}", response_model=None, responses=responses(DeletedFile, *STATUSES))
+    @router.delete(f"{URL}/{{id}}", **documented(DeletedFile, 400, *FOR_EVERY_RECORD))
     async def delete_file(id: str, request: Request) -> dict[str, Any]:
         await asyncio.to_thread(store.remove, owner_of(request), "file", id)
         return {"id": id, "object": "file", "deleted": True}

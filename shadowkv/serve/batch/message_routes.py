@@ -18,16 +18,15 @@ from pydantic import AfterValidator, Field
 from shadowkv.serve.anthropic.answers import MessagesError
 from shadowkv.serve.batch.queries import listed, of_record
 from shadowkv.serve.batch.routes import cancel
-from shadowkv.serve.batch.runner import BATCH_SECONDS, MESSAGES_URL, REQUESTS, RESULTS, new_batch
-from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.batch.runner import BATCH_SECONDS, REQUESTS, RESULTS, new_batch
+from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError
 from shadowkv.serve.bodies.body import Body, wrong
 from shadowkv.serve.http.owners import owner_of
-from shadowkv.serve.http.routing import FOR_EVERY_BODY, Answer, BodyRoute, responses
+from shadowkv.serve.http.routing import FOR_EVERY_BODY, FOR_EVERY_RECORD, Answer, BodyRoute, documented
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.storage.store import Record, RecordStore, storage_failed
 
 URL = f"{MESSAGES_URL}/batches"
-STATUSES = (400, 401, 404, 429, 500, 503)
 MAX_REQUESTS = 10_000
 """Maximum number of requests in a batch (Anthropic: 100,000); the body's size limits them, too."""
 
@@ -100,25 +99,25 @@ def message_batch_routes(settings: ServerSettings, store: RecordStore) -> APIRou
     """The routes."""
     router = APIRouter(route_class=BodyRoute)
 
-    def answers(answer: type[Answer] | None, *statuses: int) -> dict[int | str, Any]:
-        return responses(answer, *statuses, error=MessagesError)
+    def answers(answer: type[Answer] | None, *statuses: int) -> dict[str, Any]:
+        return documented(answer, *statuses, error=MessagesError)
 
-    @router.post(URL, responses=answers(MessageBatch, *FOR_EVERY_BODY), response_model=None)
+    @router.post(URL, **answers(MessageBatch, *FOR_EVERY_BODY))
     async def post_batch(body: MessageBatchRequest, request: Request) -> dict[str, Any]:
         record = await asyncio.to_thread(_keep, store, owner_of(request), body.requests)
         return _shown(record, request)
 
-    @router.get(URL, responses=answers(MessageBatchList, *STATUSES), response_model=None)
+    @router.get(URL, **answers(MessageBatchList, 400, *FOR_EVERY_RECORD))
     async def get_batches(request: Request) -> dict[str, Any]:
         one = partial(_shown, request=request)
         page = await listed(request, store, "message_batch", one, "after_id", "before_id")
         return {name: value for name, value in page.items() if name != "object"}
 
-    @router.get(f"{URL}/{{id}}", responses=answers(MessageBatch, *STATUSES), response_model=None)
+    @router.get(f"{URL}/{{id}}", **answers(MessageBatch, 400, *FOR_EVERY_RECORD))
     async def get_batch(id: str, request: Request) -> dict[str, Any]:
         return _shown(await of_record(request, store, "message_batch", id), request)
 
-    @router.get(f"{URL}/{{id}}/results", responses=answers(None, *STATUSES), response_model=None)
+    @router.get(f"{URL}/{{id}}/results", **answers(None, 400, *FOR_EVERY_RECORD))
     async def get_results(id: str, request: Request) -> Response:
         record = await _ended(request, store, id)
         path = store.work_folder(id) / RESULTS
@@ -126,12 +125,12 @@ def message_batch_routes(settings: ServerSettings, store: RecordStore) -> APIRou
             raise ApiError(f"this batch has no results: {record.value['error']['message']}", code="batch_failed")
         return FileResponse(path, media_type="application/x-jsonl")
 
-    @router.post(f"{URL}/{{id}}/cancel", responses=answers(MessageBatch, *STATUSES), response_model=None)
+    @router.post(f"{URL}/{{id}}/cancel", **answers(MessageBatch, 400, *FOR_EVERY_RECORD))
     async def cancel_batch(id: str, request: Request) -> dict[str, Any]:
         record = await of_record(request, store, "message_batch", id)
         return _shown(await asyncio.to_thread(store.change, record, cancel), request)
 
-    @router.delete(f"{URL}/{{id}}", responses=answers(DeletedMessageBatch, *STATUSES), response_model=None)
+    @router.delete(f"{URL}/{{id}}", **answers(DeletedMessageBatch, 400, *FOR_EVERY_RECORD))
     async def delete_batch(id: str, request: Request) -> dict[str, Any]:
         await _ended(request, store, id)
         await asyncio.to_thread(store.remove, owner_of(request), "message_batch", id)

@@ -16,13 +16,12 @@ from shadowkv.serve.batch.queries import listed, of_record
 from shadowkv.serve.batch.runner import BATCH_SECONDS, new_batch
 from shadowkv.serve.bodies.body import Body, Name, wrong
 from shadowkv.serve.http.owners import owner_of
-from shadowkv.serve.http.routing import FOR_EVERY_BODY, Answer, BodyRoute, responses
+from shadowkv.serve.http.routing import FOR_EVERY_BODY, FOR_EVERY_RECORD, Answer, BodyRoute, documented
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.responses.protocol import Metadata
 from shadowkv.serve.storage.store import Record, RecordStore
 
 URL = "/v1/batches"
-STATUSES = (400, 401, 404, 429, 500, 503)
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 
@@ -105,22 +104,22 @@ def batch_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
     """The routes."""
     router = APIRouter(route_class=BodyRoute)
 
-    @router.post(URL, response_model=None, responses=responses(Batch, *FOR_EVERY_BODY))
+    @router.post(URL, **documented(Batch, *FOR_EVERY_BODY))
     async def post_batch(body: BatchRequest, request: Request) -> dict[str, Any]:
         await of_record(request, store, "file", body.input_file_id)
         value = new_batch(**body.model_dump())
         id = f"batch_{secrets.token_hex(16)}"
         return _shown(await asyncio.to_thread(store.put, owner_of(request), "batch", id, value, is_open=True))
 
-    @router.get(URL, response_model=None, responses=responses(BatchList, *STATUSES))
+    @router.get(URL, **documented(BatchList, 400, *FOR_EVERY_RECORD))
     async def get_batches(request: Request) -> dict[str, Any]:
         return await listed(request, store, "batch", _shown)
 
-    @router.get(f"{URL}/{{id}}", response_model=None, responses=responses(Batch, *STATUSES))
+    @router.get(f"{URL}/{{id}}", **documented(Batch, 400, *FOR_EVERY_RECORD))
     async def get_batch(id: str, request: Request) -> dict[str, Any]:
         return _shown(await of_record(request, store, "batch", id))
 
-    @router.post(f"{URL}/{{id}}/cancel", response_model=None, responses=responses(Batch, *STATUSES))
+    @router.post(f"{URL}/{{id}}/cancel", **documented(Batch, 400, *FOR_EVERY_RECORD))
     async def cancel_batch(id: str, request: Request) -> dict[str, Any]:
         record = await of_record(request, store, "batch", id)
         return _shown(await asyncio.to_thread(store.change, record, cancel))

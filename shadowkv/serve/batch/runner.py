@@ -23,10 +23,10 @@ from filelock import FileLock, Timeout
 from shadowkv.serve.batch.answers import LineAnswers, answer_with
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.batch.run import BatchRun
-from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError
 from shadowkv.serve.http.owners import set_prompt_owner, set_tenant
 from shadowkv.serve.http.settings import ServerSettings
-from shadowkv.serve.storage.store import MIN_BYTES, OUTPUT, Record, RecordStore
+from shadowkv.serve.storage.store import MIN_BYTES, NOT_FOUND, OUTPUT, Record, RecordStore
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -42,10 +42,6 @@ BATCH_SECONDS = 24 * 3600
 
 LINE_BYTES = 2**22
 """Maximum length of a batch's line. Parsing a line of this length takes 0.1 s, in which the server sends no token."""
-
-NOT_FOUND = 404
-
-MESSAGES_URL = "/v1/messages"
 
 REQUESTS, ANSWERS, RESULTS = "requests.jsonl", "answers.jsonl", "results.jsonl"
 """Files in a batch's folder; only Anthropic's batches have the first and the last."""

@@ -35,7 +35,7 @@ MESSAGES_KINDS = {
 }
 """Anthropic's error types by status; two more cover all other statuses."""
 
-OWN_KINDS = frozenset(("refused", "wrong", "unsupported", "response_format"))
+OWN_KINDS = frozenset(("refused", "wrong", "unsupported"))
 """pydantic error types of this package's validators. Messages do not repeat them, since they add nothing."""
 
 LLAMA_PATHS = frozenset(("/completion", "/completions", "/apply-template", "/props", "/slots"))

@@ -39,7 +39,7 @@ RETRY_SECONDS = 2
 requests."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a request whose client disconnected before it was complete; only the log shows it."""
+"""nginx's status for a request whose client disconnected too early; only the log shows it."""
 
 LINGER_SECONDS = 5.0
 """How long, in seconds, the server continues to read a refused body."""
@@ -123,6 +123,11 @@ def handle_errors(app: FastAPI) -> None:
         text = "the request needs a JSON object as its body, and the header Content-Type: application/json"
         return error_response(ApiError(text), request.url.path)
 
+    @app.exception_handler(ApiError)
+    @app.exception_handler(EngineDead)
+    async def on_known(request: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error), request.url.path)
+
     @app.exception_handler(BodyRefused)
     async def on_refused(request: Request, refused: BodyRefused) -> Response:
         return error_response(refused.error, request.url.path)
@@ -149,7 +154,3 @@ def handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def on_gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)  # the client is gone
-
-    @app.exception_handler(ApiError)
-    async def on_api_error(request: Request, error: ApiError) -> Response:
-        return error_response(error, request.url.path)

@@ -18,15 +18,12 @@ from starlette.types import Receive, Scope, Send
 
 from shadowkv.engine.request import EngineStopped
 from shadowkv.serve.bodies.api_error import ApiError
-from shadowkv.serve.http.errors import as_api_error, error_response
+from shadowkv.serve.http.errors import CLIENT_CLOSED_REQUEST, as_api_error, error_response
 from shadowkv.serve.http.request_record import INTERNAL, SERVER_STOPPING, current_record
 
 T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
-
-CLIENT_CLOSED_REQUEST = 499
-"""Status of an answer whose client disconnected."""
 
 PROMPTLY = 0.05
 """Seconds that a stream waits for its first chunk before it sends the status 200. If an error comes first, such as a

@@ -37,6 +37,8 @@ STATUSES = {
 FOR_EVERY_BODY = (400, 401, 404, 408, 413, 429, 500, 503)
 FOR_EVERY_TEXT = (*FOR_EVERY_BODY, 504)
 """Statuses of routes that generate text."""
+FOR_EVERY_RECORD = (401, 404, 429, 500, 503)
+"""Statuses of routes that read or change what is stored."""
 
 EVENT_STREAM = "text/event-stream"
 
@@ -123,10 +125,10 @@ class Error(Answer):
     error: ErrorDetail
 
 
-def responses(
+def documented(
     answer: type[BaseModel] | None, *statuses: int, text: str | None = None, error: type[BaseModel] = Error
-) -> dict[int | str, Any]:
-    """FastAPI's ``responses`` for a route.
+) -> dict[str, Any]:
+    """FastAPI's arguments for a route whose answers are sent as they are: models only describe them.
 
     Args:
         answer: the JSON body of a 200.
@@ -137,7 +139,8 @@ def responses(
     well: dict[str, Any] = {} if answer is None else {"model": answer}
     if text is not None:
         well["content"] = {text: {}}  # OpenAPI 3.1 has no schema for the events of a stream
-    return {200: well, **{status: {"model": error, "description": STATUSES[status]} for status in statuses}}
+    errors = {status: {"model": error, "description": STATUSES[status]} for status in statuses}
+    return {"response_model": None, "responses": {200: well, **errors}}
 
 
 class Application(FastAPI):

@@ -11,11 +11,9 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from shadowkv import __version__
-from shadowkv.engine.request import EngineDead
 from shadowkv.serve.bodies.api_error import ApiError
-from shadowkv.serve.http.errors import as_api_error
 from shadowkv.serve.http.metrics import Metrics
-from shadowkv.serve.http.routing import Answer, responses
+from shadowkv.serve.http.routing import Answer, documented
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -75,11 +73,11 @@ def status_routes(
         for name, served in engines.items()
     }
 
-    @router.get("/v1/models", response_model=None, responses=responses(ModelList, 401, 429, 503))
+    @router.get("/v1/models", **documented(ModelList, 401, 429, 503))
     async def get_models() -> dict[str, Any]:
         return {"object": "list", "data": [*models.values()]}
 
-    @router.get("/v1/models/{name:path}", response_model=None, responses=responses(ServedModel, 401, 404, 429, 503))
+    @router.get("/v1/models/{name:path}", **documented(ServedModel, 401, 404, 429, 503))
     async def get_model(name: str) -> dict[str, Any]:
         if name not in models:
             raise ApiError(f"the model {name!r} does not exist", status=404, param="model", code="model_not_found")
@@ -92,19 +90,16 @@ def status_routes(
         alive = engine.is_alive
         return JSONResponse({"status": "ok" if alive else "dead"}, status_code=200 if alive else 503)
 
-    @router.get("/load", response_model=None, responses=responses(Load, 503))
+    @router.get("/load", **documented(Load, 503))
     async def get_load() -> dict[str, int]:
-        try:
-            stats = await engine.stats()
-        except EngineDead as error:
-            raise as_api_error(error) from error
+        stats = await engine.stats()
         return {"server_load": stats.running + stats.waiting}
 
-    @router.get("/version", response_model=None, responses=responses(Version, 503))
+    @router.get("/version", **documented(Version, 503))
     async def get_version() -> dict[str, str]:
         return {"version": __version__}
 
-    @router.get("/metrics", response_class=Response, responses=responses(None, 501, 503, text="text/plain"))
+    @router.get("/metrics", response_class=Response, **documented(None, 501, 503, text="text/plain"))
     async def get_metrics() -> Response:
         if not has_metrics:
             raise ApiError("this server was started with --no-metrics", status=501)

@@ -20,20 +20,14 @@ from shadowkv.serve.native.converted import NativeCompletion, NativeRequest
 from shadowkv.serve.openai.completions import Completions
 from shadowkv.serve.openai.jobs import Job, Piece, progress_timings
 from shadowkv.serve.openai.logprobs import LOWEST, token_text
-from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest, TextRequest, Tokens
+from shadowkv.serve.openai.output_schema import Rules
+from shadowkv.serve.openai.protocol import CompletionRequest, GenerationRequest, Sampling, Stops, TextRequest, Tokens
 from shadowkv.serve.text.tokenization import check_prompt, encode
 
 NAMES = MappingProxyType({"max_tokens": "n_predict", "logprobs": "n_probs"})
 
 PATHS = ("/completion", "/completions")
 """Paths of this endpoint."""
-
-SAMPLING = (
-    ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "cache_prompt")
-    + ("presence_penalty", "frequency_penalty")
-    + ("grammar", "json_schema", "return_progress")
-)
-"""Parameters that a completion has under the same name. The completion checks them."""
 
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
 
@@ -50,7 +44,7 @@ PROMPT: dict[str, Any] = {
 }
 
 
-class LlamaRequest(NativeRequest):
+class LlamaRequest(NativeRequest, Sampling):
     """Body of ``/completion``."""
 
     names = NAMES
@@ -63,19 +57,10 @@ class LlamaRequest(NativeRequest):
     return_tokens: bool = False
     timings_per_token: bool = False
     response_fields: list[Name] = Field([], max_length=MAX_FIELDS, fail_fast=True)
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    seed: Any = None
-    stop: Any = None
-    ignore_eos: Any = None
-    cache_prompt: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    grammar: Any = None
-    json_schema: Any = None
-    return_progress: Any = None
+    stop: Stops = Field([])
+    grammar: Rules | None = None
+    json_schema: Rules | dict[str, Any] | None = None
+    return_progress: bool = False
     _text_biases: list[tuple[str, float]] = PrivateAttr([])
 
     @property
@@ -86,17 +71,20 @@ class LlamaRequest(NativeRequest):
     def as_generation(self) -> dict[str, Any]:
         if self.n_predict < -1:
             raise refusal("n_predict", f"n_predict must be at least -1, not {self.n_predict}")
-        seed = None if self.seed == -1 else self.seed  # -1 asks for a random seed
         biases, self._text_biases = _biases(self.logit_bias)
         prompt, pieces = _prompts(self.prompt)
         return {
-            **{name: getattr(self, name) for name in SAMPLING},
-            "seed": seed,
+            **self.shared,
+            "seed": None if self.seed == -1 else self.seed,  # -1 asks for a random seed
             "prompt": prompt,
             "pieces": pieces,
             "max_tokens": None if self.n_predict == -1 else self.n_predict,
-            "repetition_penalty": self.repeat_penalty,
+            **({} if self.repeat_penalty is None else {"repetition_penalty": self.repeat_penalty}),
             "logit_bias": biases,
+            "stop": self.stop,
+            "grammar": self.grammar,
+            "json_schema": self.json_schema,
+            "return_progress": self.return_progress,
             "logprobs": self.n_probs or None,
             "return_token_ids": True,
             "stream": self.stream,

@@ -8,13 +8,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from shadowkv.engine.request import EngineDead
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import Name
-from shadowkv.serve.http.errors import as_api_error
 from shadowkv.serve.http.owners import current_tenant
 from shadowkv.serve.http.replies import reply
-from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, Answer, BodyRoute, responses
+from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_BODY, FOR_EVERY_TEXT, Answer, BodyRoute, documented
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.native.llama_cpp import PATHS, LlamaCompletions, LlamaRequest
 from shadowkv.serve.native.sglang import Generate, GenerateRequest
@@ -70,21 +68,19 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
     """Routes ``/generate``, ``/completion``, ``/apply-template``, and ``/props`` and ``/slots`` of llama.cpp."""
     router = APIRouter(route_class=BodyRoute)
     generate, complete = Generate(engine.tokenizer, settings), LlamaCompletions(engine.tokenizer, settings)
-    documented = responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM)
-    of_llama = responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM, error=LlamaError)
+    of_sglang = documented(None, *FOR_EVERY_TEXT, text=EVENT_STREAM)
+    of_llama = documented(None, *FOR_EVERY_TEXT, text=EVENT_STREAM, error=LlamaError)
 
-    @router.post(Generate.url, response_model=None, responses=documented)
+    @router.post(Generate.url, **of_sglang)
     async def post_generate(body: GenerateRequest, request: Request) -> Response:
         return await respond(generate, body, request)
 
-    @router.post(PATHS[1], response_model=None, responses=of_llama)
-    @router.post(PATHS[0], response_model=None, responses=of_llama)
+    @router.post(PATHS[1], **of_llama)
+    @router.post(PATHS[0], **of_llama)
     async def post_completion(body: LlamaRequest, request: Request) -> Response:
         return await respond(complete, body, request)
 
-    @router.post(
-        "/apply-template", response_model=None, responses=responses(Template, *FOR_EVERY_BODY, error=LlamaError)
-    )
+    @router.post("/apply-template", **documented(Template, *FOR_EVERY_BODY, error=LlamaError))
     async def post_apply_template(body: TemplateRequest, request: Request) -> Response:
         check_model(body.model, respond.served_name)
         settings.check_trust(body.chat_template)
@@ -95,7 +91,7 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
 
         return await reply(request, lambda: in_turn(current_tenant(), body.characters, apply))
 
-    @router.get("/props", response_model=None, responses=responses(None, 401, 429, 503, error=LlamaError))
+    @router.get("/props", **documented(None, 401, 429, 503, error=LlamaError))
     async def get_props() -> dict[str, Any]:
         template = engine.tokenizer.chat_template or ""
         return {
@@ -107,16 +103,13 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
             "modalities": {"vision": False, "audio": False},
         }
 
-    @router.get("/slots", response_model=None, responses=responses(None, 401, 429, 501, 503, error=LlamaError))
+    @router.get("/slots", **documented(None, 401, 429, 501, 503, error=LlamaError))
     async def get_slots() -> list[dict[str, Any]]:
         """One slot per sequence that can run at once. Slots are not tied to requests: the first ones count as
         processing."""
         if not settings.slots:
             raise ApiError("this server was started with --no-slots", status=501)
-        try:
-            running = (await engine.stats()).running
-        except EngineDead as error:
-            raise as_api_error(error) from error
+        running = (await engine.stats()).running
         about = {"n_ctx": engine.max_model_len, "speculative": engine.drafts}
         return [{"id": slot, **about, "is_processing": slot < running} for slot in range(engine.max_num_seqs)]
 

@@ -16,7 +16,7 @@ from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import reply
-from shadowkv.serve.http.routing import FOR_EVERY_BODY, BodyRoute, responses
+from shadowkv.serve.http.routing import FOR_EVERY_BODY, BodyRoute, documented
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.answers import RestoredPrompt, SavedPrompt
 from shadowkv.serve.openai.completions import ChatCompletions, Completions
@@ -63,11 +63,11 @@ def cache_routes(engine: EngineClient, served_name: str, settings: ServerSetting
 
         return await reply(request, answer)
 
-    @router.post("/cache/save", response_model=None, responses=responses(SavedPrompt, *statuses))
+    @router.post("/cache/save", **documented(SavedPrompt, *statuses))
     async def post_save(body: SaveRequest, request: Request) -> Response:
         return await respond(body, request, lambda: save(body))
 
-    @router.post("/cache/restore", response_model=None, responses=responses(RestoredPrompt, *statuses))
+    @router.post("/cache/restore", **documented(RestoredPrompt, *statuses))
     async def post_restore(body: RestoreRequest, request: Request) -> Response:
         return await respond(body, request, lambda: engine.restore(_own(body.name)))
 

@@ -18,7 +18,7 @@ PART_LISTS = ("content", "output", "summary")
 """Fields of items, messages and blocks that hold lists of parts."""
 
 SHARED = (Sampling.model_fields.keys() | {"chat_template_kwargs"}) - {"model", "stream"}
-"""Parameters with the same name and meaning in all APIs of chats."""
+"""Parameters with the same name and meaning in several APIs."""
 
 
 def few_parts(value: Any) -> Any:
@@ -58,6 +58,12 @@ class Converted(Body):
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False)).renamed(self.names) from error
 
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The given parameters of ``SHARED``."""
+        # The set of given fields also names unknown fields, which are dropped by now.
+        return {name: getattr(self, name) for name in SHARED & self.model_fields_set & type(self).model_fields.keys()}
+
     @abstractmethod
     def as_generation(self) -> dict[str, Any]:
         """Body of the completion or chat."""
@@ -75,9 +81,7 @@ class ConvertedChat(Converted):
         self.drop()
 
     def as_generation(self) -> dict[str, Any]:
-        # The set of given fields also names unknown fields, which are dropped by now.
-        fields = SHARED & self.model_fields_set & type(self).model_fields.keys()
-        return {**{name: getattr(self, name) for name in fields}, **self.as_chat()}
+        return {**self.shared, **self.as_chat()}
 
     @abstractmethod
     def as_chat(self) -> dict[str, Any]:

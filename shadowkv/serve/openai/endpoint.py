@@ -4,6 +4,7 @@ what they share: it makes a job for the engine from a checked body, and a respon
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -18,7 +19,6 @@ from shadowkv.engine.request import RequestError
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import TOO_LONG, DeadlineExceeded, as_api_error
-from shadowkv.serve.http.load_report import load_report
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import Events, EventStream, encode_json, reply
@@ -35,6 +35,9 @@ from shadowkv.wording import counted
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import ClientRequest, EngineClient
     from shadowkv.models.tokenization.tokenizer import Tokenizer
+
+LOAD_ASKED, LOAD_REPORTED = "endpoint-load-metrics-format", "endpoint-load-metrics"
+"""The request's and the response's header for load balancers, as in vLLM."""
 
 
 class Endpoint(ABC):
@@ -148,6 +151,19 @@ class Responder:
         job = await prepare(self.engines[name], endpoint, body, name, deadline)
         job.metrics = self.metrics if name == self.served_name else None
         return job
+
+
+async def load_report(request: Request, engine: EngineClient) -> dict[str, str]:
+    """Returns the load as a header for load balancers (Open Request Cost Aggregation, ORCA) if the request asks for it
+    in the format ``TEXT`` or ``JSON``, and no header otherwise. Raises EngineDead."""
+    kind = request.headers.get(LOAD_ASKED, "").upper()
+    if kind not in ("TEXT", "JSON"):
+        return {}
+    stats = await engine.stats()
+    figures = {"num_requests_running": stats.running, "num_requests_waiting": stats.waiting}
+    if kind == "JSON":
+        return {LOAD_REPORTED: f"JSON {json.dumps({'named_metrics': figures})}"}
+    return {LOAD_REPORTED: "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in figures.items())}
 
 
 def check_model(requested: str | None, model: str) -> None:

@@ -13,7 +13,7 @@ from shadowkv.serve.bodies.body import Body, Name, Text, at_most, bounded, parse
 from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEMPLATE_CHARS, MAX_TEXT_CHARS
 from shadowkv.serve.openai.documents import FilePart
 from shadowkv.serve.openai.tools import Tools
-from shadowkv.serve.openai.unions import union_by_type
+from shadowkv.serve.openai.unions import ByType
 from shadowkv.serve.text.tool_formats import FORMATS, HARMONY, names_tools
 
 RESERVED = frozenset(
@@ -55,10 +55,7 @@ class Prediction(Body):
         return "".join(part.text for part in self.content)
 
 
-if TYPE_CHECKING:
-    Part = TextPart | FilePart
-else:
-    Part = union_by_type({"text": TextPart, "file": FilePart}, "images and audio")
+Part = Annotated[TextPart | FilePart, ByType("images and audio")]
 Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 

@@ -7,7 +7,6 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from shadowkv.engine.structured.json_schema import MAX_GRAMMAR_CHARS
 from shadowkv.grammar_text import choice_text, grammar_text
@@ -39,10 +38,10 @@ def format_text(value: Any) -> str | None:
     if kind == "structural_tag":
         return _tag_text(value)
     if kind not in ("json_object", "json_schema"):
-        raise _refusal("its type must be text, json_object, json_schema or structural_tag")
+        raise wrong("its type must be text, json_object, json_schema or structural_tag")
     named, beside = value.get("json_schema"), value.get("schema")
     if named is not None and beside is not None:
-        raise _refusal("it has two schemas, in json_schema and in schema; pass one")
+        raise wrong("it has two schemas, in json_schema and in schema; pass one")
     if kind == "json_object" and named is None and beside is None:
         return ANY_OBJECT
     return checked_schema(value if named is None else named)
@@ -52,7 +51,7 @@ def checked_schema(named: Any) -> str:
     """The ``schema`` field of an object, as JSON text; raises PydanticCustomError."""
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
-        raise _refusal("json_schema needs a schema, an object")
+        raise wrong("json_schema needs a schema, an object")
     return _dumped(schema)
 
 
@@ -60,9 +59,9 @@ def _dumped(schema: dict[str, Any]) -> str:
     try:
         text = json.dumps(schema)
     except RecursionError as error:
-        raise _refusal("the schema is nested too deeply") from error
+        raise wrong("the schema is nested too deeply") from error
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise _refusal(f"the schema has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are supported")
+        raise wrong(f"the schema has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are supported")
     return text
 
 
@@ -119,10 +118,6 @@ def _object(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refusal(name, f"{name} must be an object or its JSON text")
     return value
-
-
-def _refusal(message: str) -> PydanticCustomError:
-    return PydanticCustomError("response_format", "{message}", {"message": message})
 
 
 def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) -> str:

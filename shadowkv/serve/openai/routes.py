@@ -17,8 +17,8 @@ from shadowkv.serve.http.routing import (
     FOR_EVERY_BODY,
     FOR_EVERY_TEXT,
     BodyRoute,
+    documented,
     read_request,
-    responses,
 )
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.answers import (
@@ -69,33 +69,25 @@ def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
     completions, chats = Completions(engine.tokenizer, settings), ChatCompletions(engine.tokenizer, settings)
     chat_batches = ChatBatches(engine.tokenizer, settings)
 
-    @router.post(
-        Completions.url, response_model=None, responses=responses(Completion, *FOR_EVERY_TEXT, text=EVENT_STREAM)
-    )
+    @router.post(Completions.url, **documented(Completion, *FOR_EVERY_TEXT, text=EVENT_STREAM))
     async def post_completions(body: CompletionRequest, request: Request) -> Response:
         return await respond(completions, body, request)
 
-    @router.post(
-        ChatCompletions.url,
-        response_model=None,
-        responses=responses(ChatCompletion, *FOR_EVERY_TEXT, text=EVENT_STREAM),
-    )
+    @router.post(ChatCompletions.url, **documented(ChatCompletion, *FOR_EVERY_TEXT, text=EVENT_STREAM))
     async def post_chat_completions(body: ChatRequest, request: Request) -> Response:
         return await respond(chats, body, request)
 
-    @router.post(ChatBatches.url, response_model=None, responses=responses(ChatCompletion, *FOR_EVERY_TEXT))
+    @router.post(ChatBatches.url, **documented(ChatCompletion, *FOR_EVERY_TEXT))
     async def post_chat_batch(body: ChatBatchRequest, request: Request) -> Response:
         return await respond(chat_batches, body, request)
 
-    @router.post(
-        f"{ChatCompletions.url}/input_tokens", response_model=None, responses=responses(InputTokens, *FOR_EVERY_BODY)
-    )
+    @router.post(f"{ChatCompletions.url}/input_tokens", **documented(InputTokens, *FOR_EVERY_BODY))
     async def post_input_tokens(body: ChatRequest, request: Request) -> Response:
         check_model(body.model, respond.served_name)
         settings.check_trust(body.chat_template)
         return await count_tokens(chats, body, tokenize_limit(engine.max_model_len), request)
 
-    @router.post("/invocations", response_model=None, responses=responses(None, *FOR_EVERY_TEXT, text=EVENT_STREAM))
+    @router.post("/invocations", **documented(None, *FOR_EVERY_TEXT, text=EVENT_STREAM))
     async def post_invocations(body: Invocation, request: Request) -> Response:
         raw = await request.body()
         if body.is_chat:
@@ -140,17 +132,17 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
         text = tokenizer.decode(body.tokens.tolist(), skip_special_tokens=False)
         return JSONResponse({"prompt": text} if body.model is not None else {"prompt": text, "content": text})
 
-    @router.post("/tokenize", response_model=None, responses=responses(Tokenized, *FOR_EVERY_BODY))
+    @router.post("/tokenize", **documented(Tokenized, *FOR_EVERY_BODY))
     async def post_tokenize(body: TokenizeRequest, request: Request) -> Response:
         check_model(body.model, served_name)
         return await reply(request, lambda: in_turn(current_tenant(), body.size, lambda: tokenize(body)))
 
-    @router.post("/detokenize", response_model=None, responses=responses(Detokenized, *FOR_EVERY_BODY))
+    @router.post("/detokenize", **documented(Detokenized, *FOR_EVERY_BODY))
     async def post_detokenize(body: DetokenizeRequest, request: Request) -> Response:
         check_model(body.model, served_name)
         return await reply(request, lambda: in_turn(current_tenant(), len(body.tokens), lambda: detokenize(body)))
 
-    @router.get("/tokenizer_info", response_model=None, responses=responses(TokenizerInfo, 401, 429, 503))
+    @router.get("/tokenizer_info", **documented(TokenizerInfo, 401, 429, 503))
     async def get_tokenizer_info() -> dict[str, Any]:
         template = {} if tokenizer.chat_template is None else {"chat_template": tokenizer.chat_template}
         about = {"vocab_size": tokenizer.vocab_size, "tokenizer_class": type(tokenizer).__name__}
@@ -167,9 +159,8 @@ def unserved_routes() -> APIRouter:
         served = "/v1/chat/completions, /v1/completions, /v1/responses or /v1/messages"
         raise ApiError(f"this server only generates text: use {served}", code="not_served")
 
+    about = documented(None, 400, 401, 413, 429, 503)
+    del about["responses"][200]
     for url in UNSERVED:
-        documented = {
-            status: about for status, about in responses(None, 400, 401, 413, 429, 503).items() if status != 200
-        }
-        router.add_api_route(url, refuse, methods=["POST"], status_code=400, response_model=None, responses=documented)
+        router.add_api_route(url, refuse, methods=["POST"], status_code=400, **about)
     return router

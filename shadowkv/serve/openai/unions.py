@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, GetCoreSchemaHandler, Tag
+from pydantic_core import CoreSchema
 
 from shadowkv.serve.bodies.api_error import TAG
 from shadowkv.serve.bodies.body import Body
 
 
-def union_by_type(kinds: dict[str, type[Body]], what: str, default: str | None = None) -> Any:
-    """Returns the union as a type, for annotations.
+@dataclass(frozen=True)
+class ByType:
+    """Annotation of a union of bodies: the ``type`` of a value chooses the body, whose own ``type`` is a ``Literal``.
 
-    Args:
-        kinds: bodies by their ``type``.
-        what: the unsupported types in words, for the error message.
-        default: the type of a body that names none.
+    Attributes:
+        unsupported: the unsupported types in words, for the error message.
+        default: the type of a value that names none.
     """
 
-    def tag(value: Any) -> str | None:
-        kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-        return f"{TAG}{kind}" if isinstance(kind, str) and kind in kinds else None
+    unsupported: str
+    default: str | None = None
 
-    members = [Annotated[body, Tag(f"{TAG}{kind}")] for kind, body in kinds.items()]
-    message = f"type must be {' or '.join(map(repr, kinds))}; {what} are not supported"
-    discriminator = Discriminator(tag, custom_error_type="type", custom_error_message=message)
-    return Annotated[reduce(or_, members), discriminator]
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        bodies: tuple[type[Body], ...] = get_args(source) or (source,)
+        kinds = {kind: body for body in bodies for kind in get_args(body.model_fields["type"].annotation)}
+
+        def tag(value: Any) -> str | None:
+            kind = value.get("type", self.default) if isinstance(value, dict) else getattr(value, "type", None)
+            return f"{TAG}{kinds[kind].__name__}" if isinstance(kind, str) and kind in kinds else None
+
+        members = [Annotated[body, Tag(f"{TAG}{body.__name__}")] for body in bodies]
+        message = f"type must be {' or '.join(map(repr, kinds))}; {self.unsupported} are not supported"
+        discriminator = Discriminator(tag, custom_error_type="type", custom_error_message=message)
+        return handler.generate_schema(Annotated[reduce(or_, members), discriminator])

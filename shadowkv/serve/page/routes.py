@@ -13,12 +13,12 @@ from fastapi.responses import JSONResponse
 
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.reader import BodyReader
-from shadowkv.serve.http.errors import as_api_error, error_response, too_large
+from shadowkv.serve.http.errors import too_large
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.middleware import STATS_PATH
 from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import reply
-from shadowkv.serve.http.routing import Answer, responses
+from shadowkv.serve.http.routing import Answer, documented
 from shadowkv.serve.page.documents import MAX_DOCUMENT_BYTES, read_document
 
 if TYPE_CHECKING:
@@ -139,13 +139,10 @@ def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, c
     """
     router, statuses = APIRouter(), (400, 401, 408, 413, 429, 500, 503)
 
-    @router.post(
-        "/page/document", response_model=None, responses=responses(DocumentText, *statuses), openapi_extra=DOCUMENT
-    )
+    @router.post("/page/document", **documented(DocumentText, *statuses), openapi_extra=DOCUMENT)
     async def post_document(request: Request) -> Response:
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != BINARY:
-            error = ApiError(f"the request needs the file as its body, and the header Content-Type: {BINARY}")
-            return error_response(error, request.url.path)
+            raise ApiError(f"the request needs the file as its body, and the header Content-Type: {BINARY}")
         raw = bytearray()
         async for piece in request.stream():
             raw += piece
@@ -158,14 +155,11 @@ def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, c
 
         return await reply(request, read)
 
-    @router.get(STATS_PATH, response_model=None, responses=responses(ServerStats, 401, 500, 503))
-    async def get_stats(request: Request) -> Response:
-        try:
-            # A segment's id does not show its owner, so none are listed if API keys have separate caches.
-            segments, count = ([], 0) if prompt_owner() else await engine.segments(MAX_SEGMENTS)
-            stats = await engine.stats()
-        except Exception as error:
-            return error_response(as_api_error(error), request.url.path)
+    @router.get(STATS_PATH, **documented(ServerStats, 401, 500, 503))
+    async def get_stats() -> Response:
+        # A segment's id does not show its owner, so none are listed if API keys have separate caches.
+        segments, count = ([], 0) if prompt_owner() else await engine.segments(MAX_SEGMENTS)
+        stats = await engine.stats()
         tiers: dict[str, Any] = {name: asdict(use) for name, use in stats.tiers.items()}
         for name, tier in stats.prefixes.items():  # host memory of the prefix cache is not part of the KV cache
             if name == "disk" or (name == "host" and not tiers.get(name, {}).get("total_bytes")):

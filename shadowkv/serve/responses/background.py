@@ -11,7 +11,7 @@ from typing import Any
 from shadowkv.serve.bodies.api_error import ApiError, server_stopping
 from shadowkv.serve.http.errors import as_api_error
 from shadowkv.serve.responses.output import ResponseOutput
-from shadowkv.serve.storage.store import Record, RecordStore
+from shadowkv.serve.storage.store import NOT_FOUND, Record, RecordStore
 
 UNFINISHED = ("queued", "in_progress")
 """Statuses of a response that has no answer yet."""
@@ -26,8 +26,6 @@ LOST_SECONDS = 60.0
 MAX_OF_AN_OWNER = 32
 """Maximum number of responses that one process answers for an owner at a time: each writes to the store at every
 heartbeat."""
-
-NOT_FOUND = 404
 
 
 class Background:

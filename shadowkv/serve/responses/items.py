@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -12,39 +12,25 @@ from shadowkv.serve.bodies.body import Body, Dropped, Name, Text
 from shadowkv.serve.bodies.limits import MAX_MESSAGES, MAX_TEXT_CHARS
 from shadowkv.serve.openai.documents import FileSource
 from shadowkv.serve.openai.messages import parsed_arguments
-from shadowkv.serve.openai.unions import union_by_type
+from shadowkv.serve.openai.unions import ByType
 from shadowkv.serve.responses.tools import full_name
 
 NO_TEXT = "images, audio and calls of built-in tools"
 
 
-class InputText(Body):
-    """A text part of a message to the model."""
+class ItemText(Body):
+    """A text part of a message to the model, or of the model's message; ``text`` is its type in chats."""
 
-    type: Literal["input_text"]
+    type: Literal["input_text", "output_text", "text"]
     text: Text
+    annotations: Dropped = None
+    logprobs: Dropped = None
 
 
 class InputFile(FileSource):
     """A document."""
 
     type: Literal["input_file"]
-
-
-class OutputText(Body):
-    """A text part of the model's message."""
-
-    type: Literal["output_text"]
-    text: Text
-    annotations: Dropped = None
-    logprobs: Dropped = None
-
-
-class PlainText(Body):
-    """A text part as chats have it."""
-
-    type: Literal["text"]
-    text: Text
 
 
 class ReasoningText(Body):
@@ -54,13 +40,8 @@ class ReasoningText(Body):
     text: Text
 
 
-if TYPE_CHECKING:
-    TextPart = InputText | InputFile
-else:
-    KINDS_OF_PARTS = {"input_text": InputText, "output_text": OutputText, "text": PlainText, "input_file": InputFile}
-    TextPart = union_by_type(KINDS_OF_PARTS, NO_TEXT)
-
-Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Part = Annotated[ItemText | InputFile, ByType(NO_TEXT)]
+Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 def _as_parts(value: Any) -> Any:
@@ -118,17 +99,7 @@ class ReasoningItem(Item):
     encrypted_content: Dropped = None
 
 
-KINDS: dict[str, type[Body]] = {
-    "message": MessageItem,
-    "function_call": CallItem,
-    "function_call_output": ResultItem,
-    "reasoning": ReasoningItem,
-}
-
-if TYPE_CHECKING:
-    InputItem = MessageItem | CallItem | ResultItem | ReasoningItem
-else:
-    InputItem = union_by_type(KINDS, NO_TEXT, default="message")
+InputItem = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, ByType(NO_TEXT, default="message")]
 
 
 def messages_of(items: Iterable[InputItem], instructions: str | None) -> list[dict[str, Any]]:
@@ -183,5 +154,5 @@ class _Turn:
         }
 
 
-def _text(parts: Iterable[InputText | InputFile | ReasoningText]) -> str:
+def _text(parts: Iterable[ItemText | InputFile | ReasoningText]) -> str:
     return "\n".join(part.text for part in parts)

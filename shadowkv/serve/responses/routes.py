@@ -11,10 +11,16 @@ from fastapi import Response as HTTPResponse
 from fastapi.responses import JSONResponse
 
 from shadowkv.serve.bodies.api_error import ApiError
-from shadowkv.serve.http.errors import as_api_error, error_response
 from shadowkv.serve.http.owners import owner_of
 from shadowkv.serve.http.replies import reply
-from shadowkv.serve.http.routing import EVENT_STREAM, FOR_EVERY_TEXT, BodyRoute, read_request, responses
+from shadowkv.serve.http.routing import (
+    EVENT_STREAM,
+    FOR_EVERY_RECORD,
+    FOR_EVERY_TEXT,
+    BodyRoute,
+    documented,
+    read_request,
+)
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.openai.chats import EventChat
 from shadowkv.serve.openai.endpoint import Responder
@@ -28,8 +34,6 @@ from shadowkv.serve.storage.store import RecordStore
 
 if TYPE_CHECKING:
     from shadowkv.models.tokenization.tokenizer import Tokenizer
-
-STATUSES = (401, 404, 429, 500, 503)
 
 
 class Responses(EventChat):
@@ -54,17 +58,13 @@ def responses_routes(
     """The routes. Answers are stored in ``store``, if that is on; ``background`` runs the background responses."""
     router, endpoint = APIRouter(route_class=BodyRoute), Responses(tokenizer, settings)
 
-    @router.post(Responses.url, response_model=None, responses=responses(Response, *FOR_EVERY_TEXT, text=EVENT_STREAM))
+    @router.post(Responses.url, **documented(Response, *FOR_EVERY_TEXT, text=EVENT_STREAM))
     async def post_responses(body: ResponsesRequest, request: Request) -> HTTPResponse:
         raw, previous = await request.body(), body.previous_response_id
         history = History(store, owner_of(request), settings.max_body_bytes)
         if previous is not None:
-            try:
-                body = await read_request(
-                    request, await asyncio.to_thread(history.continued, raw, previous), ResponsesRequest
-                )
-            except Exception as error:
-                return error_response(as_api_error(error), request.url.path)
+            whole = await asyncio.to_thread(history.continued, raw, previous)
+            body = await read_request(request, whole, ResponsesRequest)
         if store.is_on:
             body.kept_by(partial(history.add, raw))
         if not body.background:
@@ -80,18 +80,18 @@ def responses_routes(
 
         return await reply(request, begin)
 
-    @router.get(f"{Responses.url}/{{id}}", response_model=None, responses=responses(Response, 400, *STATUSES))
+    @router.get(f"{Responses.url}/{{id}}", **documented(Response, 400, *FOR_EVERY_RECORD))
     async def get_response(id: str, request: Request, stream: bool = False) -> dict[str, Any]:
         if stream:
             text = "stream=true is not supported for a stored response; leave it out"
             raise ApiError(text, param="stream")
         return await background.get(owner_of(request), id)
 
-    @router.post(f"{Responses.url}/{{id}}/cancel", response_model=None, responses=responses(Response, 400, *STATUSES))
+    @router.post(f"{Responses.url}/{{id}}/cancel", **documented(Response, 400, *FOR_EVERY_RECORD))
     async def post_cancel(id: str, request: Request) -> dict[str, Any]:
         return await background.cancel(owner_of(request), id)
 
-    @router.get(f"{Responses.url}/{{id}}/input_items", response_model=None, responses=responses(ItemList, *STATUSES))
+    @router.get(f"{Responses.url}/{{id}}/input_items", **documented(ItemList, *FOR_EVERY_RECORD))
     async def get_input_items(id: str, request: Request, order: Literal["asc", "desc"] = "desc") -> dict[str, Any]:
         value: dict[str, Any] = (await asyncio.to_thread(store.get, owner_of(request), "response", id)).value
         items = [{"type": "message", "id": f"item_{number}", **item} for number, item in enumerate(value["input"])]
@@ -99,7 +99,7 @@ def responses_routes(
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
         return {"object": "list", "data": items, **ends, "has_more": False}
 
-    @router.delete(f"{Responses.url}/{{id}}", response_model=None, responses=responses(DeletedResponse, *STATUSES))
+    @router.delete(f"{Responses.url}/{{id}}", **documented(DeletedResponse, *FOR_EVERY_RECORD))
     async def delete_response(id: str, request: Request) -> dict[str, Any]:
         await asyncio.to_thread(store.remove, owner_of(request), "response", id)
         return {"id": id, "object": "response.deleted", "deleted": True}

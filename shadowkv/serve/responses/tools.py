@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from shadowkv.serve.bodies.body import Body, Text, at_most, wrong
 from shadowkv.serve.bodies.limits import MAX_NAME_CHARS, MAX_TOOLS
 from shadowkv.serve.openai.tools import WORDS, Function, FunctionName, within_limits
-from shadowkv.serve.openai.unions import union_by_type
+from shadowkv.serve.openai.unions import ByType
 
 SEPARATOR = "__"
 """Separates namespace and name in a function's full name, which the model sees; the same as in vLLM."""
@@ -42,10 +42,7 @@ class NamespaceTool(Body):
         return {**about, "tools": [tool.repeated for tool in self.tools]}
 
 
-if TYPE_CHECKING:
-    Tool = FunctionTool | NamespaceTool
-else:
-    Tool = union_by_type({"function": FunctionTool, "namespace": NamespaceTool}, "built-in tools")
+Tool = Annotated[FunctionTool | NamespaceTool, ByType("built-in tools")]
 
 
 def full_name(namespace: str | None, name: str) -> str:

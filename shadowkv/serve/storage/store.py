@@ -33,6 +33,9 @@ Kind = Literal["file", "response", "batch", "message_batch"]
 MIN_BYTES = 4096
 """Minimum number of bytes that a record counts for: one without content takes room, too."""
 
+NOT_FOUND = 404
+"""Status of the error for a record that is gone."""
+
 OUTPUT = "batch_output"
 """Purpose of the files that batches write."""
 
@@ -128,7 +131,7 @@ class RecordStore:
 
     def file(self, owner: str, id: str) -> Path:
         """Path of a file's content."""
-        return content_path(self._root, owner, id)
+        return content_in(self._root / "files" / _folder_name(owner), id)
 
     def folder_of(self, owner: str) -> Path | None:
         """The folder of an owner's files, for ``content_in``; None if nothing is stored."""
@@ -329,7 +332,7 @@ class RecordStore:
 def _not_found(kind: Kind, id: str) -> ApiError:
     text = f"{kind.replace('_', ' ').capitalize()} with id {id[:80]!r} not found"
     reason = "this API key has none of that id; it may have been deleted or evicted"
-    return ApiError(f"{text}: {reason}", status=404, code=f"{kind}_not_found")
+    return ApiError(f"{text}: {reason}", status=NOT_FOUND, code=f"{kind}_not_found")
 
 
 def _remove(path: Path) -> None:
@@ -344,11 +347,6 @@ def storage_failed(error: Exception) -> ApiError:
     """The error for a client; the log has the details, which can contain a path."""
     logger.error("the storage cannot be read or written: %s", error)
     return ApiError("the server's storage cannot be read or written now", status=503, code="storage_failed")
-
-
-def content_path(folder: Path, owner: str, id: str) -> Path:
-    """Path of the content of an owner's file."""
-    return content_in(folder / "files" / _folder_name(owner), id)
 
 
 def content_in(folder: Path, id: str) -> Path:

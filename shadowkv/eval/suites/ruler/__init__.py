@@ -100,18 +100,12 @@ def samples(
     while len(drawn) < count:
         try:
             build = _build(generator, task, seed, index)
-            prompt, question = fitter.fill(build, generator.least, generator.most)
-        except TooShortError as error:
+            drawn.append(fitter.sample(task, f"{seed}-{index}", kind.metric, build, generator.least, generator.most))
+            skipped = 0
+        except TooShortError:
             skipped += 1
             if skipped > PATIENCE:
-                raise TooShortError(f"{task} at length {length}: {error}") from error
-        else:
-            skipped = 0
-            drawn.append(
-                Sample(
-                    task, f"{seed}-{index}", (prompt,), (question.references,), kind.max_new_tokens, kind.metric, length
-                )
-            )
+                raise
         index += 1
     return drawn
 

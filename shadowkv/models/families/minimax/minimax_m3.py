@@ -18,8 +18,8 @@ from shadowkv.models.configs.config_json import build_config
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import MAX_POSITIONS, ModelConfig
 from shadowkv.models.weight_names import Targets, decoder_targets, head_norms, rows
+from shadowkv.ops.activation_rows.reference import ALPHA, LIMIT
 from shadowkv.ops.choose_experts.routing import Routing
-from shadowkv.ops.gated_activation.reference import ALPHA, LIMIT
 
 SPARSE, FULL_ATTENTION = "minimax_m3_sparse", "full_attention"
 

@@ -1,1 +1,0 @@
-"""Residual addition and the RMSNorm that follows it."""

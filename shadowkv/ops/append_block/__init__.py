@@ -1,1 +1,0 @@
-"""Copies a prompt block's keys, keys after RoPE, and values to the tensors in which prefill keeps them."""

@@ -1,1 +1,0 @@
-"""Writes one new token per sequence into its exact page."""

@@ -1,1 +1,0 @@
-"""A short causal convolution of each channel. The last inputs of a sequence are its state."""

@@ -1,1 +1,0 @@
-"""Scores chunks by their mean keys."""

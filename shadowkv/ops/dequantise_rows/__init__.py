@@ -1,1 +1,0 @@
-"""Dequantises rows of GGUF files and quantised checkpoints to float32."""

@@ -1,1 +1,0 @@
-"""Finds outliers: the chunks that are represented worst by their mean key."""

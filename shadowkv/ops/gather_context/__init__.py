@@ -1,1 +1,0 @@
-"""Gathers the cached and the new keys and values of packed sequences, one sequence after another."""

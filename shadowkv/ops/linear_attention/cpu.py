@@ -1,0 +1,31 @@
+"""The causal convolution and the gated delta rule in C++, token by token, ``csrc/cpu/recurrence/``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shadowkv.ops.extension import cpu_missing as missing
+from shadowkv.ops.linear_attention.reference import EPS
+from shadowkv.ops.paged_attention.cpu import supports
+from shadowkv.ops.recurrence import Spans
+
+__all__ = ["causal_convolution", "gated_delta_rule", "missing", "supports"]
+
+
+def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Same as the reference, for float32 or bfloat16. Sums and SiLU are always float32."""
+    return torch.ops.shadowkv.causal_convolution(x, weight, states, spans.lengths, spans.read, spans.write)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans
+) -> Tensor:
+    """Same as the reference, for float32 or bfloat16 numbers and states.
+
+    Prompts are computed token by token, too. The state stays in the core's caches, and chunks would need more products.
+    Results are bitwise equal for any number of threads.
+    """
+    return torch.ops.shadowkv.gated_delta_rule(
+        q, k, v, log_decay, beta, states, spans.lengths, spans.read, spans.write, EPS
+    )

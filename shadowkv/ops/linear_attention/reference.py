@@ -1,0 +1,148 @@
+"""The causal convolution and the gated delta rule in PyTorch.
+
+The state of the convolution is the last inputs of a sequence. The state of the rule forgets and corrects itself. The
+rule is computed token by token for a step, in chunks for a prompt (arXiv:2412.06464, section 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shadowkv.ops.recurrence import CHUNK, Spans
+
+
+def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Convolves each channel over its newest W inputs and applies SiLU. Writes the states after each span.
+
+    Args:
+        x: [T, C], the C channels of T packed tokens.
+        weight: [C, W], the weight of the oldest input first, in the dtype of ``x``.
+        states: float32 [N, C, W - 1], the last W - 1 inputs of each of N states, oldest first. The rows ``spans.read``
+            are read, the rows ``spans.write`` are written.
+        spans: where each sequence's tokens and state are.
+
+    Returns:
+        [T, C], in the dtype of ``x``.
+    """
+    before = states[spans.read].to(x.dtype)
+    if spans.lengths is None:
+        window = torch.cat((before, x.unsqueeze(-1)), dim=-1)
+        states[spans.write] = window[..., 1:].to(states.dtype)
+        return F.silu(torch.einsum("bcw,cw->bc", window, weight))
+    outs = []
+    for number, tokens in enumerate(x.split(spans.lengths)):
+        window = torch.cat((before[number], tokens.mT), dim=-1)
+        states[spans.write[number : number + 1]] = window[:, tokens.shape[0] :].to(states.dtype).unsqueeze(0)
+        outs.append(F.conv1d(window.unsqueeze(0), weight.unsqueeze(1), groups=len(weight)).squeeze(0).mT)
+    return F.silu(torch.cat(outs))
+
+
+EPS = 1e-6
+"""Added to the squared norm of queries and keys."""
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans
+) -> Tensor:
+    """Computes linear attention of packed tokens, and writes the states after their spans.
+
+    For each head and token, with unit vectors q and k, the state S decays to exp(log_decay) S. Then the state's value
+    for k is corrected: S += k (beta (v - Sᵀ k))ᵀ. The result is Sᵀ q / sqrt(dk).
+
+    Args:
+        q, k: [T, H_k, dk] for T tokens, not normalised. Each of the H_k heads serves H / H_k neighbouring heads of
+            ``v``.
+        v: [T, H, dv].
+        log_decay: float32 [T, H], at most 0.
+        beta: float32 [T, H], between 0 and 1.
+        states: float32 or bfloat16 [N, H, dk, dv]. Spans start from the rows ``spans.read``. The rows ``spans.write``
+            are written. Within a span a state is float32; in bfloat16 it is rounded after the span's last token.
+        spans: the sequences that the tokens belong to, and the rows of their states.
+
+    Returns:
+        [T, H, dv], in the dtype of ``v``.
+    """
+    if spans.lengths is not None:
+        return in_chunks(q, k, v, log_decay, beta, states, spans)
+    out, after = _step(*_for_heads(q, k, v), v.float(), log_decay, beta, states[spans.read].float())
+    states[spans.write] = after.to(states.dtype)
+    return out.to(v.dtype)
+
+
+def in_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Computes prompts, one span after another, and returns [T, H, dv]. Arguments as for ``gated_delta_rule``;
+    ``spans.lengths`` is not None."""
+    assert spans.lengths is not None
+    q, k = _for_heads(q, k, v)
+    values = v.float()
+    outs, start = [], 0
+    for number, length in enumerate(spans.lengths):
+        rows = slice(start, start + length)
+        row = spans.read[number : number + 1]
+        out, after = _span_in_chunks(
+            q[rows], k[rows], values[rows], log_decay[rows], beta[rows], states[row].squeeze(0).float()
+        )
+        states[spans.write[number : number + 1]] = after.to(states.dtype).unsqueeze(0)
+        outs.append(out)
+        start += length
+    return torch.cat(outs).to(v.dtype)
+
+
+def _for_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales queries and keys to length 1, divides queries by sqrt(dk), and repeats both for each head of values."""
+    heads = v.shape[1] // q.shape[1]
+    q, k = (_unit(x.float()) for x in (q, k))
+    q, k = (x.repeat_interleave(heads, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
+    return q, k
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes one token of each of B sequences. Returns the results [B, H, dv] and the new states [B, H, dk, dv]."""
+    state = state * log_decay.exp()[..., None, None]
+    known = (k.unsqueeze(-2) @ state).squeeze(-2)
+    state = torch.baddbmm(
+        state.flatten(0, 1), k.flatten(0, 1).unsqueeze(-1), ((v - known) * beta[..., None]).flatten(0, 1).unsqueeze(-2)
+    ).view(state.shape)
+    return (q.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def _span_in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes the tokens [n, H, ...] of one sequence in chunks. Returns the results [n, H, dv] and the state [H, dk,
+    dv] after the last token.
+
+    Within a chunk, the corrections of all tokens solve a triangular system (the UT transform, arXiv:2406.06484).
+    """
+    length = len(q)
+    padding = -length % CHUNK
+    q, k, v, beta, log_decay = (
+        F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding)).unflatten(0, (-1, CHUNK)).transpose(1, 2)  # [n / C, H, C, ...]
+        for x in (q, k, v, beta.unsqueeze(-1), log_decay.unsqueeze(-1))
+    )
+    decay = log_decay.squeeze(-1).cumsum(-1)  # log of the factor by which the state before the chunk has decayed
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).tril()  # log decay from the column's token to the row's
+    between = between.exp().tril()
+    system = ((beta * k) @ k.mT * between).tril(-1)
+    known = beta * k * decay.exp().unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat((beta * v, known), dim=-1), upper=False, unitriangular=True
+    )
+    values, known = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    among = q @ k.mT * between
+    q = q * decay.exp().unsqueeze(-1)
+    last = decay[..., -1:]
+    k = k * (last - decay).exp().unsqueeze(-1)
+    kept = last.exp().unsqueeze(-1)
+    outs = []
+    for chunk in range(len(q)):
+        corrected = values[chunk] - known[chunk] @ state
+        outs.append(q[chunk] @ state + among[chunk] @ corrected)
+        state = state * kept[chunk] + k[chunk].mT @ corrected
+    return torch.stack(outs).transpose(1, 2).flatten(0, 1)[:length], state

@@ -1,0 +1,142 @@
+"""The causal convolution in one Triton launch, and decode steps of the gated delta rule, in which one launch reads and
+writes each state once. The rule's prompts use PyTorch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shadowkv.ops.linear_attention.reference import EPS, in_chunks
+from shadowkv.ops.recurrence import CHUNK, Spans
+
+CHANNELS = {False: 64, True: 256}
+"""Channels per program, by whether every span is one token (a decode step)."""
+
+
+def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Same as the reference. The channels of a token in ``x`` and each row of ``states`` are contiguous. Sums and SiLU
+    are float32.
+
+    Calls without ``spans.lengths`` can be captured in a CUDA graph.
+    """
+    (tokens, channels), (_, width) = x.shape, weight.shape
+    out = x.new_empty(x.shape)
+    if not tokens:
+        return out
+    step = spans.lengths is None
+    chunks, starts = (spans.read, spans.read) if step else (spans.chunks, spans.starts)  # a step reads neither
+    _convolve[(tokens if step else len(chunks), triton.cdiv(channels, CHANNELS[step]))](
+        x, weight.contiguous(), states, chunks, starts, spans.read, spans.write, out, channels, x.stride(0),
+        states.stride(0), STEP=step, WIDTH=width, HELD=triton.next_power_of_2(width - 1),
+        TOKENS=1 if step else CHUNK, CHANNELS=CHANNELS[step],
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["chunks", "starts", "read", "write"])
+def _convolve(
+    x, weight, states, chunks, starts, read, write, out, channels, x_token, state_row,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Convolves one chunk of a span. The program of a span's first chunk also writes the new state, because it is the
+    only one that reads the old state."""
+    part = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    if STEP:
+        span, chunk, start, length = part, part * 0, part, part * 0 + 1
+    else:
+        span, chunk = tl.load(chunks + 2 * part), tl.load(chunks + 2 * part + 1)
+        start = tl.load(starts + span)
+        length = tl.load(starts + span + 1) - start
+    before = states + tl.load(read + span) * state_row + channel * (WIDTH - 1)
+    position = chunk * TOKENS + tl.arange(0, TOKENS)[:, None]
+    there = (position < length) & (channel < channels)
+    total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for i in tl.static_range(WIDTH):
+        weights = tl.load(weight + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)
+        total += weights * _inputs(x, before, start, position + i - (WIDTH - 1), channel, there, x_token, WIDTH)
+    place = out + (start + position) * channels + channel
+    tl.store(place, (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=there)
+    if chunk == 0:
+        held = tl.arange(0, HELD)[:, None]
+        kept = (held < WIDTH - 1) & (channel < channels)
+        newest = _inputs(x, before, start, length + held - (WIDTH - 1), channel, kept, x_token, WIDTH)
+        tl.debug_barrier()  # no thread may write what another thread has yet to read
+        tl.store(states + tl.load(write + span) * state_row + channel * (WIDTH - 1) + held, newest, mask=kept)
+
+
+@triton.jit
+def _inputs(x, before, start, position, channel, there, x_token, WIDTH: tl.constexpr):
+    """Loads the inputs at positions of a span. Positions below 0 come from the state."""
+    new = tl.load(x + (start + position) * x_token + channel, mask=there & (position >= 0), other=0.0)
+    old = tl.load(before + position + WIDTH - 1, mask=there & (position < 0), other=0.0)
+    return new.to(tl.float32) + old
+
+
+COLUMNS = 32
+"""Maximum number of a state's columns that a program holds in registers."""
+
+NUMBERS_PER_WARP = 1024
+"""Minimum number of values of a state per warp. With fewer, several threads would load the same value, and one of them
+could load it after another had overwritten it."""
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans
+) -> Tensor:
+    """Same as the reference. The last dimension of ``q``, ``k`` and ``v`` is contiguous, and so is each row of
+    ``states``.
+
+    Decode steps can be captured in a CUDA graph.
+    """
+    if spans.lengths is not None:
+        return in_chunks(q, k, v, log_decay, beta, states, spans)
+    return step(q, k, v, log_decay, beta, states, spans)
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Computes a decode step, in which every span is one token, and returns [T, H, dv]. Arguments as for
+    ``gated_delta_rule``."""
+    (tokens, heads, size), key_size = v.shape, q.shape[-1]
+    out = v.new_empty(v.shape)
+    if not tokens:
+        return out
+    rows, columns = triton.next_power_of_2(key_size), min(COLUMNS, triton.next_power_of_2(size))
+    _step[(tokens, heads, triton.cdiv(size, columns))](
+        q, k, v, log_decay.contiguous(), beta.contiguous(), states, spans.read, spans.write, out,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], states.stride(0), heads, EPS,
+        GROUP=heads // q.shape[1], KEY_SIZE=key_size, ROWS=rows, SIZE=size, COLUMNS=columns,
+        num_warps=max(1, min(4, rows * columns // NUMBERS_PER_WARP)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["log_decay", "beta", "read", "write"])
+def _step(
+    q, k, v, log_decay, beta, states, read, write, out, q_token, q_head, k_token, k_head, v_token, v_head,
+    state_row, heads, eps,
+    GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    query = _unit(q + token * q_token + head // GROUP * q_head, row, eps, KEY_SIZE) / tl.sqrt(KEY_SIZE * 1.0)
+    key = _unit(k + token * k_token + head // GROUP * k_head, row, eps, KEY_SIZE)
+    value = tl.load(v + token * v_token + head * v_head + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    gate = token * heads + head
+    place = head.to(tl.int64) * (KEY_SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
+    there = (row < KEY_SIZE)[:, None] & (column < SIZE)[None, :]
+    state = tl.load(states + tl.load(read + token) * state_row + place, mask=there, other=0.0).to(tl.float32)
+    state *= tl.exp(tl.load(log_decay + gate))
+    known = tl.sum(key[:, None] * state, axis=0)
+    state += key[:, None] * ((value - known) * tl.load(beta + gate))[None, :]
+    tl.store(states + tl.load(write + token) * state_row + place, state.to(states.dtype.element_ty), mask=there)
+    result = tl.sum(query[:, None] * state, axis=0)
+    tl.store(out + gate * SIZE + column, result.to(out.dtype.element_ty), mask=column < SIZE)
+
+
+@triton.jit
+def _unit(x, i, eps, SIZE: tl.constexpr):
+    """Loads a row of ``SIZE`` numbers and scales it to length 1."""
+    wide = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    return wide * tl.rsqrt(tl.sum(wide * wide, axis=0) + eps)

@@ -1,1 +1,0 @@
-"""Merges partial attentions over disjoint sets of tokens."""

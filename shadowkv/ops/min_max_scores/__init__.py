@@ -1,1 +1,0 @@
-"""Scores of chunks by bounds on their keys."""

@@ -1,1 +1,0 @@
-"""Sorts the choices of tokens by expert, for products with experts' matrices."""

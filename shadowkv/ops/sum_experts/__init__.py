@@ -1,1 +1,0 @@
-"""Sums the results of a token's experts by their weights."""

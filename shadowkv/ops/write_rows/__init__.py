@@ -1,1 +1,0 @@
-"""Copies rows of tokens into pages, which store them by head."""
