@@ -4,8 +4,10 @@ configs that cannot be run."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from bad_files import edit_json
 from families import build
 from test_experts_engine import oracle, prompt
@@ -15,6 +17,8 @@ from test_quantised_engine import answers
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.running.caches import open_cache, prefill
+from shadowkv.kvcache.decode import pooled as decode
+from shadowkv.kvcache.prefill import native as prompts
 from shadowkv.kvcache.recurrent import states
 from shadowkv.models import load_config, load_model
 
@@ -54,6 +58,54 @@ def test_logits_are_those_of_transformers(
     assert (cache.groups[0].pool.tables.compressed > 0).any()
 
 
+def assert_same_blocks(scores: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Of each query, scores of all blocks, and the chosen ones, [n, blocks]. Blocks with the score 0 are
+    interchangeable."""
+    width = min(ours.shape[-1], theirs.shape[-1])
+    assert not ours[:, width:].any() and not theirs[:, width:].any()
+    scores, ours, theirs = (x[:, :width] for x in (scores, ours, theirs))
+    assert torch.equal(ours.sum(-1), theirs.sum(-1))
+    assert (scores[ours != theirs] == 0).all()
+
+
+def test_four_index_heads_choose_the_blocks_that_transformers_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as in published models. In a prompt, and in steps from exact and from compressed pages."""
+    one = {"num_hidden_layers": 2, "layer_types": ["indexed_attention", "linear_attention"], "ple_layer_ids": []}
+    theirs = build("qwen4_exp", tmp_path, {**LONG, **one, "indexer_n_heads": 4})
+    loaded, text, more = load_model(tmp_path), prompt(0, 301), prompt(10, 140)
+    cache = open_cache(loaded, lossless("full", loaded), 600, slots=8)
+    runner, sequence = Runner(loaded.model, cache), cache.allocate(len(text), 600)
+    ours: list[tuple[torch.Tensor, torch.Tensor]] = []
+    choose = decode.selected_complete_blocks
+
+    def record(scores: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        ours.append((scores, choose(scores, *arguments)))
+        return ours[-1][1]
+
+    for module in (decode, prompts):
+        monkeypatch.setattr(module, "selected_complete_blocks", record)
+    prefill(loaded.model, cache, [(sequence, text)])
+    for token in more:
+        runner.decode([sequence], [token])
+    attended = []
+    indexer = theirs.model.layers[0].self_attn.indexer
+    hook = indexer.register_forward_hook(lambda _, __, mask: attended.append(mask[0, 0]))
+    with torch.no_grad():
+        theirs(torch.tensor([[*text, *more]]), use_cache=False)
+    hook.remove()
+    (mask,) = attended
+    complete = (torch.arange(len(mask)) + 1) // 4
+    blocks = mask[:, : len(mask) // 4 * 4].unflatten(-1, (-1, 4)).all(-1)
+    blocks &= torch.arange(blocks.shape[-1]) < complete[:, None]
+    assert_same_blocks(*ours[0], blocks[: len(text)])
+    assert len(ours) == 1 + len(more)
+    for (scores, chosen), expected in zip(ours[1:], blocks[len(text) :], strict=True):
+        assert_same_blocks(scores, chosen, expected[None])
+    assert (blocks.sum(-1) < complete).sum() > 300 and blocks.sum(-1).max() == BUDGET // 4
+
+
 def test_ranks_answer_as_one(tmp_path: Path) -> None:
     build("qwen4_exp", tmp_path, LONG)
     prompts = [prompt(0, 150), prompt(1, 7)]
@@ -71,7 +123,7 @@ def test_ranks_answer_as_one(tmp_path: Path) -> None:
         ("indexer_compress_ratio", 3, "indexer_compress_ratio=3 is not supported, only 1, 2, 4, 8 or 16"),
         ("indexer_budget", 130, "indexer_budget=130 is not a multiple of indexer_compress_ratio=4 from 128 on"),
         ("indexer_head_dim", None, "indexer_head_dim=None is not a whole number from 1"),
-        ("ple_layer_ids", [2], r"ple_layer_ids=\[2\] is not a list of layers with linear attention"),
+        ("ple_layer_ids", [2], r"ple_layer_ids=\[2\] is not supported, only a list of layers with linear attention"),
         ("output_gate_type", "relu", "output_gate_type='relu' is not supported, only 'sigmoid' or 'silu'"),
     ],
 )

@@ -11,7 +11,7 @@ from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.decode.native import NativeSelected, gathered, with_scores
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import INDEX_KEYS, Selection
-from shadowkv.kvcache.policy.selected_blocks import block_keys, block_scores, selected_complete_blocks
+from shadowkv.kvcache.policy.selected_blocks import block_scores, selected_complete_blocks
 from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.store import GroupStore
@@ -23,7 +23,7 @@ class PooledSelection:
 
     def __init__(self, store: GroupStore) -> None:
         assert store.layout.indexer is not None and store.layout.indexer.pooled is not None
-        self.store, self.indexer, self.dim = store, store.layout.indexer, store.layout.indexer.pooled.dim
+        self.store, self.indexer = store, store.layout.indexer
         self.of_page = PAGE // self.indexer.block_size
 
     def select(
@@ -70,7 +70,7 @@ class PooledSelection:
         sequences."""
         of_tokens = keys[pages].squeeze(2).unflatten(2, (self.of_page, -1))  # [R, P, blocks, tokens, d]
         within = torch.arange(self.of_page, device=pages.device) * self.indexer.block_size
-        blocks = block_keys(of_tokens, number.unsqueeze(-1) * PAGE + within, index, self.dim, self.store)
+        blocks = self.store.block_keys(of_tokens, number.unsqueeze(-1) * PAGE + within, index)
         return block_scores(queries, blocks.flatten(1, 2)).unflatten(-1, (-1, self.of_page))
 
     def _chunks(self, kept: Tensor) -> Tensor:

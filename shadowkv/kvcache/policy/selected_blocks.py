@@ -3,16 +3,11 @@ use it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shadowkv.kvcache.policy.shape import Indexer, IndexQueries
-
-if TYPE_CHECKING:
-    from shadowkv.kvcache.memory.compressed import CompressedStore
+from shadowkv.kvcache.policy.shape import Indexer
 
 
 def selected_blocks(scores: Tensor, positions: Tensor, indexer: Indexer) -> Tensor:
@@ -36,21 +31,6 @@ def selected_blocks(scores: Tensor, positions: Tensor, indexer: Indexer) -> Tens
 def largest_of_blocks(scores: Tensor, size: int) -> Tensor:
     """The largest of every ``size`` neighbours of ``scores`` [..., n]: [..., ceil(n / size)]."""
     return pad(scores, (0, -scores.shape[-1] % size), value=float("-inf")).unflatten(-1, (-1, size)).amax(-1)
-
-
-def block_keys(keys: Tensor, first: Tensor, index: IndexQueries, dim: int, store: CompressedStore) -> Tensor:
-    """Returns the keys [..., d] of blocks of a pooled indexer.
-
-    Args:
-        keys: [..., block_size, d], raw index keys of the blocks' tokens. Only ``dim`` dimensions are not 0.
-        first: int64 [...], position of each block's first token.
-    """
-    assert index.key_norm is not None, "keys of blocks have a norm"
-    means = keys.float().mean(-2).to(keys.dtype).float()
-    normed = means * torch.rsqrt(means.square().sum(-1, keepdim=True) / dim + index.eps) * index.key_norm.float()
-    flat = normed.to(keys.dtype).reshape(-1, 1, keys.shape[-1])
-    rotated: Tensor = store.ops.apply_rope(flat, first.reshape(-1), store.rotary)
-    return rotated.view(normed.shape)
 
 
 def block_scores(queries: Tensor, blocks: Tensor) -> Tensor:

@@ -52,12 +52,12 @@ class PooledHeads(NamedTuple):
     """Sizes of an indexer whose blocks have one key.
 
     Attributes:
-        count: index queries of a token.
+        heads: index queries of a token.
         dim: dimensions of index queries and keys, at most the head dim of attention. The cache stores rows of that
             width, filled up with zeros.
     """
 
-    count: int
+    heads: int
     dim: int
 
 

@@ -121,8 +121,16 @@ class KVSpec:
         """The policy in layers that were trained with an indexer. Keys, values and place stay, and the indexer decides
         what is attended to."""
         chunk = self.chunk if indexer.pooled is None else indexer.block_size
-        own = {"index": NATIVE, "budget": indexer.budget, "chunk": chunk}
-        return replace(self, **own, drafts=False, outliers=0, dense_below=None, skip_layers=0)
+        return replace(
+            self,
+            index=NATIVE,
+            budget=indexer.budget,
+            chunk=chunk,
+            drafts=False,
+            outliers=0,
+            dense_below=None,
+            skip_layers=0,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields and settings by name. A setting has its axis only if another one has the same name."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shadowkv.kvcache.policy.selected_blocks import (
-    block_keys,
     block_scores,
     largest_of_blocks,
     selected_blocks,
@@ -66,7 +65,7 @@ def attend_selected_blocks(
     if indexer.pooled is not None:
         whole = index_keys[: seen - seen % indexer.block_size, 0].unflatten(0, (-1, indexer.block_size))
         first = torch.arange(len(whole), device=q.device) * indexer.block_size
-        blocks = block_keys(whole, first, index, indexer.pooled.dim, store)
+        blocks = store.block_keys(whole, first, index)
     tile = max(1, SCORES_AT_ONCE // (heads * seen))
     parts = []
     for start in range(0, count, tile):

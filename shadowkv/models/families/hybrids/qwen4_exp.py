@@ -70,7 +70,8 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     if gate not in ("silu", "swish", "sigmoid"):
         reasons.append(f"output_gate_type={gate!r:.60} is not supported, only 'sigmoid' or 'silu'")
     _raise(reasons)
-    assert config.linear is not None, "a model of this family has linear attention"
+    linear = config.linear
+    assert linear is not None, "a model of this family has linear attention"
     shared, normalised = fields["shared_expert_intermediate_size"], fields.get("norm_topk_prob", True)
     routing = Routing(fields["num_experts"], fields["num_experts_per_tok"], normalised=normalised)
     config = replace(
@@ -80,7 +81,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     )
     indexed = LayerKind(indexer=_indexer(sizes, config))
     config = replace(config, layer_kinds=tuple(kind if kind.state else indexed for kind in config.layer_kinds))
-    linear = replace(config.linear, gate="sigmoid" if gate == "sigmoid" else "silu")
+    linear = replace(linear, gate="sigmoid" if gate == "sigmoid" else "silu")
     if n_grams := _n_grams(hf, sizes, config):
         config = replace(config, n_grams=n_grams, n_gram_layers=tuple(sorted({one - 1 for one in hf["ple_layer_ids"]})))
         linear = replace(linear, further=n_grams.states(config.stream_size))
@@ -124,8 +125,8 @@ def _n_grams(hf: dict[str, Any], sizes: dict[str, int], config: ModelConfig) -> 
     reasons = []
     if not isinstance(layers, list) or not all(type(layer) is int and layer in linear for layer in layers):
         reasons.append(
-            f"ple_layer_ids={layers!r:.60} is not a list of layers with linear attention, counted from 1, before the "
-            f"last of {config.num_layers} layers"
+            f"ple_layer_ids={layers!r:.60} is not supported, only a list of layers with linear attention, counted from "
+            f"1, before the last of {config.num_layers} layers"
         )
     if type(width) is not int or not 1 <= width <= MAX_SIZE or width % tables:
         reasons.append(f"ple_embed_dim={width!r:.60} is not a positive multiple of the {tables} tables")
@@ -133,6 +134,7 @@ def _n_grams(hf: dict[str, Any], sizes: dict[str, int], config: ModelConfig) -> 
     if eos is None or eos == [] or not are_token_ids(eos):
         reasons.append("eos_token_id is missing, which n-grams do not reach behind")
     _raise(reasons)
+    assert eos is not None
     return NGrams(
         width=width,
         longest=sizes["ngram_size"],
