@@ -139,12 +139,22 @@ float32 copy, the logits of a mixed pass, and penalised logits."""
 def step_bytes(model: ModelConfig, layout: Layout) -> int:
     """Device bytes of decode steps for each row of the batch, in addition to ``GRAPH_BYTES``.
 
-    It is the sum of: float32 logits, scratch of sampling, the states that parts decode (one layer at a time), and
-    scratch of fetches. Fetches run on another stream, so a graph keeps their scratch for each layer that fetches.
+    It is the sum of: float32 logits, scratch of sampling, the states that parts decode (one layer at a time), copies of
+    a layer's index keys from which a pooled indexer computes those of blocks, and scratch of fetches. Fetches run on another stream, so a graph keeps their scratch for each layer that fetches.
     """
     reading = sum(part.reading_bytes() for group in layout.groups for part in group.parts)
     fetching = sum(map(_fetching_bytes, layout.groups))
-    return LOGITS_AT_ONCE * 4 * model.vocab_size + SCRATCH_BYTES + reading + fetching
+    pooling = max(map(_pooling_bytes, layout.groups))
+    return LOGITS_AT_ONCE * 4 * model.vocab_size + SCRATCH_BYTES + reading + pooling + fetching
+
+
+def _pooling_bytes(layout: GroupLayout) -> int:
+    """Bytes of a sequence's index keys in a layer, and of their float32 copy with its means; 0 if they are not
+    pooled."""
+    if layout.indexer is None or layout.indexer.pooled is None:
+        return 0
+    numbers = (layout.max_model_len + PAGE) * layout.shape.head_dim
+    return numbers * (layout.dtype.itemsize + 4) + 4 * numbers // layout.indexer.block_size
 
 
 def _fetching_bytes(layout: GroupLayout) -> int:

@@ -35,12 +35,23 @@ def selecting_bytes(shape: ModelShape, queries: int, keys: int, dtype: torch.dty
         queries, keys: n and m.
         dtype: dtype of queries and keys.
     """
-    if not any(kind.indexer is not None and keys > kind.indexer.budget for kind in shape.kinds):
+    selecting = [kind.indexer for kind in shape.kinds if kind.indexer is not None and keys > kind.indexer.budget]
+    if not selecting:
         return 0
-    of_query = shape.num_kv_heads * keys
+    of_query, of_keys = shape.num_kv_heads * keys, 4 * keys * shape.head_dim
     scores = min(queries * of_query, max(SCORES_AT_ONCE, of_query))
     results = 2 * queries * shape.num_query_heads * shape.head_dim  # of tiles, and joined
-    return SCORE_BYTES * scores + 4 * keys * shape.head_dim + (results + keys * shape.head_dim) * dtype.itemsize
+    needs = [
+        SCORE_BYTES * scores + of_keys
+        if one.pooled is None
+        else max(
+            # scores of all heads and their sums, or later the chosen blocks and four masks of tokens
+            scores // shape.num_kv_heads * max(-(-4 * (one.pooled.heads + 1) // one.block_size), 5),
+            of_keys + of_keys // one.block_size,
+        )
+        for one in selecting
+    ]
+    return max(needs) + (results + keys * shape.head_dim) * dtype.itemsize
 
 
 def attend_selected_blocks(
