@@ -58,6 +58,28 @@ def test_logits_are_those_of_transformers(
     assert (cache.groups[0].pool.tables.compressed > 0).any()
 
 
+@pytest.mark.parametrize("length", [301, 90])
+@pytest.mark.parametrize("kind", ["full", "segments", "on the host"])
+def test_forks_and_snapshots_continue(kind: str, length: int, tmp_path: Path) -> None:
+    """Of a compressed and of a dense sequence. A fork begins where a page does; a snapshot ends within a block."""
+    theirs, loaded = build("qwen4_exp", tmp_path, LONG), load_model(tmp_path)
+    cache, other = (open_cache(loaded, lossless(kind, loaded), 600, slots=12) for _ in range(2))
+    sequence, text = cache.allocate(length, 600), prompt(0, length)
+    prefill(loaded.model, cache, [(sequence, text)])
+    point = cache.fork_point(sequence, length)
+    assert point % 64 == 0 < point and length % 4
+    restored = other.snapshots.load(cache.snapshots.export(sequence), 600)
+    other.extend(restored, length + 9, 600)
+    fork = cache.fork(sequence, point, point + 9, 600)
+    for place, own, start in ((cache, fork, point), (other, restored, length)):
+        more = [*text[:start], *prompt(1, 9)]
+        assert_close(prefill(loaded.model, place, [(own, more[start:])]), [oracle(theirs, more)])
+        runner = Runner(loaded.model, place)
+        for token in prompt(2, 70):
+            got, more = runner.decode([own], [token]), [*more, token]
+        assert_close(got, [oracle(theirs, more)])
+
+
 def assert_same_blocks(scores: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Of each query, scores of all blocks, and the chosen ones, [n, blocks]. Blocks with the score 0 are
     interchangeable."""

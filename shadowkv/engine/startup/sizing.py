@@ -140,7 +140,8 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
     """Device bytes of decode steps for each row of the batch, in addition to ``GRAPH_BYTES``.
 
     It is the sum of: float32 logits, scratch of sampling, the states that parts decode (one layer at a time), copies of
-    a layer's index keys from which a pooled indexer computes those of blocks, and scratch of fetches. Fetches run on another stream, so a graph keeps their scratch for each layer that fetches.
+    a layer's index keys from which a pooled indexer computes those of blocks, and scratch of fetches. Fetches run on
+    another stream, so a graph keeps their scratch for each layer that fetches.
     """
     reading = sum(part.reading_bytes() for group in layout.groups for part in group.parts)
     fetching = sum(map(_fetching_bytes, layout.groups))
