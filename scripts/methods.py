@@ -234,16 +234,25 @@ METHODS = (
         (("causal_convolution", "fla-core"),),
     ),
     Method(
-        "native indexers (MiniMax-M3)",
+        "native indexers (MiniMax-M3, the Qwen4 preview)",
         (
             *_parts("index_native"),
             "kvcache/decode/native.py",
+            "kvcache/decode/pooled.py",
             "kvcache/prefill/native.py",
             "layers/indexer.py",
         ),
         ("chunk_mean_scores", "attend_selected", "paged_attention"),
         (),
-        ("models/test_minimax_m3.py",),
+        ("models/test_minimax_m3.py", "models/test_qwen4_exp.py"),
+    ),
+    Method(
+        "hyper-connections and n-gram embeddings (the Qwen4 preview)",
+        ("layers/streams/hyper_connections.py", "layers/streams/n_grams.py"),
+        ("causal_convolution",),
+        ("cpu/recurrence",),
+        ("models/test_qwen4_exp.py",),
+        (("causal_convolution", "fla-core"),),
     ),
     Method(
         "a step's layers in one call, on a CPU",

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shadowkv.kvcache.policy.shape import IndexQueries
+
 
 class Part(Protocol):
     """New tokens of one kind in a group of layers: of a decode step (``DecodeBatch``), of prompts (``PrefillBlock``),
@@ -29,7 +31,7 @@ class PartHandler(Protocol):
         layers with an indexer."""
 
     def start(
-        self, layer: int, q: Tensor, part: Any, sinks: Tensor | None = None, index_queries: Tensor | None = None
+        self, layer: int, q: Tensor, part: Any, sinks: Tensor | None = None, index_queries: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
         """Starts attention of a part's queries [T, H_q, d] before RoPE. The returned function finishes it and returns
         [T, H_q, d]. In layers with an indexer, ``index_queries`` [T, H, d] before RoPE select what is attended to."""

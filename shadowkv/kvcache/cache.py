@@ -29,6 +29,7 @@ from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.parts import prefill_strategy
 from shadowkv.kvcache.parts.base import BlockHook
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
 from shadowkv.kvcache.prefill.exact import has_room, lengths_of, numbers_of, split_numbers
@@ -507,7 +508,7 @@ class KVCache:
         group.append(at, k, v, batch.groups[group.number], index_keys)
 
     def start(
-        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: Tensor | None = None
+        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
         """Starts attention of queries [T, H_q, d] before RoPE, with softmax scale 1 / sqrt(d).
 
@@ -518,11 +519,10 @@ class KVCache:
         | selected | tail], or to all tokens if the sequence is dense or the policy does not select. ``sinks``, float32
         [H_q], are scores of one more position in every softmax. The value of that position is 0 (``add_sinks``).
 
-        In layers with an indexer, prefill and decode attend to the blocks that the index queries [T, H, d] before RoPE
-        select (``policy.shape.Indexer``).
+        In layers with an indexer, prefill and decode attend to what ``index`` selects (``policy.shape.Indexer``).
         """
         group, at = self.place(layer)
-        return group.start(at, q, batch.groups[group.number], sinks, index_queries)
+        return group.start(at, q, batch.groups[group.number], sinks, index)
 
     # -- calls of the model's recurrent layers ---------------------------------------------------------------------
 
@@ -570,10 +570,10 @@ class FanOut:
         self.caches[0].append(layer, k, v, batch, index_keys)
 
     def start(
-        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: Tensor | None = None
+        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
         """Starts a block's attention."""
-        return self.caches[0].start(layer, q, batch, sinks, index_queries)
+        return self.caches[0].start(layer, q, batch, sinks, index)
 
     def states(self, layer: int, batch: Batch) -> tuple[dict[str, Tensor], tuple[RecurrentPart, ...]]:
         """The recurrent states of a layer."""

@@ -17,6 +17,7 @@ from shadowkv.kvcache.decode.planning import DecodePlanner
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts.base import OBSERVED, PrefillStrategy
 from shadowkv.kvcache.policy.growth import Compressed
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.attention import Prefill
 from shadowkv.kvcache.prefill.batch import PrefillBlock
@@ -137,7 +138,7 @@ class LayerGroup:
         q: Tensor,
         parts: tuple[Part, ...],
         sinks: Tensor | None = None,
-        index_queries: Tensor | None = None,
+        index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Starts attention of packed queries [T, H_q, d] before RoPE, with index queries [T, H, d] if there is an
         indexer. Each part goes to its handler. The returned function finishes it and returns [T, H_q, d]."""
@@ -151,6 +152,8 @@ class LayerGroup:
         return lambda: torch.cat([finish() for finish in started])
 
 
-def _split(x: Tensor | None, parts: tuple[Part, ...]) -> Sequence[Any]:
+def _split(x: Tensor | IndexQueries | None, parts: tuple[Part, ...]) -> Sequence[Any]:
     """Splits ``x`` [T, ...] by parts; None for each part if it is None."""
+    if isinstance(x, IndexQueries):
+        return [x._replace(queries=queries) for queries in _split(x.queries, parts)]
     return [None] * len(parts) if x is None else x.split([part.num_tokens for part in parts])

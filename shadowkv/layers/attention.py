@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.recurrent.batch import RecurrentPart
 from shadowkv.layers.indexer import Indexer
 from shadowkv.layers.norm import JointNorm, RMSNorm
@@ -28,10 +29,10 @@ class Cache(Protocol):
         """Stores keys and values, each [T, H, d], of the batch's tokens, and their index keys [T, 1, d]."""
 
     def start(
-        self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None, index_queries: Tensor | None = None
+        self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None, index: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
-        """Starts causal attention of queries [T, Hq, d] over their sequences, including their own tokens. If there are
-        index queries [T, H, d], a query attends to the blocks that its index queries select.
+        """Starts causal attention of queries [T, Hq, d] over their sequences, including their own tokens. With
+        ``index``, a query attends to what its index queries [T, H, d] select.
 
         The returned function finishes the attention and returns [T, Hq, d]. Before the caller calls it, the caller can
         launch other work, while the cache waits for values from the host.

@@ -50,7 +50,8 @@ class GatedDeltaNet(Computing):
         out, z = self._mixed(x, cache, batch)
         normed = self.norm(batch.of_needed(out))
         gate = batch.of_needed(z).unflatten(-1, normed.shape[1:])
-        gated = (normed * F.silu(gate.float())).to(x.dtype)
+        activated = F.silu(gate.float()) if self.sizes.gate == "silu" else gate.float().sigmoid()
+        gated = (normed * activated).to(x.dtype)
         result = self.group.sum(self.out(gated.flatten(1)))
         return lambda: result
 

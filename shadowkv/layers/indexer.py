@@ -1,4 +1,5 @@
-"""The indexer of block-sparse attention (MiniMax-M3): small queries and keys that select what attention reads.
+"""The indexers of block-sparse attention (MiniMax-M3, the Qwen4 preview): small queries and keys that select what
+attention reads.
 
 The cache stores the index keys, and selects blocks of tokens by products of both (``kvcache/parts/index_native.py``).
 """
@@ -6,28 +7,53 @@ The cache stores the index keys, and selects blocks of tokens by products of bot
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import LayerSpec, projection
 
 
 class Indexer(nn.Module):
-    """One index query for each kv head and one index key for each token, RMS-normalised, with the head dim of
-    attention."""
+    """Index queries and one index key for each token. They are RMS-normalised, except keys of a pooled indexer, which
+    the cache normalises block by block.
+
+    One query for each kv head with the head dim of attention, or the heads of ``shape.Indexer.pooled``.
+    """
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
-        self.heads, dim = spec.heads.num_kv_heads, spec.heads.head_dim
-        self.query = projection(spec, "attention.indexer.query", spec.hidden_size, self.heads * dim)
-        self.key = projection(spec, "attention.indexer.key", spec.hidden_size, dim)
+        assert spec.indexer is not None, "the layer has no indexer"
+        self.pooled = spec.indexer.pooled is not None
+        self.width, self.eps = spec.heads.head_dim, spec.rms_norm_eps
+        self.heads, self.dim = spec.indexer.pooled or (spec.heads.num_kv_heads, spec.heads.head_dim)
+        dim = self.dim
+        if self.pooled:  # files join both
+            rows = self.heads * dim
+            self.query_key = projection(
+                spec, "attention.indexer.query_key", spec.hidden_size, rows + dim, borders=(rows,)
+            )
+        else:
+            self.query = projection(spec, "attention.indexer.query", spec.hidden_size, self.heads * dim)
+            self.key = projection(spec, "attention.indexer.key", spec.hidden_size, dim)
         self.query_norm, self.key_norm = (
             RMSNorm(dim, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device) for _ in range(2)
         )
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Index queries [T, H, d] before RoPE, of normalised hidden states [T, D]."""
-        return self.query_norm(self.query(x).unflatten(-1, (self.heads, -1)))
+    def queries(self, x: Tensor) -> IndexQueries:
+        """Index queries [T, H, d] before RoPE, of normalised hidden states [T, D]. d is the head dim of attention:
+        narrower heads are filled up with zeros."""
+        rows = self.heads * self.dim
+        queries = self.query_key.rows(x, 0, rows) if self.pooled else self.query(x)
+        queries = self._wide(self.query_norm(queries.unflatten(-1, (self.heads, -1))))
+        return IndexQueries(queries, self._wide(self.key_norm.weight) if self.pooled else None, self.eps)
 
     def keys(self, x: Tensor) -> Tensor:
         """Index keys [T, 1, d] before RoPE, of normalised hidden states [T, D]."""
-        return self.key_norm(self.key(x).unsqueeze(1))
+        if not self.pooled:
+            return self.key_norm(self.key(x).unsqueeze(1))
+        first = self.heads * self.dim
+        return self._wide(self.query_key.rows(x, first, first + self.dim).unsqueeze(1))
+
+    def _wide(self, x: Tensor) -> Tensor:
+        return pad(x, (0, self.width - x.shape[-1])) if x.shape[-1] < self.width else x

@@ -3,12 +3,14 @@ asks for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from shadowkv.kvcache.policy.shape import Heads, LayerKind, StateArray
+from shadowkv.kvcache.policy.shape import Heads, Indexer, LayerKind, StateArray
 from shadowkv.layers.group import Group
 from shadowkv.layers.linear import FP8Linear, Linear
 from shadowkv.layers.quantised_matrix import QuantisedLinear, RowBlock
@@ -47,6 +49,96 @@ class Experts:
 
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
 """Names of the states of a layer with linear attention."""
+N_GRAM_TOKENS, N_GRAM_INPUTS = "n_gram_tokens", "n_gram_inputs"
+"""Names of the states of a layer with n-grams: its newest tokens, and the newest inputs of its convolution."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The residual streams of a model with hyper-connections (``StreamMixer``).
+
+    Attributes:
+        count: S, the number of streams.
+        rank: rank of the gate that mixes them.
+    """
+
+    count: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class NGrams:
+    """Sizes of the n-gram embeddings of a layer (``NGramInput``). The hash functions are those of the published code:
+    each n-gram is mixed with odd multipliers from SplitMix64, and each table has another prime number of rows.
+
+    Attributes:
+        width: numbers of all tables together that a token looks up.
+        longest: tokens of the longest n-gram; the shortest has two.
+        tables_each: tables of the n-grams of each length.
+        kernel: weights of the convolution, ``longest`` tokens apart.
+        least_rows: rows of each table are the next primes from here on.
+        multiple: all rows of a layer together are padded to a multiple of this.
+        parts: tensors that files have these rows in.
+        seed, vocab_size: determine the multipliers.
+        eos_token_id: ends a text; n-grams do not reach behind it.
+        number: number of this layer among those with n-grams.
+    """
+
+    width: int
+    longest: int
+    tables_each: int
+    kernel: int
+    least_rows: int
+    multiple: int
+    parts: int
+    seed: int
+    vocab_size: int
+    eos_token_id: int
+    number: int = 0
+
+    @property
+    def tables(self) -> int:
+        """Number of tables."""
+        return (self.longest - 1) * self.tables_each
+
+    @cached_property
+    def primes(self) -> list[int]:
+        """Rows of each table."""
+        primes, candidate = list[int](), self.least_rows
+        while len(primes) < (self.number + 1) * self.tables:
+            if candidate > 1 and all(candidate % divisor for divisor in range(2, math.isqrt(candidate) + 1)):
+                primes.append(candidate)
+            candidate += 1
+        return primes[-self.tables :]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all tables together, with padding."""
+        return -(-sum(self.primes) // self.multiple) * self.multiple
+
+    @property
+    def multipliers(self) -> list[int]:
+        """The multiplier of each token of an n-gram, newest first."""
+        half = max(1, ((1 << 63) - 1) // self.vocab_size // 2)
+        base = self.seed + 10007 * self.number
+        return [2 * (_splitmix64(base + _GAMMA * (back + 1)) % half) + 1 for back in range(self.longest)]
+
+    def states(self, channels: int) -> tuple[StateArray, ...]:
+        """The states of a sequence in a layer; ``channels`` are the dimensions of all streams."""
+        inputs = StateArray(N_GRAM_INPUTS, (channels, (self.kernel - 1) * self.longest))
+        return StateArray(N_GRAM_TOKENS, (1, self.longest - 1)), inputs
+
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def _splitmix64(value: int) -> int:
+    """The next number of SplitMix64 (Steele, Lea, Flood 2014) behind a state."""
+    mask = (1 << 64) - 1
+    value = ((value & mask) + _GAMMA) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)
 
 
 @dataclass(frozen=True)
@@ -62,6 +154,8 @@ class LinearAttention:
             n mod ``key_heads``. Otherwise a key head's value heads are neighbours.
         joined: input projections that files have in one tensor, key head by key head: ``qkvz`` for queries, keys,
             values and output gates, ``ba`` for the state's gates, or both.
+        gate: activation of the output gate, ``silu`` or ``sigmoid``.
+        further: arrays that the layers' state has besides (``NGrams.states``).
     """
 
     key_heads: int
@@ -71,6 +165,8 @@ class LinearAttention:
     kernel: int
     tiled: bool = False
     joined: tuple[str, ...] = ()
+    gate: str = "silu"
+    further: tuple[StateArray, ...] = ()
 
     @property
     def keys(self) -> int:
@@ -92,7 +188,7 @@ class LinearAttention:
         """The layers' kind, which says what a cache keeps for each sequence."""
         matrix = self.value_heads, self.key_dim, self.value_dim
         inputs = StateArray(CONVOLUTION, (self.channels, self.kernel - 1))
-        return LayerKind(state=(inputs, StateArray(RECURRENT, matrix, sums=True)))
+        return LayerKind(state=(inputs, StateArray(RECURRENT, matrix, sums=True), *self.further))
 
 
 @dataclass(frozen=True)
@@ -107,7 +203,8 @@ class LayerSpec:
         intermediate_size: I, width of the MLP.
         experts: the mixture of experts that replaces the MLP; None for an MLP.
         linear: the linear attention that replaces attention; None for attention.
-        indexer: whether an indexer selects what a query attends to (``Indexer``).
+        indexer: the indexer that selects what a query attends to; None without one.
+        n_grams: the n-gram embeddings that the layer adds to all streams; None without them.
         row_blocks: row blocks of the weights that stay quantised as files store them, by name within the layer.
         hidden_size: D, width of the residual stream.
         rms_norm_eps: added to the mean square in every RMSNorm.
@@ -126,6 +223,7 @@ class LayerSpec:
             stream.
         value_norm: whether each head's values are divided by their root mean square.
         per_layer_input_size: numbers of each token's input to this layer alone (``PerLayerInputs``); 0 for none.
+        streams: the residual streams, if there are several (``HyperConnectedLayer``); None for one.
         output_scale: whether the residual stream after the layer is multiplied by a learned number.
         quantization: ``fp8`` if projections multiply 8-bit floats; else None.
         dtype: dtype of activations and of unquantised weights.
@@ -141,7 +239,8 @@ class LayerSpec:
     intermediate_size: int
     experts: Experts | None
     linear: LinearAttention | None
-    indexer: bool
+    indexer: Indexer | None
+    n_grams: NGrams | None
     row_blocks: Mapping[str, tuple[RowBlock, ...]]
     hidden_size: int
     rms_norm_eps: float
@@ -155,6 +254,7 @@ class LayerSpec:
     post_norms: bool
     value_norm: bool
     per_layer_input_size: int
+    streams: Streams | None
     output_scale: bool
     quantization: str | None
     dtype: torch.dtype

@@ -19,6 +19,7 @@ from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.per_layer_inputs import LayerInput, PerLayerInputs
 from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, RowBlock
 from shadowkv.layers.spec import LayerSpec
+from shadowkv.layers.streams.hyper_connections import HyperConnectedLayer, StreamMixer
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import vocabulary_rows
 from shadowkv.ops.quantised_matmul.humming import Packed, compile_kernels
@@ -66,7 +67,8 @@ class Decoder(nn.Module):
             intermediate_size=config.intermediate_size,
             experts=None,
             linear=None,
-            indexer=False,
+            indexer=None,
+            n_grams=None,
             row_blocks={},
             hidden_size=config.hidden_size,
             rms_norm_eps=config.rms_norm_eps,
@@ -80,6 +82,7 @@ class Decoder(nn.Module):
             post_norms=config.post_norms,
             value_norm=config.value_norm,
             per_layer_input_size=config.hidden_size_per_layer_input,
+            streams=config.streams,
             output_scale=config.output_scale,
             quantization=config.quantization,
             dtype=dtype,
@@ -89,7 +92,7 @@ class Decoder(nn.Module):
         )
         self.embedding = self._table(row_blocks.get("embedding"))
         self.layers = nn.ModuleList(
-            DecoderLayer(
+            (DecoderLayer if config.streams is None else HyperConnectedLayer)(
                 replace(
                     spec,
                     heads=config.heads_of(layer),
@@ -99,7 +102,8 @@ class Decoder(nn.Module):
                     intermediate_size=config.intermediate_size * config.widening_of(layer),
                     experts=config.experts_of(layer),
                     linear=config.linear_of(layer),
-                    indexer=config.indexer_of(layer) is not None,
+                    indexer=config.indexer_of(layer),
+                    n_grams=config.n_grams_of(layer),
                     row_blocks=_within(f"layers.{layer}.", row_blocks),
                 ),
                 layer,
@@ -109,7 +113,11 @@ class Decoder(nn.Module):
         self.per_layer_inputs = None
         if config.hidden_size_per_layer_input:
             self.per_layer_inputs = PerLayerInputs(spec, config.num_layers, config.vocab_size_per_layer_input)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=norm_dtype, device=self.device)
+        self.norm: RMSNorm | StreamMixer
+        if config.streams is None:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=norm_dtype, device=self.device)
+        else:
+            self.norm = StreamMixer(spec, injects=False)
         self.head = None if config.tie_word_embeddings else self._table(row_blocks.get("head"))
 
     def _table(self, row_blocks: tuple[RowBlock, ...] | None) -> nn.Parameter | QuantisedMatrix:
@@ -144,8 +152,10 @@ class Decoder(nn.Module):
             torch.cuda.empty_cache()  # frees the unpacked weights: the KV cache is sized by free memory
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Returns the residual stream [T, D] of token ids, int64 [T]."""
+        """Returns the residual stream [T, D], or all of them joined, of token ids, int64 [T]."""
         x = self._look_up(token_ids)
+        if self.config.streams is not None:
+            x = x.repeat(1, self.config.streams.count)
         if self.config.embedding_scale == 1.0:
             return x
         return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()  # rounded, as in the families' code
@@ -157,6 +167,8 @@ class Decoder(nn.Module):
             embedded: ``embed(token_ids)``, if this is kept until the last layer. None to compute it for each layer.
         """
         inputs = self.per_layer_inputs
+        if self.config.n_gram_layers:
+            return lambda layer: token_ids
         if inputs is None:
             return None
         return lambda layer: inputs(token_ids, self.embed(token_ids) if embedded is None else embedded, layer)
@@ -237,6 +249,7 @@ class Decoder(nn.Module):
         that are not packed, because rows that are packed twice would count twice.
         """
         tables = 0 if self.per_layer_inputs is None else self.per_layer_inputs.table.nbytes
+        tables += sum(weight.nbytes for name, weight in self.named_parameters() if name.endswith(".n_grams.table"))
         read = self.num_bytes - self._looked_up_bytes - tables
         if self.config.experts is None:
             return read

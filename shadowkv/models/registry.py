@@ -29,6 +29,8 @@ FAMILIES = {
     "qwen3_5_moe": "hybrids.qwen3_5_moe",
     "qwen3_5_moe_text": "hybrids.qwen3_5_moe",
     "qwen3_next": "hybrids.qwen3_next",
+    "qwen4_exp": "hybrids.qwen4_exp",
+    "qwen4_exp_text": "hybrids.qwen4_exp",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
     "gemma4": "gemma4",

@@ -93,6 +93,16 @@ QWEN3_5 = {
     "linear_value_head_dim": 8,
 }
 
+QWEN4_EXP = {
+    **{**QWEN3_5, "model_type": "qwen4_exp_text", "num_experts": 8, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "output_gate_type": "sigmoid"},
+    **{"num_hidden_layers": 5, "hc_count": 4, "hc_lowrank": 12, "indexer_n_heads": 24, "indexer_kv_heads": 1},
+    **{"indexer_head_dim": 16, "indexer_budget": 128, "indexer_compress_ratio": 4, "ple_layer_ids": [1, 3]},
+    **{"ple_embed_dim": 32, "heads_per_ngram": 4, "ngram_vocab_size_base": 50, "split_ngram_parts": 4},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+
 GEMMA4 = {
     "model_type": "gemma4_text",
     "num_hidden_layers": 6,
@@ -212,6 +222,12 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_next-some-dense": {
         **{**QWEN3_NEXT, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
         **{"linear_num_value_heads": 4, "norm_topk_prob": False},
+    },
+    "qwen4_exp": QWEN4_EXP,
+    "qwen4_exp-one-stream-more": {
+        **{**QWEN4_EXP, "num_hidden_layers": 4, "hc_count": 5, "ple_layer_ids": [], "output_gate_type": None},
+        **{"layer_types": ["indexed_attention", "linear_attention"] * 2, "norm_topk_prob": False},
+        **{"indexer_compress_ratio": 8, "indexer_n_heads": 32},
     },
     "minimax_m2": MINIMAX,
     "minimax_m3": MINIMAX_M3,

@@ -170,6 +170,21 @@ VALUES: dict[str, Any] = {
     "mlp_layer_types": ["sparse", "sparse"],
     "moe_layer_freq": [1, 1],
     "sparse_attention_config": {"sparse_attention_freq": [1, 1]},
+    "indexer_n_heads": 8,
+    "indexer_head_dim": 8,
+    "indexer_budget": 256,
+    "indexer_compress_ratio": 8,
+    "hc_count": 3,
+    "hc_lowrank": 7,
+    "ple_layer_ids": [],
+    "ple_embed_dim": 64,
+    "ple_conv_kernel_size": 3,
+    "ngram_size": 5,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 60,
+    "make_ngram_vocab_size_divisible_by": 64,
+    "split_ngram_parts": 2,
+    "seed": 5,
 }
 """Another value than the tiny models' of every field that some family reads."""
 
@@ -192,6 +207,7 @@ REFUSED = {
     "attn_output_gate": False,
     "mamba_ssm_dtype": "bfloat16",
     "output_gate_type": "sigmoid",
+    "indexer_kv_heads": 2,
 }
 """Values that no family, or not this one, runs with."""
 
@@ -203,10 +219,17 @@ _BY_MINIMAX_M3 = {
     "num_key_value_heads": 1,
     "head_dim": 24,
 }
+_BY_QWEN4_EXP = {
+    "output_gate_type": "relu",
+    "layer_types": ["full_attention", "full_attention"],
+    "full_attention_interval": 1,
+}
 REFUSED_BY: dict[str, dict[str, Any]] = {
     "minimax_m2": {"use_qk_norm": False, "shared_intermediate_size": 32},
     "minimax_m3_vl": _BY_MINIMAX_M3,
     "minimax_m3_vl_text": _BY_MINIMAX_M3,
+    "qwen4_exp": _BY_QWEN4_EXP,
+    "qwen4_exp_text": _BY_QWEN4_EXP,
 }
 """Of fields that others read."""
 
@@ -243,6 +266,10 @@ def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path
     config |= {"tie_word_embeddings": False}
     if "full_attention_interval" in family(model_type).FIELDS:
         config |= {"full_attention_interval": 2, "partial_rotary_factor": 0.5}
+    if "indexer_n_heads" in family(model_type).FIELDS:
+        config |= {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 128}
+        config |= {"indexer_compress_ratio": 4, "ple_layer_ids": [1], "ple_embed_dim": 32, "heads_per_ngram": 4}
+        config |= {"ngram_vocab_size_base": 50, "eos_token_id": 2}
     if "index_n_heads" in family(model_type).FIELDS:
         config |= {"index_n_heads": 2, "index_head_dim": 16, "moe_layer_freq": [0, 1]}
         config |= {"sparse_attention_config": {"sparse_attention_freq": [0, 1]}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,12 +27,13 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens
-from shadowkv.kvcache.policy.shape import FULL, Indexer, LayerKind, ModelShape
+from shadowkv.kvcache.policy.shape import FULL, Indexer, IndexQueries, LayerKind, ModelShape, PooledHeads
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.prefill import native
 from shadowkv.kvcache.prefill.native import selecting_bytes
 from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.kvcache.traffic import StepReads, step_reads
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.plan.planner import sequence_bytes
@@ -44,7 +46,7 @@ LLAMA = ModelShape(num_layers=32, num_query_heads=32, num_kv_heads=8, head_dim=1
 
 def llama(vocab_size: int = 1000) -> SimpleNamespace:
     """What sizing reads of the config of Llama-3.1-8B, with another vocabulary."""
-    widths = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": vocab_size}
+    widths = {"hidden_size": 4096, "stream_size": 4096, "intermediate_size": 14336, "vocab_size": vocab_size}
     return SimpleNamespace(shape=LLAMA, experts=None, linear=None, has_mlps=True, double_wide_mlp=False, **widths)
 
 
@@ -100,6 +102,7 @@ MODEL = SimpleNamespace(
     has_mlps=True,
     double_wide_mlp=False,
     hidden_size=64,
+    stream_size=64,
     intermediate_size=128,
     vocab_size=1000,
 )
@@ -219,16 +222,21 @@ def test_attention_of_an_indexer_is_counted_where_it_takes_more_than_the_mlp() -
     assert selecting_bytes(LLAMA, 8192, context, torch.bfloat16) == 0
 
 
+@pytest.mark.parametrize("indexer", [Indexer(128, 4, 1), Indexer(4, 32, 0, PooledHeads(4, 64))], ids=str)
 @pytest.mark.parametrize(("heads", "queries", "keys", "at_once"), [(2, 512, 8192, 2**20), (4, 100, 700, 2**24)])
 def test_queries_select_in_what_is_counted(
-    heads: int, queries: int, keys: int, at_once: int, seed: str, monkeypatch: pytest.MonkeyPatch
+    heads: int, queries: int, keys: int, at_once: int, indexer: Indexer, seed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "SCORES_AT_ONCE", at_once)
-    indexer = Indexer(128, 4, 1)
     shape = ModelShape(1, 4 * heads, heads, 64, (LayerKind(indexer=indexer),))
-    q, index_queries = (torch.randn(queries, count, 64) for count in (4 * heads, heads))
+    of_index = heads if indexer.pooled is None else indexer.pooled.heads
+    q, index_queries = (torch.randn(queries, count, 64) for count in (4 * heads, of_index))
     k, v, index_keys = (torch.randn(keys, count, 64) for count in (heads, heads, 1))
-    attend = partial(native.attend_selected_blocks, indexer, q, index_queries, k, v, index_keys)
+    ops = SimpleNamespace(apply_rope=lambda x, positions, tables: x.clone())
+    store: Any = SimpleNamespace(layout=SimpleNamespace(indexer=indexer), ops=ops, rotary=None)
+    store.block_keys = partial(GroupStore.block_keys, store)
+    index = IndexQueries(index_queries, torch.ones(64), 1e-6)
+    attend = partial(native.attend_selected_blocks, store, q, index, k, v, index_keys)
     taken, counted = peak_bytes(attend), selecting_bytes(shape, queries, keys, torch.float32)
     assert counted / 1.5 < taken <= counted
 

@@ -186,7 +186,7 @@ def prefill(
     if batch.num_tokens <= BLOCK_TOKENS[cache.device.type]:
         flows = [_one_block(model, batch, ids, scored, step)]
     else:
-        stream = torch.empty(batch.num_tokens, model.config.hidden_size, dtype=model.dtype, device=cache.device)
+        stream = torch.empty(batch.num_tokens, model.config.stream_size, dtype=model.dtype, device=cache.device)
         flows = _in_blocks(model, batch, ids, stream, scored)
     try:
         yield from forward(cast("list[DecoderLayer]", list(model.layers)), cache, flows, batch)

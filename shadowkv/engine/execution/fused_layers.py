@@ -61,7 +61,9 @@ class FusedLayers:
         row_blocks = [block for matrix in matrices for block in matrix.row_blocks]
         known = all(block.form is None or isinstance(block.form, BlockForm) for block in row_blocks)
         config = model.config
-        plain = config.activation == "silu" and not (config.sinks or config.output_gate or config.wide_norms)
+        plain = config.activation == "silu" and not (
+            config.sinks or config.output_gate or config.wide_norms or config.streams
+        )
         # The op calls its own kernels. It would bypass backends that plugins have registered for other ops.
         kernel = kernel and not ops.outside
         return kernel and alone and known and plain and cache.exact_layers() is not None

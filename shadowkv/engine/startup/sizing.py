@@ -67,7 +67,7 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
         return sum(_stored(tokens, shape) * numbers for shape, numbers in of_token)
 
     def kept(tokens: int) -> int:
-        return tokens * (NUMBERS_BYTES + model.hidden_size * dtype.itemsize) + layers_of(tokens) * dtype.itemsize
+        return tokens * (NUMBERS_BYTES + model.stream_size * dtype.itemsize) + layers_of(tokens) * dtype.itemsize
 
     later_turns = layers_of(context) * dtype.itemsize
     overtaking = kept(block) if context > block else 0
@@ -79,10 +79,10 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     residual stream do not count."""
     shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
     # After attention the residual stream exists before and after each of its two sums, if a layer is computed at once.
-    in_the_mlp = block * (5 * model.hidden_size + _inner_numbers(model)) * dtype.itemsize
+    in_the_mlp = block * (5 * model.stream_size + _inner_numbers(model)) * dtype.itemsize
     # Three times the queries: projected, normalised or rotated, and attended.
     of_heads = (3 * one.num_query_heads * one.head_dim + 2 * one.kv_dim for one in shape.of_scratch)
-    attending = block * (model.hidden_size + max(of_heads)) * dtype.itemsize
+    attending = block * (model.stream_size + max(of_heads)) * dtype.itemsize
     drawing = drawing_bytes(shape, block, context) if context > SPARSE_FROM else 0
     selecting = selecting_bytes(shape, block, context, dtype)
     return max(in_the_mlp, attending + max(drawing, selecting), _linear_bytes(model, block, dtype))
@@ -95,7 +95,7 @@ def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
     if linear is None:
         return 0
     per_head = 2 * linear.key_dim + 3 * linear.value_dim
-    projected = model.hidden_size + 2 * (linear.channels + linear.values)
+    projected = model.stream_size + 2 * (linear.channels + linear.values)
     return block * (projected * dtype.itemsize + 3 * 4 * linear.value_heads * per_head)
 
 
@@ -139,12 +139,23 @@ float32 copy, the logits of a mixed pass, and penalised logits."""
 def step_bytes(model: ModelConfig, layout: Layout) -> int:
     """Device bytes of decode steps for each row of the batch, in addition to ``GRAPH_BYTES``.
 
-    It is the sum of: float32 logits, scratch of sampling, the states that parts decode (one layer at a time), and
-    scratch of fetches. Fetches run on another stream, so a graph keeps their scratch for each layer that fetches.
+    It is the sum of: float32 logits, scratch of sampling, the states that parts decode (one layer at a time), copies of
+    a layer's index keys from which a pooled indexer computes those of blocks, and scratch of fetches. Fetches run on
+    another stream, so a graph keeps their scratch for each layer that fetches.
     """
     reading = sum(part.reading_bytes() for group in layout.groups for part in group.parts)
     fetching = sum(map(_fetching_bytes, layout.groups))
-    return LOGITS_AT_ONCE * 4 * model.vocab_size + SCRATCH_BYTES + reading + fetching
+    pooling = max(map(_pooling_bytes, layout.groups))
+    return LOGITS_AT_ONCE * 4 * model.vocab_size + SCRATCH_BYTES + reading + pooling + fetching
+
+
+def _pooling_bytes(layout: GroupLayout) -> int:
+    """Bytes of a sequence's index keys in a layer, and of their float32 copy with its means; 0 if they are not
+    pooled."""
+    if layout.indexer is None or layout.indexer.pooled is None:
+        return 0
+    numbers = (layout.max_model_len + PAGE) * layout.shape.head_dim
+    return numbers * (layout.dtype.itemsize + 4) + 4 * numbers // layout.indexer.block_size
 
 
 def _fetching_bytes(layout: GroupLayout) -> int:

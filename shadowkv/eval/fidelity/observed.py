@@ -14,6 +14,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 
@@ -77,16 +78,16 @@ class ObservedCache(KVCache):
         return selected
 
     def start(
-        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index_queries: Tensor | None = None
+        self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
         """Does the same as ``KVCache.start``, and calls the observer at the end."""
         step = batch.groups[self.place(layer)[0].number][0]
         if not isinstance(step, DecodeBatch):
-            return super().start(layer, q, batch, sinks, index_queries)
+            return super().start(layer, q, batch, sinks, index)
         if step.of_sequence is not None:
             raise ValueError("selections of a sequence with several segments cannot be observed; use longer prompts")
         self.batch, self._selected, self.selection_hook = batch, [], self._keep
-        finish = super().start(layer, q, batch, sinks, index_queries)
+        finish = super().start(layer, q, batch, sinks, index)
         selected = None
         if self._selected:
             of_compressed = torch.cat(self._selected)

@@ -16,9 +16,11 @@ from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.decode.batch import DecodeBatch, GroupPlan, batch_of
 from shadowkv.kvcache.decode.fetching import Fetching
 from shadowkv.kvcache.decode.native import NativeSelected, NativeSelection
+from shadowkv.kvcache.decode.pooled import PooledSelection, attend_tokens
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.memory.streams import SideStream, upload
 from shadowkv.kvcache.parts.base import Selection
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
@@ -59,7 +61,7 @@ class Decode:
         self.parts, self.ops, self.spec = store.layout.parts, store.ops, store.layout.spec
         self.side_stream = SideStream(store.compute, captured=True)
         self.fetching = Fetching(store, self.side_stream) if store.buffer is not None else None
-        self.native = None if store.index_keys is None else NativeSelection(store)
+        self.native = _native(store)
         self._appended: tuple[Tensor, Tensor] | None = None
         self.hook: SelectionHook | None = None
         self.query_hook: QueryHook | None = None
@@ -99,7 +101,7 @@ class Decode:
         q: Tensor,
         batch: DecodeBatch,
         sinks: Tensor | None = None,
-        index_queries: Tensor | None = None,
+        index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Starts attention of queries [B, H_q, d] before RoPE. The returned function finishes the attention and returns
         [B, H_q, d]. ``sinks``, float32 [H_q], are added to the attention to exact tokens, so that the merge counts them
@@ -111,7 +113,7 @@ class Decode:
         native = None
         if self.native is not None and batch.compressed is not None:
             assert index_queries is not None, "layers with an indexer have index queries"
-            index_queries = self.apply_rope(index_queries, batch)
+            index_queries = index_queries._replace(queries=self.apply_rope(index_queries.queries, batch))
             native = self.native.select(layer, index_queries, batch, batch.compressed)
         if batch.compressed is not None and self.fetching is not None:
             return self._start_fetched(layer, q, batch, batch.compressed, self.fetching, sinks, native)
@@ -156,9 +158,11 @@ class Decode:
         self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None, counts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attends to exact pages. ``counts`` int64 [B, H, E], for each kv head, are the tokens of each page that an
-        indexer selects; None attends to all tokens."""
+        indexer selects, or bool [B, E * 64], which tokens a pooled one selects; None attends to all tokens."""
         pages = self.store.k[layer], self.store.v[layer], batch.pages
-        if counts is not None:
+        if counts is not None and self.store.layout.indexer is not None and self.store.layout.indexer.pooled:
+            out, lse = attend_tokens(q, *pages, counts)
+        elif counts is not None:
             out, lse = self._attend_heads(q, *pages, counts)
         elif batch.starts is None:
             out, lse = self.ops.paged_attention(q, *pages, batch.counts)
@@ -236,3 +240,10 @@ class Decode:
             return self._merge(exact, (torch.cat(outs), torch.cat(sums)) if len(outs) > 1 else parts[0], batch)
 
         return finish
+
+
+def _native(store: GroupStore) -> NativeSelection | PooledSelection | None:
+    """What selects in layers with an indexer."""
+    if store.index_keys is None or store.layout.indexer is None:
+        return None
+    return NativeSelection(store) if store.layout.indexer.pooled is None else PooledSelection(store)

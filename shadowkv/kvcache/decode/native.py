@@ -13,6 +13,7 @@ from shadowkv.kvcache.decode.batch import DecodeBatch
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import INDEX_KEYS, Selection
 from shadowkv.kvcache.policy.selected_blocks import largest_of_blocks, selected_blocks
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.store import GroupStore
 
@@ -31,10 +32,11 @@ class NativeSelection:
         self._excluded = torch.zeros(1, 1, PAGE, dtype=torch.bool, device=store.compute)
 
     def select(
-        self, layer: int, index_queries: Tensor, batch: DecodeBatch, compressed: CompressedBatch
+        self, layer: int, index: IndexQueries, batch: DecodeBatch, compressed: CompressedBatch
     ) -> NativeSelected:
         """Selects by index queries [B, H, d] after RoPE."""
         assert batch.exact_numbers is not None and self.store.index_keys is not None
+        index_queries = index.queries
         count, heads = index_queries.shape[:2]
         segments = compressed.pages.shape[1] * (1 if batch.of_sequence is None else batch.of_sequence.shape[1])
         width = segments + batch.pages.shape[1]
@@ -45,27 +47,17 @@ class NativeSelection:
         number = number.clamp(max=width - 1)
         exact_number = batch.exact_numbers.clamp(max=width - 1)
         scores = torch.full((count, heads, width), float("-inf"), device=index_queries.device)
-        scores = self._with(
+        scores = with_scores(
             scores, self._compressed(layer, batch.of_compressed(index_queries), compressed), sequence, number
         )
         own = torch.arange(count, device=sequence.device)
-        scores = self._with(scores, self._exact(layer, index_queries, batch), own, exact_number)
+        scores = with_scores(scores, self._exact(layer, index_queries, batch), own, exact_number)
 
         pages = self.indexer.block_size // PAGE
         blocks = selected_blocks(largest_of_blocks(scores, pages), batch.positions, self.indexer)
         kept = blocks.repeat_interleave(pages, dim=-1)[..., :width]
-        chunks = self._chunks(_gathered(kept[sequence], number), compressed)
-        return Selection(chunks), batch.counts.unsqueeze(1) * _gathered(kept, exact_number)
-
-    @staticmethod
-    def _with(scores: Tensor, more: Tensor, sequence: Tensor, number: Tensor) -> Tensor:
-        """Enters more scores into ``scores`` [B, H, W]. ``more`` [R, H, P] are scores of the pages with numbers
-        ``number`` [R, P] within the sequences ``sequence`` [R]. Where there is a score already, the larger one is
-        kept."""
-        flat = scores.transpose(0, 1).flatten(1)  # [H, B * W]
-        places = (sequence[:, None] * scores.shape[-1] + number).flatten()
-        flat = flat.scatter_reduce(1, places.expand(len(flat), -1), more.transpose(0, 1).flatten(1), "amax")
-        return flat.unflatten(1, (len(scores), -1)).transpose(0, 1)
+        chunks = self._chunks(gathered(kept[sequence], number), compressed)
+        return Selection(chunks), batch.counts.unsqueeze(1) * gathered(kept, exact_number)
 
     def _compressed(self, layer: int, queries: Tensor, compressed: CompressedBatch) -> Tensor:
         """The largest score in each compressed page, float32 [R, H, P]."""
@@ -100,6 +92,16 @@ class NativeSelection:
         return scores.squeeze(1)
 
 
-def _gathered(kept: Tensor, number: Tensor) -> Tensor:
+def gathered(kept: Tensor, number: Tensor) -> Tensor:
     """Returns the entries of ``kept`` [R, H, W] for the pages with numbers ``number`` [R, P], bool [R, H, P]."""
     return kept.gather(-1, number.unsqueeze(1).expand(-1, kept.shape[1], -1))
+
+
+def with_scores(scores: Tensor, more: Tensor, sequence: Tensor, number: Tensor) -> Tensor:
+    """Enters more scores into ``scores`` [B, H, W]. ``more`` [R, H, P] are scores of the pages with numbers
+    ``number`` [R, P] within the sequences ``sequence`` [R]. Where there is a score already, the larger one is
+    kept."""
+    flat = scores.transpose(0, 1).flatten(1)  # [H, B * W]
+    places = (sequence[:, None] * scores.shape[-1] + number).flatten()
+    flat = flat.scatter_reduce(1, places.expand(len(flat), -1), more.transpose(0, 1).flatten(1), "amax")
+    return flat.unflatten(1, (len(scores), -1)).transpose(0, 1)

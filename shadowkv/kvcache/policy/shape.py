@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # a command's help shows presets, without PyTorch
+    from torch import Tensor
+
     from shadowkv.ops.apply_rope.tables import RopeConfig
 
 
@@ -46,22 +48,54 @@ class Heads(NamedTuple):
         return self.num_kv_heads * self.head_dim
 
 
+class PooledHeads(NamedTuple):
+    """Sizes of an indexer whose blocks have one key.
+
+    Attributes:
+        heads: index queries of a token.
+        dim: dimensions of index queries and keys, at most the head dim of attention. The cache stores rows of that
+            width, filled up with zeros.
+    """
+
+    heads: int
+    dim: int
+
+
+class IndexQueries(NamedTuple):
+    """Index queries of T tokens, and what a pooled indexer needs to normalise keys of blocks.
+
+    Attributes:
+        queries: [T, H, d].
+        key_norm: weight of the norm of blocks' keys, [d]; None if tokens' keys are normalised already.
+        eps: added to the mean square in that norm.
+    """
+
+    queries: Tensor
+    key_norm: Tensor | None = None
+    eps: float = 0.0
+
+
 @dataclass(frozen=True)
 class Indexer:
     """How a layer that was trained with an indexer chooses what a query attends to: whole blocks of tokens, for each kv
     head. The indexer has one query head for each kv head, and one key head, with the head dim of attention.
 
-    A block's score is the largest product of the index query with the index key of one of its tokens.
+    A block's score is the largest product of the index query with the index key of one of its tokens. With ``pooled``,
+    it is the sum, over the index queries, of the positive part of the product with the block's key: the mean of its
+    tokens' index keys, then normalised, then rotated to the position of the first one. All kv heads then attend to the
+    same complete blocks, and to all tokens of a block that is not complete yet.
 
     Attributes:
         block_size: tokens of a block, a multiple of 64.
         topk_blocks: number of blocks that a query attends to: those with the largest scores, and the local ones.
-        local_blocks: number of newest blocks that are always attended to, including the query's own.
+        local_blocks: number of newest blocks that are always attended to, including the query's own. 0 with ``pooled``.
+        pooled: index heads and dimensions of blocks with one key; None for keys of tokens.
     """
 
     block_size: int
     topk_blocks: int
     local_blocks: int
+    pooled: PooledHeads | None = None
 
     @property
     def budget(self) -> int:

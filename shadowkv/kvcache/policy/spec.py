@@ -120,8 +120,16 @@ class KVSpec:
     def of_indexer(self, indexer: Indexer) -> KVSpec:
         """The policy in layers that were trained with an indexer. Keys, values and place stay, and the indexer decides
         what is attended to."""
+        chunk = self.chunk if indexer.pooled is None else indexer.block_size
         return replace(
-            self, index=NATIVE, budget=indexer.budget, drafts=False, outliers=0, dense_below=None, skip_layers=0
+            self,
+            index=NATIVE,
+            budget=indexer.budget,
+            chunk=chunk,
+            drafts=False,
+            outliers=0,
+            dense_below=None,
+            skip_layers=0,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shadowkv.kvcache.compression.storing import Storing
 from shadowkv.kvcache.parts.base import INDEX_KEYS, PrefillStrategy
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, NewTokens, PrefillBlock, RowRange
 from shadowkv.kvcache.prefill.native import attend_selected_blocks
@@ -70,8 +71,10 @@ class Prefill:
         kept = (x[index, rows] for x in (batch.keys, batch.rope_keys, batch.values))
         self.ops.append_block(k, v, batch.positions[rows], self.store.rotary, *kept)
         if index_keys is not None and batch.index_keys is not None:
-            rotated = self.ops.apply_rope(index_keys, batch.positions[rows], self.store.rotary)
-            batch.index_keys[index, rows] = rotated
+            assert self.layout.indexer is not None
+            if self.layout.indexer.pooled is None:
+                index_keys = self.ops.apply_rope(index_keys, batch.positions[rows], self.store.rotary)
+            batch.index_keys[index, rows] = index_keys
 
     def start(
         self,
@@ -79,7 +82,7 @@ class Prefill:
         q: Tensor,
         block: PrefillBlock,
         sinks: Tensor | None = None,
-        index_queries: Tensor | None = None,
+        index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Attends with queries [n, H_q, d] of a block before RoPE. This block and those before it must be appended.
 
@@ -91,7 +94,8 @@ class Prefill:
         batch = block.batch
         q = self.ops.apply_rope(q, block.positions, self.store.rotary)
         if index_queries is not None:
-            index_queries = self.ops.apply_rope(index_queries, block.positions, self.store.rotary)
+            rotated = self.ops.apply_rope(index_queries.queries, block.positions, self.store.rotary)
+            index_queries = index_queries._replace(queries=rotated)
         if batch.attended != layer:  # layers that reuse its keys come later
             batch.keep_queries(layer, block, q)
             if block.stop == batch.num_tokens:
@@ -102,7 +106,7 @@ class Prefill:
         parts = [
             (rows, self._attend_row_ranges(layer, q[rows], batch, row_ranges, sinks))
             if index_queries is None
-            else (rows, self._attend_indexed(layer, q[rows], index_queries[rows], batch, row_ranges[0]))
+            else (rows, self._attend_indexed(layer, q[rows], _rows(index_queries, rows), batch, row_ranges[0]))
             for row_ranges, rows in zip(together, block.rows_of(together), strict=True)
         ]
         if len(parts) == 1 and len(parts[0][1]) == len(q):
@@ -220,7 +224,7 @@ class Prefill:
         return self.strategy.attend(self.ops, self.layout.layers[layer], q, k, v, new.stop - row_range.stop, sinks)
 
     def _attend_indexed(
-        self, layer: int, q: Tensor, index_queries: Tensor, batch: GroupPrefill, row_range: RowRange
+        self, layer: int, q: Tensor, index_queries: IndexQueries, batch: GroupPrefill, row_range: RowRange
     ) -> Tensor:
         """Attention of a row range to the blocks that index queries [n, H, d] after RoPE select."""
         assert self.layout.indexer is not None and batch.index_keys is not None and self.store.index_keys is not None
@@ -229,8 +233,13 @@ class Prefill:
             if max(row_range.lengths) <= indexer.budget:
                 return self._attend_packed(layer, q, batch, row_range, None)
             of_range = (x[index, row_range.start : row_range.stop] for x in batch.exact)
-            each = zip(*(x.split(row_range.lengths) for x in (q, index_queries, *of_range)), strict=True)
-            return torch.cat([attend_selected_blocks(indexer, *tokens) for tokens in each])
+            each = zip(*(x.split(row_range.lengths) for x in (q, index_queries.queries, *of_range)), strict=True)
+            return torch.cat(
+                [
+                    attend_selected_blocks(self.store, own, index_queries._replace(queries=queries), *tokens)
+                    for own, queries, *tokens in each
+                ]
+            )
         cached = batch.plan_of(new).cached if new.cached else ()
         compressed = sum(PAGE * segment.row.pages.shape[1] for segment in cached)
         k, v = self._behind_exact_tail(layer, batch, new, row_range.stop, compressed)
@@ -242,7 +251,7 @@ class Prefill:
             tail = batch.plan_of(new).tail
             index_keys.append(self.store.index_keys[layer][tail.pages, 0, tail.offsets])
         index_keys.append(batch.index_keys[index, new.start : row_range.stop, 0])
-        return attend_selected_blocks(indexer, q, index_queries, k, v, torch.cat(index_keys).unsqueeze(1))
+        return attend_selected_blocks(self.store, q, index_queries, k, v, torch.cat(index_keys).unsqueeze(1))
 
     def _attend_window(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_range: RowRange, window: int, sinks: Tensor | None
@@ -321,3 +330,7 @@ class Prefill:
         self.ops.rebuild_rows(DenseRows(pages.unsqueeze(2), page_ids), 0, exact[:whole_pages].transpose(0, 1), False)
         exact[count : count + len(new)] = new
         return joined[: room + count + len(new)]
+
+
+def _rows(index_queries: IndexQueries, rows: slice | Tensor) -> IndexQueries:
+    return index_queries._replace(queries=index_queries.queries[rows])

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import OBSERVED, CompressedTokens
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
@@ -356,7 +357,7 @@ class ExactPrefill:
         q: Tensor,
         part: ExactPrompts,
         sinks: Tensor | None = None,
-        index_queries: Tensor | None = None,
+        index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Attends with queries [T, H_q, d] before RoPE. The returned function returns the result. Index queries select
         nothing, because such a sequence is exact and not longer than what a query attends to."""

@@ -13,6 +13,7 @@ from shadowkv.kvcache.memory.arenas import GRANULE, Blocks, Field, Tier
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.memory.streams import Numbers
 from shadowkv.kvcache.parts.base import EXCLUDED, INDEX_KEYS
+from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.ops.apply_rope.tables import RotaryTables
@@ -129,10 +130,30 @@ class GroupStore(CompressedStore):
     def append_index_keys(
         self, layer: int, index_keys: Tensor, positions: Tensor, pages: Tensor, offsets: Tensor
     ) -> None:
-        """Applies RoPE to index keys [n, 1, d] of tokens at ``positions``, and writes them to rows ``offsets`` of exact
-        ``pages``, int64 [n] each."""
+        """Writes index keys [n, 1, d] of tokens at ``positions`` to rows ``offsets`` of exact ``pages``, int64 [n]
+        each. Applies RoPE first, unless they belong to a pooled indexer, which rotates keys of blocks."""
         assert self.index_keys is not None, "the layers have no indexer"
-        self.index_keys[layer][pages, 0, offsets] = self.ops.apply_rope(index_keys, positions, self.rotary).squeeze(1)
+        assert self.layout.indexer is not None
+        if self.layout.indexer.pooled is None:
+            index_keys = self.ops.apply_rope(index_keys, positions, self.rotary)
+        self.index_keys[layer][pages, 0, offsets] = index_keys.squeeze(1)
+
+    def block_keys(self, keys: Tensor, first: Tensor, index: IndexQueries) -> Tensor:
+        """Returns the keys [..., d] of blocks of a pooled indexer.
+
+        Args:
+            keys: [..., block_size, d], raw index keys of the blocks' tokens.
+            first: int64 [...], position of each block's first token.
+        """
+        indexer = self.layout.indexer
+        assert indexer is not None and indexer.pooled is not None and index.key_norm is not None
+        means = keys.float().mean(-2).to(keys.dtype).float()
+        # Only the indexer's own dimensions are not 0.
+        scale = torch.rsqrt(means.square().sum(-1, keepdim=True) / indexer.pooled.dim + index.eps)
+        normed = (means * scale * index.key_norm.float()).to(keys.dtype)
+        flat = normed.reshape(-1, 1, keys.shape[-1])
+        rotated: Tensor = self.ops.apply_rope(flat, first.reshape(-1), self.rotary)
+        return rotated.view(normed.shape)
 
     def write_tokens(self, layers: slice, rows: ExactRows, *of_tokens: Tensor) -> None:
         """Writes n tokens to exact pages. ``of_tokens`` are tensors like those that ``read_exact`` returns."""

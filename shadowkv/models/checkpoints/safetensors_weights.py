@@ -48,14 +48,17 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         raise ModelFileError(file, str(error)) from error
 
 
-def read_header(file: Path, dtypes: Sequence[str] = DTYPES) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of every tensor of a file; raises ModelFileError for types other than ``dtypes``."""
+def read_header(
+    file: Path, dtypes: Sequence[str] = DTYPES, renamed: Callable[[str], str | None] = str
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of every tensor of a file; raises ModelFileError for types other than ``dtypes``, unless
+    ``renamed`` leaves the tensor out."""
     header = {}
     with open_safetensors(file) as opened:
         for name in opened.keys():  # noqa: SIM118 (not a mapping)
             entry = opened.get_slice(name)
             dtype = entry.get_dtype()
-            if dtype not in dtypes:
+            if dtype not in dtypes and renamed(name) is not None:
                 reason = f"tensor {name!r} is of type {dtype}; supported: {', '.join(dtypes)}"
                 raise ModelFileError(file, reason, "use a model that is not quantised, or a GGUF file")
             header[name] = tuple(entry.get_shape()), dtype
@@ -86,7 +89,7 @@ class SafetensorsWeights:
         self.dtypes: dict[str, str] = {}
         self._places: dict[str, tuple[int, int]] = {}
         for file in _files(directory):
-            stored = {(renamed(theirs), theirs): entry for theirs, entry in read_header(file, dtypes).items()}
+            stored = {(renamed(theirs), theirs): entry for theirs, entry in read_header(file, dtypes, renamed).items()}
             header = {name: entry for (name, _), entry in stored.items() if name is not None}
             twice = sorted(self.shapes.keys() & header.keys())
             if twice:

@@ -216,6 +216,9 @@ def build_config(
         dense_layers=(),
         layer_kinds=kinds,
         linear=None,
+        streams=None,
+        n_grams=None,
+        n_gram_layers=(),
         quantization=None,  # set by the loader
         eos_token_ids=_token_ids(hf.get("eos_token_id")),
         bos_token_id=next(iter(_token_ids(hf.get("bos_token_id"))), None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shadowkv.kvcache.policy.shape import FULL, Heads, Indexer, LayerKind, ModelShape
-from shadowkv.layers.spec import Experts, LinearAttention
+from shadowkv.layers.spec import Experts, LinearAttention, NGrams, Streams
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.grouped_matmul.cuda import MAX_EXPERTS
@@ -40,6 +40,9 @@ class ModelConfig:
         double_wide_mlp: whether the MLP, or the shared expert, of layers without keys is twice as wide.
         hidden_size_per_layer_input: numbers of each token's input to a single layer (``PerLayerInputs``); 0 for none.
         vocab_size_per_layer_input: rows of the table of these inputs.
+        streams: as in ``LayerSpec``.
+        n_grams: sizes of the n-gram embeddings of ``n_gram_layers``; None without them.
+        n_gram_layers: numbers of the layers that add n-gram embeddings.
         output_scale: as in ``LayerSpec``.
         final_logit_softcapping: c, if logits x become c tanh(x / c); None if they do not.
         activation: activation of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
@@ -90,6 +93,9 @@ class ModelConfig:
     double_wide_mlp: bool = False
     hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0
+    streams: Streams | None = None
+    n_grams: NGrams | None = None
+    n_gram_layers: tuple[int, ...] = ()
     output_scale: bool = False
     final_logit_softcapping: float | None = None
     quantization: str | None = None
@@ -194,6 +200,17 @@ class ModelConfig:
     def linear_of(self, layer: int) -> LinearAttention | None:
         """The linear attention of a layer; None if it has softmax attention."""
         return self.linear if self.layer_kinds and self.layer_kinds[layer].state else None
+
+    def n_grams_of(self, layer: int) -> NGrams | None:
+        """The n-gram embeddings of a layer; None if it has none."""
+        if self.n_grams is None or layer not in self.n_gram_layers:
+            return None
+        return replace(self.n_grams, number=self.n_gram_layers.index(layer))
+
+    @property
+    def stream_size(self) -> int:
+        """Dimensions of all residual streams together."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     def indexer_of(self, layer: int) -> Indexer | None:
         """The indexer of a layer; None if it has none."""
