@@ -5,8 +5,8 @@ of a pool much larger than the caches, by the host's clock, in rounds that alter
 checked against a float64 softmax.
 
 ``verified_rows`` has the rows that verify a draft, over all dense rows of compressed pages: 1, 4 and 8 rows of every
-sequence. ``rows`` gives each row a place of its own in the batch, as steps do. ``folded`` gives the kernel the rows of a
-sequence as further query heads of each kv head, so that thread blocks that read the same keys are neighbours.
+sequence. ``rows`` gives each row a place of its own in the batch, as steps do. ``folded`` gives the kernel the rows of
+a sequence as further query heads of each kv head, so that thread blocks that read the same keys are neighbours.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def test_other_rows_dims_and_dtypes_are_refused(seed: int) -> None:
     dense = DenseRows(keys.codes.bfloat16(), keys.pages)
     with pytest.raises(ValueError, match="takes fp8 rows, not DenseRows"):
         cuda_fp8.attend_coded(q, dense, values, *lengths)
-    with pytest.raises(ValueError, match="head dim.*not 32"):
+    with pytest.raises(ValueError, match=r"head dim.*not 32"):
         cuda_fp8.attend_coded(q[..., :32], keys, values, *lengths)
     with pytest.raises(RuntimeError, match="q has dtype"):
         cuda_fp8.attend_coded(q.float(), keys, values, *lengths)

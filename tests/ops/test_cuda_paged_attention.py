@@ -135,7 +135,7 @@ def test_captured_in_a_graph_it_gives_the_same_bits(seed, entries):
 @pytest.mark.parametrize(("dim", "dtype"), [(32, torch.bfloat16), (128, torch.float32), (128, torch.float16)])
 def test_other_dtypes_and_dims_are_refused(seed, dim, dtype):
     q, k, v, pages, counts = case(2, 4, dim, ragged(3, 2))
-    with pytest.raises((ValueError, RuntimeError), match="head dims.*not 32" if dim == 32 else "dtype"):
+    with pytest.raises((ValueError, RuntimeError), match=r"head dims.*not 32" if dim == 32 else "dtype"):
         cuda.paged_attention(q.to(dtype), k.to(dtype), v.to(dtype), pages, counts)
 
 
