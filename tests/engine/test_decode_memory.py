@@ -4,6 +4,7 @@ or their answers are those of undisturbed steps; and every page comes back."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
