@@ -65,13 +65,14 @@ def fill_random(cache: KVCache, sequence: CachedSequence, tokens: int) -> None:
     """
     batch = cache.prefill_batch([(sequence, tokens)])
     drawn = {}
-    for group in cache.groups:
-        _, kv_heads, dim = heads = group.layout.shape.heads
+    for layer in range(cache.shape.num_layers):
+        if cache.shape.kinds and cache.shape.kinds[layer].state:
+            continue
+        _, kv_heads, dim = heads = cache.place(layer)[0].layout.shape.heads
         if heads not in drawn:
             drawn[heads] = torch.randn(2, tokens, kv_heads, dim, dtype=cache.dtype, device=cache.device)
-        for layer in group.layout.layers:
-            cache.append(layer, *drawn[heads], batch.block(0, tokens))
-            cache.finish_prefill(layer, batch)
+        cache.append(layer, *drawn[heads], batch.block(0, tokens))
+        cache.finish_prefill(layer, batch)
     cache.end_prefill(batch)
 
 

@@ -88,7 +88,7 @@ def test_a_step_whose_graph_was_captured_does_not_say_how_long_steps_take(
     class Slow:
         """Captures at the first step of two sequences, which takes an hour."""
 
-        captures, eager_runs = 0, 0
+        captures, eager_runs, compress = 0, 0, None
 
         def has(self, plan: DecodePlan) -> bool:
             return True

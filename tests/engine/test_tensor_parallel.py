@@ -256,7 +256,7 @@ def test_what_a_step_computed_without_a_rank_is_told_nobody(model: Path, monkeyp
         monkeypatch.setattr(engine, "_take_tokens", noticed)
         with pytest.raises(RankFailure, match=r"rank 1 has ended \(SIGKILL\)"):
             engine.step()
-        monkeypatch.setattr(engine.runner, "graphs", SimpleNamespace(drop=lambda: done.append("graphs")))
+        monkeypatch.setattr(engine.runner, "graphs", SimpleNamespace(drop=lambda: done.append("graphs"), compress=None))
     assert done == ["graphs", "ranks"]
 
 
@@ -267,7 +267,7 @@ def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pyte
         ranks = SimpleNamespace(queue=sent.append, send=sent.append, together=nullcontext, writer=Writer())
         driver = DriverRunner(engine.runner.model, engine.cache, cast(Any, ranks))
         other = Runner(engine.runner.model, engine.cache)
-        monkeypatch.setattr(other, "graphs", SimpleNamespace())  # which can not run anything
+        monkeypatch.setattr(other, "graphs", SimpleNamespace(compress=None))  # which can not run anything
         worker, sequence = Worker(other, engine.cache), engine.cache.allocate(3, 8)
         sequence.seed = 2**64 - 1
         sent.append(ranks.writer.write("cache", "allocate", (3, 8), sequence))
