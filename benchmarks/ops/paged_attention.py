@@ -170,7 +170,8 @@ def verified_rows(case: tuple[int, int]) -> list[Row]:
             for name, each, asked in (("rows", rows, q), ("folded", 1, folded(q, rows, heads))):
                 table = pages.repeat_interleave(each, 0)
                 end = torch.full((len(table),), tokens, device="cuda")
-                calls[name].append((asked, *(DenseRows(x, table) for x in shaped), torch.zeros_like(end), end))  # type: ignore[arg-type]
+                keys, values = (DenseRows(x, table) for x in shaped)
+                calls[name].append((asked, keys, values, torch.zeros_like(end), end))
         plain, merged = (cuda_dense.attend_coded(*calls[name][0])[0].float() for name in calls)
         worst = float((plain - unfolded(merged, rows, heads)).abs().max() / plain.abs().max())
         if not worst < 0.02:
