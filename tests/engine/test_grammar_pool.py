@@ -45,12 +45,19 @@ grammars.compile({HOSTILE!r}).result()
 """
 
 
+def status(process: psutil.Process) -> str:
+    """Psutil's word for it; one that ends while it is asked for is as good as reaped."""
+    with suppress(psutil.NoSuchProcess):
+        return str(process.status())
+    return str(psutil.STATUS_ZOMBIE)
+
+
 def processes(of: int | None = None) -> list[psutil.Process]:
     """Of a process, the one that grammars' are forked from, and those."""
     found = []
     for child in psutil.Process(of).children(recursive=True):
         with suppress(psutil.Error):
-            if MODULE in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+            if MODULE in child.cmdline() and status(child) != psutil.STATUS_ZOMBIE:
                 found.append(child)
     return found
 
@@ -196,8 +203,10 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def thread_priorities(process: psutil.Process) -> list[int]:
-    """One for each of a process's threads."""
-    return [os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()]
+    """One for each of a process's threads; none if it has ended."""
+    with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        return [os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()]
+    return []
 
 
 def test_quick_ones_go_on_beside_slow_ones_of_which_two_run(
@@ -208,7 +217,7 @@ def test_quick_ones_go_on_beside_slow_ones_of_which_two_run(
     before = {process.pid for process in processes()}
     patterns = [f'{{"type": "string", "pattern": "(.{{0,3}}a?){{0,30}}{number}"}}' for number in range(6)]
     slow = [grammars.compile(pattern, tenant="abcabc"[number]) for number, pattern in enumerate(patterns)]
-    wait_until(lambda: len([one for one in mine(before) if one.status() == psutil.STATUS_STOPPED]) == 1)
+    wait_until(lambda: len([one for one in mine(before) if status(one) == psutil.STATUS_STOPPED]) == 1)
     lowered = min(19, os.getpriority(os.PRIO_PROCESS, 0) + grammar_pool.NICENESS)
     wait_until(lambda: sum(lowered in thread_priorities(one) for one in mine(before)) == 3)
     assert len(follow(quick, 20)) == 20 and not any(one.done() for one in slow)
@@ -262,7 +271,7 @@ def test_they_end_with_the_process_that_asked_for_them() -> None:
         finally:
             asks.kill()
     for process in (forker, compiles):
-        wait_until(lambda process=process: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda process=process: status(process) == psutil.STATUS_ZOMBIE)
 
 
 def test_what_nobody_uses_is_ended_where_it_takes_more_than_may_be_kept(
@@ -300,10 +309,10 @@ def test_nothing_is_left_of_processes_that_were_stopped_as_soon_as_they_were_for
     grammars = Grammars(tokenizer_from_config(EngineConfig(device="cpu")), 49_152, frozenset([2]))
     before = {process.pid for process in processes()}
     grammars.compile(HOSTILE)
-    wait_until(lambda: [one for one in mine(before) if one.status() == psutil.STATUS_STOPPED])
-    (stopped,) = (one for one in mine(before) if one.status() == psutil.STATUS_STOPPED)
+    wait_until(lambda: [one for one in mine(before) if status(one) == psutil.STATUS_STOPPED])
+    (stopped,) = (one for one in mine(before) if status(one) == psutil.STATUS_STOPPED)
     grammars.pool.close()
-    wait_until(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: status(stopped) == psutil.STATUS_ZOMBIE)
 
 
 def test_a_grammar_that_two_tenants_wait_for_starts_at_the_turn_of_either(
