@@ -10,6 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shadowkv.eval.records.policies import BASELINE
+from shadowkv.eval.records.predictions import read_predictions
+from shadowkv.eval.reports.statistics import mean_and_error, paired_interval
+from shadowkv.eval.reports.summary import ALL, by_cell, labels, score, values
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NONE = "–"
@@ -57,16 +62,17 @@ def _equal(text: str, value: object) -> bool:
 
 class Score(NamedTuple):
     """A policy's score on a task or on all, in per cent, and its paired difference to ``full`` with a 95 % interval, in
-    points; ``full`` has no difference."""
+    points; ``full`` has no difference. ``decimals`` are those of the difference that are shown."""
 
     score: float
     difference: tuple[float, float, float] | None
+    decimals: int = 1
 
     def __str__(self) -> str:
         """The difference and its interval, bold where that excludes 0; of ``full`` the score."""
         if self.difference is None:
             return f"{self.score:.1f}"
-        points, low, high = map(signed, self.difference)
+        points, low, high = (signed(value, self.decimals) for value in self.difference)
         text = f"{points} ({low} to {high})"
         return f"**{text}**" if low[0] == high[0] != "0" else text
 
@@ -94,10 +100,27 @@ def ruler(folder: str) -> dict[tuple[int, str, str], Score]:
     return scores
 
 
-def signed(value: float) -> str:
-    """Points with a sign and a decimal; 0.0 without one."""
-    text = f"{value:+.1f}"
-    return "0.0" if text in ("+0.0", "-0.0") else text
+@functools.cache
+def pooled(folder: str) -> dict[str, Score]:
+    """Scores by policy over all tasks and seeds. The folder of benchmarks/results has an evaluation of one length for
+    each seed."""
+    predictions = [answer for seed in sorted((RESULTS / folder).iterdir()) for answer in read_predictions(seed)]
+    (cell,) = (answers for (_, task), answers in by_cell(predictions).items() if task == ALL)
+    scores = {}
+    for policy in labels(predictions):
+        mean = 100 * mean_and_error(*values(cell, policy, score))[0]
+        scores[policy] = Score(mean, None)
+        if policy != BASELINE:
+            lost = values(cell, policy, score, paired=True)
+            low, high = paired_interval(*lost)
+            scores[policy] = Score(mean, (100 * mean_and_error(*lost)[0], 100 * low, 100 * high), 2)
+    return scores
+
+
+def signed(value: float, decimals: int = 1) -> str:
+    """Points with a sign and so many decimals; zero without a sign."""
+    text = f"{value:+.{decimals}f}"
+    return text if float(text) else text[1:]
 
 
 def whole(value: float) -> str:

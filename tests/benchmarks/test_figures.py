@@ -40,7 +40,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "summary.md").write_text(SUMMARY)
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    for cached in (results.lines, results.report, results.ruler):
+    for cached in (results.lines, results.report, results.ruler, results.pooled):
         cached.cache_clear()
     return tmp_path
 
@@ -77,6 +77,21 @@ def test_scores_are_read_with_their_intervals(written: Path) -> None:
         "turbo": "0.0 (-1.0 to +1.0)",
         "quest@0.004": "**-10.0 (-12.0 to -8.0)**",
     }
+
+
+def test_scores_of_all_seeds_are_pooled(written: Path) -> None:
+    for seed, lost in ("1", 1), ("2", 3):
+        answers = [
+            {"task": task, "id": f"{seed}-{number}", "length": 1024, "policy": kv, "kv": kv, "budget": None}
+            | {"predictions": [""], "score": 0.5 - (lost / 100 if kv == "turbo" else 0), "seconds": 0.0}
+            for task in ("vt", "cwe")
+            for number in range(2)
+            for kv in ("full", "turbo")
+        ]
+        (written / "seeds" / seed).mkdir(parents=True)
+        (written / "seeds" / seed / "predictions.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    scores = results.pooled("seeds")
+    assert str(scores["full"]) == "50.0" and str(scores["turbo"]) == "**-2.00 (-2.75 to -1.25)**"
 
 
 def test_a_figure_that_differs_from_its_file_is_found_and_written(
