@@ -10,6 +10,7 @@ import pytest
 from shadowkv import cli
 from shadowkv.command_line import one_line
 from shadowkv.eval.records.policies import local_policies
+from shadowkv.kvcache.listing import policies_text
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.wording import SettingsError
 
@@ -22,6 +23,24 @@ def test_every_command_helps_without_pytorch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     for name in cli.COMMANDS:
         assert f"usage: shadowkv {name} " in done.stdout and f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "serve --kv help",
+        "serve --compare help",
+        "ray batch --input a --output b --kv help",
+        "eval niah --out a --kv full help",
+        "plan --context 1 --kv turbo help",
+        "doctor --kv help",
+    ],
+)
+def test_help_instead_of_a_policy_lists_policies(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments.split())
+    out, err = capsys.readouterr()
+    assert not ended.value.code and not err and out == policies_text() + "\n"
 
 
 @pytest.mark.parametrize(
