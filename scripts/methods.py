@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from shadowkv.ops.attend_coded.selected import BACKENDS
+
 ROOT = Path(__file__).resolve().parent.parent
 LANGUAGES = {
     "cpu": "C++",
@@ -328,8 +330,14 @@ def folder_of(op: str) -> Path:
     )
 
 
+def languages_of(op: str) -> list[str]:
+    """The languages of an op's backends: of those that have files, and of those that share one."""
+    names = {file.stem for file in folder_of(op).glob("*.py")} | {*(BACKENDS if op == "attend_coded" else ())}
+    words = {name.partition("_")[0] for name in names}
+    return [language for word, language in LANGUAGES.items() if word in words]
+
+
 def _with_backends(op: str, without: tuple[tuple[str, str], ...]) -> str:
-    """An op and the languages of its backends that have files, less those in ``without``."""
-    words = {file.stem.partition("_")[0] for file in folder_of(op).glob("*.py")}
-    found = [name for word, name in LANGUAGES.items() if word in words and (op, name) not in without]
+    """An op and the languages of its backends, less those in ``without``."""
+    found = [name for name in languages_of(op) if (op, name) not in without]
     return f"`{op}` ({', '.join(found)})" if found else f"`{op}`"

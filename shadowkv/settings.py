@@ -92,23 +92,28 @@ def setting(default: Any, group: str, help: str, *aliases: str, **declared: Any)
 
 
 def settings_of(config: type[DataclassInstance]) -> Mapping[str, Setting]:
-    """Returns the declaration of each field of a dataclass, by name."""
-    return {one.name: one.metadata[_DECLARED] for one in fields(config)}
+    """Returns the declaration of each declared field of a dataclass, by name."""
+    return {one.name: one.metadata[_DECLARED] for one in fields(config) if _DECLARED in one.metadata}
+
+
+def violation(config: type[DataclassInstance], name: str, value: Any) -> str | None:
+    """Returns the reason why ``value`` violates the declaration of the field ``name``: ``max_num_seqs=0 must be at
+    least 1``. None if it does not."""
+    declared = settings_of(config)[name]
+    if value is None:
+        return None
+    if declared.choices is not None and value not in declared.choices:
+        return f"{name}={value!r} is not one of {', '.join(map(str, declared.choices))}"
+    if declared.check is not None and not declared.check.holds(value):
+        return f"{name}={value!r} {declared.check.rule}"
+    return None
 
 
 def violations(values: DataclassInstance) -> list[str]:
-    """Returns a reason for each field whose value violates its declaration: ``max_num_seqs=0 must be at least 1``."""
-    reasons = []
-    for one in fields(values):
-        declared: Setting = one.metadata[_DECLARED]
-        value = getattr(values, one.name)
-        if value is None:
-            continue
-        if declared.choices is not None and value not in declared.choices:
-            reasons.append(f"{one.name}={value!r} is not one of {', '.join(map(str, declared.choices))}")
-        if declared.check is not None and not declared.check.holds(value):
-            reasons.append(f"{one.name}={value!r} {declared.check.rule}")
-    return reasons
+    """Returns a reason for each field whose value violates its declaration."""
+    config = type(values)
+    reasons = (violation(config, name, getattr(values, name)) for name in settings_of(config))
+    return [reason for reason in reasons if reason is not None]
 
 
 def values_of(config: type[DataclassInstance], args: argparse.Namespace) -> dict[str, Any]:

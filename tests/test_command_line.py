@@ -10,6 +10,7 @@ import pytest
 from shadowkv import cli
 from shadowkv.command_line import one_line
 from shadowkv.eval.records.policies import local_policies
+from shadowkv.kvcache.listing import policies_text
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.wording import SettingsError
 
@@ -25,12 +26,29 @@ def test_every_command_helps_without_pytorch():
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        "serve --kv help",
+        "serve --compare help",
+        "ray batch --input a --output b --kv help",
+        "eval niah --out a --kv full help",
+        "plan --context 1 --kv turbo help",
+        "doctor --kv help",
+    ],
+)
+def test_help_instead_of_a_policy_lists_policies(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments.split())
+    out, err = capsys.readouterr()
+    assert not ended.value.code and not err and out == policies_text() + "\n"
+
+
+@pytest.mark.parametrize(
     "arguments, line",
     [
         ([], "error: the following arguments are required: COMMAND (see shadowkv --help)"),
         (["run"], "error: argument COMMAND: invalid choice: 'run' "),
         (["serve", "--bad"], "error: unrecognized arguments: --bad (see shadowkv serve --help)"),
-        (["serve", "--port", "70000"], "error: --port 70000 must be between 0 and 65535 (see shadowkv serve --help)"),
         (["eval", "ruler", "--bad"], "error: "),
         (["plan"], "error: the following arguments are required: --context (see shadowkv plan --help)"),
         (["bench", "serve", "--num-prompts", "x"], "error: argument --num-prompts: invalid int value: 'x' "),
@@ -66,6 +84,7 @@ def test_mistakes_are_one_line(arguments, line, capsys):
             "serve --send-timeout -1 --max-body-mib 0",
             "--max-body-mib 0.0 must be positive; --send-timeout -1.0 must not be negative",
         ),
+        ("serve --port 70000 --uds=", "--port 70000 must be between 0 and 65535; --uds '' must not be empty"),
         ("serve --allow-credentials", "--allow-credentials has no meaning without --allowed-origins"),
         ("plan --context 64 --fetch-buffer 0.5", "--fetch-buffer 0.5 must be 0 or a finite number of at least 1"),
         ("plan --context 64 --tensor-parallel-size 99", "--tensor-parallel-size 99 is more than the model's 9 query"),

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from benchmarks.ops.timing import Row, against_floor, arena, bench, microseconds
+from benchmarks.ops.timing import Row, against_floor, arena, bench, microseconds, selected_by_turbo
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.kvcache.memory.arenas import Field
@@ -28,19 +28,17 @@ COLD = 200 << 20
 """Bytes that the calls of a graph read in total at least; the cache holds 50 MiB."""
 
 Case = tuple[int, int, int, int, str, str]
+OF_TURBO = ((63, 61440), (37, 124928), (1, 61440), (1, 124928), (15, 249856))
+"""Rows and tokens of steps of the default policy."""
 CASES: list[Case] = [  # rows, tokens, selected, chunk, keys, values
-    (batch, length, budget, chunk, keys, values)
-    for keys, values, shapes, chunks in (
-        ("int4", "4-bit", [(63, 61440, 960), (37, 124928, 1024)], (1,)),
-        ("int4", "3-bit", [(63, 61440, 960), (37, 124928, 1024)], (1,)),
-        ("int4", "2-bit", [(63, 61440, 960)], (1,)),
-        ("int4", "4-bit", [(1, 61440, 960), (1, 124928, 1952), (15, 249856, 3904)], (1,)),
-        ("int4", "3-bit", [(1, 61440, 960), (1, 124928, 1952), (15, 249856, 3904)], (1,)),
-        ("int4", "4-bit", [(48, 61440, 1024)], (8, 2)),
-        ("bf16", "bf16", [(48, 61440, 1024)], (8,)),
-    )
-    for batch, length, budget in shapes
-    for chunk in chunks
+    *(
+        (batch, length, selected_by_turbo(length), 1, "int4", values)
+        for values in ("4-bit", "3-bit")
+        for batch, length in OF_TURBO
+    ),
+    (63, 61440, selected_by_turbo(61440), 1, "int4", "2-bit"),
+    *((48, 61440, 1024, chunk, "int4", "4-bit") for chunk in (8, 2)),
+    (48, 61440, 1024, 8, "bf16", "bf16"),
 ]
 
 LATENTS: dict[str, LatentCodec] = {"int4": Int4Latents(), "bf16": DenseLatents()}

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.ops.timing import Row, against_floor, arena, bench, microseconds
+from benchmarks.ops.timing import Row, against_floor, arena, bench, microseconds, selected_by_turbo
 from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotations import random_rotation
@@ -43,18 +43,22 @@ SCORED = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
 ]
 UNCACHED_BYTES = 200e6
 PER_ROW = (1, 5, 6, 7)  # arguments with rows, besides the queries and samples
+OF_TURBO = (
+    (76, 61440, 8, 4, 128),
+    (36, 124928, 8, 4, 128),
+    (18, 249856, 8, 4, 128),
+    (63, 61440, 8, 4, 64),
+    (63, 61440, 4, 7, 128),
+    (32, 61440, 8, 4, 256),
+    (1, 61440, 8, 4, 128),
+    (1, 1048576, 8, 4, 128),
+)
+"""Rows, tokens, kv heads, group and head dim of steps of the default policy, which samples half of its tokens."""
 SELECTED = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select, of which sampled
-    (76, 61440, 8, 4, 128, 1, 960, 480),
-    (63, 61440, 8, 4, 128, 1, 960, 0),
+    *((*shape, 1, selected_by_turbo(shape[1]), selected_by_turbo(shape[1]) // 2) for shape in OF_TURBO),
+    (63, 61440, 8, 4, 128, 1, selected_by_turbo(61440), 0),
+    (36, 124928, 8, 4, 128, 1, selected_by_turbo(124928), 0),
     (63, 61440, 8, 4, 128, 8, 120, 0),
-    (36, 124928, 8, 4, 128, 1, 1952, 976),
-    (36, 124928, 8, 4, 128, 1, 1952, 0),
-    (18, 249856, 8, 4, 128, 1, 3904, 1952),
-    (63, 61440, 8, 4, 64, 1, 960, 480),
-    (63, 61440, 4, 7, 128, 1, 960, 480),
-    (32, 61440, 8, 4, 256, 1, 960, 480),
-    (1, 61440, 8, 4, 128, 1, 960, 480),
-    (1, 1048576, 8, 4, 128, 1, 2048, 1024),
 ]
 
 

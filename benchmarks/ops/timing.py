@@ -6,15 +6,22 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field, Tier
+from shadowkv.kvcache.presets import preset
 
 Row = dict[str, object]
 
 READ_SPEED = 4.5e12
 """Measured read speed of an H200, in bytes per second."""
+
+
+def selected_by_turbo(tokens: int) -> int:
+    """Returns how many tokens a step of the default policy selects from a context of ``tokens`` tokens."""
+    return int(preset("turbo").budget_tokens(np.asarray(tokens)))
 
 
 class Bench(NamedTuple):

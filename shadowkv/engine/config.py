@@ -57,12 +57,22 @@ MODEL, SCHEDULING, SAMPLING, CACHE, PREFIX_CACHE = "model", "scheduling", "sampl
 
 
 def policy_name(text: str) -> str:
-    """Checks a policy of the command line and returns it unchanged. Raises ArgumentTypeError if ``preset`` refuses
-    it."""
+    """Checks a policy of the command line and returns it unchanged. ``help`` is handled as by ``or_help``. Raises
+    ArgumentTypeError if ``preset`` refuses the policy."""
     try:
-        preset(text)
+        preset(or_help(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def or_help(text: str) -> str:
+    """Returns the text of ``--kv`` unchanged. For ``help`` it prints what a policy can be, and ends the process."""
+    if text == "help":
+        from shadowkv.kvcache.listing import policies_text  # which imports PyTorch: other command lines do without
+
+        print(policies_text())
+        raise SystemExit(0)
     return text
 
 

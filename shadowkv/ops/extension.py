@@ -116,10 +116,10 @@ def _causal_convolution(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _decode_layers(
-    x: Tensor, attended: Any, vectors: Any, matrices: list[Tensor], forms: Any, runs: list[int], k: Any, *_: Any
+    x: Tensor, attended: Any, vectors: Any, matrices: list[Tensor], forms: Any, row_blocks: list[int], k: Any, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     heads, dim = k[0].shape[1], k[0].shape[3]
-    q = x.new_empty(len(x), sum(len(matrix) for matrix in matrices[: runs[0]]) // dim - 2 * heads, dim)
+    q = x.new_empty(len(x), sum(len(matrix) for matrix in matrices[: row_blocks[0]]) // dim - 2 * heads, dim)
     return x.new_empty(x.shape), q, q.new_empty(q.shape), q.new_empty(q.shape[:2])
 
 

@@ -16,8 +16,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Spans:
-    """S spans, packed one after the other, and where their states are. A span is a run of consecutive tokens of one
-    sequence.
+    """S spans, packed one after the other, and where their states are. A span has consecutive tokens of one sequence.
 
     Attributes:
         lengths: tokens of each span, at least one; None if every span is one token.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shadowkv.ops.attend_coded import selected
 from shadowkv.ops.case import Case
 from shadowkv.ops.extension import Unbuilt
 from shadowkv.ops.references import References
@@ -177,7 +178,10 @@ def choose(
 
 
 def _file(op: str, backend: str) -> ModuleType | None:
-    """Imports a backend's file from the op's folder. Returns None if the folder has no file of this name."""
+    """Imports a backend's file from the op's folder, or returns one of ``attend_coded.selected``. Returns None if there
+    is no backend of this name."""
+    if op == "attend_coded" and backend in selected.BACKENDS:
+        return selected.EveryChunk(backend)
     path = f"shadowkv.ops.{FOLDERS.get(op, op)}.{backend}"
     return None if find_spec(path) is None else import_module(path)
 

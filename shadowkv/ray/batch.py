@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from shadowkv.command_line import Parser, one_line
@@ -28,6 +27,7 @@ from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import parse_json
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import ENGINE_DIED, exit_on_signals
+from shadowkv.serve.start import add_batch_files
 from shadowkv.settings import add_flag
 from shadowkv.wording import counted
 
@@ -60,10 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags of a command line; ends the process with a one-line error if they are not valid."""
     parser = Parser(prog="shadowkv ray batch", description=__doc__)
     batch = parser.add_argument_group("batch")
-    batch.add_argument("--input", type=Path, required=True, metavar="FILE", help="requests in OpenAI's batch format")
-    batch.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write the answers to")
-    text = "skip requests that --output, or its .partial file, has answers to"
-    batch.add_argument("--resume", action="store_true", help=text)
+    add_batch_files(batch, required=True)
     text = "number of engines, with --tensor-parallel-size GPUs each (default: %(default)s)"
     batch.add_argument("--replicas", type=int, default=1, metavar="N", help=text)
     add_flag(batch, ServerSettings, "served_model_name")

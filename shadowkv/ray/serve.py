@@ -81,8 +81,8 @@ def _run(args: argparse.Namespace) -> int:
     with ExitStack() as stack, stops_repeated():
         try:
             config = EngineConfig.from_args(args)
-            settings = with_surroundings(ServerSettings.from_args(args), args)
-            listener = stack.enter_context(bound_socket(args))
+            settings = with_surroundings(ServerSettings.from_args(args))
+            listener = stack.enter_context(bound_socket(settings))
             import ray
             from ray import serve
 
@@ -161,4 +161,4 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
     own: dict[str, Any] = {name: getattr(ServerSettings, name) for name in SEEN_TO}
     own["storage_mib"] = 0.0  # nothing is stored: the next request may go to another replica
     settings = replace(settings, **own, disable_uvicorn_access_log=True)
-    return deployment.bind(config, args.compare, settings)
+    return deployment.bind(config, settings.compare, settings)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, one_line
@@ -17,7 +16,14 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import ENGINE_DIED, run_until_stopped, stops_repeated
-from shadowkv.serve.start import add_arguments, bound_socket, parse_arguments, start_engine, with_surroundings
+from shadowkv.serve.start import (
+    add_arguments,
+    add_batch_files,
+    bound_socket,
+    parse_arguments,
+    start_engine,
+    with_surroundings,
+)
 from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
@@ -40,12 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_arguments(parser)
     text = "number of HTTP processes in front of the engine; limits hold for all together (default: %(default)s)"
     parser.add_argument("--api-server-count", type=int, default=1, metavar="N", help=text)
-    batch = parser.add_argument_group("batch mode, instead of a server")
-    batch.add_argument("--input", type=Path, metavar="FILE", help="file of requests in OpenAI's batch format (.jsonl)")
-    batch.add_argument("--output", type=Path, metavar="FILE", help="file to write the answers to")
-    batch.add_argument(
-        "--resume", action="store_true", help="skip requests that --output, or its .partial file, has answers to"
-    )
+    add_batch_files(parser.add_argument_group("batch mode, instead of a server"), required=False)
     args = parse_arguments(parser, argv)
     if (args.input is None) != (args.output is None):
         parser.error("--input and --output go together")
@@ -71,9 +72,9 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
                 files = BatchFiles(args.input, args.output, args.resume)
                 stack.enter_context(files.held())
             else:
-                settings = with_surroundings(settings, args)
-                listener = stack.enter_context(bound_socket(args))
-            process = start(config, args.compare)
+                settings = with_surroundings(settings)
+                listener = stack.enter_context(bound_socket(settings))
+            process = start(config, settings.compare)
             stack.callback(process.stop, STOP_SECONDS)  # does nothing after ``serve`` has stopped it
             if args.input is None and args.api_server_count == 1:  # otherwise ``Workers`` sets up shared metrics first
                 import_module("shadowkv.serve.app")  # takes a second, while the engine loads

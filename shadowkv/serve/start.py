@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, add_config_file
-from shadowkv.engine.config import EngineConfig, policy_name
+from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.vllm_flags import add_vllm_flags, vllm_notes
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import allow_open_files
@@ -29,15 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_file(parser)
     EngineConfig.add_arguments(parser)
     add_vllm_flags(parser)
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    text = "port to listen on; 0 takes any free one (default: %(default)s)"
-    server.add_argument("--port", type=int, default=8000, help=text)
-    text = "Unix domain socket to listen on, instead of --host and --port"
-    server.add_argument("--uds", metavar="FILE", help=text)
-    text = "second cache policy, over the same weights; the chat page shows its answers beside those of --kv"
-    server.add_argument("--compare", type=policy_name, metavar="POLICY", help=text)
     add_flags(parser, ServerSettings)
+
+
+def add_batch_files(batch: argparse._ArgumentGroup, required: bool) -> None:
+    """Adds the flags of a batch run's files."""
+    text = "file of requests in OpenAI's batch format (.jsonl)"
+    batch.add_argument("--input", type=Path, required=required, metavar="FILE", help=text)
+    batch.add_argument("--output", type=Path, required=required, metavar="FILE", help="file to write the answers to")
+    text = "skip requests that --output, or its .partial file, has answers to"
+    batch.add_argument("--resume", action="store_true", help=text)
 
 
 def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -50,29 +51,23 @@ def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse
             print(f"note: {note}", file=sys.stderr, flush=True)
     except ValueError as error:
         parser.error(str(error))
-    if args.uds == "":
-        parser.error("--uds must name a file")
-    if not 0 <= args.port < 2**16:
-        parser.error(f"--port {args.port} must be between 0 and 65535")
     return args
 
 
-def with_surroundings(settings: ServerSettings, args: argparse.Namespace) -> ServerSettings:
-    """Completes the settings from this machine: the address to listen on, and the number of connections that the limit
-    of open files allows. Raises ValueError if files or libraries that a flag needs are missing, or if
+def with_surroundings(settings: ServerSettings) -> ServerSettings:
+    """Completes the settings from this machine: the names that requests may use for it, and the number of connections
+    that the limit of open files allows. Raises ValueError if files or libraries that a flag needs are missing, or if
     ``limit_concurrency`` exceeds that number."""
     settings.check_files_and_libraries()
-    if args.uds is None:
-        settings = settings.listening_on(args.host)
     connections = allow_open_files(settings.max_connections, or_fewer=settings.limit_concurrency is None)
-    return replace(settings, limit_concurrency=connections)
+    return replace(settings.listening(), limit_concurrency=connections)
 
 
 @contextmanager
-def bound_socket(args: argparse.Namespace) -> Iterator[socket.socket]:
-    """The socket that the flags name, bound while the model loads and until the server ends. It does not listen yet, so
-    that clients are refused until the server is ready. Raises ValueError if it cannot be bound."""
-    with bind(args.host, args.port) if args.uds is None else bind_file(args.uds) as listener:
+def bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
+    """The socket that the settings name, bound while the model loads and until the server ends. It does not listen yet,
+    so that clients are refused until the server is ready. Raises ValueError if it cannot be bound."""
+    with bind(settings.host, settings.port) if settings.uds is None else bind_file(settings.uds) as listener:
         yield listener
 
 

@@ -203,14 +203,14 @@ def test_bytes_are_those_of_exact_tokens_in_skipped_layers_and_of_the_policy_in_
 @pytest.mark.parametrize(
     ("kv", "why"),
     [
-        ("coded", "skip_layers=3 at either end is not between 0 and half of the layers, 2"),
+        ("coded", "skip_layers=3 at either end is more than half of the layers, 2"),
         ("full", "skip_layers=3 has no meaning where every layer is exact"),
     ],
 )
 def test_what_cannot_be_skipped_is_refused(kv: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         resolve(replace(SPECS[kv], skip_layers=3), SHAPE)
-    with pytest.raises(ValueError, match="skip_layers=-1 at either end is not between 0 and half"):
+    with pytest.raises(ValueError, match="skip_layers=-1 must not be negative"):
         resolve(replace(SPECS[kv], skip_layers=-1), SHAPE)
 
 

@@ -166,6 +166,12 @@ def test_fields_may_follow_a_presets_name():
         ("turbo:chunk=0.5", ["chunk='0.5'", "integer"]),
         ("turbo:budget=some", ["budget='some'", "number"]),
         ("turbo:values=int4", ["values='int4'", "rotated-4bit"]),
+        ("turbo:budget=0", ["budget=0 must be", "(0, 1]", "at least 1"]),
+        (
+            "turbo:budget=1.5,chunk=7,skip_layers=-1",
+            ["budget=1.5 must be", "chunk=7 does not divide", "skip_layers=-1"],
+        ),
+        ("turbo:keys.rank=0,sampled=1.0", ["rank=0 must be at least 1", "sampled=1.0 must be in [0, 1)"]),
         ("turbo:index=magic,depth=3,rank=x", ["'magic'", "chunk-mean", "'depth'", "local", "rank='x'"]),
     ],
 )

@@ -14,13 +14,15 @@ from whole_levels import with_whole_levels
 from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.ops.apply_rope.reference import apply_rope
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
-from shadowkv.ops.attend_coded import cpu, cuda, reference
+from shadowkv.ops.attend_coded import cuda, reference
+from shadowkv.ops.attend_coded.selected import EveryChunk
 from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
 from shadowkv.ops.case import Case
 from shadowkv.ops.rotations import random_rotation
 
 BACKENDS: list[ModuleType] = [] if INTERPRETED else [reference]
+cpu = EveryChunk("cpu")
 if not ON_GPU and not INTERPRETED and not cpu.missing():
     BACKENDS.append(cpu)
 PAGES = 5

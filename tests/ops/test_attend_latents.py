@@ -10,16 +10,16 @@ from selected_case import PAGES, Case, learned, there
 
 from shadowkv.kvcache.codecs import ROW_CODECS
 from shadowkv.ops.apply_rope.tables import RotaryTables
-from shadowkv.ops.attend_coded import cpu, cuda_selected, reference
+from shadowkv.ops.attend_coded import reference
+from shadowkv.ops.attend_coded.selected import EveryChunk, every_chunk
 from shadowkv.ops.attend_selected import reference as attend_selected
 from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
 from shadowkv.ops.page import PAGE
 
-BACKENDS = [reference]
+BACKENDS: list[ModuleType] = [reference]
+cpu, cuda_selected = EveryChunk("cpu"), EveryChunk("cuda_selected")
 if TRITON_RUNS:
-    from shadowkv.ops.attend_coded import triton_selected
-
-    BACKENDS.append(triton_selected)
+    BACKENDS.append(EveryChunk("triton_selected"))
 if ON_GPU and not cuda_selected.missing():
     BACKENDS.append(cuda_selected)
 if not cpu.missing() and not INTERPRETED:
@@ -75,3 +75,10 @@ def test_every_token_counts(backend: ModuleType, keys: str, values: str, seed: i
     torch.testing.assert_close(lse.cpu(), wanted[1], atol=error, rtol=error)
     assert (out[2] == 0).all()
     assert (lse[2] == -torch.inf).all()
+
+
+def test_rows_within_chunks_are_refused(seed: int) -> None:
+    keys = case_of("low-rank-int4", "3", torch.float32).keys
+    for name, begin, end in (("begin", BEGIN + 4, END), ("end", BEGIN, END - 1)):
+        with pytest.raises(ValueError, match=rf"{name} \[.*\] are not at chunks of 8 tokens"):
+            every_chunk(keys, begin, end)

@@ -17,6 +17,8 @@ from shadowkv.ops.page import PAGE
 if cuda_fp8.missing():
     pytest.skip("no CUDA device, or the op was not built", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
 SHAPES = [(2, 1, 64), (3, 3, 96), (8, 4, 128), (4, 7, 128), (2, 8, 96), (1, 8, 256), (2, 16, 128)]
 """kv heads, query heads of each (more than 8 take two blocks), head dim."""
 
@@ -63,14 +65,6 @@ def check(found: tuple[Tensor, Tensor], args: Problem) -> None:
     rounded = exact.bfloat16().float()
     assert (found[0].float() - exact).norm() <= 1.5 * (rounded - exact).norm()
     torch.testing.assert_close(found[0].float(), exact, atol=2e-3 * exact.abs().max().item(), rtol=1e-2)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that the backend takes is NaN until it is written."""
-    empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(math.nan))
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(math.nan))
 
 
 @pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)

@@ -15,6 +15,8 @@ from shadowkv.ops.paged_attention import cuda, reference
 if cuda.missing():
     pytest.skip("no CUDA device, or the op was not built", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
+
 SHAPES = [(2, 1, 64), (3, 3, 96), (8, 4, 128), (4, 7, 128), (2, 6, 64), (1, 8, 256), (2, 16, 128)]
 """kv heads, query heads of each (more than 8 take two blocks), head dim."""
 
@@ -66,14 +68,6 @@ def check(out: tuple[Tensor, Tensor], args: tuple[Tensor, ...]) -> None:
     low = reference.paged_attention(*rows, renamed, counts[full])
     for found, truth, rounded in zip(out, exact, low):
         assert_close_like_lowp(found[full], truth.double(), rounded)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch):
-    """Memory that the backend takes is NaN until it is written."""
-    empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(math.nan))
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: new_empty(*args, **kwargs).fill_(math.nan))
 
 
 @shapes

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from precision import assert_close_like_lowp
-from test_cuda_paged_attention import SHAPES, case, poisoned_outputs
+from test_cuda_paged_attention import SHAPES, case
 
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention.cuda import paged_attention
@@ -14,7 +14,7 @@ from shadowkv.ops.paged_window_attention import cuda, reference
 if cuda.missing():
     pytest.skip("no CUDA device, or the op was not built", allow_module_level=True)
 
-__all__ = ["poisoned_outputs"]
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 EDGES = (0, 1, 7, 15, 16, 17, 40, 63, 64)
 
 

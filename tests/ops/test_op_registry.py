@@ -12,7 +12,8 @@ import torch
 
 import shadowkv.ops
 from shadowkv.engine.execution.fused_layers import FusedLayers
-from shadowkv.ops.attend_coded import cuda_selected_sm90 as attend_coded_selected_sm90
+from shadowkv.ops.attend_coded.selected import BACKENDS as SELECTED
+from shadowkv.ops.attend_coded.selected import EveryChunk
 from shadowkv.ops.attend_selected import cuda as attend_selected
 from shadowkv.ops.attend_selected import cuda_sm90 as attend_selected_sm90
 from shadowkv.ops.case import Case
@@ -157,8 +158,7 @@ def test_models_whose_decode_steps_have_kernels(
     monkeypatch.setattr("shadowkv.ops.attend_selected.cuda._op", lambda *_: lambda *_: 0)
     case = replace(INT4, **changes)
     if case.capability != (9, 0):
-        for op in (attend_selected_sm90, attend_coded_selected_sm90):
-            monkeypatch.setattr(op, "missing", lambda: ["no Hopper"])
+        monkeypatch.setattr(attend_selected_sm90, "missing", lambda: ["no Hopper"])
     backends = Ops("cuda", case).backends
     assert {name: backends[name] for name in DECODING[:3]} == dict.fromkeys(DECODING[:3], "cuda")
     assert backends["attend_selected"] == attending
@@ -244,12 +244,9 @@ def test_on_hopper_few_queries_go_to_flash_attention(
 
 
 def test_a_gpu_that_is_no_hopper_has_the_other_kernels(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, backend in (
-        *(("attend_selected", "cuda_sm90"), ("attend_coded", "cuda_selected_sm90")),
-        ("dense_attention", "cuda_sm90"),
-    ):
-        monkeypatch.setattr(f"shadowkv.ops.{name}.{backend}.missing", lambda: ["no Hopper"])
-    monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", lambda case: [])
+    for name in ("attend_selected", "dense_attention"):
+        monkeypatch.setattr(f"shadowkv.ops.{name}.cuda_sm90.missing", lambda: ["no Hopper"])
+    monkeypatch.setattr(attend_selected, "supports", lambda case: [])
     ops = Ops("cuda", INT4)
     assert {name: ops.backends[name] for name in FOR_HOPPER} == dict.fromkeys(FOR_HOPPER, "cuda")
     assert ops.backends["attend_coded"] == "cuda_selected"
@@ -408,7 +405,7 @@ def test_low_rank_keys_without_an_index_have_kernels(
     def known(case: Case) -> list[str]:
         return [] if case.key_codec == 18 else ["no kernel for its codecs"]
 
-    monkeypatch.setattr("shadowkv.ops.attend_coded.cuda_selected.supports", known)
+    monkeypatch.setattr(attend_selected, "supports", known)
     on_device = replace(TURBO, ops=frozenset(CALLS), fetched_bytes=0, host_values=False)
     ops = Ops("cuda", replace(on_device, **{**SHARD, **changes}))
     assert ops.backends["attend_coded"] == backend
@@ -456,12 +453,16 @@ def test_a_backend_that_the_op_lacks_is_named() -> None:
 def test_backends_take_what_their_reference_takes(call: str) -> None:
     """Which is what type checkers know of an op."""
     op, _, form = call.partition(".")
+    paths = [path for path in BACKENDS if op in OPS_OF[path.parent.name]]
+    modules = {path.stem: import_module(f"shadowkv.ops.{path.parent.name}.{path.stem}") for path in paths}
+    if op == "attend_coded":
+        modules |= {name: EveryChunk(name) for name in SELECTED}
     found = {}
-    for path in [path for path in BACKENDS if op in OPS_OF[path.parent.name]]:
-        function = getattr(import_module(f"shadowkv.ops.{path.parent.name}.{path.stem}"), form or op, None)
+    for name, module in modules.items():
+        function = getattr(module, form or op, None)
         if callable(function):
             parameters = inspect.signature(function).parameters.values()
-            found[path.stem] = [(each.name, each.kind, each.default) for each in parameters]
+            found[name] = [(each.name, each.kind, each.default) for each in parameters]
     assert found and all(parameters == found["reference"] for parameters in found.values()), found
 
 

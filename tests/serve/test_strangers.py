@@ -34,7 +34,7 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture
 def local(engine: FakeEngine) -> Iterator[str]:
-    with http_server(build_app(engine, "fake", ServerSettings().listening_on("127.0.0.1"))) as url:
+    with http_server(build_app(engine, "fake", ServerSettings().listening())) as url:
         yield url
 
 
@@ -63,10 +63,11 @@ def test_a_request_that_names_no_host_is_served(local: str) -> None:
 
 
 def test_which_servers_check_hosts() -> None:
-    assert ServerSettings().listening_on("127.0.0.1").allowed_hosts == LOOPBACK
-    assert ServerSettings().listening_on("0.0.0.0").allowed_hosts == ()
-    assert ServerSettings(api_key=("k",)).listening_on("localhost").allowed_hosts == ()
-    assert ServerSettings(allowed_hosts=("*",)).listening_on("localhost").allowed_hosts == ("*",)
+    assert ServerSettings().listening().allowed_hosts == LOOPBACK
+    assert ServerSettings(uds="server.sock").listening().allowed_hosts == ()
+    assert ServerSettings(host="0.0.0.0").listening().allowed_hosts == ()
+    assert ServerSettings(host="localhost", api_key=("k",)).listening().allowed_hosts == ()
+    assert ServerSettings(host="localhost", allowed_hosts=("*",)).listening().allowed_hosts == ("*",)
 
 
 def test_given_hosts_and_any_host(engine: FakeEngine) -> None:

@@ -219,13 +219,17 @@ def _with_all(spec: KVSpec, parts: Sequence[type[Part]], shape: ModelShape) -> K
     return replace(spec, settings=values)
 
 
-def all_settings() -> list[str]:
-    """The settings of all parts, with their axes: ``keys.rank``. Loads the package's own plugin."""
+def parts_by_setting() -> dict[tuple[str, str, type[Any]], list[str]]:
+    """The names of the parts that have each setting, by axis, setting and the dataclass that declares it. Loads the
+    package's own plugin."""
     load_own()
-    named = (
-        f"{axis}.{name}" for axis in KINDS for part in AXES[axis] for name in settings_of(_part(axis, part).Settings)
-    )
-    return list(dict.fromkeys(named))
+    found = dict[tuple[str, str, type[Any]], list[str]]()
+    for axis in KINDS:
+        for name in AXES[axis]:
+            owner = _part(axis, name).Settings
+            for one in settings_of(owner):
+                found.setdefault((axis, one, owner), []).append(name)
+    return found
 
 
 def declared(spec: KVSpec, name: str) -> type[Part] | None:

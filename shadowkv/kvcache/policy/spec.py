@@ -12,6 +12,10 @@ import numpy as np
 
 from shadowkv.kvcache.policy.shape import Indexer, ModelShape
 from shadowkv.ops.page import PAGE as PAGE
+from shadowkv.settings import NOT_NEGATIVE, Check, at_least, setting, violations
+
+PARTS, POLICY = "parts", "policy"
+"""Groups of fields."""
 
 SINK = 8
 """Number of first tokens that always stay exact, rounded up to whole chunks. First tokens attract attention whatever
@@ -55,49 +59,79 @@ ROTATED = "rotated"
 
 @dataclass(frozen=True)
 class KVSpec:
-    """How a sequence's keys and values are stored and found. Parts that are registered (``parts.register``) add names.
+    """How a sequence's keys and values are stored and found. The help of a field says what it means (``shadowkv serve
+    --kv help`` prints it). Parts that are registered (``parts.register``) add names.
 
     Attributes:
-        keys: how keys are stored and rebuilt: ``dense``, ``low-rank``, ``low-rank-int8``, ``low-rank-int4``, or a
-            codec of rows after RoPE, as for values.
-        index: how chunks are found: ``none`` (attend to all), ``chunk-mean``, ``chunk-mean-fp8``, ``sketch``,
-            ``sketch-1bit`` or ``exact``. ``native`` is the model's own indexer. In models that have one, ``none`` and
-            ``sketch`` mean ``native``.
-        values: how values are stored: ``dense``, or a codec of rows (``shadowkv.kvcache.codecs``): ``rotated-4bit``,
-            ``-3bit`` or ``-2bit``, ``lloyd-8bit``, ``-4bit``, ``-3bit`` or ``-2bit``, or ``fp8``. ``rotated`` is 3
-            bits, or 4 if the head dim is not a multiple of 64.
-        place: where compressed values are: ``device`` or ``host`` (pinned memory if there is a GPU).
-        budget: number of tokens that a step selects. A float is a fraction of the context, an int a number of tokens,
-            None the default (1.56 %, at least 960 tokens; two thirds of that if a sketch finds single tokens). Sink,
-            outliers and newest tokens are not counted.
-        chunk: number of tokens that are found and fetched together. It divides 64.
-        drafts: whether the index selects for drafts alone. Draft steps attend to selected tokens, all other steps to
-            every token (``DecodePlanner.plan``). So answers do not depend on the index.
-        outliers: number of chunks per kv head that stay exact on the device: those that their mean represents worst.
-        local: number of newest tokens that always stay exact.
-        dense_below: sequences of fewer tokens stay dense, because compressing them would cost more time than it saves.
-            None compresses as early as possible (``dense_limit``).
-        prefill: how prompts attend: ``dense`` to everything, or ``sparse`` to sampled blocks of keys
-            (``parts.prefill``). None lets an engine choose; everything else takes it as dense.
-        skip_layers: number of first layers, and of last layers, that stay exact and attend to everything (2 for
-            TurboQuant in vLLM).
         settings: settings of the policy's parts (``parts.base.Part.Settings``) by name. A name can include the axis:
             ``rank`` or ``keys.rank``. The axis is needed if two parts have a setting with this name. A mapping is
             converted to sorted pairs. In a resolved policy every name includes its axis.
     """
 
-    keys: str = "dense"
-    index: str = "none"
-    values: str = "dense"
-    place: str = "device"
-    budget: float | int | None = None
-    chunk: int = 8
-    drafts: bool = False
-    outliers: int = 0
-    local: int = 32
-    dense_below: int | None = None
-    prefill: str | None = None
-    skip_layers: int = 0
+    keys: str = setting("dense", PARTS, "how keys are stored and rebuilt: a codec keeps rows after RoPE in few bits")
+    index: str = setting(
+        "none",
+        PARTS,
+        "how chunks are found; none attends to all, native is the model's own indexer, which none and sketch mean too "
+        "in models that have one",
+    )
+    values: str = setting(
+        "dense",
+        PARTS,
+        "how values are stored; rotated is rotated-3bit, or rotated-4bit if the head dim is not a multiple of 64",
+    )
+    place: str = setting(
+        "device", PARTS, "where compressed values are: device, or host (pinned memory if there is a GPU)"
+    )
+    budget: float | int | None = setting(
+        None,
+        POLICY,
+        "what a step selects: a share of the context (0.0156) or a number of tokens (2048), besides sink, outliers and "
+        "newest tokens (default: 1.56 %, at least 960 tokens; for single tokens that a sketch finds 1.04 %, at least "
+        "640)",
+        check=Check(
+            lambda budget: 0 < budget <= 1 if isinstance(budget, float) else budget >= 1,
+            "must be a share of the context in (0, 1], with a decimal point, or a number of tokens of at least 1",
+        ),
+    )
+    chunk: int = setting(
+        8,
+        POLICY,
+        "number of tokens that are found and fetched together",
+        check=Check(
+            lambda chunk: chunk >= 1 and PAGE % chunk == 0,
+            f"does not divide a page of {PAGE} tokens; use 1, 2, 4, 8, 16, 32 or 64",
+        ),
+    )
+    drafts: bool = setting(
+        False,
+        POLICY,
+        "the index selects for drafts alone, and all other steps attend to every token, so that answers do not depend "
+        "on it",
+    )
+    outliers: int = setting(
+        0,
+        POLICY,
+        "number of chunks per kv head that stay exact on the device: those that their mean represents worst",
+        check=NOT_NEGATIVE,
+    )
+    local: int = setting(32, POLICY, "number of newest tokens that always stay exact", check=at_least(1))
+    dense_below: int | None = setting(
+        None,
+        POLICY,
+        "sequences of fewer tokens stay dense, because compressing them would cost more time than it saves (default: "
+        "by --kv-dense-below)",
+        check=NOT_NEGATIVE,
+    )
+    prefill: str | None = setting(
+        None, PARTS, "how prompts attend: dense, sparse or a registered strategy (default: by --prefill)"
+    )
+    skip_layers: int = setting(
+        0,
+        POLICY,
+        "number of first layers, and of last layers, that stay exact and attend to everything: 2 is four layers",
+        check=NOT_NEGATIVE,
+    )
     settings: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -142,28 +176,14 @@ class KVSpec:
     def contradictions(self, shape: ModelShape) -> list[str]:
         """Reasons why its numbers are invalid for models of ``shape``. Its parts give further reasons
         (``parts.resolve``)."""
-        reasons = []
-        if self.chunk < 1 or PAGE % self.chunk:
-            reasons.append(f"chunk={self.chunk} does not divide a page of {PAGE} tokens; use 1, 2, 4, 8, 16, 32 or 64")
-        if self.outliers < 0:
-            reasons.append(f"outliers={self.outliers} is negative")
-        if self.local < 1:
-            reasons.append(f"local={self.local} is less than 1: the newest token is always exact")
-        if self.dense_below is not None and self.dense_below < 0:
-            reasons.append(f"dense_below={self.dense_below} tokens is negative")
-        if not 0 <= 2 * self.skip_layers <= shape.num_layers:
+        reasons = violations(self)
+        if 2 * self.skip_layers > shape.num_layers:
             half = shape.num_layers // 2
-            reasons.append(
-                f"skip_layers={self.skip_layers} at either end is not between 0 and half of the layers, {half}"
-            )
+            reasons.append(f"skip_layers={self.skip_layers} at either end is more than half of the layers, {half}")
         if self.skip_layers and not self.compresses:
             reasons.append(f"skip_layers={self.skip_layers} has no meaning where every layer is exact")
         if self.skip_layers and shape.indexed:
             reasons.append(f"skip_layers={self.skip_layers} cannot leave layers with an indexer exact: use 0")
-        if isinstance(self.budget, float) and not 0 < self.budget <= 1:
-            reasons.append(f"budget={self.budget} as a fraction must be in (0, 1]; a token count is an integer")
-        if isinstance(self.budget, int) and self.budget < 1:
-            reasons.append(f"budget={self.budget} tokens is less than 1")
         if not self.has_index and (self.budget is not None or self.outliers):
             reasons.append("index='none' attends to every token: budget, outliers have no meaning with it")
         if self.drafts and shape.indexed:

@@ -102,16 +102,6 @@ def rope_products(q: Tensor, rows: Tensor, rotary: RotaryTables) -> tuple[Tensor
     return a * c + b * e, b * c - a * e, rest
 
 
-def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
-    """Returns the numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, followed by -1s. Backends that
-    attend to all tokens by ``attend_selected`` call this."""
-    heads, chunk = heads_and_chunk(keys)
-    count = keys.pages.shape[1] * PAGE // chunk
-    chunks = torch.arange(count, device=begin.device).expand(len(begin), -1) + (begin // chunk)[:, None]
-    chunks = chunks.masked_fill(chunks >= (end // chunk)[:, None], -1)
-    return chunks.unsqueeze(1).expand(-1, heads, -1).contiguous()
-
-
 def rotation_of(source: KeySource) -> Tensor | None:
     """Returns the codec's rotation, float32 [d, d], if rows are decoded without rotating them back; otherwise None.
 

@@ -134,10 +134,10 @@ def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
     """Returns the dimension of each column, int64 [columns], if codes are stored in lanes. It is ``dim`` for padding
     columns. The result is cached, because captured steps would otherwise compute it in every layer."""
     places = 8 // (1 if bits == 3 else bits)
-    run = dim // 8 // places  # bytes of a lane
-    byte = torch.arange(triton.next_power_of_2(8 * run), device=device)[:, None]
-    at = 8 * (byte % run * places + torch.arange(places, device=device)) + byte // run
-    return at.masked_fill(byte >= 8 * run, dim).flatten()
+    lane_bytes = dim // 8 // places
+    byte = torch.arange(triton.next_power_of_2(8 * lane_bytes), device=device)[:, None]
+    at = 8 * (byte % lane_bytes * places + torch.arange(places, device=device)) + byte // lane_bytes
+    return at.masked_fill(byte >= 8 * lane_bytes, dim).flatten()
 
 
 @cache
@@ -175,8 +175,8 @@ def decoded_rows(
     elif FORMAT == "planes" or FORMAT == "selectors":
         row = page + head * (TOKENS * DIM * 3 // 8) + token[:, None] * (DIM * 3 // 8)
         byte, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
-        run: tl.constexpr = DIM // 64  # bytes of a lane in the plane of upper bits, half of those in the lower
-        at = byte // run * (2 * run) + 2 * (byte % run)
+        LANE_BYTES: tl.constexpr = DIM // 64  # in the plane of upper bits, half of those in the lower
+        at = byte // LANE_BYTES * (2 * LANE_BYTES) + 2 * (byte % LANE_BYTES)
         first = _loaded(row, at, DIM // 4, COLUMNS // 4).to(tl.int32)
         second = _loaded(row, at + 1, DIM // 4, COLUMNS // 4).to(tl.int32)
         lower = ((first | (second << 8))[:, :, None] >> (2 * place)) & 3

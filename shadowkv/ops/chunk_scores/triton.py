@@ -54,11 +54,11 @@ def score_chunks(
     heads, planes, chunks = vectors.shape[1:4]
     group, total = query_heads // heads, pages.shape[1] * chunks
     tiles = triton.cdiv(total, TILE)
-    run = max(1, tiles * batch * heads // PROGRAMS)
-    runs = triton.cdiv(tiles, run)
+    tiles_each = max(1, tiles * batch * heads // PROGRAMS)
+    programs = triton.cdiv(tiles, tiles_each)
     logits = torch.empty(batch, heads, group, total, dtype=torch.float32, device=q.device)
-    lse = torch.empty(batch, heads, group, runs, dtype=torch.float32, device=q.device)
-    _score[(runs, heads, batch)](
+    lse = torch.empty(batch, heads, group, programs, dtype=torch.float32, device=q.device)
+    _score[(programs, heads, batch)](
         q.contiguous(),
         vectors,
         vectors.stride(0),
@@ -73,7 +73,7 @@ def score_chunks(
         lse,
         factor,
         total,
-        run,
+        tiles_each,
         BOUNDS=planes == 2,
         CONVERTS=converts,
         HEADS=heads,
@@ -110,7 +110,7 @@ def _score(
     lse,
     factor,
     total,
-    run,
+    tiles_each,
     BOUNDS: tl.constexpr,
     CONVERTS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -121,7 +121,7 @@ def _score(
     DIM_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    program, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     query, dim = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
     there = (query < GROUP)[:, None] & (dim < DIM)[None, :]
     at = (row * HEADS + head) * GROUP + query
@@ -133,7 +133,7 @@ def _score(
     count = tl.load(num_chunks + row)
     peak = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     weight = tl.zeros([GROUP_BLOCK], tl.float32)
-    for tile in range(part * run, part * run + run):
+    for tile in range(program * tiles_each, (program + 1) * tiles_each):
         chunk = tile * TILE + tl.arange(0, TILE)
         valid = chunk < count
         page_id = tl.load(pages + row * pages_stride + chunk // CHUNKS, mask=valid, other=0)
@@ -167,8 +167,7 @@ def _score(
         safe = tl.where(top == float("-inf"), 0, top)  # -inf minus -inf would be NaN
         weight = weight * tl.exp(peak - safe) + tl.sum(tl.exp(scores - safe[:, None]), 1)
         peak = top
-    runs = tl.num_programs(0)
-    tl.store(lse + at * runs + part, peak + tl.log(weight), mask=query < GROUP)
+    tl.store(lse + at * tl.num_programs(0) + program, peak + tl.log(weight), mask=query < GROUP)
 
 
 def min_max_scores(

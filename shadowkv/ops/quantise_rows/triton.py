@@ -124,11 +124,11 @@ def quantise_rows(
         return
     assert isinstance(codec, LevelRows)
     per = codec.row_multiple // 8
-    run = dim // 8 // per
-    block = triton.next_power_of_2(run)
-    # Dimensions in the order of their place within a byte, then of their byte: 8 lanes of ``run`` bytes.
+    lane_bytes = dim // 8 // per
+    block = triton.next_power_of_2(lane_bytes)
+    # Dimensions in the order of their place within a byte, then of their byte: 8 lanes of ``lane_bytes`` bytes.
     sources = tuple(
-        8 * (per * byte + place) + lane if byte < run else -1
+        8 * (per * byte + place) + lane if byte < lane_bytes else -1
         for place in range(per) for lane in range(8) for byte in range(block)
     )  # fmt: skip
     parts, exact = arranged(rotation, sources)
@@ -139,7 +139,7 @@ def quantise_rows(
         HEADS=heads, AT_ONCE=HEADS_AT_ONCE, DIM=dim, DIM_BLOCK=exact.shape[0], BITS=codec.bits,
         UNIFORM=isinstance(codec, UniformRows),
         STEP=codec.step / dim**0.5 if isinstance(codec, UniformRows) else 1.0, RULE=codec.scale_rule,
-        PER=per, RUN=run, RUN_BLOCK=block, num_warps=WARPS,
+        PER=per, LANE_BYTES=lane_bytes, LANE_BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -221,26 +221,26 @@ def _quantise_rows(
     rows, parts, exact, levels, boundaries, names, places, codes, code_pages, scale, scale_pages,
     row_layer, row_page, row_token, row_head, code_layer, code_page, scale_layer, scale_page,
     HEADS: tl.constexpr, AT_ONCE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BITS: tl.constexpr,
-    UNIFORM: tl.constexpr, STEP: tl.constexpr, RULE: tl.constexpr, PER: tl.constexpr, RUN: tl.constexpr,
-    RUN_BLOCK: tl.constexpr,
+    UNIFORM: tl.constexpr, STEP: tl.constexpr, RULE: tl.constexpr, PER: tl.constexpr, LANE_BYTES: tl.constexpr,
+    LANE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes codes in lanes of some heads of one page of one layer.
 
-    ``PER`` codes share a byte of the narrowest plane, whose 8 lanes have ``RUN`` bytes each. In the rotated tile, these
-    codes are multiples of ``BYTES`` columns apart. Levels are in units of the row's norm times ``STEP``.
+    ``PER`` codes share a byte of the narrowest plane, whose 8 lanes have ``LANE_BYTES`` bytes each. In the rotated
+    tile, these codes are multiples of ``BYTES`` columns apart. Levels are in units of the row's norm times ``STEP``.
     """
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    BYTES: tl.constexpr = 8 * RUN_BLOCK
+    BYTES: tl.constexpr = 8 * LANE_BLOCK
     WIDTH: tl.constexpr = DIM * BITS // 8
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
     column, token, dim = tl.arange(0, PER * BYTES), tl.arange(0, TOKENS), tl.arange(0, DIM_BLOCK)
-    used = (column % RUN_BLOCK < RUN)[None, :]
+    used = (column % LANE_BLOCK < LANE_BYTES)[None, :]
     entry = dim[:, None] * (PER * BYTES) + column[None, :]
     PARTED: tl.constexpr = rows.dtype.element_ty == tl.bfloat16
     if PARTED:
         near, far = tl.load(parts + entry), tl.load(parts + DIM_BLOCK * PER * BYTES + entry)
     place, byte = tl.arange(0, PER)[None, :, None], tl.arange(0, BYTES)[None, :]
-    lane, within = byte // RUN_BLOCK, byte % RUN_BLOCK
+    lane, within = byte // LANE_BLOCK, byte % LANE_BLOCK
     code_row = codes + layer * code_layer + tl.load(code_pages + page) * code_page + token[:, None] * WIDTH
     scale_row = scale + layer * scale_layer + tl.load(scale_pages + page) * scale_page + token
     row = rows + layer * row_layer + page * row_page
@@ -276,20 +276,20 @@ def _quantise_rows(
             # The plane of the lower two bits comes first. It has two bytes for each byte of the plane of upper bits.
             low = tl.sum(tl.where(place < 4, (code & 3) << (2 * place), 0), 1)
             high = tl.sum(tl.where(place >= 4, (code & 3) << (2 * (place - 4)), 0), 1)
-            at = lane * (2 * RUN) + 2 * within
-            tl.store(target + at, low.to(tl.uint8), mask=within < RUN)
-            tl.store(target + at + 1, high.to(tl.uint8), mask=within < RUN)
+            at = lane * (2 * LANE_BYTES) + 2 * within
+            tl.store(target + at, low.to(tl.uint8), mask=within < LANE_BYTES)
+            tl.store(target + at + 1, high.to(tl.uint8), mask=within < LANE_BYTES)
             target += DIM // 4
             # The upper bits of a lane may be in any order across its bytes.
             here = within[:, None, :]
-            bit = tl.load(places + here * PER + place, mask=here < RUN, other=8 * RUN)
-            for i in tl.static_range(RUN):
+            bit = tl.load(places + here * PER + place, mask=here < LANE_BYTES, other=8 * LANE_BYTES)
+            for i in tl.static_range(LANE_BYTES):
                 own = tl.sum(tl.where(bit // 8 == i, (code >> 2) << (bit % 8), 0), 1)
-                own = tl.sum(tl.reshape(own, (TOKENS, 8, RUN_BLOCK)), 2)
-                tl.store(target + tl.arange(0, 8)[None, :] * RUN + i, own.to(tl.uint8))
+                own = tl.sum(tl.reshape(own, (TOKENS, 8, LANE_BLOCK)), 2)
+                tl.store(target + tl.arange(0, 8)[None, :] * LANE_BYTES + i, own.to(tl.uint8))
         else:
             packed = tl.sum(code << (BITS * place), 1)
-            tl.store(target + lane * RUN + within, packed.to(tl.uint8), mask=within < RUN)
+            tl.store(target + lane * LANE_BYTES + within, packed.to(tl.uint8), mask=within < LANE_BYTES)
 
 
 @triton.jit(do_not_specialize_on_alignment=["code_pages"])

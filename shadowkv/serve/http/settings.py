@@ -1,4 +1,5 @@
-"""Settings of the HTTP server: API, access, TLS, logs, limits and storage; every field is a flag of the same name."""
+"""Settings of the HTTP server: address, API, access, TLS, logs, limits and storage; every field is a flag of the same
+name."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shadowkv.engine.config import policy_name
 from shadowkv.installation import adding
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.text.tool_formats import (
@@ -20,7 +22,7 @@ from shadowkv.serve.text.tool_formats import (
     ToolFormat,
     tool_format,
 )
-from shadowkv.settings import NOT_NEGATIVE, POSITIVE, Check, setting, values_of, violations
+from shadowkv.settings import NOT_EMPTY, NOT_NEGATIVE, POSITIVE, Check, setting, values_of, violations
 from shadowkv.wording import SettingsError
 
 KEY_VARIABLE = "SHADOWKV_API_KEY"
@@ -38,7 +40,7 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 DEFAULT_CONNECTIONS = 2048
 
-API, ACCESS, CORS, TLS = "API", "access", "cross-origin requests (CORS)", "TLS"
+SERVER, API, ACCESS, CORS, TLS = "server", "API", "access", "cross-origin requests (CORS)", "TLS"
 LOGS, LIMITS, STORAGE = "logs and metrics", "limits", "storage"
 """Groups of flags."""
 
@@ -81,6 +83,27 @@ class ServerSettings:
         SettingsError: values that are not valid; the message lists every one.
     """
 
+    host: str = setting("127.0.0.1", SERVER, "address to listen on")
+    port: int = setting(
+        8000,
+        SERVER,
+        "port to listen on; 0 takes any free one",
+        check=Check(lambda port: 0 <= port < 2**16, "must be between 0 and 65535"),
+    )
+    uds: str | None = setting(
+        None,
+        SERVER,
+        "Unix domain socket to listen on, instead of --host and --port",
+        metavar="FILE",
+        check=NOT_EMPTY,
+    )
+    compare: str | None = setting(
+        None,
+        SERVER,
+        "second cache policy, over the same weights; the chat page shows its answers beside those of --kv",
+        parse=policy_name,
+        metavar="POLICY",
+    )
     served_model_name: tuple[str, ...] = setting(
         (),
         API,
@@ -273,10 +296,10 @@ class ServerSettings:
         """Whether cached and saved prompts belong to the API key of their request."""
         return self.cache_salt_by_key if self.cache_salt_by_key is not None else len(set(self.api_key)) > 1
 
-    def listening_on(self, host: str) -> ServerSettings:
-        """The settings of a server that listens on ``host``. If that is this machine alone, and there are neither API
-        keys nor allowed hosts, only the names in ``LOOPBACK`` are allowed."""
-        if self.allowed_hosts or self.api_key or host not in LOOPBACK:
+    def listening(self) -> ServerSettings:
+        """The settings of a server that listens. If it listens on a port of this machine alone, and there are neither
+        API keys nor allowed hosts, only the names in ``LOOPBACK`` are allowed."""
+        if self.allowed_hosts or self.api_key or self.uds is not None or self.host not in LOOPBACK:
             return self
         return replace(self, allowed_hosts=LOOPBACK)
 
