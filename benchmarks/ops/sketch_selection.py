@@ -13,11 +13,15 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.ops.timing import Row, against_floor, arena, bench, microseconds, selected_by_turbo
+from benchmarks.ops.timing import Row, against_floor, arena, bench, microseconds
 from shadowkv.kvcache.memory.arenas import Field
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sampling import Sampling
@@ -43,22 +47,18 @@ SCORED = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
 ]
 UNCACHED_BYTES = 200e6
 PER_ROW = (1, 5, 6, 7)  # arguments with rows, besides the queries and samples
-OF_TURBO = (
-    (76, 61440, 8, 4, 128),
-    (36, 124928, 8, 4, 128),
-    (18, 249856, 8, 4, 128),
-    (63, 61440, 8, 4, 64),
-    (63, 61440, 4, 7, 128),
-    (32, 61440, 8, 4, 256),
-    (1, 61440, 8, 4, 128),
-    (1, 1048576, 8, 4, 128),
-)
-"""Rows, tokens, kv heads, group and head dim of steps of the default policy, which samples half of its tokens."""
-SELECTED = [  # rows, tokens, kv heads, group, dim, chunk, chunks to select, of which sampled
-    *((*shape, 1, selected_by_turbo(shape[1]), selected_by_turbo(shape[1]) // 2) for shape in OF_TURBO),
-    (63, 61440, 8, 4, 128, 1, selected_by_turbo(61440), 0),
-    (36, 124928, 8, 4, 128, 1, selected_by_turbo(124928), 0),
-    (63, 61440, 8, 4, 128, 8, 120, 0),
+SELECTED = [  # rows, tokens, kv heads, group, dim, policy
+    (76, 61440, 8, 4, 128, "turbo"),
+    (63, 61440, 8, 4, 128, "turbo:sampled=0.0"),
+    (63, 61440, 8, 4, 128, "turbo-host"),
+    (36, 124928, 8, 4, 128, "turbo"),
+    (36, 124928, 8, 4, 128, "turbo:sampled=0.0"),
+    (18, 249856, 8, 4, 128, "turbo"),
+    (63, 61440, 8, 4, 64, "turbo"),
+    (63, 61440, 4, 7, 128, "turbo"),
+    (32, 61440, 8, 4, 256, "turbo"),
+    (1, 61440, 8, 4, 128, "turbo"),
+    (1, 1048576, 8, 4, 128, "turbo"),
 ]
 
 
@@ -104,6 +104,14 @@ def sign_scores(case: tuple[int, int, int, int, int, bool]) -> list[Row]:
     moved = int(args[6].sum()) * heads * PAGE * (plane_bytes(dim) + 1)
     row: Row = {"rows": rows, "tokens": tokens, "kv heads": heads, "group": group, "dim": dim, "ragged": ragged}
     return [row | {"queries us": round(queries_time, 1)} | against_floor(moved, time)]
+
+
+def selected_by(kv: str, tokens: int) -> tuple[int, int, int]:
+    """Tokens of a chunk, how many chunks a step of a policy selects from a context, and how many of these are
+    sampled."""
+    layout = Layout(preset(kv), ModelShape(1, 32, 8, 128), torch.bfloat16, tokens)
+    budget = layout.spec.budget_chunks(np.array(tokens))
+    return layout.spec.chunk, int(budget), int(layout.parts.index.sampled_chunks(budget, np.array(tokens)))
 
 
 def planes_of(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int, budget: int, sampled: int) -> tuple:
@@ -154,9 +162,10 @@ def check_selection(args: tuple, selected: Tensor) -> None:
 
 
 @bench(SELECTED, lambda: not select_cuda.missing())
-def select_by_sketch(case: tuple[int, int, int, int, int, int, int, int]) -> list[Row]:
+def select_by_sketch(case: tuple[int, int, int, int, int, str]) -> list[Row]:
     """One row of the table."""
-    rows, tokens, heads, group, dim, chunk, budget, sampled = case
+    rows, tokens, heads, group, dim, kv = case
+    chunk, budget, sampled = selected_by(kv, tokens)
     moved = rows * counted_bytes(heads, tokens, dim, chunk, budget)
     copies = math.ceil(UNCACHED_BYTES / moved)
     args = planes_of(rows * copies, tokens, heads, group, dim, chunk, budget, sampled)

@@ -3,9 +3,10 @@
 The prompt is computed once, exactly. It is forked into one row for each rule (``rules.py``), and all rows follow the
 tokens that full attention generates. Keys and values are exact, so only the selection differs.
 
-Results are rows of a CSV file, one for each prompt and rule. Prompts that the file has are not measured again.
-``--summary`` prints means over prompts, and each rule's KL divided by that of the former rule, with 95 % intervals by
-bootstrap over prompts.
+Results are rows of a CSV file, one for each prompt and rule: among others the KL to full attention, and the relative
+error of attention's output against exact attention of the same queries. Prompts that the file has are not measured
+again. ``--summary`` prints means over prompts, and each rule's KL and error divided by those of the former rule, with
+95 % intervals by bootstrap over prompts.
 
     python -m benchmarks.selection --model smollm2-135m-64k --length 8224 --prompts 2 --out FILE
     python -m benchmarks.selection --out FILE --summary
@@ -31,10 +32,10 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.fidelity.follow import kl_divergence
-from shadowkv.eval.fidelity.observed import ObservedCache
+from shadowkv.eval.fidelity.observed import Attended, ObservedCache
 from shadowkv.eval.fidelity.prompts import NAMED, Prompt, read_prompts
 from shadowkv.eval.provenance import commit
-from shadowkv.eval.running.caches import open_cache, open_cache_as, prefill, prefill_all
+from shadowkv.eval.running.caches import open_cache_as, prefill, prefill_all
 from shadowkv.eval.suites import ruler
 from shadowkv.kvcache import parts
 from shadowkv.kvcache.decode.batch import DecodeBatch
@@ -60,16 +61,30 @@ class RuledCache(ObservedCache):
 
 
 class Follower:
-    """The rows of all rules, and full attention, which they follow."""
+    """The rows of all rules, and full attention, which they follow.
 
-    def __init__(self, loaded: LoadedModel, capacity: int) -> None:
+    Args:
+        capacity: tokens of a sequence, at most.
+        seed: seed of the rows' draws.
+    """
+
+    def __init__(self, loaded: LoadedModel, capacity: int, seed: int = 0) -> None:
         fields = {"keys": "dense", "values": "dense", "index": "by-rule", "sampled": 0.5, "budget": MOST}
         spec = preset("turbo", **fields, dense_below=0)
-        self.loaded, self.capacity = loaded, capacity
-        self.full = open_cache(loaded, preset("full"), capacity)
+        self.loaded, self.capacity, self.seed = loaded, capacity, seed
+        self.full = open_cache_as(ObservedCache, loaded, preset("full"), capacity, 1)
         self.cache = open_cache_as(RuledCache, loaded, spec, capacity, len(RULES) + 1)
         self.index = self.cache.index
-        self.cache.query_hook = self.cache.attend_exact
+        self.cache.query_hook, self.cache.observe = self.cache.attend_exact, self.compare
+        self.errors: list[Tensor] = []
+
+    def compare(self, seen: Attended) -> None:
+        """Adds the relative error of each row's output, [R], against exact attention of the same queries, which the
+        full cache computes one by one: it has one sequence."""
+        assert self.full.batch is not None, "full attention comes first"
+        exact = torch.cat([self.full.start(seen.layer, q, self.full.batch)() for q in seen.q.split(1)])
+        exact, out = exact.flatten(1).double(), seen.out.flatten(1).double()
+        self.errors.append((out - exact).norm(dim=1) / exact.norm(dim=1))
 
     def follow(self, prompt: list[int], steps: int, ends: set[int], until: float) -> Iterator[dict[str, str]]:
         """Yields a row of results for each rule, of the steps up to ``until`` (``time.perf_counter``), at least one."""
@@ -78,9 +93,12 @@ class Follower:
         (exact, stored), logits = prefill_all(model, [self.full, self.cache], prompt, self.capacity)
         shared = self.cache.fork_point(stored, length)
         rows = [self.cache.fork(stored, shared, length, self.capacity) for _ in RULES]
+        for row in rows:
+            row.seed = self.seed
         prefill(model, self.cache, [(row, prompt[shared:]) for row in rows])
         full, ours = Runner(model, self.full), Runner(model, self.cache)
         token, kl, agrees = int(logits[0].argmax()), [], []
+        self.errors.clear()
         with torch.inference_mode():
             for _ in range(steps):
                 if token in ends or (kl and time.perf_counter() > until):
@@ -93,11 +111,13 @@ class Follower:
         for cache, sequence in ((self.full, exact), (self.cache, stored), *((self.cache, row) for row in rows)):
             cache.release(sequence)
         counts = torch.stack(self.index.counts).float().unflatten(0, (len(kl), -1))  # [steps, layers, R, H]
+        errors = torch.stack(self.errors)
         for number, rule in enumerate(RULES):
             figures = {
                 "tokens_selected": counts[:, :, number].mean(),
                 "kl": torch.stack(kl)[:, number].mean(),
                 "top1": torch.stack(agrees)[:, number].float().mean(),
+                "output_error": errors[:, number].mean(),
             }
             yield {
                 **{name: str(value) for name, value in vars(rule).items()},
@@ -106,44 +126,63 @@ class Follower:
             }
 
 
-def prompts_of(kind: str, loaded: LoadedModel, count: int, tokens: int, new: int) -> Iterator[tuple[Prompt, int]]:
-    """Prompts of a kind of text or of a task of RULER, and how many tokens to follow at most."""
+def prompts_of(
+    kind: str, loaded: LoadedModel, count: int, tokens: int, new: int, seed: int
+) -> Iterator[tuple[Prompt, int]]:
+    """Prompts of a kind of text or of a task of RULER with samples of that seed, and how many tokens to follow at
+    most."""
     if kind in NAMED:
         for prompt in read_prompts([Path(kind)], loaded.tokenizer, count, tokens):
             yield prompt, new
         return
-    for sample in ruler.samples(kind, loaded.tokenizer, tokens + new, count, 71, None):
+    for sample in ruler.samples(kind, loaded.tokenizer, tokens + new, count, seed, None):
         encoded = loaded.tokenizer.encode(sample.turns[0], add_special_tokens=True)
         yield Prompt(f"{kind}:{sample.id}", encoded), min(new, sample.max_new_tokens)
 
 
-COLUMNS = ("weights", "draw", "runs", "tokens", "top-1, %", "KL, 10⁻³ nats", "over the former rule's")
+OVER = "over the former rule's"
+COLUMNS = ("weights", "draw", "runs", "tokens", "top-1, %", "KL, 10⁻³ nats", OVER, "output's error, %", OVER)
 
 
-def summarise(path: Path) -> None:
-    """Prints a table for every length, over all its prompts and over those of each text."""
-    measured: dict[tuple[str, str], dict[str, list[dict[str, str]]]] = defaultdict(lambda: defaultdict(list))
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """The rows of a file of results; raises ValueError for a file of earlier versions, which measured less."""
     with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            for text in ("all texts", row["text"]):
-                measured[row["length"], text][row["prompt"]].append(row)
+        reader = csv.DictReader(file)
+        if missing := {"seed", "output_error"} - {*(reader.fieldnames or ())}:
+            raise ValueError(f"{path} has no column {min(missing)}: an earlier version wrote it")
+        return list(reader)
+
+
+def summarise(rows: list[dict[str, str]]) -> None:
+    """Prints a table for every length, over all its prompts and over those of each text."""
+    measured: dict[tuple[str, str], dict[tuple[str, str], list[dict[str, str]]]]
+    measured = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        for text in ("all texts", row["text"]):
+            measured[row["length"], text][row["seed"], row["prompt"]].append(row)
     for (length, text), prompts in measured.items():
         print(f"\n{text}, {length} tokens, prompts: {len(prompts)}\n\n| {' | '.join(COLUMNS)} |")
-        print(f"| {' | '.join(2 * ('---',) + 5 * ('---:',))} |")
+        print(f"| {' | '.join(2 * ('---',) + 7 * ('---:',))} |")
         _print_rules(list(prompts.values()))
 
 
 def _print_rules(prompts: list[list[dict[str, str]]]) -> None:
     """Prints a line for every rule; ``prompts`` has the rows of each prompt, in the order of rules."""
-    kl, top1 = (np.array([[float(row[name]) for row in own] for own in prompts]) for name in ("kl", "top1"))
+    kl, error, top1 = (
+        np.array([[float(row[name]) for row in own] for own in prompts]) for name in ("kl", "output_error", "top1")
+    )
     draws = np.random.default_rng(0).integers(len(prompts), size=(2000, len(prompts)))
-    means = kl[draws].mean(1)
+
+    def over_former(x: np.ndarray, at: int) -> str:
+        means = x[draws].mean(1)
+        low, high = np.quantile(means[:, at] / means[:, FORMER], (0.025, 0.975))
+        return f"{x[:, at].mean() / x[:, FORMER].mean():.2f} ({low:.2f} to {high:.2f})"
+
     for at, rule in enumerate(prompts[0]):
-        ratio, ratios = kl[:, at].mean() / kl[:, FORMER].mean(), means[:, at] / means[:, FORMER]
-        low, high = np.quantile(ratios, (0.025, 0.975))
-        figures = f"{100 * top1[:, at].mean():.1f}", f"{1e3 * kl[:, at].mean():.2f}"
-        over = f"{ratio:.2f} ({low:.2f} to {high:.2f})"
-        print(f"| {' | '.join((rule['weights'], rule['draw'], rule['runs'], rule['tokens'], *figures, over))} |")
+        parts_of = rule["weights"], rule["draw"], rule["runs"], rule["tokens"], f"{100 * top1[:, at].mean():.1f}"
+        of_kl = f"{1e3 * kl[:, at].mean():.2f}", over_former(kl, at)
+        of_error = f"{100 * error[:, at].mean():.2f}", over_former(error, at)
+        print(f"| {' | '.join((*parts_of, *of_kl, *of_error))} |")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,33 +194,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", nargs="+", default=texts, choices=kinds, metavar="KIND", help="of NAMED or RULER")
     parser.add_argument("--length", type=int, default=8192, metavar="TOKENS", help="of prompts (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=2, help="of each kind (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=71, help="of draws and of RULER (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=96, help="to follow, at most (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3600, help="after which no step begins (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     parser.add_argument("--summary", action="store_true", help="only prints what the file has")
     args = parser.parse_args(argv)
+    try:
+        measured = rows_of(args.out) if args.summary or args.out.exists() else []
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     if args.summary:
-        summarise(args.out)
+        summarise(measured)
         return 0
     until = time.perf_counter() + args.seconds
     parts.register("index", "by-rule", ByRule)
     capacity = args.length + 2 * args.new_tokens
     loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=capacity))
     ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
-    done = set()
-    if args.out.exists():
-        with args.out.open(newline="", encoding="utf-8") as file:
-            done = {(row["length"], row["prompt"]) for row in csv.DictReader(file)}
-    follower = Follower(loaded, capacity)
+    done = {(row["seed"], row["length"], row["prompt"]) for row in measured}
+    follower = Follower(loaded, capacity, args.seed)
     for number in range(args.prompts):
         for kind in args.text:
-            prompt, steps = list(prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens))[number]
-            if (str(args.length), prompt.name) in done:
+            prompts = prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens, args.seed)
+            prompt, steps = list(prompts)[number]
+            if (str(args.seed), str(args.length), prompt.name) in done:
                 continue
             if time.perf_counter() > until:
                 return 0
             start = time.perf_counter()
-            about = {"commit": str(commit()), "length": str(args.length), "text": kind, "prompt": prompt.name}
+            about = {"commit": str(commit()), "seed": str(args.seed), "length": str(args.length)}
+            about |= {"text": kind, "prompt": prompt.name}
             new = [about | row for row in follower.follow(prompt.tokens, steps, ends, until)]
             args.out.parent.mkdir(parents=True, exist_ok=True)
             fresh = not args.out.exists()

@@ -57,7 +57,7 @@ RULES = (
     *(Rule("logits", "halves", 1.5, tokens) for tokens in (480, 640, 960)),
     *(Rule("logits", "halves", 2, tokens) for tokens in (320, 480, 640, 960)),
     *(Rule("logits", "halves", 3, tokens) for tokens in (480, 640)),
-    Rule("logits", "chances", 2, 480),
+    *(Rule("logits", "chances", runs, tokens) for runs, tokens in ((1.5, 640), (2, 480))),
     *(Rule("kept", "halves", runs, 480) for runs in (1, 2)),
     *(Rule("shares", "chances", runs, tokens) for runs, tokens in ((1, 480), (1, 960), (2, 480))),
 )

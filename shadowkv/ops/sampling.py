@@ -4,9 +4,9 @@ The top-k are selected with probability 1, the others with a probability in prop
 of the selected terms, each divided by its probability, is an unbiased estimate of the sum of all terms. The closer the
 weights are to the terms, the better is the estimate.
 
-Probabilities are multiples of a small unit, so that the selection does not depend on the order of additions. The sum of
-the weights scales the probabilities. This sum is exact, or its order of additions depends only on the backend, not on
-the batch.
+Probabilities are multiples of a small unit, so that the selection does not depend on the order of additions. They are
+rounded down, so that no more values are selected than wanted: none is left out for lack of room. The sum of the weights
+scales the probabilities. This sum is exact, or its order of additions depends only on the backend, not on the batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WORD = 0xFFFFFFFF
 MAX_BITS = 20
 """Probabilities are multiples of 2**-20, or of a larger unit if their sum would take more than 31 bits."""
 CAUTION = 0.97
-"""Expected number of samples, as a share of the number wanted. It is below 1 because a kernel knows the sum of all
-weights only roughly beforehand."""
+"""Expected number of samples, as a share of the number wanted. It is below 1 because the CUDA kernel first takes all
+weights of a bin as one. If the samples do not fit then, it sums up the weights themselves and draws again."""
 WEIGHT_BITS = 40
 """Weights are at most 1 and are summed in units of 2**-40. A sum of integers is the same in any order, and so does not
 depend on how wide a batch's rows are. Sums of up to 2**23 - 1 weights fit in 63 bits."""
@@ -74,7 +74,7 @@ def systematic_sample(
     total = units.sum(-1, keepdim=True).float() * 2.0**-WEIGHT_BITS
     rest = wanted[..., None] - top.sum(-1, keepdim=True)
     scale = torch.where(total > 0, CAUTION * (rest << bits) / total, 0)
-    chance = (weights * scale).nan_to_num(0).round().long()
+    chance = (weights * scale).nan_to_num(0).long()  # rounded down
     chance = torch.minimum(chance, 1 << bits).masked_fill(top, 0)
     chance += top * (1 << bits)
     after = (uniform[..., None] >> (32 - bits)) + chance.cumsum(-1)

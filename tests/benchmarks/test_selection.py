@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks.selection.__main__ import Follower, summarise
-from benchmarks.selection.rules import RULES, TAKEN, ByRule, chances
+from benchmarks.ops.sketch_selection import selected_by
+from benchmarks.selection.__main__ import Follower, main, rows_of, summarise
+from benchmarks.selection.rules import FORMER, RULES, TAKEN, ByRule, Rule, chances
 from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.kvcache import parts
 from shadowkv.kvcache.parts.index_sketch import Sketch
+from shadowkv.kvcache.presets import preset
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 3.0])
@@ -52,9 +55,32 @@ def test_rows_follow_full_attention(tmp_path, capsys, monkeypatch) -> None:
     rows = list(Follower(loaded, 1560).follow(prompt, 4, set(), math.inf))
     assert [int(row["tokens"]) for row in rows] == [rule.tokens for rule in RULES]
     assert all(0.85 < float(row["tokens_selected"]) / int(row["tokens"]) < 1.01 for row in rows)
+    errors = [float(row["output_error"]) for row in rows]
+    fewer, more = (errors[RULES.index(Rule("logits", "halves", 1.5, tokens))] for tokens in (480, 960))
+    assert 0 < more < fewer < 1
     file = tmp_path / "rows.csv"
-    about = {"length": "1500", "text": "random", "prompt": "0"}
+    about = {"seed": "71", "length": "1500", "text": "random", "prompt": "0"}
     lines = [",".join((about | row).values()) for row in rows]
     file.write_text("\n".join([",".join(about | rows[0]), *lines]) + "\n")
-    summarise(file)
-    assert capsys.readouterr().out.count("| unit | halves | 1 | 960 | ") == 2
+    summarise(rows_of(file))
+    printed = capsys.readouterr().out
+    assert printed.count("| unit | halves | 1 | 960 | ") == 2
+    assert printed.count(f" | {100 * errors[FORMER]:.2f} | 1.00 (1.00 to 1.00) |") == 2
+
+
+def test_files_of_earlier_versions_are_refused(tmp_path, capsys) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("length,prompt,kl\n8192,essays:0,0.01\n")
+    for more in ([], ["--summary"]):
+        with pytest.raises(SystemExit):
+            main(["--model", "none", "--out", str(file), *more])
+        assert "has no column output_error" in capsys.readouterr().err
+
+
+def test_timed_selections_are_those_of_the_policies() -> None:
+    for tokens in (61440, 1048576):
+        (chunk, budget, sampled), (_, same, none) = (selected_by(kv, tokens) for kv in ("turbo", "turbo:sampled=0.0"))
+        assert budget == same == preset("turbo").budget_tokens(np.array(tokens)) and chunk == 1
+        assert sampled == budget // 2 and none == 0
+    chunk, budget, sampled = selected_by("turbo-host:budget=800", 61440)
+    assert (chunk, budget, sampled) == (8, 100, 0)

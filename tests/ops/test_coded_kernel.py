@@ -43,7 +43,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     shutil.copy(CSRC / "constants.h", folder)
     shutil.copytree(HERE / "coded_kernel/common", folder / "kernels/common")
     shutil.copy(HERE / "coded_kernel/kernel.cpp", folder)
-    for name in ("cuda_runtime.h", "permute.h"):
+    for name in ("cuda_fp16.h", "cuda_runtime.h", "permute.h"):
         shutil.copy(HERE / "cuda_on_cpu" / name, folder)
     return compiled(folder / "kernel.cpp", "-O1", "-fno-extern-tls-init", "-fno-strict-aliasing", f"-I{folder}")
 

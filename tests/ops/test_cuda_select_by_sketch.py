@@ -308,6 +308,25 @@ def test_a_long_row_samples(seed):
     check_sampling(problem([9000, 900], [4000, 200], 8000, 2, 4, 128), some_sampling(2, 4000))
 
 
+@pytest.mark.parametrize("rows", [4, 60])
+def test_runs_with_logits_around_100_are_sampled_by_their_chances(seed, rows):
+    """In bins so wide that their counts do not tell the sum of weights; rows of small thread blocks and of large
+    ones."""
+    args = list(problem([600] * rows, [64] * rows, 192, 8))
+    logits = (85 + 15 * torch.rand(args[1].shape, device="cuda")) * torch.randn_like(args[1].float()).sign()
+    args[0] = replace(args[0], unit=args[0].unit * args[0].length, length=torch.ones_like(args[0].length))
+    args[1] = logits.half()
+    check_sampling(tuple(args), some_sampling(rows, 128))
+
+
+@pytest.mark.parametrize("rows", [4, 60])
+def test_tokens_with_logits_up_to_100_are_sampled_by_their_chances(seed, rows):
+    args = list(problem([300] * rows, [64] * rows, 192, 8))
+    most = max(chunk_logits(tuple(args), row).nan_to_num(neginf=0).abs().max() for row in range(rows))
+    args[0].unit.mul_(100 / most)
+    check_sampling(tuple(args), some_sampling(rows, 128))
+
+
 @pytest.mark.parametrize(("group", "dim", "chunk"), [(4, 128, 1), (8, 64, 8), (3, 96, 2), (16, 128, 1)])
 def test_a_row_selects_the_same_alone_and_in_any_batch(seed, group, dim, chunk):
     """Bit by bit, from queries on: in batches that larger thread blocks select for and in those of smaller ones."""
@@ -392,6 +411,13 @@ def test_wrong_arguments_are_named(seed):
     args[6] = args[6].int()
     with pytest.raises(RuntimeError, match="num_pages has dtype"):
         cuda.select_by_sketch(*args)
+
+
+def test_arguments_that_vector_loads_cannot_read_are_named(seed):
+    args = list(problem([8], [4], 4))
+    odd = torch.zeros(args[1].numel() + 1, dtype=torch.float16, device="cuda")[1:].view_as(args[1])
+    with pytest.raises(RuntimeError, match="coarse is aligned to 2 bytes, not to 16"):
+        cuda.select_by_sketch(args[0], odd, *args[2:])
 
 
 @pytest.mark.parametrize("length", [math.nan, math.inf])

@@ -138,3 +138,10 @@ def test_wrong_arguments_are_named(seed):
     args[4] = args[4].int()
     with pytest.raises(RuntimeError, match="num_pages has dtype"):
         cuda.sign_scores(*args)
+
+
+def test_more_sequences_than_a_grid_has_rows_are_named(seed):
+    queries, signs, scale, pages, num_pages = problem([1], 1, 1, 64, 1)
+    many = SketchQueries(**{name: x.expand(1 << 16, *x.shape[1:]).contiguous() for name, x in vars(queries).items()})
+    with pytest.raises(RuntimeError, match="65536 sequences are more than 65535"):
+        cuda.sign_scores(many, signs, scale, pages.expand(1 << 16, -1).contiguous(), num_pages.repeat(1 << 16))

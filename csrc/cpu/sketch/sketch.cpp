@@ -83,7 +83,7 @@ Chosen systematic_sample(
   for (int64_t i = 0; i < n; ++i) {
     // NaN, from a query that is not finite, counts as 0: max returns its first argument.
     if (!chosen.chance[i])
-      chosen.chance[i] = std::llrint(std::min(std::max(0.0f, weight[i] * scale), static_cast<float>(certain)));
+      chosen.chance[i] = static_cast<int64_t>(std::min(std::max(0.0f, weight[i] * scale), static_cast<float>(certain)));
     const int64_t after = before + chosen.chance[i];
     chosen.some[i] = after >> chosen.bits != before >> chosen.bits;
     before = after;

@@ -132,8 +132,9 @@ void attend_coded(
   check_dense(partial_out, "partial_out", Dtype::Float, {batch, rows, splits, kCodedDim});
   check_dense(partial_lse, "partial_lse", Dtype::Float, {batch, rows, splits});
   STD_TORCH_CHECK(heads > 0 && rows % heads == 0, rows, " query heads are no multiple of ", heads, " kv heads");
-  STD_TORCH_CHECK(splits > 0 && batch < 65536 && heads < 65536 && entries < 1 << 25, "no room for ", splits,
-                  " splits, ", batch, " sequences, ", heads, " heads, ", entries, " pages");
+  STD_TORCH_CHECK(splits > 0 && entries < 1 << 25, "no room for ", splits, " splits, ", entries, " pages");
+  check_blocks(batch, "sequences");
+  check_blocks(heads, "kv heads");
   CodedInputs in = {static_cast<const float*>(q.data_ptr())};
   in.keys = coded_pages(
       "keys", key_codec, batch, heads, entries, key_codes, key_scale, key_pages, key_scale_pages, key_levels, key_step);

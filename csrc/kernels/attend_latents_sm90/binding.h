@@ -11,12 +11,13 @@
 
 namespace shadowkv {
 
-// A page array whose rows can be read by vector loads, and whose page stride is a multiple of 32 bytes.
-inline void check_spaced_pages(const Tensor& x, const char* name) {
+// A page array whose pages the kernel finds by offsets in units of 32 bytes, and whose rows it reads so many bytes at a
+// time.
+inline void check_spaced_pages(const Tensor& x, const char* name, int64_t unit) {
   check_dense_from(x, name, 1);
-  STD_TORCH_CHECK(
-      reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0 && x.stride(0) * int64_t(x.element_size()) % 32 == 0, name,
-      " does not start at a multiple of 16 bytes, or its pages are not multiples of 32 bytes apart");
+  check_aligned(address(x), name, unit);
+  STD_TORCH_CHECK(bytes_apart(x) % 32 == 0, name, " has pages ", bytes_apart(x), " bytes apart, no multiple of 32");
+  check_reach(x.size(0), bytes_apart(x), name);
 }
 
 // For these ranks, each with its own instance of the kernel.
@@ -51,11 +52,9 @@ struct AttendLatents<std::integer_sequence<int, kRanks...>, Values...> {
       check_dense(*most, "most", Dtype::Long, {in.batch});
       in.most = static_cast<const int64_t*>(most->data_ptr());
     }
-    check_spaced_pages(latents, "latents");
-    check_spaced_pages(codes, "codes");
-    STD_TORCH_CHECK(
-        reinterpret_cast<uintptr_t>(scale.data_ptr()) % 4 == 0 && scale.stride(0) % 16 == 0,
-        "scale does not start at a multiple of 4 bytes, or its pages are not multiples of 32 bytes apart");
+    check_spaced_pages(latents, "latents", 16);
+    check_spaced_pages(codes, "codes", 16);
+    check_spaced_pages(scale, "scale", 4);
     in.latents = static_cast<const char*>(latents.data_ptr());
     in.codes = static_cast<const char*>(codes.data_ptr());
     in.scale = static_cast<const char*>(scale.data_ptr());

@@ -50,14 +50,15 @@ void attend_mixed_sm90(
   const int64_t splits = partial_lse.size(2), entries = key_pages.size(1);
   STD_TORCH_CHECK(heads > 0 && heads % 2 == 0 && rows % heads == 0 && rows / heads <= 8, rows, " query heads on ",
                   heads, " kv heads: not 1 to 8 each, of an even number");
-  STD_TORCH_CHECK(splits > 0 && batch < 65536 && entries < 1 << 25, "no room for ", splits, " splits, ", batch,
-                  " sequences, ", entries, " pages");
+  STD_TORCH_CHECK(splits > 0 && entries < 1 << 25, "no room for ", splits, " splits, ", entries, " pages");
+  check_blocks(batch, "sequences");
+  check_blocks(heads / 2, "pairs of kv heads");
   check_dense(q, "q", Dtype::BFloat16, {batch, rows, kMixedDim});
   check_dense(begin, "begin", Dtype::Long, {batch});
   check_dense(end, "end", Dtype::Long, {batch});
   check_field(latents, "latents", Dtype::Byte, {-1, kPage, rank / 2});
   check_dense(basis, "basis", Dtype::Char, {-1, rank, heads, kMixedDim}, 1);
-  STD_TORCH_CHECK((int64_t(basis.const_data_ptr()) | basis.stride(0)) % 8 == 0, "basis is not aligned to 8 bytes");
+  check_aligned(address(basis) | bytes_apart(basis), "basis", 8);
   check_dense(step, "step", Dtype::Float, {-1, rank}, 1);
   check_dense(widths, "widths", Dtype::Byte, {-1, rank}, 1);
   check_dense(mean, "mean", Dtype::BFloat16, {-1, heads, kMixedDim}, 1);
@@ -68,9 +69,7 @@ void attend_mixed_sm90(
   check_field(codes, "codes", Dtype::Byte, {-1, heads, kPage, kValueRow});
   check_dense(largest, "largest", Dtype::Float, {-1, heads, kMixedDim}, 1);
   check_dense(codebook, "codebook", Dtype::Float, {-1, 1, kEntries, kVector}, 1);
-  STD_TORCH_CHECK(
-      int64_t(codebook.const_data_ptr()) % 16 == 0 && codebook.stride(0) % 4 == 0,
-      "codebook is not aligned to 16 bytes");
+  check_aligned(address(codebook) | bytes_apart(codebook), "codebook", 16);
   check_dense(value_states, "states of values", Dtype::Long, {batch});
   check_dense(value_pages, "pages of values", Dtype::Long, {batch, entries}, 1);
   check_dense(out, "out", Dtype::BFloat16, {batch, rows, kMixedDim});

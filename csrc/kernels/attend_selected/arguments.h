@@ -42,9 +42,7 @@ void set_queries(
 inline void check_pages(const Tensor& x, const char* name) {
   check_dense_from(x, name, 1);
   const int64_t row = x.size(-1) * int64_t(x.element_size()), unit = (row & -row) < 16 ? row & -row : 16;
-  STD_TORCH_CHECK(
-      reinterpret_cast<uintptr_t>(x.data_ptr()) % unit == 0 && x.stride(0) * int64_t(x.element_size()) % unit == 0,
-      name, " does not start at a multiple of ", unit, " bytes everywhere");
+  check_aligned(address(x) | bytes_apart(x), name, unit);
 }
 
 // Sets what latents have in addition.

@@ -110,9 +110,9 @@ struct AttendSelected {
       in.key_page = keys.stride(0) * int64_t(keys.element_size());
       in.key_bytes = int(keys.size(-1) * int64_t(keys.element_size()));
       in.splits = int(splits);
-      STD_TORCH_CHECK(
-          splits > 0 && in.heads < 65536 && in.batch < 65536, "no room for ", splits, " splits, ", in.batch,
-          " sequences, ", in.heads, " heads");
+      STD_TORCH_CHECK(splits > 0, "no room for ", splits, " splits");
+      check_blocks(in.batch, "sequences");
+      check_blocks(in.heads, "kv heads");
       if (splits > 1)
         check_dense(partial, "partial", Dtype::Float, {in.batch, in.heads, splits, in.group, dim + 4});
       if constexpr (Key::kRebuilt) {

@@ -13,6 +13,8 @@
 #include <initializer_list>
 #include <optional>
 
+#include "limits.h"
+
 namespace shadowkv {
 
 using Dtype = torch::headeronly::ScalarType;
@@ -50,12 +52,17 @@ inline void check_dense(
   check_dense_from(x, name, first);
 }
 
+inline int64_t address(const Tensor& x) { return int64_t(x.const_data_ptr()); }
+
+// From one entry of the first dimension to the next.
+inline int64_t bytes_apart(const Tensor& x) { return x.stride(0) * int64_t(x.element_size()); }
+
 // A page field that kernels read 16 bytes at a time, whose stride in bytes fits in 32 bits.
 inline void check_field(const Tensor& x, const char* name, Dtype dtype, std::initializer_list<int64_t> shape) {
   check_dense(x, name, dtype, shape, 1);
-  const int64_t step = x.stride(0) * int64_t(x.element_size()), start = int64_t(x.const_data_ptr());
+  const int64_t step = bytes_apart(x);
   STD_TORCH_CHECK(step < int64_t(1) << 32, name, " has pages ", step, " bytes apart, 2**32 or more");
-  STD_TORCH_CHECK((step | start) % 16 == 0, name, " has pages that are not aligned to 16 bytes");
+  check_aligned(address(x) | step, name, 16);
 }
 
 inline cudaStream_t current_stream(const Tensor& x) {

@@ -4,10 +4,6 @@
 
 namespace shadowkv {
 
-static void check_aligned(const Tensor& x, const char* name) {
-  STD_TORCH_CHECK((int64_t(x.const_data_ptr()) | x.stride(0)) % 16 == 0, name, " is not aligned to 16 bytes");
-}
-
 static void check_counts(const Tensor& counts, int64_t bucket_bits) {
   check(counts, "counts", Dtype::Int, {int64_t(sizeof(MissCounts) / 4)});
   STD_TORCH_CHECK(-1 <= bucket_bits && bucket_bits < 64, "buckets of 2**", bucket_bits, " bytes");
@@ -18,7 +14,7 @@ void find_missing_chunks(
     Tensor entry, Tensor used, Tensor step, Tensor counters, Tensor misses, Tensor counts, int64_t bucket_bits,
     Tensor entries) {
   check_dense(host, "host", Dtype::Byte, {-1, -1, -1, -1, -1}, 1);
-  check_aligned(host, "host");
+  check_aligned(address(host) | bytes_apart(host), "host", 16);
   const int64_t heads = host.size(1), row_bytes = host.size(3) * host.size(4);
   STD_TORCH_CHECK(row_bytes % 16 == 0, "host has chunks of ", row_bytes, " bytes, no multiple of 16");
   check_dense(selected, "selected", Dtype::Long, {-1, heads, -1});
@@ -26,7 +22,7 @@ void find_missing_chunks(
   check_dense(pages, "pages", Dtype::Long, {batch, -1}, 1);
   check_dense(slots, "slots", Dtype::Long, {batch});
   check_dense(rows, "rows", Dtype::Byte, {-1, heads, -1, host.size(3), host.size(4)});
-  check_aligned(rows, "rows");
+  check_aligned(address(rows), "rows", 16);
   const int64_t num_slots = rows.size(0), capacity = rows.size(2);
   STD_TORCH_CHECK(
       k <= capacity && capacity <= kMostEntries, capacity, " entries, not between ", k, " and ", kMostEntries);
@@ -38,7 +34,9 @@ void find_missing_chunks(
   check_dense(misses, "misses", Dtype::Long, {bucket_bits < 0 ? 1 : 2, batch * heads * k, 2});
   check_counts(counts, bucket_bits);
   check_dense(entries, "entries", Dtype::Long, {batch, heads, k});
-  STD_TORCH_CHECK(batch * heads * k * (row_bytes / 16) < int64_t(1) << 31, "more than 32 GiB may have to be fetched");
+  STD_TORCH_CHECK(
+      batch * heads * k * (row_bytes / 16) < int64_t(1) << 31, batch * heads * k, " chunks of ", row_bytes,
+      " bytes are 32 GiB or more");
   if (batch * heads * k == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(selected.get_device());

@@ -19,14 +19,12 @@ PagedInputs<Rows> paged_inputs(
   check_dense_from(q, "q", 0);
   for (const auto& [x, name] : {std::pair{&k, "k"}, {&v, "v"}, {&pages, "pages"}}) check_dense_from(*x, name, 1);
   for (const auto& [x, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}})
-    STD_TORCH_CHECK(
-        (int64_t(x->const_data_ptr()) | x->stride(0) * int64_t(x->element_size())) % 16 == 0, name,
-        " does not start at a multiple of 16 bytes everywhere");
+    check_aligned(address(*x) | bytes_apart(*x), name, 16);
   STD_TORCH_CHECK(
       heads > 0 && query_heads % heads == 0, query_heads, " query heads are no multiple of ", heads, " kv heads");
-  STD_TORCH_CHECK(
-      splits > 0 && batch < 65536 && heads < 65536, "no room for ", splits, " splits, ", batch, " sequences, ", heads,
-      " heads");
+  STD_TORCH_CHECK(splits > 0, "no room for ", splits, " splits");
+  check_blocks(batch, "sequences");
+  check_blocks(heads, "kv heads");
   return {
       static_cast<const __nv_bfloat16*>(q.data_ptr()),
       static_cast<const Element*>(k.data_ptr()),

@@ -56,7 +56,8 @@ void select_by_sketch(
   STD_TORCH_CHECK(
       chunk == 1 || chunk == 2 || chunk == 4 || chunk == 8, "chunks of ", chunk, " tokens, not 1, 2, 4 or 8");
   check_dense(coarse, "coarse", Dtype::Half, {batch, heads, kPageRuns * columns});
-  STD_TORCH_CHECK(int64_t(coarse.const_data_ptr()) % 16 == 0, "coarse is not aligned to 16 bytes");
+  check_aligned(address(whole), "whole", 4);
+  check_aligned(address(coarse), "coarse", 16);
   check_dense(pages, "pages", Dtype::Long, {batch, columns}, 1);
   check_dense(num_pages, "num_pages", Dtype::Long, {batch});
   check_dense(budget, "budget", Dtype::Long, {batch});
@@ -66,7 +67,8 @@ void select_by_sketch(
   SelectBySketch p{.region = region};
   set_sampling(p, batch, heads, k, sampled, seeds, run_sharpness, chunk_sharpness, layer, log_weight);
   check_dense(workspace, "workspace", Dtype::Byte, {batch * heads, region.bytes()});
-  STD_TORCH_CHECK(batch * heads < 65536, batch, " rows of ", heads, " kv heads are 65536 or more");
+  check_aligned(address(workspace), "workspace", 16);
+  check_blocks(batch * heads, "kv heads of sequences");
   if (batch * heads == 0 || k == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(whole.get_device());

@@ -1,8 +1,8 @@
 // Selection of values by a thread block: the largest, and a sample of the others, each in proportion to an exponential
 // of its value. Either all or none of the values that share a bin of the first digit are among the largest, so that the
-// bins' counts suffice to begin with. Chances are whole numbers, and their sums are exact. The one sum of floats from
-// which they are derived is a fixed tree over bins: blocks of 8 and of 16 warps (batches of many rows use the smaller)
-// sum it up in the same order.
+// bins' counts suffice to begin with. Chances are whole numbers, and their sums are exact. The sums of floats from which
+// they are derived are fixed trees: blocks of 8 and of 16 warps (batches of many rows use the smaller) add in the same
+// order.
 #pragma once
 
 #include "kernels/common/mma.cuh"
@@ -12,7 +12,9 @@
 namespace shadowkv {
 
 constexpr int kSearches = 4;   // places that a thread searches for at once
-constexpr int kShrinkRounds = 8;
+constexpr int kMostThreads = 512;
+// Least weight of a bin's middle, as a share of that of the bin's edge, with which bins' counts tell the sum of weights.
+constexpr float kLeastOfMiddle = 0.8f;
 constexpr int kBinsAtOnce = 4; // summed one after the other: a thread's share in a block of 16 warps
 
 // Chris Wellons' lowbias32.
@@ -22,18 +24,33 @@ __device__ __forceinline__ uint32_t mix_bits(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// The sum of x over the block's threads, for all of them: pairs of neighbours, then pairs of those. Barriers as in
-// scan_block.
-__device__ __forceinline__ float sum_block(RadixShared& shared, float x) {
+// Joins x of the block's threads, for all of them: pairs of neighbours, then pairs of those. Joined with `nothing`, a
+// number stays what it is. Barriers as in scan_block.
+template <typename Join>
+__device__ __forceinline__ float join_block(RadixShared& shared, float x, float nothing, Join join) {
 #pragma unroll
-  for (int mask = 1; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
+  for (int mask = 1; mask < 32; mask *= 2) x = join(x, __shfl_xor_sync(~0u, x, mask));
   if (threadIdx.x % 32 == 0) shared.scratch[threadIdx.x / 32] = __float_as_uint(x);
   __syncthreads();
-  float sum = threadIdx.x % 32 < blockDim.x / 32 ? __uint_as_float(shared.scratch[threadIdx.x % 32]) : 0.f;
+  x = threadIdx.x % 32 < blockDim.x / 32 ? __uint_as_float(shared.scratch[threadIdx.x % 32]) : nothing;
 #pragma unroll
-  for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+  for (int mask = 1; mask < 32; mask *= 2) x = join(x, __shfl_xor_sync(~0u, x, mask));
   __syncthreads();
-  return sum;
+  return x;
+}
+
+__device__ __forceinline__ float sum_block(RadixShared& shared, float x) {
+  return join_block(shared, x, 0, [](float a, float b) { return a + b; });
+}
+
+// Calls see(place in the group, value) for each of a group of 8 values.
+template <typename See>
+__device__ __forceinline__ void for_group(uint4 x, See&& see) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 both = __half22float2(half2_of(i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w));
+    see(2 * i, both.x), see(2 * i + 1, both.y);
+  }
 }
 
 // What was selected: how many values, and a value that only these exceed; -inf if all were selected.
@@ -80,9 +97,7 @@ struct OwnBins {
       }
       sum += of_bins;
     }
-    sum = sum_block(shared, sum);
-    // Bins of the largest numbers are so wide that weights of their middles vanish: then they all count as their edge.
-    return sum == 0 ? float(shared.first[bin]) : sum;
+    return sum_block(shared, sum);
   }
 };
 
@@ -94,20 +109,35 @@ struct Chances {
 
   __device__ __forceinline__ float weight_of(float value) const { return exp2_fast(fmaf(factor, value, less)); }
   __device__ __forceinline__ uint32_t of_value(float value) const {
-    // The nearest whole number is in the last bits of a sum with 2^23, as conversions are slow.
+    // The whole number, rounded down so that sums are not exceeded, is in the last bits of a sum with 2^23, as
+    // conversions are slow.
     constexpr uint32_t kZero = 0x4b000000;
     const float chance = value > edge ? certain : fminf(fmaxf(weight_of(value) * scale, 0.f), certain); // NaN: 0
-    return __float_as_uint(chance + 0x1p23f) - kZero;
+    return __float_as_uint(__fadd_rd(chance, 0x1p23f)) - kZero;
   }
 
-  // Calls see(place in the group, chance) for each of a group of 8 values.
-  template <typename See>
-  __device__ __forceinline__ void for_group(uint4 x, See&& see) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 both = __half22float2(half2_of(i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w));
-      see(2 * i, of_value(both.x)), see(2 * i + 1, of_value(both.y));
+  // Weighs all values that are not above the edge, and returns the sum. From then on the largest of them weighs 1. Needs
+  // two passes over the values. For all threads, with barriers inside and after.
+  __device__ __forceinline__ float sum_values(RadixShared& shared, const uint4* values, uint32_t groups) {
+    float largest = -INFINITY;
+#pragma unroll 1
+    for (uint32_t group = threadIdx.x; group < groups; group += blockDim.x)
+      for_group(values[group], [&](int, float value) { largest = fmaxf(largest, value > edge ? -INFINITY : value); });
+    largest = join_block(shared, largest, -INFINITY, [](float a, float b) { return fmaxf(a, b); });
+    less = -factor * largest;
+    const uint32_t neighbours = kMostThreads / blockDim.x; // as many threads of the largest block as one has here
+    float sum = 0;
+#pragma unroll 1
+    for (uint32_t i = 0; i < neighbours; ++i) {
+      float of_one = 0;
+#pragma unroll 1
+      for (uint32_t group = neighbours * threadIdx.x + i; group < groups; group += kMostThreads)
+        for_group(values[group], [&](int, float value) {
+          of_one += value > edge ? 0.f : fmaxf(weight_of(value), 0.f); // NaN: 0
+        });
+      sum += of_one;
     }
+    return sum_block(shared, sum);
   }
 };
 
@@ -118,7 +148,7 @@ __device__ __forceinline__ uint32_t sum_chances(
 #pragma unroll 1
   for (uint32_t group = threadIdx.x; group < groups; group += blockDim.x) {
     uint32_t of_group = 0;
-    chances.for_group(values[group], [&](int, uint32_t chance) { of_group += chance; });
+    for_group(values[group], [&](int, float value) { of_group += chances.of_value(value); });
     sums[group] = of_group;
   }
   __syncthreads();
@@ -154,7 +184,8 @@ __device__ __forceinline__ void take_at_steps(
 #pragma unroll
     for (int i = 0; i < kSearches; ++i) {
       uint32_t reached = sums[group[i]], number = 0, chance = 1;
-      chances.for_group(values[group[i]], [&](int at, uint32_t own_chance) {
+      for_group(values[group[i]], [&](int at, float value) {
+        const uint32_t own_chance = chances.of_value(value);
         if (reached < pass(i)) number = at, chance = own_chance;
         reached += own_chance;
       });
@@ -182,21 +213,25 @@ __device__ __forceinline__ Chosen systematic_sample(
   Chances chances;
   chances.factor = factor, chances.edge = bin ? __low2float(half_of_order(bin << 5 | 31)) : -INFINITY;
   chances.less = bin ? -factor * chances.edge : 0.f; // so that a value at the edge weighs 1
-  const float sum = own_bins.sum_weights(shared, bin, [&](float value) { return chances.weight_of(value); });
   const int bits = min(kMostChanceBits, __clz(to_select) - 1);
   chances.certain = float(1u << bits);
-  chances.scale = sum > 0 ? kCaution * (to_select - num_top) * chances.certain / sum : 0.f;
 
-  uint32_t all = sum_chances(shared, chances, values, groups, sums);
-  const uint32_t start = uniform >> (32 - bits), certain = num_top << bits, room = (to_select - num_top) << bits;
-  // Where bins are wide, values can weigh more than the middles of their bins: without this, the values that come last,
-  // the newest tokens, would be left out. A shrunk chance can still be `certain`, hence several rounds.
+  // The sum of weights is that of bins' middles, which costs no pass over the values. Values can weigh more than the
+  // middles, and the sample would have no room for the last values, the newest tokens. Then, and where bins are so wide
+  // that chances could add up to 2^32, it is the sum of the values' own weights. With that one they always fit.
+  uint32_t all;
+  bool exact = bin && chances.weight_of(__low2float(half_of_order(bin << 5 | 16))) < kLeastOfMiddle;
 #pragma unroll 1
-  for (int round = 0; round < kShrinkRounds && all + start >> bits > to_select; ++round) {
-    chances.scale *= kCaution * float(room) / float(all - certain);
+  while (true) {
+    const float sum =
+        exact ? chances.sum_values(shared, values, groups)
+              : own_bins.sum_weights(shared, bin, [&](float value) { return chances.weight_of(value); });
+    chances.scale = sum > 0 ? kCaution * (to_select - num_top) * chances.certain / sum : 0.f;
     all = sum_chances(shared, chances, values, groups, sums);
+    if (exact || all <= to_select << bits) break;
+    exact = true;
   }
-  const uint32_t count = min(all + start >> bits, to_select);
+  const uint32_t start = uniform >> (32 - bits), count = all + start >> bits;
   take_at_steps(chances, values, groups, sums, start, bits, count, use);
   __syncthreads();
   return {count, chances.edge};

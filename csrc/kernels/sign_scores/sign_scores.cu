@@ -26,6 +26,9 @@ void sign_scores(
   check_dense(pages, "pages", Dtype::Long, {batch, columns}, 1);
   check_dense(num_pages, "num_pages", Dtype::Long, {batch});
   check_dense(scores, "scores", Dtype::Half, {batch, heads, kPageRuns * columns});
+  check_aligned(address(planes), "planes", 4);
+  check_aligned(address(scores), "scores", 16);
+  check_blocks(batch, "sequences");
   if (batch == 0 || columns == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(planes.get_device());

@@ -14,14 +14,15 @@ void sketch_queries(
   STD_TORCH_CHECK(
       group > 0 && group <= kMostQueries && group * heads == query_heads, query_heads, " query heads for ", heads,
       " kv heads");
-  STD_TORCH_CHECK(
-      (int64_t(maps.const_data_ptr()) | 2 * maps.stride(0)) % 8 == 0, "maps are not aligned to 8 bytes");
+  check_aligned(address(maps) | bytes_apart(maps), "maps", 8);
   check_dense(states, "states", Dtype::Long, {batch});
   check_dense(whole, "whole", Dtype::Char, {batch, query_heads, 8, -1});
   const int64_t bytes = whole.size(3);
   STD_TORCH_CHECK(bytes == 8 || bytes == 16 || bytes == 32, "whole has rows of ", bytes, " bytes, not 8, 16 or 32");
   STD_TORCH_CHECK(dim % 8 == 0 && dim <= 8 * bytes, "a head dim of ", dim, " does not suit rows of ", bytes);
   check_dense(planes, "planes", Dtype::Byte, {batch, query_heads, kQueryPlanes, bytes});
+  check_aligned(address(whole), "whole", 4);
+  check_aligned(address(planes), "planes", 4);
   check_dense(unit, "unit", Dtype::Float, {batch, query_heads});
   check_dense(sum, "sum", Dtype::Int, {batch, query_heads});
   check_dense(plane_sum, "plane_sum", Dtype::Int, {batch, query_heads});

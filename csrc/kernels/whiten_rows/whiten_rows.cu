@@ -20,7 +20,7 @@ void whiten_rows(const Tensor rows, const Tensor products, double shift, Tensor 
   check_dense(products, "products", Dtype::Float, {matrices, rank, rank});
   check_dense(out, "out", Dtype::Float, {matrices, rank, n});
   STD_TORCH_CHECK(rank <= kWhitenMostRows, "rank ", rank, " is above ", kWhitenMostRows);
-  STD_TORCH_CHECK(matrices < 65536, matrices, " matrices are 65536 or more");
+  check_blocks(matrices, "matrices");
   STD_TORCH_CHECK(n < int64_t(1) << 30, "rows of ", n, " numbers are too long");
   if (rows.numel() == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(rows.get_device());

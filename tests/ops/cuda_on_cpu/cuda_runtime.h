@@ -163,6 +163,13 @@ T __shfl_up_sync(unsigned, T x, int step) {
   const int lane = threadIdx.x % 32;
   return on_cpu::hear(x, lane < step ? lane : lane - step);
 }
+inline uint32_t __reduce_add_sync(unsigned, uint32_t x) {
+  uint32_t sum = 0;
+  on_cpu::exchange(x, [&](const uint64_t* all) {
+    for (int lane = 0; lane < 32; ++lane) sum += uint32_t(all[lane]);
+  });
+  return sum;
+}
 inline uint32_t __ballot_sync(unsigned, bool yes) {
   uint32_t votes = 0;
   on_cpu::exchange(uint64_t(yes), [&](const uint64_t* all) {
@@ -187,6 +194,7 @@ inline uint32_t atomicOr(uint32_t* to, uint32_t x) {
   *to |= x;
   return before;
 }
+inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(int(x)); }
 inline uint32_t __float_as_uint(float x) {
@@ -199,6 +207,12 @@ inline float __uint_as_float(uint32_t bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
+inline float __fadd_rd(float x, float y) { // exact sums of doubles are enough for whole numbers and fractions below 1
+  const double sum = double(x) + double(y);
+  const float rounded = float(sum);
+  return rounded > sum ? nextafterf(rounded, -INFINITY) : rounded;
+}
+inline float __log2f(float x) { return log2f(x); }
 inline float __expf(float x) { return expf(x); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 

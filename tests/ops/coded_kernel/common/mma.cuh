@@ -2,34 +2,17 @@
 // this). Fragments are PTX's: lane = 4 g + t.
 #pragma once
 
-#include <cuda_runtime.h>
+#include <cuda_fp16.h>
 
 #include "permute.h"
 
-using __half = _Float16;
-struct __half2 {
-  __half x, y;
-};
-struct float2 {
-  float x, y;
-};
-
-inline float2 __half22float2(__half2 x) { return {float(x.x), float(x.y)}; }
-inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y)}; }
-inline float __half2float(__half x) { return x; }
 inline int __float2int_rn(float x) { return int(lrintf(x)); }
 inline uint32_t __umulhi(uint32_t x, uint32_t y) { return uint64_t(x) * y >> 32; }
 inline float __fdividef(float x, float y) { return x / y; }
 
 namespace shadowkv {
 
-inline float exp2_fast(float x) { return exp2f(x); }
 inline float max_or_nan(float x, float y) { return std::isnan(x) || std::isnan(y) ? NAN : std::max(x, y); }
-inline __half2 half2_of(uint32_t x) {
-  __half2 y;
-  std::memcpy(&y, &x, 4);
-  return y;
-}
 
 struct Fragments {
   uint32_t a[4], b[2];
