@@ -23,12 +23,20 @@ class Spans:
         lengths: tokens of each span, at least one; None if every span is one token.
         read: int64 [S], the row that holds the state before each span.
         write: int64 [S], the row that gets the state after each span. A span can write the row that it reads, but not a
-            row that another span reads.
+            row that another span reads, except in a chain.
+        chained: whether there can be chains. Only if every span is one token. In a chain each span reads the row that
+            the span before it writes, and writes another. So there is a state after each token.
     """
 
     lengths: tuple[int, ...] | None
     read: Tensor
     write: Tensor
+    chained: bool = False
+
+    @property
+    def in_order(self) -> list[Spans]:
+        """The spans one by one. Computed in this order, chains are right."""
+        return [Spans(None, self.read[row : row + 1], self.write[row : row + 1]) for row in range(len(self.read))]
 
     @property
     def chunks(self) -> Tensor:

@@ -26,6 +26,10 @@ def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) 
     Returns:
         [T, C], in the dtype of ``x``.
     """
+    if spans.chained:
+        return torch.cat(
+            [causal_convolution(x[i : i + 1], weight, states, one) for i, one in enumerate(spans.in_order)]
+        )
     before = states[spans.read].to(x.dtype)
     if spans.lengths is None:
         window = torch.cat((before, x.unsqueeze(-1)), dim=-1)
@@ -66,6 +70,9 @@ def gated_delta_rule(
     """
     if spans.lengths is not None:
         return in_chunks(q, k, v, log_decay, beta, states, spans)
+    if spans.chained:
+        tokens = zip(*(x.split(1) for x in (q, k, v, log_decay, beta)), spans.in_order, strict=True)
+        return torch.cat([gated_delta_rule(*own, states, one) for *own, one in tokens])
     out, after = _step(*_for_heads(q, k, v), v.float(), log_decay, beta, states[spans.read].float())
     states[spans.write] = after.to(states.dtype)
     return out.to(v.dtype)
