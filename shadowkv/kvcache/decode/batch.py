@@ -117,11 +117,14 @@ class DecodePlan:
 
     Attributes:
         groups: the plans of all groups of layers.
-        recurrent: int64 [2, B], rows of the recurrent states before and after the step; None if no layer has one.
+        recurrent: int64 [2, B], rows of the recurrent states before and after each row's token; None if no layer has
+            one.
+        drafted: whether a sequence can have several rows and recurrent states. These are then computed in order.
     """
 
     groups: tuple[GroupPlan, ...]
     recurrent: np.ndarray | None = None
+    drafted: bool = False
 
     @property
     def micro_batches(self) -> int:
@@ -131,7 +134,7 @@ class DecodePlan:
     @property
     def shape(self) -> tuple[int, ...]:
         """The numbers from which the shapes of all tensors of the step follow."""
-        return sum((group.shape for group in self.groups), ())
+        return (*(number for group in self.groups for number in group.shape), self.drafted)
 
     @property
     def num_rows(self) -> int:

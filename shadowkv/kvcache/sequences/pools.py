@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.recurrent.states import RecurrentStates
@@ -22,6 +24,7 @@ class SequencePools:
 
     def __init__(self, layout: Layout, pools: Sequence[SequencePool], recurrent: RecurrentStates | None = None) -> None:
         self.layout, self.pools, self.recurrent = layout, list(pools), recurrent
+        self._drafted = list[CachedSequence]()  # with states of drafted tokens
 
     @property
     def total(self) -> Blocks:
@@ -158,6 +161,32 @@ class SequencePools:
         for number, pool in enumerate(self.pools):
             pool.truncate(sequence.of_group(number), length)
         sequence.recurrent.since = length
+
+    def step_states(self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None) -> np.ndarray | None:
+        """Returns the rows of recurrent states, int64 [2, B], that a decode step reads and writes; None if no layer has
+        a recurrent state. ``counts`` is as for ``KVCache.plan_decode``.
+
+        A sequence gets a row for each drafted token, until the next step is planned. So tokens can be removed after the
+        step, and a step that fails loses nothing. Raises ValueError if there are more drafted tokens than rows.
+        """
+        if (states := self.recurrent) is None:
+            return None
+        counts = counts or [1] * len(sequences)
+        drafted, most = sum(counts) - len(counts), states.layout.settings.drafted
+        if drafted > most:
+            raise ValueError(f"{drafted} drafted tokens need a recurrent state each; there is room for {most}")
+        for sequence in self._drafted:
+            if sequence.recurrent.ring:
+                states.resize(sequence.recurrent, sequence.length)
+        self._drafted = [sequence for sequence, count in zip(sequences, counts, strict=True) if count > 1]
+        rows = list[tuple[int, int]]()
+        for sequence, count in zip(sequences, counts, strict=True):
+            own, length = sequence.recurrent, sequence.length
+            if count > 1:
+                states.resize(own, length, count + 1)
+                own.since = length
+            rows += own.rows(length, count)
+        return np.array(rows, np.int64).T
 
     def trim(self, sequence: CachedSequence) -> None:
         """Frees the blocks that a finished sequence holds for future tokens. It can be extended again."""

@@ -111,6 +111,9 @@ class NGramInput(Computing):
     def _history(self, ids: Tensor, states: dict[str, Tensor], spans: Spans) -> Tensor:
         """Returns the newest tokens at each of T tokens, int64 [T, longest], newest last, and updates the state. States
         have token ids minus the id that ends a text, because they are 0 before the first token."""
+        if spans.chained:
+            tokens = zip(ids.split(1), spans.in_order, strict=True)
+            return torch.cat([self._history(token, states, span) for token, span in tokens])
         kept, eos, longest = states[N_GRAM_TOKENS], self.sizes.eos_token_id, self.sizes.longest
         before = kept[spans.read].squeeze(1).long() + eos
         if spans.lengths is None:
