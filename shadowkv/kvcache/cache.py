@@ -414,18 +414,19 @@ class KVCache:
         if plan.recurrent is not None:
             rows = upload(torch.from_numpy(plan.recurrent), self.device) if numbers is None else of_groups[-1]
             assert rows is not None
-            parts.append((step(*rows.view(2, -1), plan.drafted),))
+            read, write = rows.view(2, -1)
+            parts.append((step(read, write, plan.drafted),))
         return Batch(tuple(parts))
 
     def rounded(self, plan: DecodePlan, max_batch: int, batch: int | None = None) -> DecodePlan:
-        """Returns ``plan`` with its shapes rounded up, so that few captured graphs serve many steps. ``batch`` sets the
-        number of rows; None rounds it up too."""
+        """Returns ``plan`` with its shapes rounded up, so that few captured graphs serve many steps, with drafts or
+        without. ``batch`` sets the number of rows; None rounds it up too."""
         of_all = zip(self.groups, plan.groups, strict=True)
         groups = tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
         recurrent = self._padding_rows(len(groups[0].sequences.slot))
         if recurrent is not None and plan.recurrent is not None:
             recurrent[:, : plan.num_rows] = plan.recurrent
-        return DecodePlan(groups, recurrent, plan.drafted)
+        return DecodePlan(groups, recurrent, drafted=bool(self.layout.most_drafted))
 
     def _padding_rows(self, count: int) -> np.ndarray | None:
         """Returns ``DecodePlan.recurrent`` for ``count`` padding rows; None if no layer has a recurrent state."""

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -34,11 +35,6 @@ class Spans:
     chained: bool = False
 
     @property
-    def in_order(self) -> list[Spans]:
-        """The spans one by one. Computed in this order, chains are right."""
-        return [Spans(None, self.read[row : row + 1], self.write[row : row + 1]) for row in range(len(self.read))]
-
-    @property
     def chunks(self) -> Tensor:
         """All n chunks of ``CHUNK`` tokens, for kernels: int64 [n, 2], the span of a chunk, and its number in the span.
         Only if there are ``lengths``."""
@@ -59,3 +55,13 @@ class Spans:
         if self.read.is_cuda:
             numbers = numbers.pin_memory().to(self.read.device, non_blocking=True)
         return numbers[: 2 * len(chunks)].view(-1, 2), numbers[2 * len(chunks) :]
+
+
+def in_order(compute: Callable[..., Tensor], spans: Spans, *tokens: Tensor) -> Tensor:
+    """Computes spans of one token one after another, as chains need it. ``compute`` takes a row of each of ``tokens``
+    [T, ...] and its span, and returns the token's result [1, ...]. Returns all results [T, ...]."""
+    outs = []
+    for row in range(len(spans.read)):
+        own = slice(row, row + 1)
+        outs.append(compute(*(x[own] for x in tokens), Spans(None, spans.read[own], spans.write[own])))
+    return torch.cat(outs)

@@ -103,28 +103,34 @@ class Lives(RuleBasedStateMachine):
     @rule(data=st.data(), steps=st.integers(1, 3), taken_back=st.integers(0, 1))
     def decode(self, data: st.DataObject, steps: int, taken_back: int) -> None:
         one = self.pick(data, True)
+        self.plan()
         for _ in range(steps):
             self.step(one, 1)
         length = len(one.tokens) - taken_back
         if length >= one.sequence.fixed(len(one.tokens)):
-            one.tokens, one.sequence.since = one.tokens[:length], length
+            one.sequence.since = one.sequence.fixed(len(one.tokens))
+            one.tokens = one.tokens[:length]
             if taken_back:
                 assert one.sequence.fixed(length) == length, "the state before was written over"
 
+    def plan(self) -> None:
+        """Gives rows of drafted tokens back, as the next step's plan does."""
+        for one in self.lives:
+            if len(one.sequence.ring) > RING:
+                self.states.resize(one.sequence, len(one.tokens))
+
     def step(self, one: Living, count: int) -> None:
-        for read, write in one.sequence.rows(len(one.tokens), count):
-            assert self.read(read) == digest(one.tokens)
+        for _ in range(count):
+            assert self.read(one.sequence.row(len(one.tokens))) == digest(one.tokens)
             one.tokens = one.tokens + self.new_tokens(1)
-            self.write(write, one.tokens)
+            self.write(one.sequence.row(len(one.tokens)), one.tokens)
 
     @precondition(lambda self: self.any(True))
     @rule(data=st.data(), drafted=st.lists(st.integers(1, DRAFTED), min_size=1, max_size=3), fails=st.booleans())
     def draft(self, data: st.DataObject, drafted: list[int], fails: bool) -> None:
         """Of several sequences together, of which each keeps any number of its new tokens, or none if the step
         fails."""
-        for one in self.lives:
-            if len(one.sequence.ring) > RING:
-                self.states.resize(one.sequence, len(one.tokens))
+        self.plan()
         growing, left = [one for one in self.lives if one.sequence.ring], DRAFTED
         for one, wanted in zip(data.draw(st.permutations(growing)), drafted):
             before, count = one.tokens, min(wanted, left)
@@ -134,7 +140,7 @@ class Lives(RuleBasedStateMachine):
             self.step(one, count + 1)
             assert one.sequence.fixed(len(one.tokens)) == len(before)
             length = len(before) + (0 if fails else data.draw(st.integers(1, count + 1)))
-            one.tokens, one.sequence.since = one.tokens[:length], length
+            one.tokens = one.tokens[:length]
 
     @precondition(lambda self: self.any(True))
     @rule(data=st.data())

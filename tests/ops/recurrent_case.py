@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shadowkv.ops.extension import cpu_missing
-from shadowkv.ops.recurrence import CHUNK, Spans
+from shadowkv.ops.recurrence import CHUNK, Spans, in_order
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available()
@@ -76,13 +76,12 @@ def draw_step(chains: tuple[int, ...]) -> tuple[Spans, int, int]:
 
 def one_by_one(compute: Callable[..., Tensor], case: Any) -> Tensor:
     """What steps of one token each return, in the order of the case's spans."""
-    outs = []
-    for row, span in enumerate(case.spans.in_order):
-        own = {
-            name: x[row : row + 1] for name, x in case._asdict().items() if name not in ("states", "spans", "weight")
-        }
-        outs.append(compute(**case._replace(**own, spans=span)._asdict()))
-    return torch.cat(outs)
+    names = [name for name in case._fields if name not in ("states", "spans", "weight")]
+
+    def one(*own: Any) -> Tensor:
+        return compute(**case._replace(**dict(zip([*names, "spans"], own, strict=True)))._asdict())
+
+    return in_order(one, case.spans, *(getattr(case, name) for name in names))
 
 
 def draw_states(spans: Spans, rows: int, *shape: int) -> Tensor:

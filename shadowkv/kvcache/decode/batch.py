@@ -119,7 +119,7 @@ class DecodePlan:
         groups: the plans of all groups of layers.
         recurrent: int64 [2, B], rows of the recurrent states before and after each row's token; None if no layer has
             one.
-        drafted: whether a sequence can have several rows and recurrent states. These are then computed in order.
+        drafted: whether a sequence with recurrent states can have several rows, which are then computed in order.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -134,7 +134,7 @@ class DecodePlan:
     @property
     def shape(self) -> tuple[int, ...]:
         """The numbers from which the shapes of all tensors of the step follow."""
-        return (*(number for group in self.groups for number in group.shape), self.drafted)
+        return sum((group.shape for group in self.groups), ())
 
     @property
     def num_rows(self) -> int:

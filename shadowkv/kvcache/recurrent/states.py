@@ -40,7 +40,8 @@ class RecurrentSequence:
     Attributes:
         ring: rows of the states: the one after n tokens is in ``ring[n % len(ring)]``. There are ``RING``, and more
             after a step with drafted tokens. Empty while the sequence does not grow.
-        since: the smallest number of tokens after which the ring can have a state.
+        since: the smallest number of tokens after which the ring can have a state. Tokens that are removed do not
+            change which states it has.
         checkpoints: by ascending position. Some may be dropped.
         pending: checkpoints that a running prefill writes.
         keeps: whether prefills write checkpoints, from which other sequences can begin.
@@ -56,10 +57,6 @@ class RecurrentSequence:
         """The row of the state after ``length`` tokens, which is one of the newest states or the one that is written
         next."""
         return self.ring[length % len(self.ring)]
-
-    def rows(self, length: int, count: int) -> list[tuple[int, int]]:
-        """The rows of the states before and after each of ``count`` tokens behind ``length`` tokens."""
-        return [(self.row(at), self.row(at + 1)) for at in range(length, length + count)]
 
     @property
     def restored_rows(self) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shadowkv.ops.recurrence import CHUNK, Spans
+from shadowkv.ops.recurrence import CHUNK, Spans, in_order
 
 
 def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
@@ -27,9 +27,7 @@ def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) 
         [T, C], in the dtype of ``x``.
     """
     if spans.chained:
-        return torch.cat(
-            [causal_convolution(x[i : i + 1], weight, states, one) for i, one in enumerate(spans.in_order)]
-        )
+        return in_order(lambda token, span: causal_convolution(token, weight, states, span), spans, x)
     before = states[spans.read].to(x.dtype)
     if spans.lengths is None:
         window = torch.cat((before, x.unsqueeze(-1)), dim=-1)
@@ -71,8 +69,10 @@ def gated_delta_rule(
     if spans.lengths is not None:
         return in_chunks(q, k, v, log_decay, beta, states, spans)
     if spans.chained:
-        tokens = zip(*(x.split(1) for x in (q, k, v, log_decay, beta)), spans.in_order, strict=True)
-        return torch.cat([gated_delta_rule(*own, states, one) for *own, one in tokens])
+        return in_order(
+            lambda q, k, v, log_decay, beta, span: gated_delta_rule(q, k, v, log_decay, beta, states, span),
+            *(spans, q, k, v, log_decay, beta),
+        )
     out, after = _step(*_for_heads(q, k, v), v.float(), log_decay, beta, states[spans.read].float())
     states[spans.write] = after.to(states.dtype)
     return out.to(v.dtype)
