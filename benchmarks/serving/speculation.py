@@ -12,16 +12,23 @@ Acceptance of the model's own drafts, whether they pay on this machine or not:
 
     python -m benchmarks.serving.speculation --model smollm2-135m-64k --method sparse --k 6 --always \
         --kv full:dense_below=0 --tasks essays code --context 8192 --rounds 1 --out results/sparse.csv
+
+A model with random weights quotes nothing. It has its own answer as ``prediction``, in which one token in 16 is wrong:
+
+    python -m benchmarks.serving.speculation --model qwen3.5-9b --load-format dummy --dtype float32 --tasks known \
+        --hf-overrides '{"num_hidden_layers": 12, "vocab_size": 32000, ...}' --context 512 --out results/hybrids.csv
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +55,9 @@ CHATS = (
 )
 KEY = COLUMNS[:6]
 TASKS = ("quote", "edit", "chat")
+KNOWN = "known"
+REPLACED_EVERY = 16
+"""Of the tokens of a known answer, one of this many is replaced in its prediction."""
 TEXTS = {"essays": 0.0, "code": 0.0, "sampled-essays": 1.0, "sampled-code": 1.0}
 """Tasks that go on with a text, and their temperatures."""
 WORD, OTHER = "people", "persons"
@@ -77,6 +87,13 @@ def requests(
         kind = Path(task.removeprefix("sampled-"))
         for number, cut in enumerate(read_prompts([kind], engine.tokenizer, prompts, context)):
             yield cut.tokens, SamplingParams(**own, seed=number)
+        return
+    if task == KNOWN:
+        draw = random.Random(0)
+        known = [draw.randrange(1000) for _ in range(context)]
+        predicted = answer(engine, known, params)[0]
+        predicted[REPLACED_EVERY - 1 :: REPLACED_EVERY] = [0] * (len(predicted) // REPLACED_EVERY)
+        yield known, replace(params, predicted_token_ids=tuple(predicted))
         return
     if task == "chat":
         for number, text in enumerate(CHATS):
@@ -143,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     text = "draft as many tokens as fit, whether it pays or not; only for --method sparse"
     parser.add_argument("--always", action="store_true", help=text)
     text = "(default: %(default)s)"
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=(*TASKS, *TEXTS), help=text)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=(*TASKS, *TEXTS, KNOWN), help=text)
     parser.add_argument("--prompts", type=int, default=4, help="cut from essays or code (default: %(default)s)")
     parser.add_argument("--context", nargs="+", type=int, default=[2048, 4096, 8192], help="tokens of texts")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer (default: %(default)s)")

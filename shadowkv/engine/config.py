@@ -478,6 +478,12 @@ class EngineConfig:
         return (drafts.num_speculative_tokens or 0) * (self.max_num_seqs if drafts.method == "sparse" else 1)
 
     @property
+    def drafted_states(self) -> int:
+        """Recurrent states for drafted tokens of a decode step, one for each. 0 if the model itself drafts: draft steps
+        would change the states from which their tokens are verified."""
+        return 0 if self.speculation is None or self.speculation.method == "sparse" else self.drafted_rows
+
+    @property
     def max_rows(self) -> int:
         """Maximum number of rows of a decode step: one for each sequence, and those of drafted tokens."""
         return self.max_num_seqs + SPARE_SEQS + self.drafted_rows

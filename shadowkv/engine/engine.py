@@ -192,8 +192,8 @@ class Engine:
         speculation: Speculation | None = None
         if (drafts := config.speculation) is not None:
             sparse = drafts.method == "sparse"
-            rows = config.max_rows
-            speculation = SparseDrafts(drafts, rows, self.runner) if sparse else TextDrafts(drafts, rows)
+            rows, most = config.max_rows, self.cache.layout.most_drafted
+            speculation = SparseDrafts(drafts, rows, self.runner) if sparse else TextDrafts(drafts, rows, most)
         self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead, self.pace, speculation)
         self.prefill_queue = PrefillQueue(self.runner, self.scheduler, self.pace)
         self.max_model_len = self.cache.max_model_len

@@ -33,7 +33,7 @@ from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.prefill.batch import GroupPrefill, PrefillBatch
 from shadowkv.kvcache.prefill.exact import has_room, lengths_of, numbers_of, split_numbers
-from shadowkv.kvcache.recurrent.batch import RecurrentPart, RecurrentTokens, step, step_rows
+from shadowkv.kvcache.recurrent.batch import RecurrentPart, RecurrentTokens, step
 from shadowkv.kvcache.recurrent.states import RecurrentStates
 from shadowkv.kvcache.sequences.group_layout import neighbours
 from shadowkv.kvcache.sequences.layout import Layout
@@ -340,9 +340,9 @@ class KVCache:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether a step can append several tokens to a sequence. It cannot if a recurrent state would have to be
-        rolled back with them, or if rows of a sequence would fetch values into the same buffer."""
-        return self.recurrent is None and all(group.decode.fetching is None for group in self.groups)
+        """Whether a step can append several tokens to a sequence. It cannot if there is no memory for recurrent states
+        of drafted tokens, or if rows of a sequence would fetch values into the same buffer."""
+        return self.layout.most_drafted != 0 and all(group.decode.fetching is None for group in self.groups)
 
     def most_tokens(self, sequences: Sequence[CachedSequence]) -> list[int]:
         """Returns the maximum number of new tokens that a step can append to each sequence. It is limited by the
@@ -379,10 +379,9 @@ class KVCache:
             plans.append(group.planner.plan(group.sequences(sequences), counts, drafting, own))
         alone = all(plan.of_sequence is None for plan in plans)  # micro-batches need one segment per row
         parts = max(plan.micro_batches for plan in plans) if alone else 1
-        recurrent = None
-        if self.recurrent is not None:
-            recurrent = step_rows([sequence.recurrent for sequence in sequences], plans[0].sequences.length)
-        return DecodePlan(tuple(replace(plan, micro_batches=parts) for plan in plans), recurrent)
+        groups = tuple(replace(plan, micro_batches=parts) for plan in plans)
+        recurrent = self.pools.step_states(sequences, counts)
+        return DecodePlan(groups, recurrent, drafted=counts is not None and recurrent is not None)
 
     def forecast_decode(
         self, sequences: Sequence[CachedSequence], joining: Sequence[tuple[CachedSequence, int]]
@@ -415,18 +414,19 @@ class KVCache:
         if plan.recurrent is not None:
             rows = upload(torch.from_numpy(plan.recurrent), self.device) if numbers is None else of_groups[-1]
             assert rows is not None
-            parts.append((step(*rows.view(2, -1)),))
+            read, write = rows.view(2, -1)
+            parts.append((step(read, write, plan.drafted),))
         return Batch(tuple(parts))
 
     def rounded(self, plan: DecodePlan, max_batch: int, batch: int | None = None) -> DecodePlan:
-        """Returns ``plan`` with its shapes rounded up, so that few captured graphs serve many steps. ``batch`` sets the
-        number of rows; None rounds it up too."""
+        """Returns ``plan`` with its shapes rounded up, so that few captured graphs serve many steps, with drafts or
+        without. ``batch`` sets the number of rows; None rounds it up too."""
         of_all = zip(self.groups, plan.groups, strict=True)
         groups = tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
         recurrent = self._padding_rows(len(groups[0].sequences.slot))
         if recurrent is not None and plan.recurrent is not None:
             recurrent[:, : plan.num_rows] = plan.recurrent
-        return DecodePlan(groups, recurrent)
+        return DecodePlan(groups, recurrent, drafted=bool(self.layout.most_drafted))
 
     def _padding_rows(self, count: int) -> np.ndarray | None:
         """Returns ``DecodePlan.recurrent`` for ``count`` padding rows; None if no layer has a recurrent state."""

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -22,12 +23,15 @@ class Spans:
         lengths: tokens of each span, at least one; None if every span is one token.
         read: int64 [S], the row that holds the state before each span.
         write: int64 [S], the row that gets the state after each span. A span can write the row that it reads, but not a
-            row that another span reads.
+            row that another span reads, except in a chain.
+        chained: whether there can be chains. Only if every span is one token. In a chain each span reads the row that
+            the span before it writes, and writes another. So there is a state after each token.
     """
 
     lengths: tuple[int, ...] | None
     read: Tensor
     write: Tensor
+    chained: bool = False
 
     @property
     def chunks(self) -> Tensor:
@@ -50,3 +54,13 @@ class Spans:
         if self.read.is_cuda:
             numbers = numbers.pin_memory().to(self.read.device, non_blocking=True)
         return numbers[: 2 * len(chunks)].view(-1, 2), numbers[2 * len(chunks) :]
+
+
+def in_order(compute: Callable[..., Tensor], spans: Spans, *tokens: Tensor) -> Tensor:
+    """Computes spans of one token one after another, as chains need it. ``compute`` takes a row of each of ``tokens``
+    [T, ...] and its span, and returns the token's result [1, ...]. Returns all results [T, ...]."""
+    outs = []
+    for row in range(len(spans.read)):
+        own = slice(row, row + 1)
+        outs.append(compute(*(x[own] for x in tokens), Spans(None, spans.read[own], spans.write[own])))
+    return torch.cat(outs)

@@ -59,6 +59,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     text = "number of recurrent states that memory is reserved for as checkpoints (default: one for each sequence)"
     add_flag(kv, EngineConfig, "max_mamba_checkpoints", help=text)
     add_flag(kv, EngineConfig, "mamba_ssm_cache_dtype")
+    text = "drafts of method suffix or ngram, of which each drafted token has a recurrent state (default: off)"
+    add_flag(kv, EngineConfig, "speculative_config", help=text)
     many = parser.add_argument_group("more than one GPU")
     text = "number of GPUs to split the model across; figures are those of the first GPU"
     add_flag(many, EngineConfig, "tensor_parallel_size", "--gpus", help=text)
@@ -93,7 +95,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     """The plan, and a line for each policy with which not one sequence fits."""
-    _check(args)  # finds simple errors before PyTorch is imported
+    engine = _checked(args)  # finds simple errors before PyTorch is imported
 
     import torch
 
@@ -116,7 +118,7 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     shard = Shard(config, 0, args.tensor_parallel_size, args.enable_expert_parallel)
     checkpoints, state_dtype = args.max_mamba_checkpoints, args.mamba_ssm_cache_dtype
     check_states(config.shape, max_mamba_checkpoints=checkpoints, mamba_ssm_cache_dtype=state_dtype)
-    states = StateSettings.of(checkpoints, state_dtype)
+    states = StateSettings.of(checkpoints, state_dtype, engine.drafted_states)
     options = args.hit_rate, args.fetch_buffer, args.replicas, forms, states
     planner = Planner(shard, dtype, args.context, machine, *options)
     plans = [_plan(planner, name) for name in dict.fromkeys(args.kv)]
@@ -127,12 +129,13 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     return text, missing(planner, plans)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _checked(args: argparse.Namespace) -> EngineConfig:
+    """The settings of an engine among the flags. Raises ValueError for invalid flags."""
     checked = (
         *("gpu_memory_utilization", "host_memory_gib", "kv_offload_gib", "fetch_buffer", "tensor_parallel_size"),
-        "max_mamba_checkpoints",
+        *("max_mamba_checkpoints", "speculative_config"),
     )
-    EngineConfig(**{name: getattr(args, name) for name in checked})
+    config = EngineConfig(**{name: getattr(args, name) for name in checked})
     bad = [
         f"--{name.replace('_', '-')} {getattr(args, name)} must be more than 0"
         for name in ("context", "gpu_memory_gib", "device_bandwidth_tbs", "host_bandwidth_gbs", "replicas")
@@ -140,8 +143,13 @@ def _check(args: argparse.Namespace) -> None:
     ]
     if not 0 <= args.hit_rate <= 1:
         bad.append(f"--hit-rate {args.hit_rate} must be in [0, 1]")
+    if args.speculative_config is not None and args.speculative_config["method"] == "sparse":
+        bad.append(
+            "--speculative-config: a policy has what it keeps for drafts of method sparse; plan --kv full-speculative"
+        )
     if bad:
         raise ValueError("; ".join(bad))
+    return config
 
 
 def _plan(planner: Planner, name: str) -> Plan:

@@ -94,11 +94,12 @@ def _recurrent(planner: Planner) -> list[str]:
     layout = RecurrentLayout.of(planner.config.shape, planner.states)
     if layout is None:
         return []
-    checkpoints = layout.settings.checkpoints
+    checkpoints, drafted = layout.settings.checkpoints, layout.settings.drafted
     kept = "one for each sequence" if checkpoints is None else str(checkpoints)
+    drafts = f" and drafted tokens ({drafted})" if drafted else ""
     return [
-        f"states   {layout.state_bytes / 2**20:.1f} MiB each: a sequence has {RING}, and checkpoints ({kept}) are not "
-        "counted in its bytes"
+        f"states   {layout.state_bytes / 2**20:.1f} MiB each: a sequence has {RING}, and checkpoints ({kept}){drafts} "
+        "are not counted in its bytes"
     ]
 
 
@@ -209,6 +210,7 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
         "hit_rate": planner.hit_rate,
         "fetch_buffer": planner.fetch_buffer,
         "max_mamba_checkpoints": planner.states.checkpoints,
+        "drafted_states": planner.states.drafted if planner.config.shape.recurrent else 0,
         "mamba_ssm_cache_dtype": str(planner.states.dtype).removeprefix("torch."),
         "plans": [_plan_as_json(plan, planner.config.shape) for plan in plans],
     }

@@ -343,10 +343,10 @@ def test_a_wrong_config_is_refused(given: dict[str, Any], message: str) -> None:
     assert message in str(refused.value)
 
 
-def test_models_that_take_no_drafts_are_refused(tmp_path: Path) -> None:
+def test_the_models_own_drafts_are_refused_for_recurrent_states(tmp_path: Path) -> None:
     build("qwen3_5", tmp_path)
-    with pytest.raises(SettingsError, match="layers with a recurrent state, from which wrong tokens cannot be removed"):
-        Engine(EngineConfig(model=str(tmp_path), kv="full", max_num_seqs=2, speculative_config=SUFFIX))
+    with pytest.raises(SettingsError, match=r"recurrent state, which .* would change; choose method suffix or ngram"):
+        Engine(EngineConfig(model=str(tmp_path), kv="full", max_num_seqs=2, speculative_config={"method": "sparse"}))
     with pytest.raises(SettingsError, match=r"^kv='full-speculative': this model has layers with a recurrent state"):
         Engine(EngineConfig(model=str(tmp_path), kv="full-speculative", max_num_seqs=2))
 

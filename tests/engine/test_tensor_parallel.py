@@ -41,6 +41,7 @@ from shadowkv.layers.group import RankFailure
 from shadowkv.models import load_config, load_model
 from shadowkv.models.registry import family
 from tests.local_engine import LocalEngine
+from tests.models.families import build
 
 SIZES = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 32}
 
@@ -338,6 +339,26 @@ def test_ranks_verify_drafts_together(model: Path, monkeypatch: pytest.MonkeyPat
         wanted = said(engine)
     draft_by(monkeypatch, mostly(wanted))
     with engine_of(model, 2, kv="shadowkv:place=device", speculative_config=SUFFIX) as engine:
+        assert said(engine) == wanted
+        assert min(counts(engine)) > 20
+
+
+def test_ranks_verify_drafts_of_recurrent_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank keeps and removes the states of its own heads."""
+    build("qwen3_5", tmp_path, {"max_position_embeddings": 2048, "head_dim": 16, "vocab_size": 300})
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+
+    def said(engine: Engine) -> dict[str, list[int]]:
+        for name, length in (("a", 60), ("b", 300)):
+            engine.add_request(name, prompt(length, length), params)
+        found = {name: tokens(outputs) for name, outputs in drain(engine).items()}
+        engine.add_request("later", [*prompt(300, 300), *found["b"], *prompt(1, 20)], params)
+        return found | {"later": tokens(drain(engine)["later"])}
+
+    with engine_of(tmp_path, 2, kv="full") as engine:
+        wanted = said(engine)
+    draft_by(monkeypatch, mostly(wanted))
+    with engine_of(tmp_path, 2, kv="full", speculative_config=SUFFIX) as engine:
         assert said(engine) == wanted
         assert min(counts(engine)) > 20
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.policy.shape import LayerKind, ModelShape, StateArray
 from shadowkv.kvcache.recurrent import states as module
-from shadowkv.kvcache.recurrent.batch import RecurrentTokens, block, step_rows
+from shadowkv.kvcache.recurrent.batch import RecurrentTokens, block
 from shadowkv.kvcache.recurrent.layout import RING, RecurrentLayout, StateSettings
 from shadowkv.kvcache.recurrent.states import Checkpoint, RecurrentSequence, RecurrentStates
 
@@ -23,10 +23,11 @@ KIND = LayerKind(state=(StateArray("x", (1,)),))
 SHAPE = ModelShape(3, 1, 1, 8, kinds=(KIND, LayerKind(), KIND))
 SEQUENCES = 4
 EVERY = 128
+DRAFTED = 5
 
 
-def layout(checkpoints: int | None = None) -> RecurrentLayout:
-    found = RecurrentLayout.of(SHAPE, StateSettings(checkpoints))
+def layout(checkpoints: int | None = None, drafted: int = 0) -> RecurrentLayout:
+    found = RecurrentLayout.of(SHAPE, StateSettings(checkpoints, drafted=drafted))
     assert found is not None
     return found
 
@@ -45,7 +46,7 @@ class Living:
 class Lives(RuleBasedStateMachine):
     @initialize(checkpoints=st.sampled_from([None, 0, 1, 9]))
     def start(self, checkpoints: int | None) -> None:
-        self.states = RecurrentStates(layout(checkpoints), SEQUENCES, CPU)
+        self.states = RecurrentStates(layout(checkpoints, DRAFTED), SEQUENCES, CPU)
         self.lives: list[Living] = []
         self.readings: list[tuple[Checkpoint, list[int]]] = []
         self.next = 0
@@ -102,16 +103,44 @@ class Lives(RuleBasedStateMachine):
     @rule(data=st.data(), steps=st.integers(1, 3), taken_back=st.integers(0, 1))
     def decode(self, data: st.DataObject, steps: int, taken_back: int) -> None:
         one = self.pick(data, True)
+        self.plan()
         for _ in range(steps):
-            read, write = step_rows([one.sequence], torch.tensor([len(one.tokens)]).numpy())[:, 0].tolist()
-            assert self.read(read) == digest(one.tokens)
-            one.tokens = one.tokens + self.new_tokens(1)
-            self.write(write, one.tokens)
+            self.step(one, 1)
         length = len(one.tokens) - taken_back
         if length >= one.sequence.fixed(len(one.tokens)):
-            one.tokens, one.sequence.since = one.tokens[:length], length
+            one.sequence.since = one.sequence.fixed(len(one.tokens))
+            one.tokens = one.tokens[:length]
             if taken_back:
                 assert one.sequence.fixed(length) == length, "the state before was written over"
+
+    def plan(self) -> None:
+        """Gives rows of drafted tokens back, as the next step's plan does."""
+        for one in self.lives:
+            if len(one.sequence.ring) > RING:
+                self.states.resize(one.sequence, len(one.tokens))
+
+    def step(self, one: Living, count: int) -> None:
+        for _ in range(count):
+            assert self.read(one.sequence.row(len(one.tokens))) == digest(one.tokens)
+            one.tokens = one.tokens + self.new_tokens(1)
+            self.write(one.sequence.row(len(one.tokens)), one.tokens)
+
+    @precondition(lambda self: self.any(True))
+    @rule(data=st.data(), drafted=st.lists(st.integers(1, DRAFTED), min_size=1, max_size=3), fails=st.booleans())
+    def draft(self, data: st.DataObject, drafted: list[int], fails: bool) -> None:
+        """Of several sequences together, of which each keeps any number of its new tokens, or none if the step
+        fails."""
+        self.plan()
+        growing, left = [one for one in self.lives if one.sequence.ring], DRAFTED
+        for one, wanted in zip(data.draw(st.permutations(growing)), drafted):
+            before, count = one.tokens, min(wanted, left)
+            left -= count
+            self.states.resize(one.sequence, len(before), count + 2)
+            one.sequence.since = len(before)
+            self.step(one, count + 1)
+            assert one.sequence.fixed(len(one.tokens)) == len(before)
+            length = len(before) + (0 if fails else data.draw(st.integers(1, count + 1)))
+            one.tokens = one.tokens[:length]
 
     @precondition(lambda self: self.any(True))
     @rule(data=st.data())
@@ -257,5 +286,6 @@ def test_bytes() -> None:
     found = layout()
     assert found.layers == (0, 2) and found.state_bytes == 2 * 4
     assert found.nbytes(3) == (3 * RING + 3 + 1) * 8
+    assert layout(5, 7).nbytes(3) == (3 * RING + 5 + 7 + 1) * 8
     assert layout(5).nbytes(3) == (3 * RING + 5 + 1) * 8 and layout(0).nbytes(3) == (3 * RING + 1) * 8
     assert RecurrentLayout.of(ModelShape(2, 1, 1, 8)) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shadowkv.ops.extension import cpu_missing
-from shadowkv.ops.recurrence import CHUNK, Spans
+from shadowkv.ops.recurrence import CHUNK, Spans, in_order
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available()
@@ -25,6 +25,9 @@ DRAWS = 2
 
 LENGTHS = [None, (1, 70, 3, 2), (64, 129, 5)]
 """Tokens of spans, shorter than a convolution and up to several chunks; None for a step of five sequences."""
+
+CHAINS = [(1, 4, 1), (5, 2), (1, 1)]
+"""Tokens of chains."""
 
 
 class Rule(NamedTuple):
@@ -57,6 +60,30 @@ def draw_spans(lengths: tuple[int, ...] | None) -> tuple[Spans, int, int]:
     return Spans(lengths, read, write), count if lengths is None else sum(lengths), 3 * count
 
 
+def draw_step(chains: tuple[int, ...]) -> tuple[Spans, int, int]:
+    """A step of chains of these lengths on shuffled rows, then two padding rows; its tokens, and the rows
+    that there are."""
+    count = sum(chains) + len(chains) + 1
+    rows = torch.randperm(count + 3)
+    read, write, at = [], [], 1
+    for length in chains:
+        read += rows[at : at + length].tolist()
+        write += rows[at + 1 : at + 1 + length].tolist()
+        at += length + 1
+    padding = [int(rows[0])] * 2
+    return Spans(None, *torch.tensor([read + padding, write + padding]).to(DEVICE), True), len(read) + 2, len(rows)
+
+
+def one_by_one(compute: Callable[..., Tensor], case: Any) -> Tensor:
+    """What steps of one token each return, in the order of the case's spans."""
+    names = [name for name in case._fields if name not in ("states", "spans", "weight")]
+
+    def one(*own: Any) -> Tensor:
+        return compute(**case._replace(**dict(zip([*names, "spans"], own, strict=True)))._asdict())
+
+    return in_order(one, case.spans, *(getattr(case, name) for name in names))
+
+
 def draw_states(spans: Spans, rows: int, *shape: int) -> Tensor:
     """States of which those that are not read are NaN: one layer's among others'."""
     states = torch.full((2, rows, *shape), torch.nan, device=DEVICE)[1]
@@ -65,10 +92,16 @@ def draw_states(spans: Spans, rows: int, *shape: int) -> Tensor:
 
 
 def draw_rule(
-    lengths: tuple[int, ...] | None, key_heads: int, group: int, key_dim: int, dim: int, dtype: torch.dtype
+    lengths: tuple[int, ...] | None,
+    key_heads: int,
+    group: int,
+    key_dim: int,
+    dim: int,
+    dtype: torch.dtype,
+    chains: tuple[int, ...] = (),
 ) -> Rule:
     """Queries, keys and values lie in one tensor, as the convolution leaves them."""
-    spans, tokens, rows = draw_spans(lengths)
+    spans, tokens, rows = draw_step(chains) if chains else draw_spans(lengths)
     heads, sizes = key_heads * group, (key_heads * key_dim, key_heads * key_dim, key_heads * group * dim)
     q, k, v = torch.randn(tokens, sum(sizes), device=DEVICE).to(dtype).split(sizes, dim=-1)
     q, k, v = q.unflatten(1, (key_heads, -1)), k.unflatten(1, (key_heads, -1)), v.unflatten(1, (heads, -1))
@@ -76,9 +109,11 @@ def draw_rule(
     return Rule(q, k, v, log_decay, 1 + beta / 3, draw_states(spans, rows, heads, key_dim, dim), spans)
 
 
-def draw_convolution(lengths: tuple[int, ...] | None, channels: int, width: int, dtype: torch.dtype) -> Convolution:
+def draw_convolution(
+    lengths: tuple[int, ...] | None, channels: int, width: int, dtype: torch.dtype, chains: tuple[int, ...] = ()
+) -> Convolution:
     """Inputs lie among others, as a projection leaves them. States are inputs, too."""
-    spans, tokens, rows = draw_spans(lengths)
+    spans, tokens, rows = draw_step(chains) if chains else draw_spans(lengths)
     x = torch.randn(tokens, channels + 8, device=DEVICE).to(dtype)[:, :channels]
     weight = torch.randn(channels, width, device=DEVICE).to(dtype)
     states = draw_states(spans, rows, channels, width - 1).to(dtype).float()

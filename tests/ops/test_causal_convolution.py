@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from precision import assert_close_like_lowp
-from recurrent_case import LENGTHS, NAMES, Convolution, draw_convolution, plain_convolution, poison_outputs
+from recurrent_case import (
+    CHAINS,
+    LENGTHS,
+    NAMES,
+    Convolution,
+    draw_convolution,
+    one_by_one,
+    plain_convolution,
+    poison_outputs,
+)
 
 from shadowkv.ops.recurrence import Spans
 
@@ -61,6 +70,21 @@ def test_padding_rows_may_share_a_state(seed: int, backend: Any) -> None:
     assert_close_like_lowp(out[:2], exact[0][:2], low[0][:2])
     assert torch.equal(case.states[rows[:2]].double(), exact[1][rows[:2]])
     assert out.isfinite().all()
+
+
+@DTYPES
+@pytest.mark.parametrize(("channels", "width"), [(37, 4), (300, 2)])
+@pytest.mark.parametrize("chains", CHAINS, ids=str)
+def test_chains_are_steps_one_after_another(
+    seed: int, backend: Any, chains: tuple[int, ...], channels: int, width: int, dtype: torch.dtype
+) -> None:
+    """Bit by bit, with the state after each token."""
+    case = draw_convolution(None, channels, width, dtype, chains)
+    other = case._replace(states=case.states.clone())
+    out, wanted = backend.causal_convolution(*case), one_by_one(backend.causal_convolution, other)
+    real, rows = slice(sum(chains)), case.spans.write[: sum(chains)]
+    assert torch.equal(out[real], wanted[real]) and out.isfinite().all()
+    assert torch.equal(case.states[rows], other.states[rows]) and case.states[rows].isfinite().all()
 
 
 def test_outputs_are_written_whole(seed: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

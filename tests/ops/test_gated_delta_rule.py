@@ -13,6 +13,7 @@ import pytest
 import torch
 from precision import assert_close_like_lowp
 from recurrent_case import (
+    CHAINS,
     DEVICE,
     INTERPRETED,
     LENGTHS,
@@ -22,6 +23,7 @@ from recurrent_case import (
     draw_rule,
     draw_spans,
     draws_of_rule,
+    one_by_one,
     plain_rule,
     poison_outputs,
 )
@@ -116,6 +118,24 @@ def test_padding_rows_may_share_a_state(seed: int, backend: Any) -> None:
     assert_close_like_lowp(out[:2], exact[0][:2], *(low[:2] for low, _ in draws))
     assert_close_like_lowp(case.states[own], exact[1][own], *(low[own] for _, low in draws))
     assert out.isfinite().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=["states fp32", "states bf16"])
+@pytest.mark.parametrize("chains", CHAINS, ids=str)
+def test_chains_are_steps_one_after_another(
+    seed: int, backend: Any, chains: tuple[int, ...], states: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Bit by bit, with the state after each token."""
+    case = draw_rule(None, 2, 2, 20, 37, dtype, chains)
+    case = case._replace(states=case.states.to(states))
+    other = case._replace(states=case.states.clone())
+    out, wanted = backend.gated_delta_rule(*case), one_by_one(backend.gated_delta_rule, other)
+    real, rows = slice(sum(chains)), case.spans.write[: sum(chains)]
+    assert torch.equal(out[real], wanted[real]) and out.isfinite().all()
+    assert torch.equal(case.states[rows], other.states[rows]) and case.states[rows].isfinite().all()
+    before = case.spans.read[:1]
+    assert torch.equal(case.states[before], other.states[before]), "the state before the chain stays"
 
 
 def test_outputs_are_written_whole(seed: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

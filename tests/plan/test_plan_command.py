@@ -189,6 +189,16 @@ def test_checkpoints_of_recurrent_states_leave_less_for_sequences(capsys: pytest
     assert "149.6 MiB each: a sequence has 2, and checkpoints (64) are" in capsys.readouterr().out
     assert main([*command, "--mamba-ssm-cache-dtype", "bfloat16"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["largest_batch"] > sizes[None]
+    drafts = ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 24}']
+    assert main([*command, "--max-mamba-checkpoints", "40", *drafts]) == 0
+    with_drafts = json.loads(capsys.readouterr().out)
+    assert with_drafts["drafted_states"] == 24
+    assert main([*command, "--max-mamba-checkpoints", "64"]) == 0
+    assert with_drafts["plans"] == json.loads(capsys.readouterr().out)["plans"], "24 states, as 24 more checkpoints"
+    assert main([*command[:-1], *drafts]) == 0
+    assert "checkpoints (one for each sequence) and drafted tokens (24) are not counted" in capsys.readouterr().out
+    assert main([*command, "--speculative-config", '{"method": "sparse"}']) == 2
+    assert "plan --kv full-speculative" in capsys.readouterr().err
     assert main([*command, "--max-mamba-checkpoints", "-1"]) == 2
     assert "--max-mamba-checkpoints -1 must be at least 0" in capsys.readouterr().err
 

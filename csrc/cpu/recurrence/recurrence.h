@@ -1,7 +1,7 @@
 // Ops that carry a state from token to token: the gated delta rule and the causal convolution, on raw pointers.
 //
-// Tasks are independent of each other, and each computes its tokens in order, so that results are bitwise equal for any
-// number of threads.
+// A task is a chain of spans. Tasks are independent of each other, and each computes its tokens in order, so that results
+// are bitwise equal for any number of threads.
 
 #pragma once
 

@@ -39,6 +39,17 @@ std::vector<shadowkv::Span> spans_of(
   return spans;
 }
 
+// The first span of each chain, then the number of all spans. A chain is computed in order: each of its spans reads the
+// row that the span before it writes, and writes another.
+std::vector<int64_t> chains_of(const std::vector<shadowkv::Span>& spans) {
+  std::vector<int64_t> firsts;
+  for (size_t i = 0; i < spans.size(); ++i)
+    if (i == 0 || spans[i].read != spans[i - 1].write || spans[i].write == spans[i].read)
+      firsts.push_back(static_cast<int64_t>(i));
+  firsts.push_back(static_cast<int64_t>(spans.size()));
+  return firsts;
+}
+
 void check_numbers(const Tensor& x, const char* name) {
   TORCH_CHECK(
       x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, name, " is ", x.scalar_type(),
@@ -66,11 +77,13 @@ void run_rule(
       log_decay.const_data_ptr<float>(), beta.const_data_ptr<float>(), v.size(1), v.size(1) / q.size(1), q.size(2),
       v.size(2), static_cast<float>(eps), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
   S* rows = static_cast<S*>(states.mutable_data_ptr());
-  const int64_t tasks = static_cast<int64_t>(spans.size()) * in.heads;
+  const std::vector<int64_t> firsts = chains_of(spans);
+  const int64_t tasks = static_cast<int64_t>(firsts.size() - 1) * in.heads;
   shadowkv::share_tasks(tasks, [&](const auto& next) {
     shadowkv::DeltaScratch scratch(in.key_dim, in.value_dim, !std::is_same_v<S, float>);
     for (int64_t task; (task = next()) < tasks;)
-      shadowkv::run_delta_rule(in, spans[task / in.heads], task % in.heads, rows, scratch);
+      for (int64_t i = firsts[task / in.heads]; i < firsts[task / in.heads + 1]; ++i)
+        shadowkv::run_delta_rule(in, spans[i], task % in.heads, rows, scratch);
   });
 }
 
@@ -120,12 +133,13 @@ void convolve(
       weight.size(0), weight.size(1), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
   float* rows = states.mutable_data_ptr<float>();
   const int64_t parts = (in.channels + shadowkv::CHANNELS_PER_TASK - 1) / shadowkv::CHANNELS_PER_TASK;
-  const int64_t tasks = static_cast<int64_t>(spans.size()) * parts;
+  const std::vector<int64_t> firsts = chains_of(spans);
+  const int64_t tasks = static_cast<int64_t>(firsts.size() - 1) * parts;
   shadowkv::share_tasks(tasks, [&](const auto& next) {
     shadowkv::ConvolutionScratch scratch(in.width);
     for (int64_t task; (task = next()) < tasks;)
-      shadowkv::run_convolution(
-          in, spans[task / parts], task % parts * shadowkv::CHANNELS_PER_TASK, rows, scratch);
+      for (int64_t i = firsts[task / parts]; i < firsts[task / parts + 1]; ++i)
+        shadowkv::run_convolution(in, spans[i], task % parts * shadowkv::CHANNELS_PER_TASK, rows, scratch);
   });
 }
 

@@ -90,18 +90,24 @@ def kind_of(lengths: Sequence[int]) -> int:
 
 
 class TextDrafts(Speculation):
-    """Drafts by looking up what followed the newest tokens before (``drafters.py``)."""
+    """Drafts by looking up what followed the newest tokens before (``drafters.py``).
 
-    def __init__(self, config: SpeculativeConfig, max_rows: int) -> None:
+    Args:
+        max_drafted: maximum number of drafted tokens of a step; None if only ``max_rows`` limits them.
+    """
+
+    def __init__(self, config: SpeculativeConfig, max_rows: int, max_drafted: int | None = None) -> None:
         super().__init__(config, max_rows)
+        self._max_drafted = max_rows if max_drafted is None else max_drafted
         self._requests: WeakKeyDictionary[Request, _Drafts] = WeakKeyDictionary()
 
     def drafts(
         self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
     ) -> list[list[int]]:
         rows, drafts, times = len(requests), list[list[int]](), self._times_of(sequences)
+        max_rows = min(self._max_rows, len(requests) + self._max_drafted)
         for request, room in zip(requests, most, strict=True):
-            most_tokens = min(room, self._most, self._max_rows - rows)
+            most_tokens = min(room, self._most, max_rows - rows)
             drafts.append(self._of(request).draft(most_tokens, times, rows, len(requests)))
             rows += len(drafts[-1])
         return drafts if rows > len(requests) else []

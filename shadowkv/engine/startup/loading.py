@@ -30,7 +30,7 @@ from shadowkv.kvcache.parts import describe, prefill_strategy
 from shadowkv.kvcache.plugins import load_installed
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
-from shadowkv.kvcache.recurrent.layout import StateSettings
+from shadowkv.kvcache.recurrent.layout import RING, StateSettings
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.models.configs.model_config import ModelConfig
@@ -110,7 +110,7 @@ def state_settings(config: EngineConfig, model: ModelShape) -> StateSettings:
     dtype = config.mamba_ssm_cache_dtype
     check_states(model, max_mamba_checkpoints=config.max_mamba_checkpoints, mamba_ssm_cache_dtype=dtype)
     checkpoints = config.max_mamba_checkpoints if config.enable_prefix_caching else 0
-    return StateSettings.of(checkpoints, dtype)
+    return StateSettings.of(checkpoints, dtype, config.drafted_states)
 
 
 def give_ops(
@@ -157,13 +157,13 @@ def check_drafts(config: EngineConfig, cache: KVCache) -> None:
     """Raises SettingsError if there are drafts and steps of ``cache`` cannot have them."""
     if config.speculation is None or cache.takes_drafts:
         return
-    recurrent = "this model has layers with a recurrent state, from which wrong tokens cannot be removed; "
+    recurrent = "this model has layers with a recurrent state, which steps that draft would change; "
     if (given := config.speculative_config) is None:  # policies with drafts of their own fetch nothing
         raise SettingsError(f"kv={config.policy!r}: {recurrent}choose a policy without drafts, such as full", ["kv"])
     reason = "the policy fetches values from the host into a buffer, in which two rows of a sequence would collide; "
     reason += "set fetch_buffer=0, or choose a policy that keeps values on the device"
-    if cache.recurrent is not None:
-        reason = f"{recurrent}leave it out"
+    if cache.layout.most_drafted == 0:
+        reason = f"{recurrent}choose method suffix or ngram"
     raise SettingsError(f"speculative_config={dict(given)!r}: {reason}", ["speculative_config"])
 
 
@@ -278,11 +278,17 @@ def _recurrent(cache: KVCache) -> list[str]:
     if (states := cache.recurrent) is None:
         return []
     layout = states.layout
-    checkpoints, dtype = states.reserved * layout.state_bytes, str(layout.settings.dtype).removeprefix("torch.")
+    dtype, drafted = str(layout.settings.dtype).removeprefix("torch."), layout.settings.drafted
+    held = {
+        counted(cache.slots, "sequence"): RING * cache.slots,
+        counted(states.reserved, "checkpoint"): states.reserved,
+    }
+    if drafted:
+        held[counted(drafted, "drafted token")] = drafted
+    memory = ", ".join(f"{in_gib(count * layout.state_bytes)} for {what}" for what, count in held.items())
     return [
         f"states  {len(layout.layers)} of {counted(cache.shape.num_layers, 'layer')} keep a recurrent state in "
-        f"{dtype}: {in_gib(states.total_bytes - checkpoints)} for {counted(cache.slots, 'sequence')}, "
-        f"{in_gib(checkpoints)} for {counted(states.reserved, 'checkpoint')}"
+        f"{dtype}: {memory}"
     ]
 
 

@@ -325,7 +325,8 @@ def _of_states(layout: Layout, slots: int) -> str:
         return ""
     states = in_gib(layout.recurrent.nbytes(slots))
     checkpoints = counted(layout.recurrent.num_checkpoints(slots), "checkpoint")
-    return f" beside {states} for the recurrent states of {counted(slots, 'sequence')} and {checkpoints}"
+    drafted = f" and {counted(count, 'drafted token')}" if (count := layout.most_drafted) else ""
+    return f" beside {states} for the recurrent states of {counted(slots, 'sequence')} and {checkpoints}{drafted}"
 
 
 def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Blocks:

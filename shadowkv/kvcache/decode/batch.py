@@ -117,11 +117,14 @@ class DecodePlan:
 
     Attributes:
         groups: the plans of all groups of layers.
-        recurrent: int64 [2, B], rows of the recurrent states before and after the step; None if no layer has one.
+        recurrent: int64 [2, B], rows of the recurrent states before and after each row's token; None if no layer has
+            one.
+        drafted: whether a sequence with recurrent states can have several rows, which are then computed in order.
     """
 
     groups: tuple[GroupPlan, ...]
     recurrent: np.ndarray | None = None
+    drafted: bool = False
 
     @property
     def micro_batches(self) -> int:

@@ -50,16 +50,10 @@ class RecurrentPart:
         return [step(spans.read[start:stop], spans.write[start:stop]) for start, stop in pairwise(bounds)]
 
 
-def step(read: Tensor, write: Tensor) -> RecurrentPart:
-    """Makes the part of a decode step: one token of each of B sequences. ``read`` and ``write``, int64 [B], are the
-    rows of the states before and after the token."""
-    return RecurrentPart(len(read), (Round(None, Spans(None, read, write)),))
-
-
-def step_rows(sequences: Sequence[RecurrentSequence], lengths: np.ndarray) -> np.ndarray:
-    """The rows int64 [2, B] that a decode step reads and writes."""
-    rows = [(one.row(at), one.row(at + 1)) for one, at in zip(sequences, lengths.tolist(), strict=True)]
-    return np.array(rows, np.int64).T
+def step(read: Tensor, write: Tensor, drafted: bool = False) -> RecurrentPart:
+    """Makes the part of a decode step of B tokens. ``read`` and ``write``, int64 [B], are the rows of the states before
+    and after each token. ``drafted`` is whether a sequence can have several tokens, one after the other."""
+    return RecurrentPart(len(read), (Round(None, Spans(None, read, write, drafted)),))
 
 
 class RecurrentTokens(NamedTuple):

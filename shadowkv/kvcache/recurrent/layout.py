@@ -12,7 +12,7 @@ from shadowkv.kvcache.policy.shape import ModelShape, StateArray
 
 RING = 2
 """Number of states that a growing sequence holds: those after each of its newest tokens. So the newest token can be
-removed again. This is necessary when a step was launched ahead."""
+removed again. This is necessary when a step was launched ahead. With drafted tokens a step adds a state for each."""
 
 CHECKPOINT_EVERY = 8192
 """Prompt tokens between two checkpoints."""
@@ -26,15 +26,18 @@ class StateSettings:
         checkpoints: number of checkpoints that memory is reserved for; None for one for each sequence that a cache can
             hold.
         dtype: dtype of the arrays that accumulate sums over tokens (``StateArray.sums``): float32 or bfloat16.
+        drafted: maximum number of drafted tokens of a decode step, of all sequences together. Memory is reserved for a
+            state after each of them.
     """
 
     checkpoints: int | None = None
     dtype: torch.dtype = torch.float32
+    drafted: int = 0
 
     @classmethod
-    def of(cls, checkpoints: int | None, dtype: str) -> StateSettings:
+    def of(cls, checkpoints: int | None, dtype: str, drafted: int) -> StateSettings:
         """The settings of flags. ``dtype`` is one of ``STATE_DTYPES``."""
-        return cls(checkpoints, torch.float32 if dtype == "auto" else getattr(torch, dtype))
+        return cls(checkpoints, torch.float32 if dtype == "auto" else getattr(torch, dtype), drafted)
 
 
 DEFAULT_STATES = StateSettings()
@@ -86,8 +89,8 @@ class RecurrentLayout:
         return sequences if self.settings.checkpoints is None else self.settings.checkpoints
 
     def num_states(self, sequences: int) -> int:
-        """Number of states of ``sequences`` sequences and checkpoints."""
-        return sequences * RING + self.num_checkpoints(sequences)
+        """Number of states of ``sequences`` sequences, checkpoints and drafted tokens."""
+        return sequences * RING + self.num_checkpoints(sequences) + self.settings.drafted
 
     def nbytes(self, sequences: int) -> int:
         """Bytes of these states, with one more for padding rows."""

@@ -38,9 +38,10 @@ class RecurrentSequence:
     """The states of one sequence.
 
     Attributes:
-        ring: rows of the states: the one after n tokens is in ``ring[n % RING]``. Empty while the sequence does not
-            grow.
-        since: the smallest number of tokens after which the ring can have a state.
+        ring: rows of the states: the one after n tokens is in ``ring[n % len(ring)]``. There are ``RING``, and more
+            after a step with drafted tokens. Empty while the sequence does not grow.
+        since: the smallest number of tokens after which the ring can have a state. Tokens that are removed do not
+            change which states it has.
         checkpoints: by ascending position. Some may be dropped.
         pending: checkpoints that a running prefill writes.
         keeps: whether prefills write checkpoints, from which other sequences can begin.
@@ -55,7 +56,7 @@ class RecurrentSequence:
     def row(self, length: int) -> int:
         """The row of the state after ``length`` tokens, which is one of the newest states or the one that is written
         next."""
-        return self.ring[length % RING]
+        return self.ring[length % len(self.ring)]
 
     @property
     def restored_rows(self) -> list[int]:
@@ -81,7 +82,7 @@ class RecurrentSequence:
         """Number of first tokens that cannot be removed from a sequence of ``length``. It is more than ``length`` if
         the sequence cannot even be continued."""
         if self.ring:
-            return max(self.since, length - RING + 1)
+            return max(self.since, length - len(self.ring) + 1)
         return length if self.at(length) is not None else length + 1
 
     def fork_point(self, length: int) -> int:
@@ -230,6 +231,15 @@ class RecurrentStates:
                 sequence.pending.append(Checkpoint(position, self._take_row()))
         sequence.pending.sort(key=lambda one: one.position)
         return list(sequence.pending)
+
+    def resize(self, sequence: RecurrentSequence, length: int, size: int = RING) -> None:
+        """Makes the ring of a growing sequence of ``length`` tokens have ``size`` rows, at least ``RING``. The newest
+        states stay. There is room for ``StateSettings.drafted`` rows beside the ``RING`` of each sequence."""
+        sequence.since = sequence.fixed(length)
+        newest_first = [sequence.row(length - age) for age in range(len(sequence.ring))]
+        self._free += newest_first[size:]
+        rows = newest_first[:size] + [self._take_row() for _ in range(size - len(newest_first))]
+        sequence.ring = [rows[(length - place) % size] for place in range(size)]
 
     def end_prefill(self, sequence: RecurrentSequence, length: int) -> None:
         """Keeps the checkpoints that a prefill up to ``length`` tokens has written."""

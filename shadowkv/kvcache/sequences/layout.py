@@ -164,6 +164,12 @@ class Layout:
         prompt."""
         return self.joined(group.most_demand(capacity) for group in self.groups)
 
+    @property
+    def most_drafted(self) -> int | None:
+        """Maximum number of drafted tokens of a decode step, of all sequences together: as many as there is memory for
+        recurrent states of. None if no layer has a recurrent state."""
+        return None if self.recurrent is None else self.recurrent.settings.drafted
+
     def snapshot_bytes(self, capacity: int) -> int:
         """Maximum number of bytes of snapshots of a sequence of ``capacity`` tokens."""
         pages = sum(group.shape.num_layers * group.snapshot_layer_bytes(capacity) for group in self.groups)

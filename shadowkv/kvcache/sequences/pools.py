@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.recurrent.states import RecurrentStates
@@ -22,6 +24,7 @@ class SequencePools:
 
     def __init__(self, layout: Layout, pools: Sequence[SequencePool], recurrent: RecurrentStates | None = None) -> None:
         self.layout, self.pools, self.recurrent = layout, list(pools), recurrent
+        self._drafted = list[CachedSequence]()  # with states of drafted tokens
 
     @property
     def total(self) -> Blocks:
@@ -155,9 +158,41 @@ class SequencePools:
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Removes the tokens after ``length``. Raises ValueError if one of them is ``fixed``."""
+        if sequence.recurrent.ring:
+            sequence.recurrent.since = sequence.recurrent.fixed(sequence.length)
         for number, pool in enumerate(self.pools):
             pool.truncate(sequence.of_group(number), length)
-        sequence.recurrent.since = length
+
+    def step_states(self, sequences: Sequence[CachedSequence], counts: Sequence[int] | None) -> np.ndarray | None:
+        """Returns the rows of recurrent states, int64 [2, B], that a decode step reads and writes; None if no layer has
+        a recurrent state. ``counts`` is as for ``KVCache.plan_decode``.
+
+        A sequence gets a row for each drafted token, until the next step is planned. So tokens can be removed after the
+        step, and a step that fails loses nothing. Raises ValueError if there are more drafted tokens than rows.
+        """
+        if (states := self.recurrent) is None:
+            return None
+        counts = counts or [1] * len(sequences)
+        lengths = self.pools[0].tables.length[[sequence.slot for sequence in sequences]].tolist()
+        drafted, most = sum(counts) - len(counts), states.layout.settings.drafted
+        if drafted > most:
+            raise ValueError(f"{drafted} drafted tokens need a recurrent state each; there is room for {most}")
+        for sequence in self._drafted:
+            if sequence.recurrent.ring:
+                states.resize(sequence.recurrent, sequence.length)
+        self._drafted = []
+        for sequence, length, count in zip(sequences, lengths, counts, strict=True):
+            if count > 1:
+                self._drafted.append(sequence)
+                states.resize(sequence.recurrent, length, count + 1)
+                sequence.recurrent.since = length
+        rings = [sequence.recurrent.ring for sequence in sequences]
+        rows = [
+            (ring[at % len(ring)], ring[(at + 1) % len(ring)])
+            for ring, length, count in zip(rings, lengths, counts, strict=True)
+            for at in range(length, length + count)
+        ]
+        return np.array(rows, np.int64).T
 
     def trim(self, sequence: CachedSequence) -> None:
         """Frees the blocks that a finished sequence holds for future tokens. It can be extended again."""

@@ -15,7 +15,7 @@ from shadowkv.layers.attention import Cache
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear
 from shadowkv.layers.spec import N_GRAM_INPUTS, N_GRAM_TOKENS, LayerSpec, NGrams
-from shadowkv.ops.recurrence import Spans
+from shadowkv.ops.recurrence import Spans, in_order
 
 
 class GroupNorm(nn.Module):
@@ -111,6 +111,8 @@ class NGramInput(Computing):
     def _history(self, ids: Tensor, states: dict[str, Tensor], spans: Spans) -> Tensor:
         """Returns the newest tokens at each of T tokens, int64 [T, longest], newest last, and updates the state. States
         have token ids minus the id that ends a text, because they are 0 before the first token."""
+        if spans.chained:
+            return in_order(lambda token, span: self._history(token, states, span), spans, ids)
         kept, eos, longest = states[N_GRAM_TOKENS], self.sizes.eos_token_id, self.sizes.longest
         before = kept[spans.read].squeeze(1).long() + eos
         if spans.lengths is None:

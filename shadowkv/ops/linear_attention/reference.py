@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shadowkv.ops.recurrence import CHUNK, Spans
+from shadowkv.ops.recurrence import CHUNK, Spans, in_order
 
 
 def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
@@ -26,6 +26,8 @@ def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) 
     Returns:
         [T, C], in the dtype of ``x``.
     """
+    if spans.chained:
+        return in_order(lambda token, span: causal_convolution(token, weight, states, span), spans, x)
     before = states[spans.read].to(x.dtype)
     if spans.lengths is None:
         window = torch.cat((before, x.unsqueeze(-1)), dim=-1)
@@ -66,6 +68,11 @@ def gated_delta_rule(
     """
     if spans.lengths is not None:
         return in_chunks(q, k, v, log_decay, beta, states, spans)
+    if spans.chained:
+        return in_order(
+            lambda q, k, v, log_decay, beta, span: gated_delta_rule(q, k, v, log_decay, beta, states, span),
+            *(spans, q, k, v, log_decay, beta),
+        )
     out, after = _step(*_for_heads(q, k, v), v.float(), log_decay, beta, states[spans.read].float())
     states[spans.write] = after.to(states.dtype)
     return out.to(v.dtype)

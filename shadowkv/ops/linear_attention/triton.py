@@ -28,7 +28,7 @@ def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) 
     chunks, starts = (spans.read, spans.read) if step else (spans.chunks, spans.starts)  # a step reads neither
     _convolve[(tokens if step else len(chunks), triton.cdiv(channels, CHANNELS[step]))](
         x, weight.contiguous(), states, chunks, starts, spans.read, spans.write, out, channels, x.stride(0),
-        states.stride(0), STEP=step, WIDTH=width, HELD=triton.next_power_of_2(width - 1),
+        states.stride(0), STEP=step, CHAINED=spans.chained, WIDTH=width, HELD=triton.next_power_of_2(width - 1),
         TOKENS=1 if step else CHUNK, CHANNELS=CHANNELS[step],
     )  # fmt: skip
     return out
@@ -37,20 +37,28 @@ def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) 
 @triton.jit(do_not_specialize_on_alignment=["chunks", "starts", "read", "write"])
 def _convolve(
     x, weight, states, chunks, starts, read, write, out, channels, x_token, state_row,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    STEP: tl.constexpr, CHAINED: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Convolves one chunk of a span. The program of a span's first chunk also writes the new state, because it is the
-    only one that reads the old state."""
+    only one that reads the old state. The tokens of a chain (``Spans.chained``) need not wait for each other: all of
+    them read the state before the chain."""
     part = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     if STEP:
-        span, chunk, start, length = part, part * 0, part, part * 0 + 1
+        span, chunk, start = part, part * 0, part
+        if CHAINED:
+            while _follows(read, write, start, start > 0):
+                start -= 1
+        length = part - start + 1
+        position = part - start + tl.zeros([1, 1], tl.int64)
+        before = states + tl.load(read + start) * state_row + channel * (WIDTH - 1)
     else:
         span, chunk = tl.load(chunks + 2 * part), tl.load(chunks + 2 * part + 1)
         start = tl.load(starts + span)
         length = tl.load(starts + span + 1) - start
-    before = states + tl.load(read + span) * state_row + channel * (WIDTH - 1)
-    position = chunk * TOKENS + tl.arange(0, TOKENS)[:, None]
+        position = chunk * TOKENS + tl.arange(0, TOKENS)[:, None]
+        before = states + tl.load(read + span) * state_row + channel * (WIDTH - 1)
     there = (position < length) & (channel < channels)
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for i in tl.static_range(WIDTH):
@@ -64,6 +72,13 @@ def _convolve(
         newest = _inputs(x, before, start, length + held - (WIDTH - 1), channel, kept, x_token, WIDTH)
         tl.debug_barrier()  # no thread may write what another thread has yet to read
         tl.store(states + tl.load(write + span) * state_row + channel * (WIDTH - 1) + held, newest, mask=kept)
+
+
+@triton.jit
+def _follows(read, write, token, there):
+    """Whether a token follows the one before it in a chain (``Spans.chained``). ``there`` is whether both exist."""
+    before, row = tl.load(write + token - 1, mask=there, other=-1), tl.load(read + token, mask=there, other=-2)
+    return (row == before) & (row != tl.load(write + token, mask=there, other=-2))
 
 
 @triton.jit
@@ -105,34 +120,51 @@ def step(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state
     rows, columns = triton.next_power_of_2(key_size), min(COLUMNS, triton.next_power_of_2(size))
     _step[(tokens, heads, triton.cdiv(size, columns))](
         q, k, v, log_decay.contiguous(), beta.contiguous(), states, spans.read, spans.write, out,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], states.stride(0), heads, EPS,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], states.stride(0), tokens, heads, EPS, CHAINED=spans.chained,
         GROUP=heads // q.shape[1], KEY_SIZE=key_size, ROWS=rows, SIZE=size, COLUMNS=columns,
         num_warps=max(1, min(4, rows * columns // NUMBERS_PER_WARP)),
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["log_decay", "beta", "read", "write"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["log_decay", "beta", "read", "write"])
 def _step(
     q, k, v, log_decay, beta, states, read, write, out, q_token, q_head, k_token, k_head, v_token, v_head,
-    state_row, heads, eps,
+    state_row, tokens, heads, eps, CHAINED: tl.constexpr,
     GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Computes one token, or with ``CHAINED`` those of a chain, whose first token's program computes all of them."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    query = _unit(q + token * q_token + head // GROUP * q_head, row, eps, KEY_SIZE) / tl.sqrt(KEY_SIZE * 1.0)
-    key = _unit(k + token * k_token + head // GROUP * k_head, row, eps, KEY_SIZE)
-    value = tl.load(v + token * v_token + head * v_head + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    gate = token * heads + head
     place = head.to(tl.int64) * (KEY_SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
     there = (row < KEY_SIZE)[:, None] & (column < SIZE)[None, :]
-    state = tl.load(states + tl.load(read + token) * state_row + place, mask=there, other=0.0).to(tl.float32)
-    state *= tl.exp(tl.load(log_decay + gate))
-    known = tl.sum(key[:, None] * state, axis=0)
-    state += key[:, None] * ((value - known) * tl.load(beta + gate))[None, :]
-    tl.store(states + tl.load(write + token) * state_row + place, state.to(states.dtype.element_ty), mask=there)
-    result = tl.sum(query[:, None] * state, axis=0)
-    tl.store(out + gate * SIZE + column, result.to(out.dtype.element_ty), mask=column < SIZE)
+    count, reads = 1, there
+    if CHAINED:
+        count = _chain(read, write, token, tokens)
+        reads = there & (row < KEY_SIZE * tl.minimum(count, 1))[:, None]
+    state = tl.load(states + tl.load(read + token) * state_row + place, mask=reads, other=0.0).to(tl.float32)
+    for _ in range(count):
+        query = _unit(q + token * q_token + head // GROUP * q_head, row, eps, KEY_SIZE) / tl.sqrt(KEY_SIZE * 1.0)
+        key = _unit(k + token * k_token + head // GROUP * k_head, row, eps, KEY_SIZE)
+        value = tl.load(v + token * v_token + head * v_head + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        gate = token * heads + head
+        state *= tl.exp(tl.load(log_decay + gate))
+        known = tl.sum(key[:, None] * state, axis=0)
+        state += key[:, None] * ((value - known) * tl.load(beta + gate))[None, :]
+        tl.store(states + tl.load(write + token) * state_row + place, state.to(states.dtype.element_ty), mask=there)
+        result = tl.sum(query[:, None] * state, axis=0)
+        tl.store(out + gate * SIZE + column, result.to(out.dtype.element_ty), mask=column < SIZE)
+        state = state.to(states.dtype.element_ty).to(tl.float32)  # as the next step would read it
+        token += 1
+
+
+@triton.jit
+def _chain(read, write, token, tokens):
+    """Returns the number of tokens of the chain that begins at a token. It is 0 if the chain begins before."""
+    count = 1 - _follows(read, write, token, token > 0).to(tl.int64)
+    while _follows(read, write, token + count, (count > 0) & (token + count < tokens)):
+        count += 1
+    return count
 
 
 @triton.jit
