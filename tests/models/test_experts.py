@@ -209,6 +209,22 @@ def test_whole_experts_beside_other_layers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
+def test_kernels_are_told_which_rows_are_other_ranks(expert_parallel: bool, tmp_path: Path) -> None:
+    build("qwen3_moe", tmp_path)
+    model = load_model(tmp_path, group=Group(1, 2), expert_parallel=expert_parallel).model
+    ops, told = Ops(), []
+    multiply, gate = ops.grouped_matmul, ops.gated_activation
+    ops.grouped_matmul = lambda x, weight, offsets, total: told.append(total) or multiply(x, weight, offsets)
+    ops.gated_activation = lambda x, kind, offsets: told.append(offsets) or gate(x, kind)
+    model.use(ops)
+    chosen = torch.tensor([[0, 5], [5, 7], [1, 2]])  # the last four of eight are on this rank
+    model.layers[1].mlp.experts(torch.randn(3, TINY["hidden_size"]), torch.ones(3, 2), chosen)
+    before, offsets, after = told
+    assert before == after == 8
+    assert (offsets.tolist() == [0, 0, 2, 2, 3]) if expert_parallel else offsets is None
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_number_is_on_the_rank_that_uses_it(size: int, expert_parallel: bool, tmp_path: Path) -> None:
     build("qwen2_moe", tmp_path, {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96})
@@ -342,7 +358,7 @@ def test_what_is_left_for_a_block_is_what_its_experts_take(sizes: tuple[int, int
     build(name, tmp_path, {**wide, "num_local_experts": 64})
     model = load_model(tmp_path, load_format="dummy").model
     ops = Ops()
-    ops.gated_activation = lambda gate_up, _: gate_up.chunk(2, -1)[
+    ops.gated_activation = lambda gate_up, *_: gate_up.chunk(2, -1)[
         0
     ].clone()  # as little memory as a GPU's kernel takes
     model.use(ops)
