@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shadowkv.layers.group import Group
 from shadowkv.layers.moe import MixtureOfExperts, RoutedExperts
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.models import Decoder, load_config, load_model, loader
+from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
 from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
 from shadowkv.models.storage import on_gpus, planned_row_blocks
@@ -222,6 +224,25 @@ def test_kernels_are_told_which_rows_are_other_ranks(expert_parallel: bool, tmp_
     before, offsets, after = told
     assert before == after == 8
     assert (offsets.tolist() == [0, 0, 2, 2, 3]) if expert_parallel else offsets is None
+
+
+def test_whole_experts_of_other_ranks_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From files that have each expert by itself; ranks with a part of every expert read all of them."""
+    build("qwen3_moe", tmp_path)
+    read, taken = SafetensorsWeights.read, list[str]()
+    monkeypatch.setattr(
+        SafetensorsWeights, "read", lambda self, name, *rest: taken.append(name) or read(self, name, *rest)
+    )
+
+    def experts(expert_parallel: bool) -> set[str]:
+        taken.clear()
+        load_model(tmp_path, group=Group(2, 3), expert_parallel=expert_parallel)
+        assert "model.layers.1.mlp.gate.weight" in taken and len(taken) == len({*taken})
+        return {found[1] for name in taken if (found := re.search(r"\.experts\.(\d+)\.", name))}
+
+    assert experts(True) == {"6", "7"}
+    build("qwen3_moe", tmp_path, {"moe_intermediate_size": 48})
+    assert experts(False) == {*"01234567"}
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
