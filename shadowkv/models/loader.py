@@ -190,8 +190,9 @@ def load_model(
         shard = Shard(config, group.rank, group.size, expert_parallel)
         return _dummy(shard, forms, weights_dtype, device, group, name, read_tokenizer)
     if is_hub_id(source):
-        # Models that cannot be run are refused before gigabytes of weights are downloaded.
-        _, _, format = _stated_by(source, max_model_len, hf_overrides, hub)
+        # Models that cannot be run or split are refused before gigabytes of weights are downloaded.
+        _, stated, format = _stated_by(source, max_model_len, hf_overrides, hub)
+        Shard(stated, group.rank, group.size, expert_parallel)
         storage.check_stated(quantization, None if format is None else format.method, str(source))
     path = _of_format(resolve(source, weights=True, hub=hub), load_format)
     sampling = read_sampling(path) if path.is_dir() else {}
