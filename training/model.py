@@ -16,11 +16,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shadowkv.models.checkpoints.adapter import Adapter
+from shadowkv.models.checkpoints.reading import read_ahead
 from shadowkv.models.checkpoints.stored_weight import dense
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
-from shadowkv.models.gguf.weights import stream_gguf
+from shadowkv.models.gguf.weights import gguf_readings
 from shadowkv.models.sources import fetch
 
 PROJECTIONS = tuple(
@@ -116,7 +117,7 @@ def load_base(model: str, device: torch.device) -> Base:
     file = GGUFFile(fetch(model))
     config = config_from_gguf(file, None, None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weights = {name: dense(stored).to(device, dtype) for name, stored in stream_gguf(file, config)}
+    weights = {name: dense(stored).to(device, dtype) for name, stored in read_ahead(gguf_readings(file, config))}
     return Base(config, weights)
 
 

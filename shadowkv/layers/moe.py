@@ -48,17 +48,17 @@ class Router(Computing):
 
 
 class ExpertsProjection(Computing):
-    """y = x W_eᵀ + b_e, for rows x that are sorted by their expert e, one of ``count``. Rows of the weight, and biases,
-    are stored expert by expert. They are uninitialised until a loader fills them."""
+    """y = x W_eᵀ + b_e, for rows x that are sorted by their expert e, one of this rank's ``count``. All ranks together
+    have ``total``. Rows of the weight, and biases, are stored expert by expert. They are uninitialised until a loader
+    fills them."""
 
     weight: nn.Parameter | QuantisedMatrix
     bias: nn.Parameter | None
 
-    def __init__(
-        self, spec: LayerSpec, name: str, count: int, in_features: int, out_features: int, *, bias: bool
-    ) -> None:
+    def __init__(self, spec: LayerSpec, name: str, experts: Experts, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.count, self.out_features = count, out_features
+        count = experts.count
+        self.count, self.total, self.out_features = count, experts.routing.experts, out_features
         if row_blocks := spec.row_blocks.get(f"{name}.weight"):
             self.weight = QuantisedMatrix(in_features, row_blocks, dtype=spec.dtype, device=spec.device)
             self.calls = ("grouped_quantised_matmul",)
@@ -67,7 +67,7 @@ class ExpertsProjection(Computing):
             self.weight = nn.Parameter(weight, requires_grad=False)
             self.calls = ("grouped_matmul",)
         self.bias = None
-        if bias:
+        if experts.biases:
             empty = torch.empty(count * out_features, dtype=spec.dtype, device=spec.device)
             self.bias = nn.Parameter(empty, requires_grad=False)
 
@@ -94,7 +94,8 @@ class ExpertsProjection(Computing):
             # The type is that of unpacked weights. The chosen backend may have packed them (``PackedExperts``).
             rows = cast("list[Tensor | QuantisedRows]", self.weight.of_experts)
             return self.ops.grouped_quantised_matmul(x, rows, offsets)
-        return self.ops.grouped_matmul(x, self.weight.view(self.count, self.out_features, -1), offsets)
+        weight = self.weight.view(self.count, self.out_features, -1)
+        return self.ops.grouped_matmul(x, weight, offsets, self.total)
 
 
 class RoutedExperts(Computing):
@@ -105,11 +106,10 @@ class RoutedExperts(Computing):
     def __init__(self, spec: LayerSpec, experts: Experts) -> None:
         super().__init__()
         self.activation = spec.activation
-        (self.first, last), size, hidden = experts.here, experts.intermediate_size, spec.hidden_size
-        self.count, self.all_here = last - self.first, last - self.first == experts.routing.experts
-        bias = experts.biases
-        self.gate_up = ExpertsProjection(spec, "mlp.experts.gate_up", self.count, hidden, 2 * size, bias=bias)
-        self.down = ExpertsProjection(spec, "mlp.experts.down", self.count, size, hidden, bias=bias)
+        size, hidden = experts.intermediate_size, spec.hidden_size
+        self.first, self.count, self.all_here = experts.here[0], experts.count, experts.count == experts.routing.experts
+        self.gate_up = ExpertsProjection(spec, "mlp.experts.gate_up", experts, hidden, 2 * size)
+        self.down = ExpertsProjection(spec, "mlp.experts.down", experts, size, hidden)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """The weighted sum of each token's experts.
@@ -123,10 +123,11 @@ class RoutedExperts(Computing):
             [T, D], the sum over this rank's experts only.
         """
         token, number, row, offsets = self.ops.sort_by_expert(experts, self.first, self.count)
+        partly = None if self.all_here else offsets
         # Nested calls free each wide tensor as early as possible, as sizing.block_bytes assumes.
         gated, kind = self.ops.gated_activation, self.activation
-        out = self.down(gated(self.gate_up(x.index_select(0, token), number, offsets), kind), number, offsets)
-        return self.ops.sum_experts(out, row, weights, None if self.all_here else offsets)
+        out = self.down(gated(self.gate_up(x.index_select(0, token), number, offsets), kind, partly), number, offsets)
+        return self.ops.sum_experts(out, row, weights, partly)
 
 
 class MixtureOfExperts(nn.Module):

@@ -126,11 +126,12 @@ class QuantisedMatrix(Computing):
             self.parts = _parameters(rows for _, rows in pieces if isinstance(rows, Tensor))
         return packed
 
-    def pack_experts(self, experts: int) -> PackedExperts:
-        """Packs the rows for ``of_experts``. They must have one form and be stored expert by expert."""
+    def pack_experts(self, experts: int, total_experts: int | None = None) -> PackedExperts:
+        """Packs the rows for ``of_experts``. They must have one form and be stored expert by expert. ``total_experts``
+        are those on all ranks; None for ``experts``."""
         (rows,) = self._stored_row_blocks()
         assert isinstance(rows, QuantisedRows)
-        self.experts = pack_experts(rows, experts)
+        self.experts = pack_experts(rows, experts, total_experts)
         self.packed_parts, self.parts = _parameters(self.experts.tensors.values()), nn.ParameterList()
         return self.experts
 

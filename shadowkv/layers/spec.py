@@ -46,6 +46,12 @@ class Experts:
         """The experts on this rank, first and last + 1."""
         return self.held or (0, self.routing.experts)
 
+    @property
+    def count(self) -> int:
+        """Number of experts on this rank."""
+        first, last = self.here
+        return last - first
+
 
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
 """Names of the states of a layer with linear attention."""

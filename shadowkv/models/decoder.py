@@ -143,7 +143,7 @@ class Decoder(nn.Module):
             if isinstance(module, QuantisedLinear):
                 packed += module.weight.pack(module.borders)
             elif isinstance(module, ExpertsProjection) and isinstance(module.weight, QuantisedMatrix):
-                packed.append(module.weight.pack_experts(module.count))
+                packed.append(module.weight.pack_experts(module.count, module.total))
         head = self.embedding if self.head is None else self.head
         if isinstance(head, QuantisedMatrix):
             packed += head.pack(looked_up=self.head is None)

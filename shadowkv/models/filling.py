@@ -44,10 +44,20 @@ def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[
         raise ValueError(f"the weights do not fit the config: {join_reasons(problems)}")
 
 
+def held(targets: Targets, shard: Shard) -> set[str]:
+    """Returns the names of the weights of which this rank has a part. With expert parallelism it has no part of other
+    ranks' experts."""
+
+    def has_part(target: Target) -> bool:
+        return any(True for span in target.spans for _ in shard.spans(target.parameter, *span))
+
+    return {name for name, target in targets.items() if has_part(target)}
+
+
 @torch.no_grad()
 def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored]], shard: Shard) -> None:
-    """Copies this rank's shard from a stream of named tensors, one at a time, and casts them to the parameters' dtype.
-    The shapes must have been checked.
+    """Copies this rank's shard from a stream of the weights that are ``held``, one at a time, and casts them to the
+    parameters' dtype. The shapes must have been checked.
 
     Weights of fp8 projections are quantised on the way, so that the model never exists in both forms. Weights that stay
     quantised are copied unchanged.
@@ -58,9 +68,7 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
         if (cut := shard.cut(name)) is not None and sum(stop - start for start, stop in cut.rows) < len(parameter):
             parameter.zero_()  # padding rows
     for name, stored in tensors:
-        target = targets.get(name)
-        if target is None:
-            continue
+        target = targets[name]
         if (target.offset, target.scale) != (0.0, 1.0):
             stored = (dense(stored).float() + target.offset) * target.scale
         for rows, part in _pieces(target, stored, shard):

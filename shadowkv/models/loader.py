@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,17 +20,18 @@ from shadowkv.models.checkpoints.experts import SeparateExperts
 from shadowkv.models.checkpoints.files import OTHER_MODEL, naming
 from shadowkv.models.checkpoints.quantised.format import Format
 from shadowkv.models.checkpoints.quantised.weights import QuantisedWeights
+from shadowkv.models.checkpoints.reading import Reading, read_ahead
 from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS, Stored
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import config_from_directory, read_sampling
 from shadowkv.models.downloads import HUB, Hub
-from shadowkv.models.filling import check_shapes, fill, fill_dummy, quantised, stored_row_blocks
+from shadowkv.models.filling import check_shapes, fill, fill_dummy, held, quantised, stored_row_blocks
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
-from shadowkv.models.gguf.weights import gguf_forms, gguf_shapes, stream_gguf
+from shadowkv.models.gguf.weights import gguf_forms, gguf_readings, gguf_shapes
 from shadowkv.models.registry import family, has_interleaved_experts, text_weight
 from shadowkv.models.sharding import Shard
 from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve, resolve_tokenizer
@@ -189,8 +190,9 @@ def load_model(
         shard = Shard(config, group.rank, group.size, expert_parallel)
         return _dummy(shard, forms, weights_dtype, device, group, name, read_tokenizer)
     if is_hub_id(source):
-        # Models that cannot be run are refused before gigabytes of weights are downloaded.
-        _, _, format = _stated_by(source, max_model_len, hf_overrides, hub)
+        # Models that cannot be run or split are refused before gigabytes of weights are downloaded.
+        _, stated, format = _stated_by(source, max_model_len, hf_overrides, hub)
+        Shard(stated, group.rank, group.size, expert_parallel)
         storage.check_stated(quantization, None if format is None else format.method, str(source))
     path = _of_format(resolve(source, weights=True, hub=hub), load_format)
     sampling = read_sampling(path) if path.is_dir() else {}
@@ -217,7 +219,7 @@ def _load(
 ) -> tuple[Decoder, tuple[str, ...]]:
     """Loads a rank's part of a model. Returns it with notes on unexpected conversions of weights, one line each. With
     ``dequantised``, all weights are in ``dtype``."""
-    config, shapes, tensors = files.config, files.shapes, files.tensors
+    config, shapes = files.config, files.shapes
     forms = {} if dequantised else storage.kept(files.forms, config, dtype, device)
     changed = list[str]()
     notes = [*files.notes]
@@ -225,6 +227,8 @@ def _load(
     targets, outline = family(config.architecture).targets(config), Decoder(config, dtype, "meta")
     with naming(path, "use the config that belongs to the weights, and all of their files"):
         check_shapes(outline, targets, shapes)
+    wanted = held(targets, shard)
+    tensors = files.tensors(wanted)
     if adapter is not None:
         merge = Adapter(Path(adapter))
         merge.check(shapes)
@@ -236,7 +240,7 @@ def _load(
     row_blocks = stored_row_blocks(outline, targets, forms, shard)
     check_memory(Decoder(shard.config, dtype, "meta", row_blocks, group), device)
     model = Decoder(shard.config, dtype, device, row_blocks, group)
-    fill(model, targets, _with_a_bar(tensors, len(shapes)), shard)
+    fill(model, targets, _with_a_bar(tensors, len(wanted)), shard)
     if device.type == "cuda":
         model.pack()
     in_fp8 = quantised(model, targets)
@@ -330,19 +334,27 @@ class _Files:
     Attributes:
         tokenizer: reads the tokenizer.
         shapes: shapes of all weights, by their names in the files.
-        tensors: the weights, read ahead.
+        readings: the tensors of the files, to be read.
         forms: forms of quantised weights, by their names.
         method: quantisation method of a directory's weights; None for plain weights and GGUF files.
         notes: unexpected conversions of weights, one line each.
+        separate: splits tensors of several experts; None without experts.
     """
 
     config: ModelConfig
     tokenizer: Callable[[], Tokenizer]
     shapes: Mapping[str, tuple[int, ...]]
-    tensors: Iterator[tuple[str, Stored]]
+    readings: Iterable[Reading]
     forms: Mapping[str, Form] = field(default_factory=dict)
     method: str | None = None
     notes: tuple[str, ...] = ()
+    separate: SeparateExperts | None = None
+
+    def tensors(self, wanted: Collection[str]) -> Iterator[tuple[str, Stored]]:
+        """Yields the ``wanted`` weights with their names, read ahead."""
+        if self.separate is not None:
+            return self.separate.tensors(self.readings, wanted)
+        return read_ahead(reading for reading in self.readings if reading.name in wanted)
 
 
 def _gguf(
@@ -360,7 +372,7 @@ def _gguf(
     else:
         config = runnable(config_from_directory(stated, max_model_len, hf_overrides)[0], {})
     tokenizer = partial(tokenizer_from_gguf, file, config.eos_token_ids)
-    return _Files(config, tokenizer, gguf_shapes(file), stream_gguf(file, config, pinned=pinned), gguf_forms(file))
+    return _Files(config, tokenizer, gguf_shapes(file), gguf_readings(file, config, pinned=pinned), gguf_forms(file))
 
 
 def _directory(
@@ -370,7 +382,7 @@ def _directory(
     tokenizer = partial(tokenizer_from_directory, path, config.eos_token_ids, config.vocab_size)
     if format is None:
         plain = SafetensorsWeights(path, renamed=text_weight(config))
-        return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.stream(pinned=pinned))
+        return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.readings(pinned=pinned))
     weights = QuantisedWeights(path, format, text_weight(config))
     with naming(path, OTHER_MODEL):
         config = runnable(config, weights.forms)
@@ -381,7 +393,7 @@ def _directory(
     if weights.of_caches:
         notes.append(f"scales of keys and values in the files are not used: {weights.of_caches[0]}, ...")
     return _Files(
-        config, tokenizer, weights.shapes, weights.stream(pinned=pinned), weights.forms, format.method, tuple(notes)
+        config, tokenizer, weights.shapes, weights.readings(pinned=pinned), weights.forms, format.method, tuple(notes)
     )
 
 
@@ -396,9 +408,9 @@ def _with_separate_experts(files: _Files, *, in_gguf: bool) -> _Files:
     return replace(
         files,
         shapes=separate.shapes,
-        tensors=separate.tensors(files.tensors),
         forms=separate.forms,
         notes=notes,
+        separate=separate,
     )
 
 

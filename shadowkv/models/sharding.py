@@ -139,6 +139,17 @@ class Shard:
         return share(count, self.rank, self.size)
 
     @property
+    def experts_note(self) -> str | None:
+        """What expert parallelism does on this rank, in a line for a start or a plan; None without it."""
+        if not self.expert_parallel:
+            return None
+        if self.size == 1:
+            return "--enable-expert-parallel has no effect on one rank; --tensor-parallel-size sets their number"
+        assert self.whole.experts is not None, "there are no experts"
+        first, last = self.experts
+        return f"rank {self.rank} has {last - first} of {self.whole.experts.routing.experts} whole"
+
+    @property
     def experts_inner(self) -> Span:
         """This rank's span of the inner width, in each of its experts."""
         assert self.whole.experts is not None, "there are no experts"

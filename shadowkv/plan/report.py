@@ -74,7 +74,8 @@ def _reusing(config: ModelConfig) -> list[str]:
 
 
 def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
-    """A line about experts: their bytes, and the bytes of weights that steps read; empty without experts."""
+    """Lines about experts: their bytes, the bytes of weights that steps read, and which are whole on this rank; empty
+    without experts."""
     config = planner.config
     if config.experts is None:
         return []
@@ -85,7 +86,8 @@ def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
     return [
         f"experts  {routing.experts} in {counted(layers, 'layer')}, {routing.per_token} a token: "
         f"{planner.expert_bytes / GIB:.2f} GiB of the weights; expected reads of a step: "
-        + ", ".join([f"{planner.bytes_read(1) / GIB:.2f} GiB of weights for one sequence", *touched])
+        + ", ".join([f"{planner.bytes_read(1) / GIB:.2f} GiB of weights for one sequence", *touched]),
+        *([f"         {line}"] if (line := planner.shard.experts_note) else []),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from thread_group import on_ranks
 
 from shadowkv.engine.startup.sizing import block_bytes
 from shadowkv.layers.group import Group
-from shadowkv.layers.moe import MixtureOfExperts
+from shadowkv.layers.moe import MixtureOfExperts, RoutedExperts
 from shadowkv.layers.quantised_matrix import QuantisedMatrix
 from shadowkv.models import Decoder, load_config, load_model, loader
+from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
 from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
 from shadowkv.models.storage import on_gpus, planned_row_blocks
@@ -33,6 +35,8 @@ from shadowkv.ops.registry import Ops
 from tests.allocations import peak_bytes
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
+MORE_THAN_EXPERTS = ("qwen3_moe-some-dense", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "minimax_m3", "gemma4-all")
+"""Families whose other layers have tests of their own, also on ranks."""
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "head_dim": 64}
 
 
@@ -119,7 +123,18 @@ def test_gguf_in_blocks(name: str, tmp_path: Path) -> None:
     of_experts = {name.rpartition(".experts.")[2].partition(".")[2] for name in kept if ".experts." in name}
     assert of_experts == {"down_proj.weight"}
     assert blocks.model.num_parameters == plain.model.num_parameters
-    assert_close_in_blocks(packed_logits(blocks.model, sequences()), partial(packed_logits, plain.model, sequences()))
+    exact = partial(packed_logits, plain.model, sequences())
+    assert_close_in_blocks(packed_logits(blocks.model, sequences()), exact)
+
+    def part(group: Group) -> tuple[RoutedExperts, list[torch.Tensor]]:
+        loaded = load_model(tmp_path / "False.gguf", group=group, expert_parallel=True)
+        return loaded.model.layers[1].mlp.experts, packed_logits(loaded.model, sequences())
+
+    for of_rank, found in on_ranks(2, part):
+        assert_close_in_blocks(found, exact)
+        for projection in ("gate_up", "down"):  # blocks of 256 columns cannot be cut at 128
+            mine, whole = getattr(of_rank, projection).weight, getattr(experts, projection).weight
+            assert mine.nbytes == whole.nbytes / 2
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "int4", "fp8, Qwen3's blocks", "nvfp4"])
@@ -133,9 +148,15 @@ def test_quantised_checkpoints(kind: str, case: str, tmp_path: Path) -> None:
         exact = torch.cat(oracle_logits(load_oracle(plain, torch.float64), sequences()))
     oracle = load_oracle(plain, torch.float32)
     lowp = draws(lambda: torch.cat(oracle_logits(oracle, sequences())))
-    ranks = on_ranks(2, lambda group: packed_logits(load_model(files, group=group).model, sequences()))
-    for found in (packed_logits(ours.model, sequences()), *ranks):
-        assert_close_like_lowp(torch.cat(found), exact, *lowp)
+    found = [packed_logits(ours.model, sequences())]
+    for expert_parallel in (False, True):
+
+        def part(group: Group, whole: bool = expert_parallel) -> list[torch.Tensor]:
+            return packed_logits(load_model(files, group=group, expert_parallel=whole).model, sequences())
+
+        found += on_ranks(2, part)
+    for logits in found:
+        assert_close_like_lowp(torch.cat(logits), exact, *lowp)
 
 
 def test_experts_stay_as_they_are_beside_products_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,11 +181,12 @@ def test_experts_stay_as_they_are_beside_products_in_8_bits(tmp_path: Path, monk
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2-all-rotates"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral", "gpt_oss", "minimax_m2-all-rotates"])
 def test_ranks_give_the_logits_of_the_whole(name: str, size: int, expert_parallel: bool, tmp_path: Path) -> None:
-    """Inner widths of 48 are cut at 32, and 16 and 32; 8 experts at 4, or at 3 and 6."""
+    """Inner widths of 48 are cut at 32, and 16 and 32; 8 experts at 4, or at 3 and 6; 4 experts at 2, or 2 and 3."""
     sizes = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 80}
-    oracle = build(name, tmp_path, {"intermediate_size": 48} if name.startswith(("gpt", "minimax")) else sizes)
+    of_mlp = name.startswith(("mixtral", "gpt", "minimax"))
+    oracle = build(name, tmp_path, {"intermediate_size": 48} if of_mlp else sizes)
 
     def part(group: Group) -> tuple[int, list[torch.Tensor]]:
         loaded = load_model(tmp_path, group=group, expert_parallel=expert_parallel)
@@ -172,9 +194,55 @@ def test_ranks_give_the_logits_of_the_whole(name: str, size: int, expert_paralle
         return experts.gate_up.weight.numel(), packed_logits(loaded.model, sequences())
 
     parts = on_ranks(size, part)
-    assert sum(count for count, _ in parts) == 8 * 2 * 48 * TINY["hidden_size"]
+    assert sum(count for count, _ in parts) == (4 if name == "mixtral" else 8) * 2 * 48 * TINY["hidden_size"]
     for _, found in parts:
         assert_same(found, oracle_logits(oracle, sequences()))
+
+
+@pytest.mark.parametrize("name", MORE_THAN_EXPERTS)
+def test_whole_experts_beside_other_layers(name: str, tmp_path: Path) -> None:
+    oracle = build(name, tmp_path)
+
+    def part(group: Group) -> list[torch.Tensor]:
+        return packed_logits(load_model(tmp_path, group=group, expert_parallel=True).model, sequences())
+
+    for found in on_ranks(2, part):
+        assert_same(found, oracle_logits(oracle, sequences()))
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_kernels_are_told_which_rows_are_other_ranks(expert_parallel: bool, tmp_path: Path) -> None:
+    build("qwen3_moe", tmp_path)
+    model = load_model(tmp_path, group=Group(1, 2), expert_parallel=expert_parallel).model
+    ops, told = Ops(), []
+    multiply, gate = ops.grouped_matmul, ops.gated_activation
+    ops.grouped_matmul = lambda x, weight, offsets, total: told.append(total) or multiply(x, weight, offsets)
+    ops.gated_activation = lambda x, kind, offsets: told.append(offsets) or gate(x, kind)
+    model.use(ops)
+    chosen = torch.tensor([[0, 5], [5, 7], [1, 2]])  # the last four of eight are on this rank
+    model.layers[1].mlp.experts(torch.randn(3, TINY["hidden_size"]), torch.ones(3, 2), chosen)
+    before, offsets, after = told
+    assert before == after == 8
+    assert (offsets.tolist() == [0, 0, 2, 2, 3]) if expert_parallel else offsets is None
+
+
+def test_whole_experts_of_other_ranks_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From files that have each expert by itself; ranks with a part of every expert read all of them."""
+    build("qwen3_moe", tmp_path)
+    read, taken = SafetensorsWeights.read, list[str]()
+    monkeypatch.setattr(
+        SafetensorsWeights, "read", lambda self, name, *rest: taken.append(name) or read(self, name, *rest)
+    )
+
+    def experts(expert_parallel: bool) -> set[str]:
+        taken.clear()
+        load_model(tmp_path, group=Group(2, 3), expert_parallel=expert_parallel)
+        assert "model.layers.1.mlp.gate.weight" in taken and len(taken) == len({*taken})
+        return {found[1] for name in taken if (found := re.search(r"\.experts\.(\d+)\.", name))}
+
+    assert experts(True) == {"6", "7"}
+    build("qwen3_moe", tmp_path, {"moe_intermediate_size": 48})
+    assert experts(False) == {*"01234567"}
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
@@ -311,7 +379,7 @@ def test_what_is_left_for_a_block_is_what_its_experts_take(sizes: tuple[int, int
     build(name, tmp_path, {**wide, "num_local_experts": 64})
     model = load_model(tmp_path, load_format="dummy").model
     ops = Ops()
-    ops.gated_activation = lambda gate_up, _: gate_up.chunk(2, -1)[
+    ops.gated_activation = lambda gate_up, *_: gate_up.chunk(2, -1)[
         0
     ].clone()  # as little memory as a GPU's kernel takes
     model.use(ops)

@@ -70,14 +70,16 @@ def test_logits_are_those_of_transformers(
     torch.testing.assert_close(got, torch.stack([oracle(theirs, text) for text in texts]), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "gpt_oss", "minimax_m2"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "mixtral", "gpt_oss", "minimax_m2", "qwen3_5_moe"])
 def test_ranks_answer_as_one(name: str, tmp_path: Path) -> None:
     """With a part of every expert on each, and with whole ones."""
     build(name, tmp_path, LONG)
     prompts = [prompt(0, 150), prompt(1, 7)]
     _, expected = answers(tmp_path, prompts)
     for expert_parallel in (False, True):
-        _, found = answers(tmp_path, prompts, tensor_parallel_size=2, enable_expert_parallel=expert_parallel)
+        notes, found = answers(tmp_path, prompts, tensor_parallel_size=2, enable_expert_parallel=expert_parallel)
+        count = "2 of 4" if name == "mixtral" else "4 of 8"
+        assert (f"experts rank 0 has {count} whole" in notes) == expert_parallel
         assert found.keys() == expected.keys()
         for request, chances in expected.items():
             assert found[request] == pytest.approx(chances, abs=1e-4)
@@ -88,3 +90,6 @@ def test_start_up_lines_say_how_many_experts_there_are(tmp_path: Path) -> None:
     notes, _ = answers(tmp_path, [prompt(0, 7)])
     assert notes[0].endswith(": 3 layers, 8 experts in 2 of them, 3 a token, float32 on cpu")
     assert any(line.startswith("kernels reference: ") and "grouped_matmul" in line for line in notes)
+    assert not any(line.startswith("experts ") for line in notes)
+    notes, _ = answers(tmp_path, [prompt(0, 7)], enable_expert_parallel=True)
+    assert notes[1].startswith("experts --enable-expert-parallel has no effect on one rank; --tensor-parallel-size ")

@@ -14,6 +14,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from shadowkv.kvcache.policy.shape import LayerKind
+from shadowkv.layers.group import Group
 from shadowkv.models import load_config, load_model
 
 
@@ -206,7 +207,11 @@ def test_weights_of_what_cannot_be_run_are_not_downloaded(llama: Path, monkeypat
     edit_config(llama, quantization_config={"quant_method": "awq"})
     with pytest.raises(ValueError, match="quantization='gptq': the files of some-org/some-model are in awq"):
         load_model("some-org/some-model", quantization="gptq")
-    assert len(asked) == 2 and not any("*.safetensors" in patterns for patterns in asked)
+    with pytest.raises(ValueError, match="llama models have no experts"):
+        load_model("some-org/some-model", expert_parallel=True)
+    with pytest.raises(ValueError, match="tensor_parallel_size=99 is more than the model's"):
+        load_model("some-org/some-model", group=Group(0, 99))
+    assert len(asked) == 4 and not any("*.safetensors" in patterns for patterns in asked)
 
 
 ANSWER = httpx.Response(404, request=httpx.Request("GET", "http://hub"))

@@ -45,6 +45,7 @@ def experts_of(path: Path, group: Group, expert_parallel: bool, pack: bool, dtyp
         weight = projection.weight
         assert isinstance(weight, QuantisedMatrix)
         assert isinstance(weight.of_experts, humming.PackedExperts) == pack == (not len(weight.parts))
+        assert not isinstance(weight.of_experts, humming.PackedExperts) or weight.of_experts.total_experts == 8
     return experts
 
 

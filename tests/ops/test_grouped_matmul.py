@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shadowkv.ops.grouped_matmul import cuda, reference
 
@@ -45,21 +46,37 @@ def test_what_the_kernel_does_not_take_is_refused() -> None:
         cuda.grouped_matmul(x, weight, offsets)
 
 
+@pytest.mark.parametrize(("rows", "total_experts", "kernel"), [
+    (256, None, "tiles"), (257, None, "PyTorch"), (257, 8, "tiles"), (1024, 8, "tiles"), (1025, 8, "PyTorch")
+])  # fmt: skip
+def test_the_kernel_is_chosen_by_the_rows_that_an_expert_has_on_average(
+    rows: int, total_experts: int | None, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert of two has 128 rows of 256, and an expert of eight 128 of 1,024, wherever the other six are."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("shadowkv.ops.grouped_matmul.triton.multiply_in_tiles", lambda *_: "tiles")
+    monkeypatch.setattr(F, "grouped_mm", lambda *_, **rest: "PyTorch", raising=False)
+    x, weight, offsets = made((rows, 0), 24, 40)
+    assert cuda.grouped_matmul(x, weight, offsets, total_experts) == kernel
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or the interpreter"
 )
-@pytest.mark.parametrize("behind", [0, 5])
+@pytest.mark.parametrize(("behind", "total_experts"), [(0, None), (5, None), (5, 40)])
 @pytest.mark.parametrize("size", [(24, 40), (136, 264)])
 @pytest.mark.parametrize("counts", [*COUNTS, (1, 40, 0, 23, 5), (0, 0, 300), (33,) * 3, (100, 170)])
-def test_tritons_kernel_is_the_loop(counts: tuple[int, ...], size: tuple[int, int], behind: int) -> None:
-    """As few rows of each expert as there are tiles for, and more."""
+def test_tritons_kernel_is_the_loop(
+    counts: tuple[int, ...], size: tuple[int, int], behind: int, total_experts: int | None
+) -> None:
+    """As few rows of each expert as there are tiles for, and more; and more than an expert has on average."""
     from shadowkv.ops.grouped_matmul import triton
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x, weight, offsets = made(counts, *size, behind)
     expected = reference.grouped_matmul(x, weight, offsets)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    out = triton.grouped_matmul(x.to(device, dtype), weight.to(device, dtype), offsets.to(device))
+    out = triton.grouped_matmul(x.to(device, dtype), weight.to(device, dtype), offsets.to(device), total_experts)
     assert out.shape == (sum(counts) + behind, size[0]) and out.dtype == dtype
     rows, loose = slice(sum(counts)), 2e-2 if device.type == "cuda" else 1e-5
     torch.testing.assert_close(out[rows].float().cpu(), expected[rows], rtol=loose, atol=loose)

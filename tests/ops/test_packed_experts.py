@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 
 import pytest
 import torch
@@ -100,11 +101,22 @@ def test_kernels_are_compiled_for_rows_of_all_experts(seed: int, library: None) 
     tuned = sorted(tokens for fields, tokens in KERNELS if fields["num_experts"])
     assert tuned == [8, 32, 64, 128, 256, 512, 1024]
     assert sorted(tokens for fields, tokens in KERNELS if not fields["num_experts"]) == [*humming.BATCHES, humming.MANY]
-    entries = humming._kernels(experts.layer, 0).view(-1, 4).tolist()
+    entries = humming._kernels(experts.layer, 0, 4).view(-1, 4).tolist()
     assert [(low, high) for low, high, *_ in entries] == [
         *((0, 8), (8, 32), (32, 64), (64, 128), (128, 256), (256, 512), (512, 1 << 30)),
     ]
     assert [KERNELS[number][1] for _, _, number, _ in entries] == tuned
+
+
+def test_kernels_of_a_rank_are_tuned_for_its_part_of_all_rows(seed: int, library: None) -> None:
+    """A rank with two experts of eight expects a quarter of the rows; all rows choose the kernel."""
+    experts = humming.pack_experts(drawn("int4", 2, 8, 64), 2, 8)
+    humming.compile_kernels([experts])
+    assert sorted(tokens for _, tokens in KERNELS) == [8, 16, 32, 64, 128, 256, 512]
+    entries = humming._kernels(experts.layer, 0, 8).view(-1, 4).tolist()
+    bounds = [0, 8, 16, 64, 128, 256, 512, 1024, 1 << 30]
+    assert [(low, high) for low, high, *_ in entries] == list(pairwise(bounds))
+    assert [KERNELS[number][1] for _, _, number, _ in entries] == [8, 8, 16, 32, 64, 128, 256, 512]
 
 
 def test_what_it_does_not_take_is_refused(seed: int, library: None) -> None:

@@ -186,6 +186,14 @@ if TRITON_RUNS:
         wanted = gates_reference.gated_activation(x, activation)
         torch.testing.assert_close(gates_triton.gated_activation(x, activation), wanted, **TOLERANCE[dtype])
 
+    def test_rows_of_no_expert_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+        x, offsets = random(5, 2 * 1536), torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=DEVICE)
+        wanted = gates_reference.gated_activation(x[:3], "silu")
+        monkeypatch.setattr(torch, "empty", lambda *shape, **rest: torch.full(shape, 7.0, **rest))
+        found = gates_triton.gated_activation(x, "silu", offsets)
+        torch.testing.assert_close(found[:3], wanted, **TOLERANCE[torch.float32])
+        assert (found[3:] == 7).all()
+
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("heads", "group", "dim", "chunks"), [(2, 3, 64, 8), (1, 8, 96, 1), (3, 1, 128, 4)])
     @pytest.mark.parametrize("bounds", [False, True])

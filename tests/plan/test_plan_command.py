@@ -112,6 +112,10 @@ def test_steps_read_the_experts_that_their_tokens_are_expected_to_touch(capsys: 
         assert main([*command, "--tensor-parallel-size", "4", *flags]) == 0
         rank = json.loads(capsys.readouterr().out)
         assert rank["expert_weight_bytes"] == 48 * (128 if inner == 192 else 32) * 3 * 2048 * inner * 2
+    uneven = [*command[:-1], "--tensor-parallel-size", "3", "--enable-expert-parallel"]
+    assert main(uneven) == 0 and "\n         rank 0 has 43 of 128 whole\n" in capsys.readouterr().out
+    assert main([*uneven, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["expert_weight_bytes"] == experts / 128 * 43
     assert main(command[:-1]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("experts  128 in 48 layers, 8 a token: 54.00 GiB of the weights; ") for line in lines)

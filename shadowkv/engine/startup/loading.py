@@ -245,6 +245,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
     lines = [
         f"model   {loaded.name}: {counted(loaded.config.num_layers, 'layer')}, {_experts(loaded.config)}"
         f"{loaded.model.weights_description} on {cache.device}{ranks}",
+        *([f"experts {line}"] if (line := loaded.shard.experts_note) else []),
         *([f"advice  {line}"] if (line := advice(config.model)) else []),
         *(f"weights {note}" for note in loaded.notes),
         f"policy  {config.policy}: {describe(cache.spec, cache.shape)}",

@@ -16,11 +16,12 @@ A joined bias has the matrix's name with ``_bias`` at the end. It is [E, 2I] for
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from shadowkv.models.checkpoints.reading import Reading, read_ahead
 from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.ops.quantised.rows import Form
 
@@ -99,10 +100,15 @@ class SeparateExperts:
                 self.shapes[weight] = shapes[name] if part is None else part.shape(shapes[name])
         self.forms = {weight: form for name, form in forms.items() for weight in self._parts.get(name, ())}
 
-    def tensors(self, tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        """Splits a stream of the files' tensors. Yields the names in ``shapes``, and their weights."""
-        for name, stored in tensors:
-            for weight, part in self._parts.get(name, {}).items():
+    def tensors(self, readings: Iterable[Reading], wanted: Collection[str]) -> Iterator[tuple[str, Stored]]:
+        """Reads the files' tensors ahead, those that have ``wanted`` weights. Yields the names of these weights, which
+        are names in ``shapes``, and the weights."""
+        parts = {
+            name: {weight: part for weight, part in parts.items() if weight in wanted}
+            for name, parts in self._parts.items()
+        }
+        for name, stored in read_ahead(reading for reading in readings if parts.get(reading.name)):
+            for weight, part in parts[name].items():
                 yield weight, stored if part is None else part.of(stored)
 
 

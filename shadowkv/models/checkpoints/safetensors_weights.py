@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError, check_regular, is_there, join_reasons, read_json
-from shadowkv.models.checkpoints.reading import Reading, read_ahead, read_bytes
-from shadowkv.models.checkpoints.stored_weight import Stored
+from shadowkv.models.checkpoints.reading import Reading, read_bytes
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Types of plain weights. Other types belong to quantised weights, which only a config can interpret."""
@@ -100,9 +99,9 @@ class SafetensorsWeights:
             places = _places(file)
             self._places |= {name: places[theirs] for name, theirs in stored if name is not None}
 
-    def stream(self, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
-        """Names and CPU tensors of all weights, read ahead."""
-        return read_ahead(Reading(name, self.nbytes(name), partial(self.read, name, pinned)) for name in self.shapes)
+    def readings(self, *, pinned: bool = False) -> Iterator[Reading]:
+        """All weights, to be read as CPU tensors."""
+        return (Reading(name, self.nbytes(name), partial(self.read, name, pinned)) for name in self.shapes)
 
     def nbytes(self, name: str) -> int:
         """Bytes of a tensor in its file."""

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError
-from shadowkv.models.checkpoints.reading import Reading, read_ahead
+from shadowkv.models.checkpoints.reading import Reading
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.gguf.config import drafting_layers
@@ -101,8 +101,8 @@ def gguf_forms(file: GGUFFile) -> dict[str, Form]:
     return {_hf_name(name, file.architecture): form for name, form in forms.items() if form is not None}
 
 
-def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
-    """Yields names and weights, read ahead. A weight is in its form, or else float32. Unknown names stay unchanged.
+def gguf_readings(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) -> Iterator[Reading]:
+    """All weights, to be read in their forms, or else in float32. Unknown names stay unchanged.
 
     The shapes must have been checked, since rows of ``llama`` files are reordered. Norms of ``gemma3`` and hybrids are
     converted to w, as in safetensors files; GGUF files have 1 + w.
@@ -125,7 +125,7 @@ def stream_gguf(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) ->
             return stored.unsqueeze(0)
         return stored
 
-    return read_ahead(
+    return (
         Reading(_hf_name(name, file.architecture), file.nbytes(name), partial(read, name)) for name in _weights(file)
     )
 

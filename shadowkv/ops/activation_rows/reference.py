@@ -31,7 +31,7 @@ LIMIT = 7.0
 """``clamped_silu`` clamps ``gate`` to at most this, and ``up`` to the range from -LIMIT to LIMIT."""
 
 
-def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: str, offsets: Tensor | None = None) -> Tensor:
     """Returns activation(gate) * up, [..., n].
 
     Args:
@@ -39,6 +39,8 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
         activation: ``silu``; ``gelu_pytorch_tanh``, GELU's approximation with tanh (arXiv:1606.08415); or
             ``clamped_silu`` of gpt-oss, clamp(gate) * sigmoid(1.702 * clamp(gate)) * (clamp(up) + 1)
             (arXiv:2508.10925).
+        offsets: int32 [E + 1], as for ``grouped_matmul``. If given, ``gate_up`` is [S, 2n], and rows from
+            ``offsets[-1]`` on are arbitrary, in the result too.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":

@@ -75,30 +75,39 @@ VARIANTS = {"silu": (False, 1.0, None), "gelu_pytorch_tanh": (True, 1.0, None), 
 clamping)."""
 
 
-def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """Same as the reference, but ``clamped_silu`` rounds only the product."""
+def gated_activation(gate_up: Tensor, activation: str, offsets: Tensor | None = None) -> Tensor:
+    """Same as the reference, but ``clamped_silu`` rounds only the product. Arbitrary rows are neither read nor
+    written."""
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     grid = out.numel() // size, triton.cdiv(size, GATED_BLOCK)
     gelu, alpha, limit = VARIANTS[activation]
-    _multiply[grid](gate_up, out, GELU=gelu, ALPHA=alpha, LIMIT=limit, SIZE=size, BLOCK=GATED_BLOCK, num_warps=4)
+    _multiply[grid](
+        gate_up, out, None if offsets is None else offsets[-1:], GELU=gelu, ALPHA=alpha, LIMIT=limit,
+        PARTLY=offsets is not None, SIZE=size, BLOCK=GATED_BLOCK, num_warps=4,
+    )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["last"])
 def _multiply(
     gate_up,
     out,
+    last,
     GELU: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    PARTLY: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * 2 * SIZE + column, mask=column < SIZE).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=column < SIZE)
+    size = SIZE
+    if PARTLY:
+        size = tl.where(row < tl.load(last), SIZE, 0)
+    gate = tl.load(gate_up + row * 2 * SIZE + column, mask=column < size).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=column < size)
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up.to(tl.float32), -LIMIT), LIMIT) + 1
@@ -107,7 +116,7 @@ def _multiply(
     else:
         inner = ALPHA * gate
     gated = (gate / (1 + tl.exp(-inner))).to(up.dtype) * up  # rounded in between like PyTorch, except clamped_silu
-    tl.store(out + row * SIZE + column, gated.to(out.dtype.element_ty), mask=column < SIZE)
+    tl.store(out + row * SIZE + column, gated.to(out.dtype.element_ty), mask=column < size)
 
 
 def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:

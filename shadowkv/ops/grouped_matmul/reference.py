@@ -12,7 +12,7 @@ SYNCHRONISES = True
 """The host waits for the device, because the loop needs to know where each expert's rows end."""
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor, total_experts: int | None = None) -> Tensor:
     """Returns x[s] W_eᵀ for every row s, where e is the row's expert.
 
     Args:
@@ -20,6 +20,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         weight: [E, N, K], a matrix for each of E experts.
         offsets: int32 [E + 1]. The rows of expert e are ``offsets[e]`` to ``offsets[e + 1]``. The first number is 0,
             the last is at most S.
+        total_experts: number of experts on all ranks, among which the S rows are divided; None for E. A kernel's tiles
+            depend on it, the result does not.
 
     Returns:
         [S, N] in the dtype of ``x``. Rows from ``offsets[-1]`` on are arbitrary.

@@ -24,18 +24,18 @@ def supports(case: Case) -> list[str]:
     return unless(case.dtype in DTYPES, f"it multiplies torch.bfloat16 and torch.float16, not {case.dtype}")
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor, total_experts: int | None = None) -> Tensor:
     """Same as the reference."""
-    return multiply_in_tiles(x, weight, offsets)
+    return multiply_in_tiles(x, weight, offsets, total_experts)
 
 
-def multiply_in_tiles(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def multiply_in_tiles(x: Tensor, weight: Tensor, offsets: Tensor, total_experts: int | None = None) -> Tensor:
     """``grouped_matmul`` of x [S, K], weight [E, N, K] and offsets [E + 1] in a 16-bit dtype, [S, N]. Sums are in
     float32."""
     (rows, columns), (experts, size, _) = x.shape, weight.shape
     out = x.new_empty(rows, size)
     if rows:
-        each = rows / experts
+        each = rows / (total_experts or experts)
         tile = next((tile for tile in TILES if each <= tile[0] // 2), TILES[-1])
         high, wide, deep, stages, warps = tile
         blocks = min(rows, rows // high + min(rows, experts))  # upper bound on the tiles of rows

@@ -59,7 +59,8 @@ FEW_OF_EXPERTS = (8, 64)
 """A kernel is tuned for each of these total numbers of rows of all experts. Steps of few sequences have them."""
 
 OF_EACH = (2, 8, 16, 32, 64, 128)
-"""A kernel is tuned for each of these numbers of rows per expert. Experts are assumed to be chosen equally often."""
+"""A kernel is tuned for each of these numbers of rows per expert. Experts are assumed to be chosen equally often, those
+of other ranks too."""
 
 MANY_OF_EACH = 256
 """Number of rows per expert that the last kernel of experts is tuned for."""
@@ -117,9 +118,11 @@ class PackedExperts(Packed):
 
     Attributes:
         experts: E.
+        total_experts: number of experts on all ranks.
     """
 
     experts: int
+    total_experts: int
 
 
 def quantised_matmul(x: Tensor, weight: PackedRows) -> Tensor:
@@ -138,7 +141,7 @@ def launch(x: Tensor, weight: Packed, offsets: Tensor | None = None) -> Tensor:
         raise ValueError(f"x has shape {tuple(x.shape)} and {x.dtype}: needs K = {weight.columns} in bfloat16")
     if not len(x):
         return x.new_empty(0, weight.rows)
-    tensors, kernels = weight.tensors, _kernels(weight.layer, x.device.index)
+    tensors, kernels = weight.tensors, _kernels(weight.layer, x.device.index, _total_experts(weight))
     product: Tensor = torch.ops.humming.launch_kernel.default(
         *(kernels, x, tensors["weight"], tensors["weight_scale"], tensors.get("weight_scale_2")),
         *(None, None, tensors.get("zero_point"), None, None, None, None, None, offsets, tensors["locks"], 1, 0),
@@ -173,9 +176,10 @@ def pack_rows(rows: QuantisedRows) -> PackedRows:
 
 
 @torch.no_grad()
-def pack_experts(rows: QuantisedRows, experts: int) -> PackedExperts:
-    """As ``pack_rows``, for rows [E N, K], one expert after another. Besides rows and result, it needs memory for as
-    many experts as have ``NUMBERS_AT_ONCE`` numbers together, but for at least one."""
+def pack_experts(rows: QuantisedRows, experts: int, total_experts: int | None = None) -> PackedExperts:
+    """As ``pack_rows``, for rows [E N, K], one expert after another. ``total_experts`` are those on all ranks; None for
+    E. Besides rows and result, it needs memory for as many experts as have ``NUMBERS_AT_ONCE`` numbers together, but
+    for at least one."""
     layout, packed = _Layout.of(rows, experts, COLUMNS_OF_EXPERTS), dict[str, Tensor]()
     at_once = max(1, NUMBERS_AT_ONCE // (layout.rows * layout.columns))
     for first in range(0, experts, at_once):
@@ -185,7 +189,8 @@ def pack_experts(rows: QuantisedRows, experts: int) -> PackedExperts:
                 packed[name] = tensor.new_empty(experts, *tensor.shape[1:])
             packed[name][some].copy_(tensor)
     packed["locks"] = torch.zeros(LOCKS, dtype=torch.int32, device=layout.device)
-    return PackedExperts(layout.described(experts).to_str(), packed, rows.columns, layout.rows, experts)
+    described = layout.described(experts).to_str()
+    return PackedExperts(described, packed, rows.columns, layout.rows, experts, total_experts or experts)
 
 
 @dataclass(frozen=True)
@@ -288,25 +293,30 @@ def _padded(of_groups: Tensor, rows: int, groups: int, dtype: torch.dtype | None
     return raw.view(of_groups.dtype).contiguous()
 
 
+def _total_experts(weight: Packed) -> int:
+    return weight.total_experts if isinstance(weight, PackedExperts) else 0
+
+
 @cache
-def _kernels(layer: str, device: int) -> Tensor:
+def _kernels(layer: str, device: int, total_experts: int) -> Tensor:
     """Returns a layer's kernels for ``launch_kernel``, int64 [4 x kernels] on the host. Each kernel has four numbers:
     an exclusive lower bound and an inclusive upper bound on the number of tokens, its id, and its number of
     multiprocessors (0 for all)."""
-    sizes = _sizes(layer)
-    bounds = (0, *sizes[:-1], 1 << 30)
-    kernels = [_kernel(layer, tokens, device) for tokens in sizes]
+    sizes = _sizes(layer, total_experts)
+    bounds = (0, *list(sizes)[:-1], 1 << 30)
+    kernels = [_kernel(layer, tokens, device) for tokens in sizes.values()]
     entries = [(low, high, *kernel) for low, high, kernel in zip(bounds, bounds[1:], kernels, strict=False)]
     return torch.tensor(entries, dtype=torch.int64).flatten()
 
 
-def _sizes(layer: str) -> tuple[int, ...]:
-    """Returns the numbers of tokens that a layer's kernels are tuned for, ascending. For experts, these are total
-    numbers of rows."""
+def _sizes(layer: str, total_experts: int) -> dict[int, int]:
+    """Returns the numbers of tokens that a layer has kernels for, ascending, each with the number that its kernel is
+    tuned for. For experts, these are the total numbers of rows, and the expected numbers of this rank's rows."""
     experts = json.loads(layer)["num_experts"]
     if not experts:
-        return (*BATCHES, MANY)
-    return (*sorted({*FEW_OF_EXPERTS, *(experts * each for each in OF_EACH)}), experts * MANY_OF_EACH)
+        return {tokens: tokens for tokens in (*BATCHES, MANY)}
+    totals = *sorted({*FEW_OF_EXPERTS, *(total_experts * each for each in OF_EACH)}), total_experts * MANY_OF_EACH
+    return {total: max(FEW_OF_EXPERTS[0], -(-total * experts // total_experts)) for total in totals}
 
 
 @cache
@@ -347,14 +357,15 @@ def compile_kernels(packed: Iterable[Packed]) -> None:
     from humming.utils.cpu import get_parallel_build_workers
 
     device = next(iter(layers.values())).tensors["weight"].device
-    wanted = [(layer, tokens) for layer in layers for tokens in _sizes(layer)]
+    sizes = {layer: _sizes(layer, _total_experts(weight)) for layer, weight in layers.items()}
+    wanted = [(layer, tokens) for layer in layers for tokens in {*sizes[layer].values()}]
     wanted.sort(key=itemgetter(1), reverse=True)  # the largest take longest
     with ThreadPoolExecutor(get_parallel_build_workers()) as pool:
         compiled = pool.map(lambda of: _kernel(*of, device.index), wanted)
         for _ in tqdm(compiled, "compiling kernels", len(wanted), unit="kernel", leave=False, disable=None):
             pass
     for layer, weight in layers.items():
-        for below in (0, *_sizes(layer)[:-1]):
+        for below in (0, *list(sizes[layer])[:-1]):
             x, offsets = torch.zeros(below + 1, weight.columns, dtype=torch.bfloat16, device=device), None
             if isinstance(weight, PackedExperts):  # all rows belong to the first expert
                 offsets = torch.full((weight.experts + 1,), len(x), dtype=torch.int32, device=device)

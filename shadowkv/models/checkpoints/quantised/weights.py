@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError, join_reasons, naming
 from shadowkv.models.checkpoints.quantised.format import Entry, Format, Found
-from shadowkv.models.checkpoints.reading import Reading, read_ahead
+from shadowkv.models.checkpoints.reading import Reading
 from shadowkv.models.checkpoints.safetensors_weights import DTYPES, SafetensorsWeights
 from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.ops.quantised.rows import Form
@@ -72,9 +72,9 @@ class QuantisedWeights:
     def _read(self, module: str, last: str) -> Tensor:
         return self._files.read(f"{module}.{last}")
 
-    def stream(self, *, pinned: bool = False) -> Iterator[tuple[str, Stored]]:
-        """Names and CPU weights, read ahead; raises ModelFileError if numbers do not fit the format."""
-        return read_ahead(
+    def readings(self, *, pinned: bool = False) -> Iterator[Reading]:
+        """All weights, to be read on the CPU. Reading one raises ModelFileError if numbers do not fit the format."""
+        return (
             Reading(name, sum(map(self._files.nbytes, self._parts(name))), partial(self._weight, name, pinned))
             for name in self.shapes
         )
