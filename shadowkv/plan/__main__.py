@@ -6,19 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, one_line
-from shadowkv.engine.config import EngineConfig, check_states, policy_name, refused_policy
+from shadowkv.engine.config import EngineConfig, check_states, policy_name
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
-from shadowkv.kvcache.presets import POLICY_HELP, preset
+from shadowkv.kvcache.presets import POLICY_HELP
 from shadowkv.kvcache.traffic import HIT_RATE
 from shadowkv.load_settings import parse_count
 from shadowkv.plan.cards import CARDS, parse_card
 from shadowkv.settings import add_flag
-
-if TYPE_CHECKING:
-    from shadowkv.plan.planner import Plan, Planner
 
 DOES_NOT_FIT = 1
 """Exit code if not one sequence fits with some policy."""
@@ -46,7 +42,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=parse_count, required=True, metavar="TOKENS", help=text)
     text = "data type of weights and activations; auto is bfloat16"
     add_flag(parser, EngineConfig, "dtype", help=text)
-    for name in ("quantization", "hf_overrides"):
+    for name in ("quantization", "hf_overrides", "speculative_config"):
         add_flag(parser, EngineConfig, name)
     add("--json", action="store_true", help="print unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache")
@@ -119,7 +115,8 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     states = StateSettings.of(checkpoints, state_dtype)
     options = args.hit_rate, args.fetch_buffer, args.replicas, forms, states
     planner = Planner(shard, dtype, args.context, machine, *options)
-    plans = [_plan(planner, name) for name in dict.fromkeys(args.kv)]
+    drafts = args.speculative_config
+    plans = [planner.plan(EngineConfig(kv=name, speculative_config=drafts)) for name in dict.fromkeys(args.kv)]
     if args.json:
         text = json.dumps(as_json(args.model, planner, plans), indent=2)
     else:
@@ -130,7 +127,7 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
 def _check(args: argparse.Namespace) -> None:
     checked = (
         *("gpu_memory_utilization", "host_memory_gib", "kv_offload_gib", "fetch_buffer", "tensor_parallel_size"),
-        "max_mamba_checkpoints",
+        *("max_mamba_checkpoints", "speculative_config"),
     )
     EngineConfig(**{name: getattr(args, name) for name in checked})
     bad = [
@@ -142,13 +139,6 @@ def _check(args: argparse.Namespace) -> None:
         bad.append(f"--hit-rate {args.hit_rate} must be in [0, 1]")
     if bad:
         raise ValueError("; ".join(bad))
-
-
-def _plan(planner: Planner, name: str) -> Plan:
-    try:
-        return planner.plan(name, preset(name))
-    except ValueError as error:
-        raise refused_policy(error, name) from error
 
 
 if __name__ == "__main__":
