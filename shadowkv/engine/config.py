@@ -79,6 +79,14 @@ def or_help(text: str) -> str:
     return text
 
 
+def add_policies(group: Any, *default: str, **changed: Any) -> None:
+    """Adds ``--kv`` to a parser, or to a group of a parser, of a command that compares policies. ``changed`` are
+    arguments of ``add_argument`` to replace."""
+    text = f"cache policies to compare: {POLICY_HELP} (default: {' '.join(default)})"
+    options = {"nargs": "+", "type": policy_name, "default": list(default), "metavar": "POLICY", "help": text}
+    group.add_argument("--kv", **options | changed)
+
+
 def is_prefill(name: str) -> bool:
     """Whether ``--prefill`` accepts a name: one of ``PREFILL``, or the name of a registered strategy."""
     if name in PREFILL:

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from shadowkv.command_line import Parser, one_line
-from shadowkv.engine.config import EngineConfig, check_states, policy_name
+from shadowkv.engine.config import DEFAULT_POLICY, EngineConfig, add_policies, check_states
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
-from shadowkv.kvcache.presets import POLICY_HELP
 from shadowkv.kvcache.traffic import HIT_RATE
 from shadowkv.load_settings import parse_count
 from shadowkv.plan.cards import CARDS, parse_card
@@ -46,8 +45,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         add_flag(parser, EngineConfig, name)
     add("--json", action="store_true", help="print unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache")
-    text = f"cache policies to compare: {POLICY_HELP} (default: turbo)"
-    kv.add_argument("--kv", nargs="+", type=policy_name, default=["turbo"], metavar="POLICY", help=text)
+    add_policies(kv, DEFAULT_POLICY)
     text = "share of selected chunks whose values the fetch buffer already has (default: %(default)s)"
     kv.add_argument("--hit-rate", type=float, default=HIT_RATE, metavar="SHARE", help=text)
     text = "size of the fetch buffer, as a multiple of what one decode step selects"
