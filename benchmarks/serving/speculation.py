@@ -34,7 +34,7 @@ from typing import Any
 
 from benchmarks.prefix_cache.hits import write_rows
 from benchmarks.sweeps.engines import about, add_model_arguments, model_of
-from shadowkv.engine.config import EngineConfig, policy_name
+from shadowkv.engine.config import EngineConfig, add_policies
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.sparse_drafts import SparseDrafts
@@ -42,7 +42,6 @@ from shadowkv.engine.speculation.gate import Account
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.fidelity.prompts import read_prompts
 from shadowkv.eval.prompts.texts import haystack
-from shadowkv.kvcache.presets import POLICY_HELP
 
 COLUMNS = ("model", "kv", "method", "k", "task", "context", "batch", "accepted_per_round", "tokens_per_s", "ratio")
 COLUMNS += ("slowest_ratio", "fastest_ratio", "load")
@@ -154,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
-    parser.add_argument("--kv", nargs="+", default=["full"], type=policy_name, help=POLICY_HELP)
+    add_policies(parser, "full")
     parser.add_argument("--method", default="suffix", help="(default: %(default)s)")
     parser.add_argument("--k", type=int, default=8, help="most drafted tokens (default: %(default)s)")
     text = "draft as many tokens as fit, whether it pays or not; only for --method sparse"

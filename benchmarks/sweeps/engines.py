@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from benchmarks.sweeps.synthetic import replay
-from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig, policy_name
+from shadowkv.engine.config import DEFAULT_MODEL, EngineConfig, add_policies
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.warmup import warm_up
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.policy.spec import KVSpec
-from shadowkv.kvcache.presets import POLICY_HELP
 from shadowkv.load_settings import QUANTIZATIONS
 from shadowkv.models.loader import LoadedModel
 from shadowkv.settings import add_flag
@@ -44,7 +43,7 @@ def sweep_parser(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
-    parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
+    add_policies(parser, "full", "turbo")
     parser.add_argument("--prefill", nargs="+", default=["auto"], choices=("dense", "sparse", "auto"))
     text = "of the weights; none: as files have them (default: %(default)s)"
     parser.add_argument("--quantization", nargs="+", default=["none"], choices=QUANTIZATIONS, help=text)

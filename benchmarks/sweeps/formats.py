@@ -26,7 +26,7 @@ from benchmarks.sweeps.engines import Cell, about_spec, add_model_arguments, mod
 from benchmarks.sweeps.formats_summary import summarise
 from benchmarks.sweeps.rows import BYTES, DISTORTION, FIDELITY, RULER, THROUGHPUT, Kind, Rows
 from shadowkv import baselines
-from shadowkv.engine.config import EngineConfig, policy_name
+from shadowkv.engine.config import EngineConfig, add_policies, policy_name
 from shadowkv.engine.startup.loading import device_of, load_from_config
 from shadowkv.eval.__main__ import main as evaluate
 from shadowkv.eval.fidelity.measured import of_policy, read_measured
@@ -41,7 +41,7 @@ from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.inspection import compressed_rows, decode_part, exact_elsewhere, exact_keys, exact_values
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
-from shadowkv.kvcache.presets import POLICY_HELP, PRESETS, preset
+from shadowkv.kvcache.presets import PRESETS, preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.configs.model_config import ModelConfig
@@ -316,7 +316,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     stages = (*STAGES, TABLE)
     add("--stages", nargs="+", choices=stages, default=stages, help="(default: all)")
-    add("--kv", nargs="+", type=policy_name, default=list(PRESETS), help=f"{POLICY_HELP} (default: all)")
+    add_policies(parser, *PRESETS)
     add("--out", type=Path, required=True, help="folder of the results")
     add("--docs", type=Path, default=Path("docs/formats.md"), help="file that has the table (default: %(default)s)")
     quality = parser.add_argument_group("distortion, fidelity and RULER")

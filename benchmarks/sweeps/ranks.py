@@ -27,7 +27,6 @@ from benchmarks.sweeps.rows import RANKS, Rows, read
 from benchmarks.sweeps.synthetic import begin, scatter
 from shadowkv.engine.config import EngineConfig
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
-from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
 from shadowkv.plan.planner import Machine, Planner
@@ -124,7 +123,7 @@ def fitting(args: argparse.Namespace, cell: Cell, tokens: int) -> int:
     shard = Shard(config, 0, cell["gpus"])
     machine = Machine(total / GIB, UTILIZATION, None, 1.0, 1.0)
     planner = Planner(shard, torch.bfloat16, tokens, machine, 0.0, FETCH_BUFFER, forms=forms)
-    return planner.plan(cell["kv"], preset(cell["kv"])).largest_batch.both
+    return planner.plan(EngineConfig(kv=cell["kv"])).largest_batch.both
 
 
 def ratio(out: Path, ours: Cell, figures: dict[str, Any]) -> float | None:

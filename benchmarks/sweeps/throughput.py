@@ -37,13 +37,13 @@ from benchmarks.sweeps.engines import PROFILED_STEPS, densities_of, profile, rep
 from benchmarks.sweeps.plots import plot_throughput
 from benchmarks.sweeps.rows import show
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
-from shadowkv.engine.config import EngineConfig, policy_name
+from shadowkv.engine.config import EngineConfig, add_policies
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import largest_batch
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
-from shadowkv.kvcache.presets import POLICY_HELP, preset
+from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.loader import LoadedModel
 from shadowkv.settings import add_flag
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
     add_flag(parser, EngineConfig, "quantization")
     parser.add_argument("--context", type=int, nargs="+", help="tokens (default: 61440)")
-    parser.add_argument("--kv", nargs="+", default=["full", "shadowkv", "turbo"], type=policy_name, help=POLICY_HELP)
+    add_policies(parser, "full", "shadowkv", "turbo")
     parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
     text = "instead of contexts and batches: rows and tokens of the parts of a batch, as 1x1000000,40x61440"
     parser.add_argument("--mix", type=mix_of, nargs="+", default=[], metavar="PARTS", help=text)

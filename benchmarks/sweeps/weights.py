@@ -25,11 +25,10 @@ import torch
 from benchmarks.sweeps import throughput
 from benchmarks.sweeps.engines import ENGINE, about_spec, in_fresh_process
 from benchmarks.sweeps.rows import WEIGHTS, Rows
-from shadowkv.engine.config import policy_name
+from shadowkv.engine.config import add_policies
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.policy.spec import KVSpec
-from shadowkv.kvcache.presets import POLICY_HELP
 from shadowkv.load_settings import QUANTIZATIONS
 from shadowkv.wording import GIB
 
@@ -89,7 +88,7 @@ def main() -> int:
     parser.add_argument("--formats", nargs="+", default=[PLAIN], choices=(PLAIN, *QUANTIZATIONS))
     text = "sequences x tokens, or auto for as many as fit (default: 1x1024 autox61440)"
     parser.add_argument("--cells", nargs="+", default=[(1, 1024), (None, 61440)], type=batch_and_context, help=text)
-    parser.add_argument("--kv", nargs="+", default=["full", "turbo"], type=policy_name, help=POLICY_HELP)
+    add_policies(parser, "full", "turbo")
     throughput.add_timing_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args()

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from shadowkv.command_line import Parser, one_line
-from shadowkv.engine.config import EngineConfig, policy_name
-from shadowkv.kvcache.presets import POLICY_HELP
+from shadowkv.engine.config import EngineConfig
 from shadowkv.settings import add_flag
 
 
@@ -36,9 +35,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="shadowkv doctor", description=__doc__)
     text = "model whose shapes the ops are chosen for, as for shadowkv serve; its weights are not read"
     add_flag(parser, EngineConfig, "model", help=text)
-    text = f"cache policy: {POLICY_HELP} (default: %(default)s)"
-    parser.add_argument("--kv", type=policy_name, default=EngineConfig.kv, metavar="POLICY", help=text)
-    for name in ("device", "attention_backend"):
+    for name in ("kv", "device", "attention_backend"):
         add_flag(parser, EngineConfig, name)
     parser.add_argument("--json", action="store_true", help="print JSON, with unrounded numbers of bytes")
     return parser.parse_args(argv)

@@ -7,7 +7,7 @@ import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.field_types import wrong_types
@@ -43,6 +43,9 @@ from shadowkv.settings import (
 )
 from shadowkv.wording import SettingsError
 
+if TYPE_CHECKING:
+    from shadowkv.kvcache.sequences.layout import Layout
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 PREFILL = ("auto", "dense", "sparse")
 DISK_GIB = 64.0
@@ -74,6 +77,14 @@ def or_help(text: str) -> str:
         print(policies_text())
         raise SystemExit(0)
     return text
+
+
+def add_policies(group: Any, *default: str, **changed: Any) -> None:
+    """Adds ``--kv`` to a parser, or to a group of a parser, of a command that compares policies. ``changed`` are
+    arguments of ``add_argument`` to replace."""
+    text = f"cache policies to compare: {POLICY_HELP} (default: {' '.join(default)})"
+    options = {"nargs": "+", "type": policy_name, "default": list(default), "metavar": "POLICY", "help": text}
+    group.add_argument("--kv", **options | changed)
 
 
 def is_prefill(name: str) -> bool:
@@ -441,7 +452,21 @@ class EngineConfig:
 
     def _refused_drafts(self, reason: str) -> SettingsError:
         given = dict(self.speculative_config or {})
-        return SettingsError(f"speculative_config={given!r}: {reason}", ["kv", "speculative_config"])
+        return SettingsError(f"speculative_config={given!r}: {reason}", ["kv", "speculative_config", "fetch_buffer"])
+
+    def check_drafts(self, layout: Layout) -> None:
+        """Raises SettingsError if there are drafts and steps of caches of ``layout`` cannot have them."""
+        if self.speculation is None or layout.takes_drafts:
+            return
+        recurrent = "this model has layers with a recurrent state, which steps that draft would change; "
+        if self.speculative_config is None:  # policies with drafts of their own fetch nothing
+            raise SettingsError(f"kv={self.policy!r}: {recurrent}choose a policy without drafts, such as full", ["kv"])
+        if layout.most_drafted == 0:
+            raise self._refused_drafts(f"{recurrent}choose method suffix or ngram")
+        raise self._refused_drafts(
+            "the policy fetches values from the host into a buffer, in which two rows of a sequence would collide; set "
+            "fetch_buffer=0, or choose a policy that keeps values on the device"
+        )
 
     def refused_policy(self, error: ValueError) -> SettingsError:
         """Makes the error for a policy that was refused because of ``error``. It names this config's settings."""
@@ -471,11 +496,8 @@ class EngineConfig:
 
     @property
     def drafted_rows(self) -> int:
-        """Rows of a decode step for drafted tokens: those of one sequence, or of all if all draft together. 0 without
-        speculative decoding."""
-        if (drafts := self.speculation) is None:
-            return 0
-        return (drafts.num_speculative_tokens or 0) * (self.max_num_seqs if drafts.method == "sparse" else 1)
+        """Maximum number of rows of a decode step for drafted tokens; 0 without speculative decoding."""
+        return 0 if self.speculation is None else self.speculation.drafted_rows(self.max_num_seqs)
 
     @property
     def drafted_states(self) -> int:

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 
 from shadowkv.command_line import Parser
-from shadowkv.engine.config import EngineConfig, or_help
+from shadowkv.engine.config import EngineConfig, add_policies, or_help
 from shadowkv.eval.records.policies import Variation
 from shadowkv.eval.suites import niah
 from shadowkv.kvcache.policy.spec import KVSpec
-from shadowkv.kvcache.presets import POLICY_HELP, preset
+from shadowkv.kvcache.presets import preset
 from shadowkv.settings import add_flag, violation
 
 SUITE_DATA = {
@@ -81,8 +81,7 @@ def _add_model(parser: argparse.ArgumentParser, help: str) -> None:
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:
     kv = parser.add_argument_group("KV cache")
-    text = f"cache policies: {POLICY_HELP} (default: full turbo)"
-    kv.add_argument("--kv", nargs="+", type=or_help, metavar="POLICY", help=text)
+    add_policies(kv, "full", "turbo", type=or_help, default=None)  # with --base-url any name; ``check`` does the rest
     kv.add_argument(
         "--budget",
         nargs="+",

@@ -338,16 +338,10 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------
 
-    @property
-    def takes_drafts(self) -> bool:
-        """Whether a step can append several tokens to a sequence. It cannot if there is no memory for recurrent states
-        of drafted tokens, or if rows of a sequence would fetch values into the same buffer."""
-        return self.layout.most_drafted != 0 and all(group.decode.fetching is None for group in self.groups)
-
     def most_tokens(self, sequences: Sequence[CachedSequence]) -> list[int]:
         """Returns the maximum number of new tokens that a step can append to each sequence. It is limited by the
         sequence's capacity and by the next compression that is due."""
-        if not self.takes_drafts:
+        if not self.layout.takes_drafts:
             return [1] * len(sequences)
         of_groups = [group.planner.most_tokens(group.sequences(sequences)) for group in self.groups]
         most: list[int] = np.minimum.reduce(of_groups).tolist()

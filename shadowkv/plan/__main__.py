@@ -6,19 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, one_line
-from shadowkv.engine.config import EngineConfig, check_states, policy_name, refused_policy
+from shadowkv.engine.config import DEFAULT_POLICY, EngineConfig, add_policies, check_states
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER
-from shadowkv.kvcache.presets import POLICY_HELP, preset
 from shadowkv.kvcache.traffic import HIT_RATE
 from shadowkv.load_settings import parse_count
 from shadowkv.plan.cards import CARDS, parse_card
 from shadowkv.settings import add_flag
-
-if TYPE_CHECKING:
-    from shadowkv.plan.planner import Plan, Planner
 
 DOES_NOT_FIT = 1
 """Exit code if not one sequence fits with some policy."""
@@ -46,12 +41,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--context", type=parse_count, required=True, metavar="TOKENS", help=text)
     text = "data type of weights and activations; auto is bfloat16"
     add_flag(parser, EngineConfig, "dtype", help=text)
-    for name in ("quantization", "hf_overrides"):
+    for name in ("quantization", "hf_overrides", "speculative_config"):
         add_flag(parser, EngineConfig, name)
     add("--json", action="store_true", help="print unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache")
-    text = f"cache policies to compare: {POLICY_HELP} (default: turbo)"
-    kv.add_argument("--kv", nargs="+", type=policy_name, default=["turbo"], metavar="POLICY", help=text)
+    add_policies(kv, DEFAULT_POLICY)
     text = "share of selected chunks whose values the fetch buffer already has (default: %(default)s)"
     kv.add_argument("--hit-rate", type=float, default=HIT_RATE, metavar="SHARE", help=text)
     text = "size of the fetch buffer, as a multiple of what one decode step selects"
@@ -59,8 +53,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     text = "number of recurrent states that memory is reserved for as checkpoints (default: one for each sequence)"
     add_flag(kv, EngineConfig, "max_mamba_checkpoints", help=text)
     add_flag(kv, EngineConfig, "mamba_ssm_cache_dtype")
-    text = "drafts of method suffix or ngram, of which each drafted token has a recurrent state (default: off)"
-    add_flag(kv, EngineConfig, "speculative_config", help=text)
     many = parser.add_argument_group("more than one GPU")
     text = "number of GPUs to split the model across; figures are those of the first GPU"
     add_flag(many, EngineConfig, "tensor_parallel_size", "--gpus", help=text)
@@ -121,7 +113,8 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     states = StateSettings.of(checkpoints, state_dtype, engine.drafted_states)
     options = args.hit_rate, args.fetch_buffer, args.replicas, forms, states
     planner = Planner(shard, dtype, args.context, machine, *options)
-    plans = [_plan(planner, name) for name in dict.fromkeys(args.kv)]
+    drafts = args.speculative_config
+    plans = [planner.plan(EngineConfig(kv=name, speculative_config=drafts)) for name in dict.fromkeys(args.kv)]
     if args.json:
         text = json.dumps(as_json(args.model, planner, plans), indent=2)
     else:
@@ -143,20 +136,9 @@ def _checked(args: argparse.Namespace) -> EngineConfig:
     ]
     if not 0 <= args.hit_rate <= 1:
         bad.append(f"--hit-rate {args.hit_rate} must be in [0, 1]")
-    if args.speculative_config is not None and args.speculative_config["method"] == "sparse":
-        bad.append(
-            "--speculative-config: a policy has what it keeps for drafts of method sparse; plan --kv full-speculative"
-        )
     if bad:
         raise ValueError("; ".join(bad))
     return config
-
-
-def _plan(planner: Planner, name: str) -> Plan:
-    try:
-        return planner.plan(name, preset(name))
-    except ValueError as error:
-        raise refused_policy(error, name) from error
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 import torch
 
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, LargestBatch, largest_batch, prefill_bytes
 from shadowkv.kvcache.policy.shape import LayerKind
 from shadowkv.kvcache.policy.spec import KVSpec
@@ -103,6 +105,8 @@ class Plan:
         bytes_of_kinds: device bytes of one sequence, by kind of layer as text.
         device_saving: device bytes of ``full`` divided by this policy's.
         largest_batch: number of sequences that fit.
+        drafted_rows: rows of a step of the largest batch for drafted tokens. They take memory; times are of steps
+            without them.
         reads: bytes that a step reads for one sequence, in one layer of ``Layout.main``.
         equivalent_bandwidth_tbs: bandwidth in TB/s that ``full`` would need to be as fast: bytes that its step reads
             for one sequence, without weights, divided by the time of this policy's attention.
@@ -119,6 +123,7 @@ class Plan:
     bytes_of_kinds: Mapping[str, int]
     device_saving: float
     largest_batch: LargestBatch
+    drafted_rows: int
     reads: StepReads
     equivalent_bandwidth_tbs: float
     single: StepFloor
@@ -179,11 +184,17 @@ class Planner:
         self.usable_bytes, self.graph_bytes = usable - self.weight_bytes, GRAPH_BYTES
         self.cache_bytes = self.usable_bytes - self.prefill_bytes - self.graph_bytes
 
-    def plan(self, name: str, spec: KVSpec) -> Plan:
-        """Returns the figures of a policy. Raises ValueError with all reasons why the model cannot use the policy."""
-        machine, layout = self.machine, self._layout(spec)
-        full = self._layout(KVSpec())
-        need, batch = sequence_bytes(layout, self.context), self._largest_batch(layout)
+    def plan(self, config: EngineConfig) -> Plan:
+        """Returns the figures of the policy and the drafts of ``config``, whose other settings do not matter. Raises
+        ValueError with all reasons why the model cannot use them."""
+        spec = config.spec()
+        try:
+            layout = self._layout(spec)
+        except ValueError as error:
+            raise config.refused_policy(error) from error
+        config.check_drafts(layout)
+        machine, full, drafts = self.machine, self._layout(KVSpec()), config.speculation
+        need, batch = sequence_bytes(layout, self.context), self._largest_batch(layout, drafts)
         of_full = sequence_bytes(full, self.context)
         device_bandwidth = machine.device_bandwidth_tbs * 1e12
         what = self.context, self.hit_rate, device_bandwidth, machine.host_bandwidth_gbs * 1e9
@@ -195,31 +206,33 @@ class Planner:
             return StepFloor(size, weights, seconds * 1e3, size / seconds)
 
         return Plan(
-            name,
+            config.policy,
             layout.spec,
             layout.main.spec.attended_tokens(self.context),
             need,
             bytes_of_kinds(layout, self.context),
             of_full.device / need.device,
             batch,
+            0 if drafts is None else drafts.drafted_rows(batch.both),
             step_reads(layout.main, self.context, self.hit_rate),
             machine.device_bandwidth_tbs * attention_seconds(full, *what) / attention,
             floor(1),
             floor(batch.both) if batch.both else None,
-            self.shard.size if batch.both else None if batch.device else self._gpus_needed(spec),
+            self.shard.size if batch.both else None if batch.device else self._gpus_needed(spec, drafts),
         )
 
     def _layout(self, spec: KVSpec) -> Layout:
         rest = self.config.shape, self.dtype, self.context, self.fetch_buffer, self.states
         return Layout(self.shard.policy(spec), *rest)
 
-    def _largest_batch(self, layout: Layout) -> LargestBatch:
+    def _largest_batch(self, layout: Layout, drafts: SpeculativeConfig | None) -> LargestBatch:
         machine = self.machine
         host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
         offload = machine.kv_offload_gib > 0
-        return largest_batch(self.config, layout, self.context, self.context, self.usable_bytes, host, offload)
+        lengths = self.context, self.context
+        return largest_batch(self.config, layout, *lengths, self.usable_bytes, host, offload, drafts)
 
-    def _gpus_needed(self, spec: KVSpec) -> int | None:
+    def _gpus_needed(self, spec: KVSpec, drafts: SpeculativeConfig | None) -> int | None:
         size = 2
         while size <= MAX_GPUS:
             if size > self.shard.size:
@@ -227,7 +240,7 @@ class Planner:
                     shard = Shard(self.shard.whole, 0, size, self.shard.expert_parallel)
                     rest = self.context, self.machine, self.hit_rate, self.fetch_buffer
                     other = Planner(shard, self.dtype, *rest, forms=self.forms, states=self.states)
-                    if other._largest_batch(other._layout(spec)).both:
+                    if other._largest_batch(other._layout(spec), drafts).both:
                         return size
                 except ValueError:  # the model cannot be split across this many ranks
                     return None

@@ -171,6 +171,7 @@ def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str
         ("largest batch by device memory", [str(batch.device) for batch in batches]),
         ("largest batch by host memory", ["no limit" if b.host is None else str(b.host) for b in batches]),
         ("largest batch", [str(batch.both) for batch in batches]),
+        *_drafted(plans),
         (
             "host GiB at the largest batch",
             [f"{b.both * s.host / GIB + offload_gib:.1f}" for b, s in zip(batches, sizes, strict=True)],
@@ -182,6 +183,13 @@ def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str
         *floor("batch 1", [plan.single for plan in plans]),
         *floor("largest batch", [plan.largest for plan in plans]),
     ]
+
+
+def _drafted(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
+    """A row about drafted tokens, if there are any."""
+    if not any(plan.drafted_rows for plan in plans):
+        return []
+    return [("  rows for drafted tokens, not in times", [str(plan.drafted_rows) for plan in plans])]
 
 
 def _kinds(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
@@ -233,6 +241,7 @@ def _plan_as_json(plan: Plan, shape: ModelShape) -> dict[str, Any]:
         "largest_batch_device": batch.device,
         "largest_batch_host": batch.host,
         "largest_batch": batch.both,
+        "drafted_rows_largest_batch": plan.drafted_rows,
         "attended_tokens_per_step": plan.attended_tokens,
         "bytes_read_per_step_layer_and_sequence": asdict(plan.reads),
         "equivalent_bandwidth_tbs": plan.equivalent_bandwidth_tbs,

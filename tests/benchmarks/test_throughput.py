@@ -95,7 +95,7 @@ def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, h
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - planner.weight_bytes, TOTAL))
         monkeypatch.setattr("shadowkv.engine.startup.sizing.free_host_bytes", lambda: 200 * GIB)
         count = fitting(args, loaded, kv, context)
-        assert count == planner.plan(kv, preset(kv)).largest_batch.both > 1
+        assert count == planner.plan(EngineConfig(kv=kv)).largest_batch.both > 1
 
         def sequences(batch: int) -> int:
             """Those that an engine for ``batch`` of them has blocks for."""

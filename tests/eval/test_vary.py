@@ -25,6 +25,8 @@ def test_a_field_is_varied_where_it_means_something() -> None:
     names, notes = Variation.parse("values=dense,rotated-4bit").expand(["full:keys=low-rank"], SHAPE)
     assert names == ["full:keys=low-rank,values=dense", "full:keys=low-rank,values=rotated-4bit"]
     assert notes == []
+    with pytest.raises(ValueError, match="chunk=7 does not divide a page of 64 tokens"):
+        Variation.parse("chunk=1,7")
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,26 @@ def test_checkpoints_of_recurrent_states_leave_less_for_sequences(capsys: pytest
     assert "--max-mamba-checkpoints -1 must be at least 0" in capsys.readouterr().err
 
 
+def test_rows_of_drafted_tokens_are_counted_in_memory_but_not_in_times(capsys: pytest.CaptureFixture[str]) -> None:
+    few, many = (
+        run_json(capsys, "--kv", "fp8", "--context", "8192", "-sc.method=sparse", f"-sc.num_speculative_tokens={count}")
+        for count in (1, 63)
+    )
+    (few,), (many,) = few["plans"], many["plans"]
+    assert few["drafted_rows_largest_batch"] == few["largest_batch"] > many["largest_batch"]
+    assert many["drafted_rows_largest_batch"] == 63 * many["largest_batch"]
+    assert few["floor_batch_1"] == many["floor_batch_1"]
+    (text,) = run_json(capsys, "--kv", "turbo", "-sc.method=ngram", "-sc.num_speculative_tokens=3")["plans"]
+    assert text["drafted_rows_largest_batch"] == 3  # of one sequence, whatever the batch
+    (own,) = run_json(capsys, "--kv", "full-speculative")["plans"]
+    assert own["drafted_rows_largest_batch"] == 6 * own["largest_batch"]
+    assert main([*COMMAND, "--kv", "full", "full-speculative"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "rows for drafted tokens" in line)
+    assert row.split()[-2:] == ["0", str(own["drafted_rows_largest_batch"])]
+    assert main([*COMMAND, "--kv", "full", "turbo"]) == 0
+    assert "drafted" not in capsys.readouterr().out
+
+
 def test_settings_of_recurrent_states_are_refused_for_models_without_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--max-mamba-checkpoints", "0", "--mamba-ssm-cache-dtype", "bfloat16"]) == 2
     flags = "--max-mamba-checkpoints 0, --mamba-ssm-cache-dtype bfloat16"
@@ -341,7 +361,15 @@ def test_families_are_planned_offline(model: str, capsys: pytest.CaptureFixture[
         (["--model", "llama-3.1-8b", "--context", "131073"], "131072"),
         (["--context", "1000", "--kv", "full", "no-such-policy"], f"known: {', '.join(PRESETS)}"),
         (["--context", "1000", "--kv", "full:rank=4"], "no meaning"),
-        (["--context", "1000", "--kv", "turbo:chunk=7,rank=99999"], "rank=99999"),
+        (["--context", "1000", "--kv", "turbo:rank=99999"], "rank=99999"),
+        (
+            ["--context", "1000", "--kv", "turbo:chunk=7,budget=0"],
+            "chunk=7 does not divide a page of 64 tokens; use 1, 2, ",
+        ),
+        (["--context", "1000", "-sc.method=magic"], "method='magic' is not one of ngram, suffix, sparse"),
+        (["--context", "1000", "-sc.method=sparse"], "--kv turbo selects tokens in every step"),
+        (["--context", "1000", "--kv", "turbo-host", "-sc.method=suffix"], "set --fetch-buffer 0, or choose a policy"),
+        (["--model", "qwen3-next-80b-a3b", "--context", "1000", "-sc.method=suffix"], "layers with a recurrent state"),
         (["--context", "0"], "--context"),
         (["--context", "1000", "--hit-rate", "1.1"], "--hit-rate"),
         (["--context", "1000", "--fetch-buffer", "0.5"], "--fetch-buffer 0.5 must"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from allocations import peak_bytes
 
+from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.engine.startup.sizing import (
     LargestBatch,
     block_bytes,
@@ -148,6 +149,17 @@ def test_either_tier_can_be_the_limit() -> None:
     assert largest(device, None) == LargestBatch(6, None, 6)
     assert largest(-1, 10 * host).both == 0
     assert largest_batch(MODEL, make_layout(SPECS["quest"]), 4096, 4096, device, 0).host is None
+
+
+@pytest.mark.parametrize(
+    ("drafts", "rows"), [(SpeculativeConfig("suffix", 5), 11), (SpeculativeConfig("sparse", 5), 36)]
+)
+def test_drafted_tokens_take_rows_of_a_step(drafts: SpeculativeConfig, rows: int) -> None:
+    layout = make_layout(SPECS["quest"])
+    pages = 6 * layout.demand(4096, 4096)["device"] * layout.bytes_per_block()["device"]
+    device = pages + layout.fixed_bytes(6) + working_bytes(MODEL, layout, rows)
+    assert largest_batch(MODEL, layout, 4096, 4096, device, None, drafts=drafts).both == 6
+    assert largest_batch(MODEL, layout, 4096, 4096, device - 1, None, drafts=drafts).both == 5
 
 
 @pytest.mark.parametrize(("name", "layer_bytes"), [("full", 16384 * 4096), ("turbo", 900 * 16384)])

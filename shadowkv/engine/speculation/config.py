@@ -71,6 +71,11 @@ class SpeculativeConfig:
             bad.append(f"prompt_lookup_min={least} must be at most prompt_lookup_max, which is {most}")
         return bad
 
+    def drafted_rows(self, batch: int) -> int:
+        """Maximum number of rows of a decode step of ``batch`` sequences for drafted tokens: those of one sequence, or
+        of all if all draft together."""
+        return (self.num_speculative_tokens or 0) * (batch if self.method == "sparse" else 1)
+
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
         """Makes it from the object of ``--speculative-config``. Raises ValueError for unknown names, a missing method,

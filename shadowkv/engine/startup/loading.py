@@ -94,13 +94,13 @@ def load_engine_parts(
         selecting = layout.with_fields(drafts=False)  # drafts pay where steps that select do
         below = dense_below(model, selecting, device.type, config.max_num_seqs, cache_bytes)
         layout = layout.with_fields(dense_below=group.agree(below))
+    config.check_drafts(layout)
     slots = config.max_num_seqs + config.max_cached_seqs
     memory, max_model_len = size_cache(config, layout, slots, device, model)
     memory, max_model_len = Blocks(group.least(memory)), group.least({"tokens": max_model_len})["tokens"]
     layout = layout.resized(max_model_len)
     ops = give_ops(loaded, layout, device, backends, config.attention_backend)
     cache = make(layout, loaded.config.rope, slots=slots, memory=memory, ops=ops, device=device)
-    check_drafts(config, cache)
     return loaded, cache, _describe(config, loaded, cache)
 
 
@@ -151,20 +151,6 @@ def graphs_up_to(config: EngineConfig, cache: KVCache) -> int | None:
     not CUDA graphs."""
     graphs = cache.device.type == "cuda" and not config.enforce_eager and not cache.ops.synchronising
     return config.max_rows if graphs else None
-
-
-def check_drafts(config: EngineConfig, cache: KVCache) -> None:
-    """Raises SettingsError if there are drafts and steps of ``cache`` cannot have them."""
-    if config.speculation is None or cache.takes_drafts:
-        return
-    recurrent = "this model has layers with a recurrent state, which steps that draft would change; "
-    if (given := config.speculative_config) is None:  # policies with drafts of their own fetch nothing
-        raise SettingsError(f"kv={config.policy!r}: {recurrent}choose a policy without drafts, such as full", ["kv"])
-    reason = "the policy fetches values from the host into a buffer, in which two rows of a sequence would collide; "
-    reason += "set fetch_buffer=0, or choose a policy that keeps values on the device"
-    if cache.layout.most_drafted == 0:
-        reason = f"{recurrent}choose method suffix or ngram"
-    raise SettingsError(f"speculative_config={dict(given)!r}: {reason}", ["speculative_config"])
 
 
 def default_prefill(

@@ -13,6 +13,7 @@ import torch
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
+from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE
@@ -232,6 +233,7 @@ def largest_batch(
     device_bytes: int,
     host_bytes: int | None,
     offload: bool = False,
+    drafts: SpeculativeConfig | None = None,
 ) -> LargestBatch:
     """Computes the number of sequences that fit into an engine on a GPU.
 
@@ -241,15 +243,15 @@ def largest_batch(
         device_bytes: device memory without the weights.
         host_bytes: host memory for values; None is unlimited.
         offload: whether cached prompts are copied to host memory.
+        drafts: how tokens are drafted, which take rows of steps; None without drafts.
     """
     need = layout.demand(start, capacity)
     pages = layout.tier_bytes(Blocks({kind: need[kind] for kind in layout.paged}))
 
     def too_many(batch: int) -> bool:
-        return (
-            batch * pages["device"] + layout.fixed_bytes(batch) + working_bytes(model, layout, batch, offload)
-            > device_bytes
-        )
+        rows = batch + (0 if drafts is None else drafts.drafted_rows(batch))
+        working = working_bytes(model, layout, rows, offload)
+        return batch * pages["device"] + layout.fixed_bytes(batch) + working > device_bytes
 
     device = bisect_left(range(1, 1 + max(0, device_bytes) // step_bytes(model, layout)), True, key=too_many)
     of_host = pages["host"]

@@ -95,6 +95,12 @@ class Layout:
         return any(group.growth.learns for group in self.groups)
 
     @property
+    def takes_drafts(self) -> bool:
+        """Whether a step can append several tokens to a sequence. It cannot if there is no memory for recurrent states
+        of drafted tokens, or if rows of a sequence would fetch values into the same buffer."""
+        return self.most_drafted != 0 and not any(group.buffer_fields for group in self.groups)
+
+    @property
     def host_fields(self) -> tuple[Field, ...]:
         """Fields of pages in the host tier, of all groups."""
         return tuple(field for group in self.groups for field in group.host_fields)
