@@ -198,13 +198,11 @@ def test_checkpoints_of_recurrent_states_leave_less_for_sequences(capsys: pytest
     with_drafts = json.loads(capsys.readouterr().out)
     assert with_drafts["drafted_states"] == 24
     assert main([*command, "--max-mamba-checkpoints", "64"]) == 0
-    assert with_drafts["plans"] == json.loads(capsys.readouterr().out)["plans"], "24 states, as 24 more checkpoints"
+    batch = json.loads(capsys.readouterr().out)["plans"][0]["largest_batch"]
+    # 24 states take as much memory as 24 more checkpoints do, and 24 rows of a step some more.
+    assert batch - 1 <= with_drafts["plans"][0]["largest_batch"] <= batch
     assert main([*command[:-1], *drafts]) == 0
     assert "checkpoints (one for each sequence) and drafted tokens (24) are not counted" in capsys.readouterr().out
-    assert main([*command, "--speculative-config", '{"method": "sparse"}']) == 2
-    assert "plan --kv full-speculative" in capsys.readouterr().err
-    assert main([*command, "--max-mamba-checkpoints", "-1"]) == 2
-    assert "--max-mamba-checkpoints -1 must be at least 0" in capsys.readouterr().err
 
 
 def test_rows_of_drafted_tokens_are_counted_in_memory_but_not_in_times(capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,7 +367,10 @@ def test_families_are_planned_offline(model: str, capsys: pytest.CaptureFixture[
         (["--context", "1000", "-sc.method=magic"], "method='magic' is not one of ngram, suffix, sparse"),
         (["--context", "1000", "-sc.method=sparse"], "--kv turbo selects tokens in every step"),
         (["--context", "1000", "--kv", "turbo-host", "-sc.method=suffix"], "set --fetch-buffer 0, or choose a policy"),
-        (["--model", "qwen3-next-80b-a3b", "--context", "1000", "-sc.method=suffix"], "layers with a recurrent state"),
+        (
+            ["--model", "qwen3-next-80b-a3b", "--context", "1000", "--kv", "full", "-sc.method=sparse"],
+            "layers with a recurrent state, which steps that draft would change; choose method suffix or ngram",
+        ),
         (["--context", "0"], "--context"),
         (["--context", "1000", "--hit-rate", "1.1"], "--hit-rate"),
         (["--context", "1000", "--fetch-buffer", "0.5"], "--fetch-buffer 0.5 must"),
