@@ -74,7 +74,7 @@ class FileHeader:
         length: number of tokens from the prompt's first token to the snapshot's last.
         layers: number of pieces of data, one per layer of the model; 1 if layers differ in size.
         layer_bytes: bytes of each piece.
-        contents: the cache's ``SnapshotHeader`` as a JSON object. Nothing here relies on it. The file calls it
+        contents: the attributes of the cache's ``SnapshotHeader``. Nothing here relies on it. The file calls it
             ``header``.
         key: digest of everything that the bytes depend on (``CacheKey``).
         facts: what the digest was made of, in readable form.
