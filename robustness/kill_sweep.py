@@ -38,7 +38,8 @@ from shadowkv.engine.config import DEFAULT_MODEL
 from shadowkv.eval.provenance import provenance
 from shadowkv.eval.records.predictions import write_json
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.prefix_cache.disk.files import TEMPORARY, SnapshotFile
+from shadowkv.prefix_cache.disk.files import SnapshotFile
+from shadowkv.prefix_cache.disk.filesystem import TEMPORARY
 from shadowkv.prefix_cache.disk.inventory import Inventory
 from shadowkv.prefix_cache.page_hashes import PageHashes
 

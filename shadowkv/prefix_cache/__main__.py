@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from shadowkv.command_line import Parser
 from shadowkv.prefix_cache.disk.archive import export_snapshots, import_snapshots
-from shadowkv.prefix_cache.disk.directory import remove_leftovers
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.header import BadSnapshot
 from shadowkv.prefix_cache.disk.inventory import Inventory
@@ -139,7 +138,7 @@ def _verify(args: argparse.Namespace) -> int:
     if args.remove and not args.names:
         # Before the long reads, because a name might be saved again during them.
         for name in inventory.bad_saves:
-            Names(args.dir, FileSystem()).remove(name)
+            inventory.names.remove(name)
     names = [inventory.named(name) for name in args.names] or [*inventory.known(), *inventory.bad]
     sizes = [header.nbytes for name in names if (header := inventory.get(name))]
     with _progress(sum(sizes)) as bar:
@@ -173,11 +172,11 @@ def _prune(args: argparse.Namespace) -> int:
     surplus = inventory.surplus(limit, args.older_than, kept)
     if args.all:
         for name in [*inventory.saves, *inventory.bad_saves]:
-            Names(args.dir, FileSystem()).remove(name)
+            inventory.names.remove(name)
     names = [header.name for header in surplus] + (sorted(inventory.bad) if args.all else [])
     for name in names:
         inventory.remove(name)
-    leftovers, freed = remove_leftovers(args.dir, FileSystem()), sum(header.file_bytes for header in surplus)
+    leftovers, freed = inventory.remove_leftovers(), sum(header.file_bytes for header in surplus)
     if args.json:
         print(json.dumps({"removed": names, "bytes": freed, "leftovers": leftovers}, indent=2))
     else:
@@ -187,8 +186,9 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _forget(args: argparse.Namespace) -> int:
+    names = Names(args.dir, FileSystem())
     for name in args.names:
-        Names(args.dir, FileSystem()).remove(name)
+        names.remove(name)
         print(f"{name} is forgotten")
     return 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -300,9 +300,30 @@ class PrefixCache:
         return {"device": device, **({} if lower is None else lower.stats())}
 
     def segments(self, limit: int) -> tuple[list[PrefixSegment], int]:
-        """Returns at most ``limit`` segments of cached prompts, and the number of all segments. Call it on the engine's
-        thread."""
-        return segments_of(self._tree, self._kept, limit)
+        """Returns at most ``limit`` segments of cached prompts in order of their positions, and the number of all
+        segments. Call it on the engine's thread.
+
+        Segments on the device are returned before those in host memory, and these before those on disk. Within a tier,
+        the most recently used are returned.
+        """
+
+        def distance(node: Node) -> tuple[bool, bool, float]:
+            return not node.holders, node.copy is None or not node.copy.on_host, -node.used
+
+        nearest = sorted(self._tree, key=distance)
+        shown = sorted(nearest[:limit], key=lambda node: node.first)
+        return [self._segment(node) for node in shown], len(nearest)
+
+    def _segment(self, node: Node) -> PrefixSegment:
+        copy = node.copy
+        places = {
+            "device": bool(node.holders),
+            "host": copy is not None and copy.on_host,
+            "disk": copy is not None and copy.file is not None,
+        }
+        running = any(sequence not in self._kept for sequence in node.holders)
+        tiers = tuple(tier for tier, is_there in places.items() if is_there)
+        return PrefixSegment(node.uid, node.first * PAGE, len(node.hashes) * PAGE, node.compressed, running, tiers)
 
     @property
     def opening(self) -> bool:
@@ -341,32 +362,3 @@ class PrefixCache:
         """Closes the lower tiers."""
         if self.lower is not None:
             self.lower.close()
-
-
-def segments_of(nodes: Iterable[Node], kept: Collection[CachedSequence], limit: int) -> tuple[list[PrefixSegment], int]:
-    """Returns segments of ``nodes`` in order of their positions, and the number of nodes.
-
-    Args:
-        kept: finished sequences that the prefix cache keeps. A node's other holders are running.
-        limit: maximum number of segments to return. Segments on the device are returned before those in host memory,
-            and these before those on disk. Within a tier, the most recently used are returned.
-    """
-
-    def distance(node: Node) -> tuple[bool, bool, float]:
-        return not node.holders, node.copy is None or not node.copy.on_host, -node.used
-
-    nearest = sorted(nodes, key=distance)
-    shown = sorted(nearest[:limit], key=lambda node: node.first)
-    return [_segment(node, kept) for node in shown], len(nearest)
-
-
-def _segment(node: Node, kept: Collection[CachedSequence]) -> PrefixSegment:
-    copy = node.copy
-    places = {
-        "device": bool(node.holders),
-        "host": copy is not None and copy.on_host,
-        "disk": copy is not None and copy.file is not None,
-    }
-    running = any(sequence not in kept for sequence in node.holders)
-    tiers = tuple(tier for tier, is_there in places.items() if is_there)
-    return PrefixSegment(node.uid, node.first * PAGE, len(node.hashes) * PAGE, node.compressed, running, tiers)

@@ -3,7 +3,6 @@ leave it."""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import deque
@@ -103,7 +102,7 @@ class DiskReports:
         if parent is not None and not parent.first < first <= parent.end:
             return False
         try:
-            header = SnapshotHeader.from_json(json.dumps(dict(file.contents)))
+            header = SnapshotHeader.from_plain(file.contents)
             parts = self._copies.parts(header)
         except ValueError as error:
             logger.warning("the snapshot %s is not served: %s", file.name, error)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -96,7 +95,7 @@ class Offload:
             length=header.length,
             layers=layers,
             layer_bytes=layer_bytes,
-            contents=json.loads(header.to_json()),
+            contents=asdict(header),
             key=disk.key.digest,
             facts=disk.key.facts,
             created=int(time.time()),

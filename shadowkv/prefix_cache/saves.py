@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Generator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from shadowkv.kvcache.policy.spec import PAGE
@@ -35,65 +33,16 @@ LOOK_SECONDS = 0.02
 """Seconds between two searches for an expected file."""
 
 
-@dataclass(eq=False)
-class _Saving:
-    """A prompt on its way to the disk.
-
-    Attributes:
-        name: the name to save it under, or None.
-        pages: number of its pages that were cached at the time of the request.
-        nodes: the nodes that have the last of these pages.
-        again: nodes that were queued for the disk again.
-        keeping: set once all files are written: the ``Saved`` to answer with, and the future of writing the name.
-    """
-
-    name: str | None
-    pages: int
-    nodes: list[Node]
-    again: set[Node] = field(default_factory=set)
-    keeping: tuple[Saved, Future[None]] | None = None
-
-
-@dataclass(eq=False)
-class _Restoring:
-    """A saved prompt on its way to host memory.
-
-    Attributes:
-        kept: the name's save and its chain.
-        asked: whether its files have been requested from the disk.
-    """
-
-    name: str
-    kept: Future[tuple[Save, list[FileHeader]]]
-    asked: bool = False
-
-
-@dataclass(eq=False)
-class _Expecting:
-    """Snapshots that another server writes.
-
-    Attributes:
-        until: when to stop waiting, by ``time.monotonic``.
-        looking: the search on the disk for snapshots that are not known; None between two searches.
-        next_look: when to search again, by ``time.monotonic``.
-    """
-
-    names: tuple[str, ...]
-    until: float
-    looking: Future[bool] | None = None
-    next_look: float = 0.0
-
-
 class _Request(NamedTuple):
     """A request in progress.
 
     Attributes:
-        outcome: returns the answer or an exception, or None while the request is in progress.
+        progress: is advanced until it returns the answer or an exception.
         failure: the answer if the tiers fail.
     """
 
     answer: Future[Any]
-    outcome: Callable[[], object]
+    progress: Generator[None, None, object]
     failure: object
 
 
@@ -130,21 +79,19 @@ class Saves:
         ``pages`` are the hashes of its pages that can be reused."""
         along = list(self._copies.tree.along(pages))
         reached = max((end for _, end in along), default=0)
-        saving = _Saving(name, reached, [node for node, end in along if end == reached])
-        self._requests.append(_Request(answer, partial(self._save, saving), NotDone(FAILED)))
+        progress = self._save(name, reached * PAGE, [node for node, end in along if end == reached])
+        self._requests.append(_Request(answer, progress, NotDone(FAILED)))
 
     def restore(self, name: str, answer: Answer) -> None:
         """Starts to read the snapshots of a name to host memory."""
-        restoring = _Restoring(name, self._disk.kept(name))
-        self._requests.append(_Request(answer, partial(self._restore, restoring), NotDone(FAILED)))
+        self._requests.append(_Request(answer, self._restore(name, self._disk.kept(name)), NotDone(FAILED)))
 
     def expect(self, names: tuple[str, ...], tokens: int, answer: Future[bool]) -> None:
         """Starts to wait for a chain of snapshots with ``tokens`` tokens that another server writes. It waits as long
         as computing them would take, but at least ``FETCH_SECONDS`` and at most ``MAX_FETCH_SECONDS``. The answer is
         whether the prefix tree has them."""
         seconds = min(max(FETCH_SECONDS, self._speeds.computing_seconds(tokens)), MAX_FETCH_SECONDS)
-        expecting = _Expecting(names, time.monotonic() + seconds)
-        self._requests.append(_Request(answer, partial(self._expect, expecting), failure=False))
+        self._requests.append(_Request(answer, self._expect(names, time.monotonic() + seconds), failure=False))
 
     def advance(self) -> None:
         """Checks the progress of every request. Call it right after the tiers' own ``advance``."""
@@ -154,11 +101,12 @@ class Saves:
 
     @staticmethod
     def _ended(request: _Request) -> bool:
-        outcome = request.outcome()
-        if outcome is None:
-            return request.answer.cancelled()
-        settle(request.answer, outcome)
-        return True
+        try:
+            next(request.progress)
+        except StopIteration as end:
+            settle(request.answer, end.value)
+            return True
+        return request.answer.cancelled()
 
     def abandon(self) -> None:
         """Answers all requests with their failure, after the tiers have failed."""
@@ -166,33 +114,36 @@ class Saves:
             settle(request.answer, request.failure)
         self._requests = []
 
-    def _save(self, saving: _Saving) -> Saved | SaveError | None:
-        """Returns the result; None while files are still being written."""
-        if saving.keeping is not None:
-            saved, keeping = saving.keeping
-            if not keeping.done():
-                return None
-            if keeping.cancelled() or not isinstance(keeping.exception(), SnapshotGone):
-                return _failure(keeping, f"{saving.name!r} cannot be written") or saved
-            saving.keeping = None  # a file was removed and may be written again
-        for node in saving.nodes:
-            if chain := self._disk.chain(node.hashes[-1]):
-                names = tuple(file.name for file in chain)
-                saved = Saved(saving.pages * PAGE, sum(file.file_bytes for file in chain), names)
-                if saving.name is None:
+    def _save(self, name: str | None, tokens: int, nodes: list[Node]) -> Generator[None, None, Saved | SaveError]:
+        """Returns the result once the files are written, and the name if it is not None.
+
+        Args:
+            tokens: number of the prompt's tokens that were cached at the time of the request.
+            nodes: the nodes that have the last of these tokens.
+        """
+        queued_again = set[Node]()
+        while True:
+            chain = next((chain for node in nodes if (chain := self._disk.chain(node.hashes[-1]))), None)
+            if chain is not None:
+                saved = Saved(tokens, sum(file.file_bytes for file in chain), tuple(file.name for file in chain))
+                if name is None:
                     return saved
-                saving.keeping = saved, self._disk.keep(saving.name, saved.tokens, chain)
-                return None
-        if (problem := self._disk.problem) is not None:
-            return NotDone(f"the {saving.pages * PAGE} cached tokens cannot be written to the disk: {problem}")
-        if any(self._reaches_disk(node, saving.again) for node in saving.nodes):
-            return None
-        kind = WrittenByAnotherServer if any(self._is_anothers(node) for node in saving.nodes) else NotDone
-        return kind(
-            f"the {saving.pages * PAGE} cached tokens could not be written: there is no room for them "
-            "in host memory (--kv-offload-gib) or, beside what names keep, on the disk (--kv-disk-gib), or "
-            "the disk fails; the server's log says more"
-        )
+                keeping = self._disk.keep(name, tokens, chain)
+                while not keeping.done():
+                    yield
+                if keeping.cancelled() or not isinstance(keeping.exception(), SnapshotGone):
+                    return _failure(keeping, f"{name!r} cannot be written") or saved
+                continue  # a file was removed and may be written again
+            if (problem := self._disk.problem) is not None:
+                return NotDone(f"the {tokens} cached tokens cannot be written to the disk: {problem}")
+            if not any(self._reaches_disk(node, queued_again) for node in nodes):
+                kind = WrittenByAnotherServer if any(self._is_anothers(node) for node in nodes) else NotDone
+                return kind(
+                    f"the {tokens} cached tokens could not be written: there is no room for them in host memory "
+                    "(--kv-offload-gib) or, beside what names keep, on the disk (--kv-disk-gib), or the disk fails; "
+                    "the server's log says more"
+                )
+            yield
 
     def _reaches_disk(self, node: Node, again: set[Node]) -> bool:
         """Whether a node and its ancestors are on the disk or on their way there. First queues those that are not, at
@@ -221,48 +172,54 @@ class Saves:
         """Whether the disk has another server's snapshot for the tokens of a node or an ancestor."""
         return any(self._disk.lookup(link.hashes[-1]) and not self._is_there(link) for link in (node, *node.ancestors))
 
-    def _restore(self, restoring: _Restoring) -> Saved | SaveError | None:
-        """Returns the result; None while files are still being read."""
-        if not restoring.kept.done():
-            return None
-        if (failure := _failure(restoring.kept, f"{restoring.name!r} cannot be read")) is not None:
+    def _restore(
+        self, name: str, kept: Future[tuple[Save, list[FileHeader]]]
+    ) -> Generator[None, None, Saved | SaveError]:
+        """Returns the result once the files of the name's save are read. ``kept`` reads the save and its chain."""
+        while not kept.done():
+            yield
+        if (failure := _failure(kept, f"{name!r} cannot be read")) is not None:
             return failure
-        save, chain = restoring.kept.result()
-        copies = [copy for file in chain if (copy := self._copies.by_uid.get(file.uid)) is not None]
-        if len(copies) < len(chain):
-            if self._reports.busy:
-                return None
-            return NotDone(f"what is saved as {restoring.name!r} cannot be read; the server's log says why")
-        if not restoring.asked:
-            restoring.asked = True
-            for copy in copies:
-                copy.retry_at = 0.0  # a request by name does not wait for the retry
-        stops = [*(copy.node.first for copy in copies[1:]), save.tokens // PAGE]
-        steps = [Step(copy, stop) for copy, stop in zip(copies, stops, strict=True)]
-        if self._chains.fetch(steps, MAX_FETCH_SECONDS) == 0.0:
-            return Saved(save.tokens, sum(file.file_bytes for file in chain))
-        if any(copy.fetching is not None for copy in copies):
-            return None  # until the caller gives up
-        return NotDone(
-            f"what is saved as {restoring.name!r} could not be brought back: there is no room for it in host memory "
-            "(--kv-offload-gib), or its files cannot be read; the server's log says more"
-        )
+        (save, chain), asked = kept.result(), False
+        while True:
+            copies = [copy for file in chain if (copy := self._copies.by_uid.get(file.uid)) is not None]
+            if len(copies) == len(chain):
+                if not asked:
+                    asked = True
+                    for copy in copies:
+                        copy.retry_at = 0.0  # a request by name does not wait for the retry
+                stops = [*(copy.node.first for copy in copies[1:]), save.tokens // PAGE]
+                steps = [Step(copy, stop) for copy, stop in zip(copies, stops, strict=True)]
+                if self._chains.fetch(steps, MAX_FETCH_SECONDS) == 0.0:
+                    return Saved(save.tokens, sum(file.file_bytes for file in chain))
+                if not any(copy.fetching is not None for copy in copies):
+                    return NotDone(
+                        f"what is saved as {name!r} could not be brought back: there is no room for it in host memory "
+                        "(--kv-offload-gib), or its files cannot be read; the server's log says more"
+                    )
+            elif not self._reports.busy:
+                return NotDone(f"what is saved as {name!r} cannot be read; the server's log says why")
+            yield  # until the caller gives up
 
-    def _expect(self, expecting: _Expecting) -> bool | None:
-        """Returns whether the prefix tree has the snapshots; None while they may still come."""
-        now, complete, looking = time.monotonic(), False, expecting.looking
-        if looking is not None and looking.done():
-            complete = not looking.cancelled() and looking.exception() is None and looking.result()
-            expecting.looking, expecting.next_look = (looking if complete else None), now + LOOK_SECONDS
-        self._reports.take()  # with the files that were just found
-        missing = [name for name in expecting.names if not self._is_known(name)]
-        # All files exist and were read, but some are unusable, for example because they are of another model.
-        useless = complete and not self._reports.busy
-        if not missing or useless or now > expecting.until:
-            return not missing
-        if expecting.looking is None and now >= expecting.next_look:
-            expecting.looking = self._disk.look(missing)
-        return None
+    def _expect(self, names: tuple[str, ...], until: float) -> Generator[None, None, bool]:
+        """Returns whether the prefix tree has the snapshots, once it has them or they cannot come any more. Waits until
+        ``until``, by ``time.monotonic``."""
+        looking: Future[bool] | None = None
+        complete, next_look = False, 0.0
+        while True:
+            now = time.monotonic()
+            if looking is not None and looking.done():
+                complete = not looking.cancelled() and looking.exception() is None and looking.result()
+                looking, next_look = None, now + LOOK_SECONDS
+            self._reports.take()  # with the files that were just found
+            missing = [name for name in names if not self._is_known(name)]
+            # All files exist and were read, but some are unusable, for example because they are of another model.
+            useless = complete and not self._reports.busy
+            if not missing or useless or now > until:
+                return not missing
+            if not complete and looking is None and now >= next_look:
+                looking = self._disk.look(missing)
+            yield
 
     def _is_known(self, name: str) -> bool:
         file = self._disk.lookup(name)

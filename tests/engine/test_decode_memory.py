@@ -17,6 +17,8 @@ from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.compression.storing import Storing
 from shadowkv.kvcache.decode.attention import Decode
+from shadowkv.kvcache.sequences.pool import SequencePool
+from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 Fault = Callable[[pytest.MonkeyPatch, Engine], Any]
 """Makes the next decode step that compresses run out of memory, once. Returns the list of the errors raised."""
@@ -64,6 +66,17 @@ def within_tails(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
     return failing(monkeypatch, Storing, "store_tokens", lambda *_: bool(engine.scheduler.running), after=True)
 
 
+def between_tails(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
+    begun = list[CachedSequence]()
+
+    def has_another(pool: SequencePool, sequence: CachedSequence, end: int) -> bool:
+        """Whether another sequence has a new segment, and no pages in it yet."""
+        begun.append(sequence)
+        return any(not one.path[-1].pages for one in begun[:-1])
+
+    return failing(monkeypatch, SequencePool, "begin_segment", has_another, after=False)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> test_layer_kinds.Model:
     return test_layer_kinds.make("qwen2", tmp_path_factory.mktemp("mixed"))
@@ -74,18 +87,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> test_layer_kinds.Model:
     ("kv", "fault"),
     [
         *product(("shadowkv", "turbo", "turbo-host", "quest"), (before_pages, within_pages, after_pages)),
-        *product(("turbo", "turbo-host"), (before_tails, within_tails)),
+        *product(("turbo", "turbo-host"), (before_tails, within_tails, between_tails)),
     ],
 )
 def test_a_step_without_memory_loses_no_page(
     model: test_layer_kinds.Model, monkeypatch: pytest.MonkeyPatch, kv: str, fault: Fault, ahead: bool
 ) -> None:
-    tails = fault in (before_tails, within_tails)
+    tails = {before_tails: (200, 210), within_tails: (200, 210), between_tails: (200, 200)}.get(fault)
     outputs = []
     for disturbed in (False, True):
         engine = test_layer_kinds.engine_of(model, kv=f"{kv}:budget=0.5" if tails else kv)
         engine.decode_steps.run_ahead = ahead
-        for number, length in enumerate((200, 210) if tails else (1000, 1100)):
+        for number, length in enumerate(tails or (1000, 1100)):
             engine.add_request(str(number), prompt(number, length), LONG)
         while len(engine.scheduler.running) < 2:
             engine.step()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,7 +50,7 @@ def file_of(
         length=header.length,
         layers=1,
         layer_bytes=header.layer_bytes,
-        contents=json.loads(header.to_json()),
+        contents=asdict(header),
         key=KEY.digest,
         facts=KEY.facts,
         created=0,

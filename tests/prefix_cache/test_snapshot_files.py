@@ -18,7 +18,7 @@ import xxhash
 from safetensors.numpy import load_file
 from stored_snapshots import LAYER_BYTES, LAYERS, PATIENCE, data_of, header_of, prompt
 
-from shadowkv.prefix_cache.disk.files import SnapshotFile, read_header, write_snapshot
+from shadowkv.prefix_cache.disk.files import SnapshotFile, write_snapshot
 from shadowkv.prefix_cache.disk.filesystem import FileSystem, Workers
 from shadowkv.prefix_cache.disk.header import (
     ALIGNMENT,
@@ -107,7 +107,8 @@ def test_the_bytes_of_a_header_never_change():
 def test_what_was_written_is_read(written):
     path, header = written
     assert read_all(path) == data_of(header)
-    assert read_header(path.parent, header.name)[0] == header
+    with SnapshotFile(path.parent, header.name) as file:
+        assert file.header == header
     assert header.file_bytes == path.stat().st_size
     assert path.stat().st_mode & 0o777 == 0o600
     assert os.listdir(path.parent) == [path.name]

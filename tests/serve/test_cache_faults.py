@@ -6,7 +6,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,8 @@ def test_tiers_that_have_failed_keep_nothing(serve: Serve, monkeypatch: pytest.M
     with serve() as client:
         saves = client.engine.engine.saves
 
-        def fail(saving: Any) -> None:
+        def fail(*request: Any) -> Iterator[None]:
+            yield
             raise OSError("boom")
 
         monkeypatch.setattr(saves, "_save", fail)

@@ -242,8 +242,8 @@ class RankMover:
         self, links: list[Link], places: list[Place], start: int, capacity: int, parent: CachedSequence | None
     ) -> CachedSequence:
         """Starts to restore a chain of snapshots. ``links`` have rank 0's headers."""
-        snapshots = self._mover.cache.snapshots
-        own = [Link(snapshots.counterpart(header), stop) for header, stop in links]
+        cache = self._mover.cache
+        own = [Link(counterpart(header, cache.layout, cache.snapshots.form), stop) for header, stop in links]
         restoring, arrival = self._mover.restore(own, places, start, capacity, parent)
         self._arriving[restoring.sequence] = restoring, arrival
         return restoring.sequence

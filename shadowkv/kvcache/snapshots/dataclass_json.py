@@ -22,9 +22,17 @@ def from_json(kind: type[Value], text: str | bytes) -> Value:
     if len(text) > MAX_BYTES:
         raise ValueError(f"the text has {len(text)} bytes, more than {MAX_BYTES}")
     try:
-        return cast(Value, _read(kind, json.loads(text, object_pairs_hook=_once), kind.__name__))
+        return from_plain(kind, json.loads(text, object_pairs_hook=_once))
     except RecursionError:
         raise ValueError("the text is nested too deeply") from None
+
+
+def from_plain(kind: type[Value], plain: object) -> Value:
+    """As ``from_json``, of a value of parsed JSON, or of ``dataclasses.asdict``."""
+    try:
+        return cast(Value, _read(kind, plain, kind.__name__))
+    except RecursionError:
+        raise ValueError(f"the {kind.__name__} is nested too deeply") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -39,7 +47,7 @@ def _read(kind: Any, plain: Any, name: str) -> Any:
     if is_dataclass(kind):
         return _read_object(kind, plain, name)
     if get_origin(kind) is tuple:
-        if not isinstance(plain, list):
+        if not isinstance(plain, list | tuple):
             raise ValueError(f"{name} is {_shown(plain)}, not a list")
         return tuple(_read(get_args(kind)[0], item, f"{name}[{number}]") for number, item in enumerate(plain))
     if type(plain) is not kind:  # a boolean is no number

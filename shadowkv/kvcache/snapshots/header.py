@@ -225,14 +225,10 @@ class SnapshotHeader:
         used = (segment for segment in self.segments if segment.begin(self.start) < stop)
         return Cut(tuple(segment.cut(self.start, stop) for segment in used), 0, False)
 
-    def to_json(self) -> str:
-        """JSON for ``from_json``."""
-        return dataclass_json.to_json(self)
-
     @staticmethod
-    def from_json(text: str | bytes) -> SnapshotHeader:
-        """Reads a header from untrusted text. Raises ValueError, which says what is wrong."""
-        header = dataclass_json.from_json(SnapshotHeader, text)
+    def from_plain(plain: object) -> SnapshotHeader:
+        """Makes a header of untrusted parsed JSON of its attributes. Raises ValueError, which says what is wrong."""
+        header = dataclass_json.from_plain(SnapshotHeader, plain)
         if header.layers and not header.other_groups:
             raise ValueError(f"this is no header of a snapshot: layers {header.layers} are not all of the model's")
         return header

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Protocol
 
@@ -106,7 +105,7 @@ class SnapshotLocations:
     def __init__(self, store: GroupStore, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
         self._store, self._numbers = store, Numbers()
         self._fields = {field.name: field for field in header.fields}
-        self._locations = list[Callable[[Tensor], Location]]()
+        self._locations = list[Callable[[Tensor], list[Location]]]()
         self.held: dict[str, list[int]] = {"device": [], "host": [], "states": []}
         path = {segment.first: segment for segment in sequence.path}
         for number, stored in enumerate(used.segments):
@@ -125,7 +124,7 @@ class SnapshotLocations:
         """Returns all locations, which are alike in every layer. Copies the numbers that they need to the device, all
         at once and without waiting."""
         numbers = self._numbers.on(self._store.compute)
-        return [locate(numbers) for locate in self._locations]
+        return [location for locate in self._locations for location in locate(numbers)]
 
     def _add_pages(self, name: str, segment: Segment, numbers: slice) -> None:
         pages, values = segment.pages[numbers], segment.value_pages[numbers]
@@ -134,34 +133,32 @@ class SnapshotLocations:
         self.held["host"] += values if on_host else []
         if not pages:
             return
-        for field, memory in self._store.page.items():
-            page_ids = self._numbers.add(values if field in on_host else pages)
-            self._locations.append(partial(_pages_location, self._fields[f"{name}.{field}"], memory, page_ids))
+        of_pages, of_values = self._numbers.add(pages), self._numbers.add(values)
+        self._locations.append(
+            lambda x: [
+                PagesLocation(self._fields[f"{name}.{field}"], memory, x[of_values if field in on_host else of_pages])
+                for field, memory in self._store.page.items()
+            ]
+        )
 
     def _add_state(self, name: str, state: int | None) -> None:
         if state is None:
             return
         self.held["states"].append(state)
-        for field, memory in self._store.state.items():
-            self._locations.append(partial(_state_location, self._fields[f"{name}.{field}"], memory, state))
+        fields, arrays = self._fields, self._store.state.items()
+        states = [StateLocation(fields[f"{name}.{field}"], memory, state) for field, memory in arrays]
+        self._locations.append(lambda _: [*states])
 
     def _add_tokens(self, name: str, ring: list[int], start: int, stop: int) -> None:
         if start == stop:
             return
         self.held["device"] += [ring[number % len(ring)] for number in range(start // PAGE, -(-stop // PAGE))]
         rows = exact_rows(self._numbers, ring, start, stop)
-        self._locations.append(lambda x: TokensLocation(self._fields[name], (self._store.k, self._store.v), rows(x)))
+        exact = self._store.k, self._store.v
+        self._locations.append(lambda x: [TokensLocation(self._fields[name], exact, rows(x))])
         if (index_keys := self._store.index_keys) is not None:
             field = self._fields[TAIL_INDEX_KEYS]  # without a sink and outliers, all exact tokens are in the tail
-            self._locations.append(lambda x: TokensLocation(field, (index_keys,), rows(x)))
-
-
-def _pages_location(field: SnapshotField, memory: Tensor, page_ids: slice, numbers: Tensor) -> Location:
-    return PagesLocation(field, memory, numbers[page_ids])
-
-
-def _state_location(field: SnapshotField, memory: Tensor, state: int, numbers: Tensor) -> Location:
-    return StateLocation(field, memory, state)
+            self._locations.append(lambda x: [TokensLocation(field, (index_keys,), rows(x))])
 
 
 def _words(rows: Tensor) -> Tensor:

@@ -145,10 +145,6 @@ class Snapshots:
                 restoring.write_layer(number, layer, snapshot.layer(layer).to(self.device))
         return restoring.sequence
 
-    def counterpart(self, header: SnapshotHeader) -> SnapshotHeader:
-        """As the function ``counterpart``, for this cache."""
-        return counterpart(header, self.layout, self.form)
-
     def stored_alike(self, other: Snapshots, tokens: int) -> bool:
         """Whether this cache can load what ``other`` exports after a prompt of ``tokens`` tokens."""
         specs = [group.spec for layout in (self.layout, other.layout) for group in layout.groups]
@@ -261,7 +257,7 @@ class GroupContents:
 
     def counterpart(self, header: SnapshotHeader, other_groups: tuple[SnapshotHeader, ...] = ()) -> SnapshotHeader:
         """Returns ``header``, of another rank's group of the same layers, as this rank's."""
-        fields, layer_bytes = self._laid_out(Cut(header.segments, header.tail_tokens, header.observed))
+        fields, layer_bytes = self._laid_out(header)
         return replace(header, form=self.form, fields=fields, layer_bytes=layer_bytes, other_groups=other_groups)
 
     def outline(self, chain: Sequence[Link], before: Outline, start: int, capacity: int) -> Outline:
@@ -300,11 +296,11 @@ class GroupContents:
             return Cut(segments, sequence.length - sequence.compressed, False)
         return Cut(tuple(segment.cut(start, stop) for segment in segments if segment.begin(start) < stop), 0, False)
 
-    def _laid_out(self, content: Cut) -> tuple[tuple[SnapshotField, ...], int]:
+    def _laid_out(self, content: Cut | SnapshotHeader) -> tuple[tuple[SnapshotField, ...], int]:
         """Returns the fields of a layer of ``content``, and the layer's bytes."""
         return laid_out((field.name, field.shape, field.dtype) for field in self._arrays(content))
 
-    def _arrays(self, content: Cut) -> Iterator[Field]:
+    def _arrays(self, content: Cut | SnapshotHeader) -> Iterator[Field]:
         """Yields the arrays of a layer. Arrays whose order differs between caches, because places differ, are sorted by
         name."""
         layout, token = self.layout, (self.layout.shape.num_kv_heads, self.layout.shape.head_dim)
@@ -331,7 +327,7 @@ class GroupContents:
     def _check(self, header: SnapshotHeader, stop: int) -> None:
         """Raises ValueError unless this cache would make the same header of such a sequence, and can cut it at
         ``stop``."""
-        size = self._laid_out(Cut(header.segments, header.tail_tokens, header.observed))
+        size = self._laid_out(header)
         described = header.fields, header.layer_bytes, header.num_layers, header.layers, header.window
         if described != (*size, self.layout.model_layers, self.layers, self.layout.window or 0):
             raise ValueError("the fields of the snapshot are not those that this cache stores of such a sequence")

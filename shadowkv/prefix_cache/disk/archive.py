@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import IO
 
 from shadowkv.kvcache.snapshots.dataclass_json import MAX_BYTES, from_json, to_json
-from shadowkv.prefix_cache.disk.directory import Index
-from shadowkv.prefix_cache.disk.files import SnapshotFile, read_header, temporary_path
-from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, file_name
-from shadowkv.prefix_cache.disk.names import FOLDER, SUFFIX, Names, Save, name_file
-from shadowkv.prefix_cache.protocol import KEPT_NAME, UnusableName, is_snapshot_name
+from shadowkv.prefix_cache.disk.directory import Directory
+from shadowkv.prefix_cache.disk.files import SnapshotFile
+from shadowkv.prefix_cache.disk.filesystem import FileSystem, NewFile
+from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, snapshot_name
+from shadowkv.prefix_cache.disk.names import FOLDER, SUFFIX, Save, name_file
+from shadowkv.prefix_cache.protocol import KEPT_NAME, UnusableName
 from shadowkv.wording import counted
 
 COPY_BYTES = 4 * 2**20
@@ -46,10 +46,9 @@ def export_snapshots(
     """
     if target.exists():
         raise FileExistsError(f"{target} already exists; name another file or move it away")
-    temporary = temporary_path(target.resolve().parent)
-    try:
+    with NewFile(target.resolve().parent, FileSystem()) as new:
         with (
-            os.fdopen(FileSystem().create(temporary), "wb") as raw,
+            os.fdopen(new.descriptor, "wb", closefd=False) as raw,
             tarfile.open(fileobj=raw, mode="w", format=tarfile.GNU_FORMAT) as archive,
         ):
             for header in headers:
@@ -62,12 +61,8 @@ def export_snapshots(
                 data, member = to_json(save).encode(), tarfile.TarInfo(name_file(name))
                 member.size, member.mtime, member.mode = len(data), save.saved, 0o600
                 archive.addfile(member, io.BytesIO(data))
-            raw.flush()
-            os.fsync(raw.fileno())
-        if not FileSystem().publish(temporary, target, replace=False):
+        if not new.publish(target, lambda: False):
             raise FileExistsError(f"{target} already exists")
-    finally:
-        FileSystem().remove(temporary)
 
 
 class _Bounded(io.BufferedReader):
@@ -89,14 +84,14 @@ def import_snapshots(
 
     Raises OSError, and ValueError if the file is not a tar file.
     """
-    outcomes = []
-    FileSystem().make_directory(directory)
+    outcomes, target = [], Directory(directory)
+    target.files.make_directory(directory)
     try:
         with _Bounded(io.FileIO(source)) as raw, tarfile.open(fileobj=raw, mode="r:") as archive:
             size = source.stat().st_size
             for member in archive:
                 try:
-                    outcome = _take(directory, archive, member, size, progress)
+                    outcome = _take(target, archive, member, size, progress)
                 except BadSnapshot as error:
                     outcome = f"refused: {error.problem}"
                 outcomes.append((member.name, outcome))
@@ -107,54 +102,56 @@ def import_snapshots(
 
 
 def _take(
-    directory: Path, archive: tarfile.TarFile, member: tarfile.TarInfo, size: int, progress: Callable[[int], object]
+    target: Directory, archive: tarfile.TarFile, member: tarfile.TarInfo, size: int, progress: Callable[[int], object]
 ) -> str:
-    name, saved_as = member.name.removesuffix(file_name("")), _NAME_FILE.fullmatch(member.name)
-    if not saved_as and (not is_snapshot_name(name) or member.name != file_name(name)):
+    name, saved_as = snapshot_name(member.name), _NAME_FILE.fullmatch(member.name)
+    if name is None and saved_as is None:
         return "refused: the file name is neither that of a snapshot nor that of a saved name"
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
         return "refused: not a regular file"
     if member.offset_data + member.size > size:
-        raise tarfile.ReadError(f"{name} should have {member.size} bytes, but the file ends before")
+        raise tarfile.ReadError(f"{member.name} should have {member.size} bytes, but the file ends before")
     stream = archive.extractfile(member)
     assert stream is not None  # a regular file has one
-    if not saved_as:
-        return _take_snapshot(directory, name, stream, progress)
+    if name is not None:
+        return _take_snapshot(target, name, stream, progress)
+    assert saved_as is not None
     if member.size > MAX_BYTES:
         return f"refused: {member.size} bytes are more than the limit of {MAX_BYTES} for a saved name"
-    return _take_name(directory, saved_as[1], stream.read())
+    return _take_name(target, saved_as[1], stream.read())
 
 
-def _take_snapshot(directory: Path, name: str, stream: IO[bytes], progress: Callable[[int], object]) -> str:
-    files, temporary = FileSystem(), temporary_path(directory)
-    try:
-        with os.fdopen(files.create(temporary), "wb") as target:
-            _copy(stream, target, progress)
-            target.flush()
-            os.fsync(target.fileno())
-        with SnapshotFile(directory, name, temporary=temporary) as file:
+def _take_snapshot(target: Directory, name: str, stream: IO[bytes], progress: Callable[[int], object]) -> str:
+    with NewFile(target.path, target.files) as new:
+        size = 0
+        while data := stream.read(COPY_BYTES):
+            new.write(data, size)
+            size += len(data)
+            progress(len(data))
+        with SnapshotFile(target.path, name, temporary=new.path) as file:
             file.verify()
             header = file.header
-        if header.parent and not _is_there(directory, header.parent, header.parent_uid):
+        if not _is_of_use(target, header):
             return "refused: the snapshot that it continues is missing, or is another one of the same name"
-        replace = not _is_of_use(directory, name)
-        return "imported" if files.publish(temporary, directory / header.file_name, replace) else "there already"
-    finally:
-        files.remove(temporary)
+
+        def replace_existing() -> bool:
+            existing = _read(target, name)
+            return existing is None or not _is_of_use(target, existing)
+
+        return "imported" if new.publish(target.path / header.file_name, replace_existing) else "there already"
 
 
-def _take_name(directory: Path, name: str, data: bytes) -> str:
+def _take_name(target: Directory, name: str, data: bytes) -> str:
     try:
         save = from_json(Save, data)
     except ValueError as error:
         return f"refused: {error}"
-    if not save.is_of(_used(directory, save.snapshots)):
+    if not save.is_of(_used(target, save.snapshots)):
         return "refused: snapshots that it keeps are missing, or are not those that it names"
-    names = Names(directory, FileSystem())
-    if names.write(name, save, replace=False):
+    if target.names.write(name, save, replace=False):
         return "imported"
     try:
-        existing = names.read(name)
+        existing = target.names.read(name)
     except UnusableName as error:
         return f"refused: {error}"
     if replace(existing, saved=save.saved) != save:
@@ -162,38 +159,30 @@ def _take_name(directory: Path, name: str, data: bytes) -> str:
     return "there already"
 
 
-def _used(directory: Path, snapshots: Sequence[str]) -> list[FileHeader]:
+def _used(target: Directory, snapshots: Sequence[str]) -> list[FileHeader]:
     """Returns the chain of these snapshots, or an empty list if one is missing. Marks them as used now, so that no
     server evicts them before it sees the name that keeps them."""
-    index = Index()
     for name in snapshots:
-        try:
-            header, status = read_header(directory, name)
-            FileSystem().touch(directory / header.file_name, time.time())
-        except (OSError, BadSnapshot):
+        if (header := _read(target, name)) is None:
             return []
-        index.insert(header, status.st_mtime)
-    return index.chain(snapshots[-1])
+        try:
+            target.files.touch(target.path / header.file_name, time.time())
+        except OSError:
+            return []
+    return target.chain(snapshots[-1])
 
 
-def _copy(source: IO[bytes], target: IO[bytes], progress: Callable[[int], object]) -> None:
-    while data := source.read(COPY_BYTES):
-        target.write(data)
-        progress(len(data))
-
-
-def _header(directory: Path, name: str) -> FileHeader | None:
+def _read(target: Directory, name: str) -> FileHeader | None:
+    """Returns the header of a file as it is now; None if it is missing or bad."""
+    target.take(name)
     try:
-        return read_header(directory, name)[0]
+        return target.read(name)
     except (OSError, BadSnapshot):
         return None
 
 
-def _is_there(directory: Path, name: str, uid: str) -> bool:
-    header = _header(directory, name)
-    return header is not None and header.uid == uid
-
-
-def _is_of_use(directory: Path, name: str) -> bool:
-    header = _header(directory, name)
-    return header is not None and (not header.parent or _is_there(directory, header.parent, header.parent_uid))
+def _is_of_use(target: Directory, header: FileHeader) -> bool:
+    """Whether the parent that a snapshot was computed on is there now."""
+    if header.parent:
+        _read(target, header.parent)
+    return target.fits(header)

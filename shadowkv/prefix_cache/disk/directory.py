@@ -1,8 +1,7 @@
-"""The contents of a directory of snapshots, which other servers may change.
+"""``Directory``: what is known of a directory of snapshots, which other servers may change.
 
-``Index`` holds the headers of files. ``Directory``, an index, keeps them up to date and reports changes. ``Scanner``
-looks for other servers' changes on its own thread. The disk tier has a directory and a scanner. ``shadowkv cache`` has
-an ``Inventory`` instead.
+``Scanner`` looks for other servers' changes on a thread of its own. The disk tier has a directory and a scanner.
+``shadowkv cache`` reads a directory once (``inventory.py``).
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-from shadowkv.prefix_cache.disk.files import TEMPORARY, read_header
-from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, file_name
+from shadowkv.prefix_cache.disk.files import SnapshotFile
+from shadowkv.prefix_cache.disk.filesystem import TEMPORARY, FileSystem
+from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, file_name, snapshot_name
 from shadowkv.prefix_cache.disk.names import CLOCK_NANOSECONDS, Names
-from shadowkv.prefix_cache.protocol import is_snapshot_name
 from shadowkv.prefix_cache.stats import Counts
 
 logger = logging.getLogger(__name__)
@@ -27,14 +25,32 @@ logger = logging.getLogger(__name__)
 TEMPORARY_SECONDS = 3600.0
 """Age, in seconds since the last write, from which a temporary file counts as abandoned."""
 
-SUFFIX = file_name("")
 
+class Directory:
+    """The headers of snapshots' files by name, with each file's last use. A use is a read or a write by any process, in
+    seconds since 1970. Any thread may call the methods. Only those that say so wait for the disk.
 
-class Index:
-    """Headers of snapshots' files by name, with each file's last use. A use is a read or a write by any process, in
-    seconds since 1970. Any thread may call the methods, which do not wait for the disk."""
+    Args:
+        path: path of the directory.
+        files: how the disk is accessed.
+        counts: statistics of the disk tier, updated here.
+        report: called with each event and its file. Events are "found", "stored", "evicted", "lost" and "bad".
 
-    def __init__(self) -> None:
+    Attributes:
+        names: the names under which prompts are saved.
+        bad: faults of files that are there and cannot be used, by snapshot.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        files: FileSystem | None = None,
+        counts: Counts | None = None,
+        report: Callable[[str, FileHeader], None] = lambda kind, file: None,
+    ) -> None:
+        self.path, self.files, self.counts, self._report = path, files or FileSystem(), counts or Counts(), report
+        self.names = Names(path, self.files)
+        self.bad: dict[str, BadSnapshot] = {}
         self._lock = threading.Lock()
         self._headers: dict[str, FileHeader] = {}
         self._used: dict[str, float] = {}
@@ -65,7 +81,7 @@ class Index:
             self._bytes += nbytes
 
     def take(self, name: str) -> FileHeader | None:
-        """Removes a file from the index. Returns its header, or None if it was not there."""
+        """Forgets a file. Returns its header, or None if it was not known."""
         with self._lock:
             return self._drop(name)
 
@@ -84,11 +100,11 @@ class Index:
                 self._used[name] = max(seconds, self._used[name])
 
     def get(self, name: str) -> FileHeader | None:
-        """Returns the header of a file; None if the index does not have it."""
+        """Returns the header of a file; None if it is not known."""
         return self._headers.get(name)
 
     def known(self) -> set[str]:
-        """The names of all files."""
+        """The names of all known files."""
         with self._lock:
             return set(self._headers)
 
@@ -116,7 +132,7 @@ class Index:
         return chain[::-1]
 
     def fits(self, header: FileHeader) -> bool:
-        """Whether the index has the parent that a snapshot was computed on. True if the snapshot has no parent."""
+        """Whether the parent is known that a snapshot was computed on. True if the snapshot has no parent."""
         if not header.parent:
             return True
         parent = self._headers.get(header.parent)
@@ -143,53 +159,49 @@ class Index:
         others = [(header, used[header.name]) for header, _ in files if header.name not in keep]
         return sorted(others, key=lambda file: (self.fits(file[0]), file[1], -file[0].start))
 
+    def listed(self) -> set[str]:
+        """The names of all snapshots on the disk. Waits for the disk. Raises OSError."""
+        return {name for file in self.files.names(self.path) if (name := snapshot_name(file)) is not None}
 
-class Directory(Index):
-    """The index of a directory that this process serves and other processes may change.
+    def read(self, name: str) -> FileHeader:
+        """Reads the header of a file and adds it. Waits for the disk. Raises the errors of ``SnapshotFile``."""
+        with SnapshotFile(self.path, name, self.files) as file:
+            self.insert(file.header, file.status.st_mtime)
+        self.bad.pop(name, None)
+        return file.header
 
-    Args:
-        path: path of the directory.
-        files: how the disk is accessed.
-        counts: statistics of the disk tier, updated here.
-        report: called with each event and its file. Events are "found", "stored", "evicted", "lost" and "bad".
-    """
-
-    def __init__(
-        self, path: Path, files: FileSystem, counts: Counts, report: Callable[[str, FileHeader], None]
-    ) -> None:
-        super().__init__()
-        self.path, self.files, self.counts, self._report = path, files, counts, report
-        self.names = Names(path, files)
-        self._barred: set[str] = set()
+    def unreadable(self, name: str, error: OSError) -> BadSnapshot:
+        """The fault of a file that could not be read."""
+        return BadSnapshot(self.path / file_name(name), f"it cannot be read, {error.strerror or error}")
 
     def look(self, name: str) -> FileHeader | None:
-        """Reads the header of a file and adds it to the index. Returns None if the file is missing or bad. Waits for
-        the disk."""
+        """Reads the header of a file, adds and reports it. Returns None if the file is missing or bad. Waits for the
+        disk."""
         try:
-            header, status = read_header(self.path, name, self.files)
+            header = self.read(name)
         except FileNotFoundError:
             return None
         except BadSnapshot as error:
             self.discard(error, name)
             return None
         except OSError as error:
-            if name not in self._barred:
-                self._barred.add(name)
-                logger.warning("%s cannot be read: %s", self.path / file_name(name), error.strerror or error)
+            if name not in self.bad:
+                self.bad[name] = self.unreadable(name, error)
+                logger.warning("%s", self.bad[name])
             return None
-        self.insert(header, status.st_mtime)
         self._report("found", header)
         return header
 
     def look_for_changes(self, go_on: Callable[[], bool]) -> None:
-        """Looks for files that other processes have added or removed. Stops when ``go_on`` returns False. Raises
-        OSError if the directory cannot be listed."""
+        """Looks for files that other processes have added or removed. Stops when ``go_on`` returns False. Waits for the
+        disk. Raises OSError if the directory cannot be listed."""
         known = self.known()  # read before the listing: a file written in between would otherwise seem lost
-        there = snapshot_names(self.path, self.files)
+        there = self.listed()
         for name in known - there:
             self.lost(name)
-        self._barred &= there
-        for name in sorted(there - known - self._barred):
+        for name in set(self.bad) - there:
+            self.bad.pop(name, None)
+        for name in sorted(there - known - set(self.bad)):
             if not go_on():
                 return
             self.look(name)
@@ -205,33 +217,49 @@ class Directory(Index):
         if (header := self.take(name)) is not None:
             self._report("lost", header)
 
+    def remove(self, name: str) -> None:
+        """Removes a file. Waits for the disk. Raises OSError."""
+        self.files.remove(self.path / file_name(name))
+        self.take(name)
+
     def evict(self, header: FileHeader) -> None:
-        """Removes a file to make room. Raises OSError."""
-        self.files.remove(self.path / header.file_name)
-        self.take(header.name)
+        """Removes a file to make room. Waits for the disk. Raises OSError."""
+        self.remove(header.name)
         self.counts.add(evictions=1)
         self._report("evicted", header)
 
     def discard(self, error: BadSnapshot, name: str) -> None:
-        """Removes a corrupt file. A file that cannot be removed is ignored from now on."""
+        """Removes a corrupt file. A file that cannot be removed is ignored from now on. Waits for the disk."""
         header = self.take(name)
         self.counts.add(corrupt=1)
         try:
             self.files.remove(error.path)
             error.action = "removed"
         except OSError as failure:
-            self._barred.add(name)
+            self.bad[name] = error
             error.action = f"not served, and cannot be removed: {failure.strerror or failure}"
         logger.warning("%s", error)
         if header is not None:
             self._report("bad", header)
 
     def touch(self, name: str) -> None:
-        """Records in the index that a file is used now, and on the disk if that is possible."""
+        """Records that a file is used now, and on the disk if that is possible. Waits for the disk."""
         now = time.time()
         self.use(name, now)
         with suppress(OSError):  # the file is read-only or gone, so its age on the disk does not matter
             self.files.touch(self.path / file_name(name), now)
+
+    def remove_leftovers(self) -> int:
+        """Removes temporary files of killed writers. Returns the number of files. Waits for the disk. Raises
+        OSError."""
+        count = 0
+        for name in self.files.names(self.path):
+            if name.startswith(TEMPORARY):
+                with suppress(FileNotFoundError):  # its writer removed it first
+                    if time.time() - self.files.stat(self.path / name).st_mtime > TEMPORARY_SECONDS:
+                        self.files.remove(self.path / name)
+                        count += 1
+        return count
 
 
 class Scanner:
@@ -256,7 +284,7 @@ class Scanner:
     def _run(self) -> None:
         directory, files = self._directory, self._directory.files
         try:
-            remove_leftovers(directory.path, files)
+            directory.remove_leftovers()
         except OSError as error:
             logger.warning("%s: half-written files could not be removed: %s", directory.path, error.strerror or error)
         seen, complained = None, False
@@ -273,23 +301,3 @@ class Scanner:
                 seen, complained = None, True
             self.done.set()
             self._stop.wait(self._interval)
-
-
-def snapshot_names(directory: Path, files: FileSystem) -> set[str]:
-    """Returns the names of the snapshots in a directory. Reads no file. Raises OSError."""
-    names = (name.removesuffix(SUFFIX) for name in files.names(directory) if name.endswith(SUFFIX))
-    return {name for name in names if is_snapshot_name(name)}
-
-
-def remove_leftovers(directory: Path, files: FileSystem, older_than: float = TEMPORARY_SECONDS) -> int:
-    """Removes temporary files of killed writers. Returns the number of files. Raises OSError."""
-    count = 0
-    for name in files.names(directory):
-        if name.startswith(TEMPORARY):
-            try:
-                if time.time() - files.stat(directory / name).st_mtime > older_than:
-                    files.remove(directory / name)
-                    count += 1
-            except FileNotFoundError:
-                pass  # its writer removed it first
-    return count

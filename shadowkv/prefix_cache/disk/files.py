@@ -7,7 +7,6 @@ checksums are verified when it is read.
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -20,11 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shadowkv.prefix_cache.disk.filesystem import FileSystem, Workers
+from shadowkv.prefix_cache.disk.filesystem import FileSystem, NewFile, Workers
 from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, decode, encode, file_name, header_bytes
 from shadowkv.prefix_cache.page_hashes import TokenIds, id_bytes
-
-TEMPORARY = ".tmp-"
 
 READ_BLOCK = 4 * 2**20
 """Bytes per read. They are enough to keep a disk busy, and few enough that the checksum reads them from the CPU's
@@ -61,43 +58,24 @@ def write_snapshot(
     if len(ids) != 4 * header.tokens:
         raise ValueError(f"{len(ids) // 4} token ids for tokens {header.start} to {header.length}")
     begin = len(encode(header))
-    temporary = temporary_path(directory)
-    descriptor = files.create(temporary)
-    try:
-        try:
-            files.reserve(descriptor, header.file_bytes)
-            checksum, offset, end = xxhash.xxh3_128(), begin, begin + header.nbytes
-            for slab in slabs:
-                if not go_on():
-                    raise InterruptedError(f"{header.name} was given up")
-                data = as_bytes(slab)
-                if offset + len(data) > end:
-                    raise ValueError(f"more data than {header.nbytes} bytes")
-                checksum.update(data)
-                _write(files, descriptor, data, offset)
-                offset += len(data)
-            if offset != end:
-                raise ValueError(f"{offset - begin} bytes of data instead of {header.nbytes}")
-            _write(files, descriptor, memoryview(ids), end)
-            header = replace(header, checksum=checksum.hexdigest(), token_checksum=xxhash.xxh3_128_hexdigest(ids))
-            _write(files, descriptor, memoryview(encode(header)), 0)
-            files.sync(descriptor)
-        finally:
-            os.close(descriptor)
-        return header if files.publish(temporary, directory / header.file_name, replace_existing()) else None
-    finally:
-        files.remove(temporary)
-
-
-def temporary_path(directory: Path) -> Path:
-    """Returns a new path for an unfinished file of this process."""
-    return directory / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def _write(files: FileSystem, descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = files.write(descriptor, data, offset)
-        data, offset = data[count:], offset + count
+    with NewFile(directory, files) as file:
+        files.reserve(file.descriptor, header.file_bytes)
+        checksum, offset, end = xxhash.xxh3_128(), begin, begin + header.nbytes
+        for slab in slabs:
+            if not go_on():
+                raise InterruptedError(f"{header.name} was given up")
+            data = as_bytes(slab)
+            if offset + len(data) > end:
+                raise ValueError(f"more data than {header.nbytes} bytes")
+            checksum.update(data)
+            file.write(data, offset)
+            offset += len(data)
+        if offset != end:
+            raise ValueError(f"{offset - begin} bytes of data instead of {header.nbytes}")
+        file.write(ids, end)
+        header = replace(header, checksum=checksum.hexdigest(), token_checksum=xxhash.xxh3_128_hexdigest(ids))
+        file.write(encode(header), 0)
+        return header if file.publish(directory / header.file_name, replace_existing) else None
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
@@ -227,9 +205,3 @@ class SnapshotFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def read_header(directory: Path, name: str, files: FileSystem | None = None) -> tuple[FileHeader, os.stat_result]:
-    """Returns header and status of a file. Raises the errors of ``SnapshotFile``."""
-    with SnapshotFile(directory, name, files) as file:
-        return file.header, file.status

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -12,9 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+TEMPORARY = ".tmp-"
+"""Start of the names of unfinished files."""
 
 HAS_NO_RESERVATIONS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 HAS_NO_LINKS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.ENOSYS}
@@ -107,6 +112,50 @@ class FileSystem:
     def touch(self, path: Path, seconds: float) -> None:
         """Sets a file's time of last use."""
         os.utime(path, (seconds, seconds))
+
+
+class NewFile:
+    """A file under a temporary name, until it is complete. At the end of its context it is removed unless it was
+    published. The constructor and all methods raise OSError.
+
+    Attributes:
+        path: the temporary path in ``directory``.
+        descriptor: the file, open for writing until it is published.
+    """
+
+    def __init__(self, directory: Path, files: FileSystem) -> None:
+        self.path, self._files = directory / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}", files
+        self.descriptor, self._open = files.create(self.path), True
+
+    def write(self, data: memoryview | bytes, offset: int) -> None:
+        """Writes all of ``data`` at ``offset``."""
+        data = memoryview(data)
+        while data:
+            count = self._files.write(self.descriptor, data, offset)
+            data, offset = data[count:], offset + count
+
+    def publish(self, path: Path, replace: Callable[[], bool]) -> bool:
+        """Gives the file its permanent name once all bytes are on the disk. Returns False if a file has the name.
+        ``replace`` is called last, and returns whether to replace that file."""
+        self._files.sync(self.descriptor)
+        self._close()
+        return self._files.publish(self.path, path, replace())
+
+    def _close(self) -> None:
+        if self._open:
+            self._open = False
+            os.close(self.descriptor)
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._close()
+        finally:
+            self._files.remove(self.path)
 
 
 class Workers:

@@ -30,6 +30,7 @@ MAX_LAYERS = 4096
 MAX_NUMBER = 10**15
 """Limit for numbers of bytes, tokens and seconds."""
 
+SUFFIX = ".safetensors"
 ALIGNMENT = 4096
 NO_CHECKSUM = "0" * 32
 """Placeholder for a checksum that is not known yet."""
@@ -73,7 +74,7 @@ class FileHeader:
         length: number of tokens from the prompt's first token to the snapshot's last.
         layers: number of pieces of data, one per layer of the model; 1 if layers differ in size.
         layer_bytes: bytes of each piece.
-        contents: the cache's ``SnapshotHeader`` as a JSON object. Nothing here relies on it. The file calls it
+        contents: the attributes of the cache's ``SnapshotHeader``. Nothing here relies on it. The file calls it
             ``header``.
         key: digest of everything that the bytes depend on (``CacheKey``).
         facts: what the digest was made of, in readable form.
@@ -152,7 +153,13 @@ class FileHeader:
 
 def file_name(name: str) -> str:
     """The file name of the snapshot ``name``."""
-    return f"{name}.safetensors"
+    return f"{name}{SUFFIX}"
+
+
+def snapshot_name(file: str) -> str | None:
+    """The name of the snapshot with this file name; None if no snapshot's file is called so."""
+    name = file.removesuffix(SUFFIX)
+    return name if name != file and is_snapshot_name(name) else None
 
 
 def encode(header: FileHeader) -> bytes:

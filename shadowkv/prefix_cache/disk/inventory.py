@@ -1,4 +1,4 @@
-"""``Inventory``: the contents of a directory of snapshots, read once. ``shadowkv cache`` uses it."""
+"""``Inventory``: a directory of snapshots that is read once. ``shadowkv cache`` uses it."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shadowkv.prefix_cache.disk.directory import Index, snapshot_names
-from shadowkv.prefix_cache.disk.files import SnapshotFile, read_header
-from shadowkv.prefix_cache.disk.filesystem import FileSystem
-from shadowkv.prefix_cache.disk.header import BadSnapshot, FileHeader, file_name
-from shadowkv.prefix_cache.disk.names import Names, Save
+from shadowkv.prefix_cache.disk.directory import Directory
+from shadowkv.prefix_cache.disk.files import SnapshotFile
+from shadowkv.prefix_cache.disk.header import SUFFIX, BadSnapshot, FileHeader
+from shadowkv.prefix_cache.disk.names import Save
 from shadowkv.prefix_cache.protocol import is_snapshot_name
 from shadowkv.wording import counted
 
 
-class Inventory(Index):
-    """The snapshots and saved names of a directory, and the faults of bad files. Raises OSError if the directory cannot
-    be read.
+class Inventory(Directory):
+    """The snapshots and saved names of a directory. Files with a bad header are not in it, but in ``bad``. Raises
+    OSError if the directory cannot be read.
 
     Attributes:
-        path: path of the directory.
-        bad: faults of snapshots with a bad header, by name. They are not in the index.
         saves: the saves with a good file, by name.
         bad_saves: faults of the other names' files, by name.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-        self.bad: dict[str, BadSnapshot] = {}
-        self.saves, self.bad_saves = Names(path, FileSystem()).all()
-        for name in sorted(snapshot_names(path, FileSystem())):
+        super().__init__(path)
+        self.saves, self.bad_saves = self.names.all()
+        self.bad = self._faults(self.listed(), self.read)
+
+    def _faults(self, names: Iterable[str], use: Callable[[str], object]) -> dict[str, BadSnapshot]:
+        """Calls ``use`` with each name. Returns the faults of files by name."""
+        bad: dict[str, BadSnapshot] = {}
+        for name in sorted(names):
             try:
-                header, status = read_header(path, name)
-                self.insert(header, status.st_mtime)
+                use(name)
             except FileNotFoundError:
                 pass  # a server has removed it
             except BadSnapshot as error:
-                self.bad[name] = error
+                bad[name] = error
             except OSError as error:
-                self.bad[name] = BadSnapshot(path / file_name(name), f"it cannot be read, {error.strerror}")
+                bad[name] = self.unreadable(name, error)
+        return bad
 
     def named(self, text: str) -> str:
         """Returns the only snapshot whose name starts with ``text``, which may be a file name. Raises ValueError if
         none or several start with it."""
-        text = Path(text).name.removesuffix(file_name(""))
+        text = Path(text).name.removesuffix(SUFFIX)
         matching = [name for name in [*self.known(), *self.bad] if name.startswith(text)]
         if len(matching) == 1 and text:
             return matching[0]
@@ -92,20 +92,15 @@ class Inventory(Index):
         """Snapshots that names keep."""
         return {snapshot for save in self.saves.values() for snapshot in save.snapshots}
 
-    def verify(self, names: Iterable[str], progress: Callable[[int], object]) -> dict[str, BadSnapshot]:
+    def verify(self, names: Collection[str], progress: Callable[[int], object]) -> dict[str, BadSnapshot]:
         """Reads every byte of these snapshots. Returns the faults by name. ``progress`` is called with byte counts."""
-        bad = {name: error for name, error in self.bad.items() if name in set(names)}
-        for name in sorted(set(names) - set(bad)):
-            try:
-                with SnapshotFile(self.path, name) as file:
-                    file.verify(progress)
-            except FileNotFoundError:
-                pass  # a server has removed it
-            except BadSnapshot as error:
-                bad[name] = error
-            except OSError as error:
-                bad[name] = BadSnapshot(self.path / file_name(name), f"it cannot be read, {error.strerror}")
-        return bad
+
+        def verify(name: str) -> None:
+            with SnapshotFile(self.path, name, self.files) as file:
+                file.verify(progress)
+
+        known = {name: self.bad[name] for name in names if name in self.bad}
+        return known | self._faults(set(names) - known.keys(), verify)
 
     def surplus(
         self, limit: float | None = None, age: float | None = None, keep: Collection[str] = ()
@@ -119,10 +114,6 @@ class Inventory(Index):
                 surplus.append(header)
                 total -= header.file_bytes
         return surplus
-
-    def remove(self, name: str) -> None:
-        """Removes a snapshot's file. Raises OSError."""
-        FileSystem().remove(self.path / file_name(name))
 
     def chains(self, names: Sequence[str]) -> list[FileHeader]:
         """Returns the snapshots and their ancestors, each once and after its own ancestors. Raises ValueError if one is

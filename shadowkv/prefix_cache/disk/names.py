@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shadowkv.kvcache.snapshots.dataclass_json import MAX_BYTES, from_json, to_json
-from shadowkv.prefix_cache.disk.files import temporary_path
-from shadowkv.prefix_cache.disk.filesystem import FileSystem
+from shadowkv.prefix_cache.disk.filesystem import FileSystem, NewFile
 from shadowkv.prefix_cache.disk.header import MAX_NUMBER, FileHeader
 from shadowkv.prefix_cache.protocol import UnknownName, UnusableName, check_kept_name, is_snapshot_name
 
@@ -125,21 +124,11 @@ class Names:
     def write(self, name: str, save: Save, *, replace: bool = True) -> bool:
         """Writes a name's file. Returns False if the name exists and ``replace`` is False. If it raises OSError,
         nothing has changed."""
-        path, temporary = self.path(name), temporary_path(self._directory)
-        descriptor = self._files.create(temporary)
-        try:
-            try:
-                data, offset = memoryview(to_json(save).encode()), 0
-                while data:
-                    count = self._files.write(descriptor, data, offset)
-                    data, offset = data[count:], offset + count
-                self._files.sync(descriptor)
-            finally:
-                os.close(descriptor)
+        path = self.path(name)
+        with NewFile(self._directory, self._files) as file:
+            file.write(to_json(save).encode(), 0)
             self._files.make_directory(self._folder)
-            return self._files.publish(temporary, path, replace)
-        finally:
-            self._files.remove(temporary)
+            return file.publish(path, lambda: replace)
 
     def remove(self, name: str) -> None:
         """Removes a name, even if its file is bad. Raises UnknownName and OSError."""
