@@ -203,6 +203,8 @@ def test_checkpoints_of_recurrent_states_leave_less_for_sequences(capsys: pytest
     assert batch - 1 <= with_drafts["plans"][0]["largest_batch"] <= batch
     assert main([*command[:-1], *drafts]) == 0
     assert "checkpoints (one for each sequence) and drafted tokens (24) are not counted" in capsys.readouterr().out
+    assert main([*command, "--max-mamba-checkpoints", "-1"]) == 2
+    assert "--max-mamba-checkpoints -1 must be at least 0" in capsys.readouterr().err
 
 
 def test_rows_of_drafted_tokens_are_counted_in_memory_but_not_in_times(capsys: pytest.CaptureFixture[str]) -> None:
