@@ -79,8 +79,8 @@ def ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def limit_memory(size: int, is_beside: bool = False) -> None:
-    """Limits the address space of this process to ``size`` bytes. With ``is_beside`` the limit is ``size`` bytes above
-    what it has now. It has no effect on platforms without such a limit."""
+    """Limits the address space of this process to ``size`` bytes, or with ``is_beside`` to ``size`` bytes more than it
+    uses now. This has no effect on platforms without such a limit."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 

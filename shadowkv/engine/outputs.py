@@ -69,8 +69,9 @@ class TokenSelections:
         everything: whether the step attended to all tokens: the sequence is dense, or the policy does not select.
         exact: ranges of positions [first, end) that the weights leave out, because every layer attends to them: the
             sink and the newest tokens. Outliers are not reported.
-        groups: for each group of layers, the weights of tokens outside the ranges of ``exact``. They are the selected
-            tokens, or all tokens if ``everything`` is True. Without such tokens a group has no cells.
+        groups: for each group of layers, the weights of the selected tokens outside the ranges of ``exact``. If
+            ``everything`` is True, the weights of all tokens outside these ranges. Without such tokens a group has no
+            cells.
     """
 
     length: int

@@ -125,7 +125,7 @@ class Reader:
             self.asked[call.asks] = result
 
     def answers(self) -> Iterator[Answer]:
-        """Advances what rank 0 has asked for. Yields the answers that are known now."""
+        """Advances the iterators that compute answers. Yields the answers that are known now."""
         for number, result in list(self.asked.items()):
             try:
                 next(result)
@@ -135,7 +135,7 @@ class Reader:
 
     def own(self, kind: str, *what: Any) -> Any:
         """Returns this rank's own object for an argument that is not pickled."""
-        if kind == RECORD:  # a recorded step runs without a CUDA graph; with a context this rank does so too
+        if kind == RECORD:  # with a context, this rank runs the step without a CUDA graph, as rank 0 does
             return nullcontext()
         if kind == TENSOR:
             dtype, shape = what

@@ -57,8 +57,8 @@ class RankCache:
 
 
 def open_mover(cache: KVCache, nbytes: int, own: RankCache) -> tuple[Mover, list[RankCache]]:
-    """Makes a mover with ``nbytes`` bytes of host memory. Returns it with the caches of all ranks, of which ``own`` is
-    the only one."""
+    """Makes a mover with ``nbytes`` bytes of host memory. Returns it with a list of all ranks' caches, which has only
+    ``own``."""
     return Mover(cache, HostTier(nbytes, cache.device)), [own]
 
 
@@ -74,7 +74,7 @@ def open_prefix_cache(
     Raises MemoryError if host memory is too small, ValueError if the disk directory cannot be used.
 
     Args:
-        make: makes the mover, as ``open_mover``.
+        make: makes the mover; arguments and result are as for ``open_mover``.
     """
     nbytes = offload_bytes(config, cache.layout)
     if not nbytes:
@@ -126,7 +126,7 @@ def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache, of_rank
 
 
 def _joined(digests: Sequence[str]) -> str:
-    """Returns the only digest, or a digest of several."""
+    """Returns one digest for ``digests``: the only one itself, or a digest of several."""
     return digests[0] if len(digests) == 1 else blake2b(" ".join(digests).encode(), digest_size=16).hexdigest()
 
 
