@@ -121,7 +121,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def is_progress(self) -> bool:
-        """Whether it says only how far the prompt has come."""
+        """Whether the output only reports the progress of the prefill."""
         return self.prefilled is not None and not self.token_ids and self.finish_reason is None
 
 
@@ -159,5 +159,5 @@ class TextOutput:
 
     @property
     def is_progress(self) -> bool:
-        """Whether it says only how far the prompt has come."""
+        """Whether the output only reports the progress of the prefill."""
         return self.prefilled is not None and not self.token_ids and self.finish_reason is None

@@ -110,7 +110,7 @@ class RequestFactory:
         )
 
     def _by_end(self, words: tuple[str, ...]) -> dict[int | None, list[tuple[int, ...]]]:
-        """Returns the token ids of words, by each word's last token but one, or by None for words of one token."""
+        """Returns words as token ids. A word's key is its last token but one, or None if it has one token."""
         found: dict[int | None, list[tuple[int, ...]]] = {}
         for spelling in self._spellings(words):
             found.setdefault(spelling[-2] if len(spelling) > 1 else None, []).append(spelling)

@@ -29,7 +29,7 @@ class RepetitionDetectionParams:
     ``min_pattern_size`` to ``max_pattern_size`` tokens.
 
     Attributes:
-        max_pattern_size: 0 turns it off.
+        max_pattern_size: 0 turns the detection off.
         min_pattern_size: 0 means 1.
 
     Raises ValueError for values out of range.

@@ -106,8 +106,8 @@ NO_EFFECT = {
     "--h11-max-incomplete-event-size limits the size of a header instead": "--h11-max-header-count N",
     "always on": "--enable-request-id-headers, --enable-prompt-tokens-details, --enable-tokenizer-info-endpoint",
 }
-"""Usages of accepted flags, by the reason why they have no effect. A usage is the flag's names, then ``N`` for one
-value or ``N+`` for several, then ``=`` and the values that are accepted without a note."""
+"""Usages of accepted flags. The keys are the reasons why they have no effect. A usage is the flag's names, then ``N``
+for one value or ``N+`` for several, then ``=`` and the values that are accepted without a note."""
 
 REFUSED = {
     "one PEFT adapter can be merged into the weights at load: --adapter DIR": (
@@ -153,7 +153,7 @@ REFUSED = {
     "the log goes to stderr; --uvicorn-log-level LEVEL sets its level": "--log-config-file N",
     "weights and cache stay on the GPU": "--enable-sleep-mode",
 }
-"""Usages of refused flags, by the reason for the refusal, which names an alternative if there is one."""
+"""Usages of refused flags. The keys are the reasons, which name an alternative if there is one."""
 
 FLAGS = tuple(
     VllmFlag.of(usage, reason, table is REFUSED)

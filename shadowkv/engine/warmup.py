@@ -42,7 +42,7 @@ GRID_SECONDS = 15.0
 """Seconds of graph capture at start. Other shapes are captured later, when they have occurred often enough."""
 
 SERVER_SECONDS = 3.0
-"""Seconds of graph capture at the start of a server. It captures more graphs while it is idle, one at a time."""
+"""Seconds of graph capture at the start of a server. While idle, the server captures more graphs, one at a time."""
 
 GRID_BYTES = GRAPH_BYTES * 3 // 4
 """Device memory for the captured graphs of ``GraphGrid``."""
@@ -112,7 +112,8 @@ class GraphGrid:
     def __init__(self, engine: Engine) -> None:
         config = engine.config
         counts = range(1, config.max_num_seqs + config.drafted_rows + 1)
-        self._batches = sorted({min(round_up(count), config.max_rows) for count in counts}, reverse=True)  # as in steps
+        # Rounded as in steps.
+        self._batches = sorted({min(round_up(count), config.max_rows) for count in counts}, reverse=True)
         self.engine, self._left, self._longest = engine, self._captures(list(_plans(engine))), 0
         self._count, self._seconds, self._bytes = 0, 0.0, 0
 
@@ -225,7 +226,7 @@ def _prompt(engine: Engine, length: int) -> list[int]:
 
 
 def _pieces(stages: list[Generator[None, None, object]]) -> Generator[int, None, None]:
-    """Runs all stages; yields 0 after a step, or 1 if that finished a stage."""
+    """Runs all stages. Yields 0 after each step, and 1 after each stage."""
     for stage in stages:
         with closing(stage):  # the stage's requests are removed before anything is evicted, however this ends
             for _ in stage:
@@ -247,7 +248,7 @@ def _answered(
     """Answers each prompt with ``tokens`` tokens, yields after each engine step, and returns the answers' tokens.
 
     With ``ends`` the requests end and stay cached; otherwise they are aborted. With ``one_by_one`` a prompt is added
-    when the one before has its first token. No request is left, whatever happens.
+    when the one before has its first token. At the end no request is left, even after an error.
     """
     most = tokens if ends else tokens + 1
     sampled = SamplingParams(max_tokens=most, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)

@@ -107,10 +107,10 @@ def forward(
     """Computes ``flows`` layer by layer, and yields after each flow of each layer, unless only ``Flow.ends`` are left.
 
     Args:
-        storing: the prompts among the tokens. The flows are then their blocks. The cache stores keys and values once
-            all blocks have passed the layers that attend to them. Without ``storing`` the flows are micro-batches: each
-            finishes a layer only when it starts the next, so values from the host arrive while other micro-batches
-            compute.
+        storing: the prompts among the tokens. The flows are then the prompts' blocks. The cache stores keys and values
+            when all blocks have passed the layers that attend to them. Without ``storing`` the flows are micro-batches:
+            each one finishes a layer only when it starts the next, so that values from the host arrive while other
+            micro-batches compute.
     """
     last_use = {layer.cached_as: number for number, layer in enumerate(layers, 1)}
     with_keys = sum(not layer.reuses_keys for layer in layers)  # the others come last
@@ -163,7 +163,7 @@ def prefill(
     """Computes new tokens of admitted sequences.
 
     Unless ``scored``, the last layer with keys of its own computes keys and values of all tokens, but attention and MLP
-    only of each sequence's last token. Layers behind it compute only this token.
+    only of each sequence's last token. Later layers compute only these last tokens.
 
     Yields wherever it can be paused for a decode step, or closed. The sequences of a closed prefill can only be
     released.

@@ -159,7 +159,7 @@ class Runner:
                 [B + n, V]. The pass is a CUDA graph if ``can_capture`` is True and its shape has a graph. If the pass
                 raises, these sequences can only be released, and the step can run without them.
             drafts: for each sequence, drafted tokens, which are appended behind its token. Each is a further row of its
-                sequence. Wrong ones must be removed with ``KVCache.truncate``. Empty if nothing is drafted.
+                sequence. Wrong tokens must be removed with ``KVCache.truncate``. Empty if nothing is drafted.
             drafting: whether it is a draft step (``KVCache.plan_decode``).
         """
         if sources is not None and any(source >= 0 for source in sources):

@@ -28,8 +28,8 @@ class Call(NamedTuple):
         target, method: names of the object and of its method.
         makes: number of the sequence or prefill that the call returns; None if it returns none.
         ends: number of the sequence that the call releases; None if it releases none.
-        asks: number of the answer that rank 0 waits for; None if it waits for none. The call then returns an iterator,
-            whose result is the answer.
+        asks: number of the answer that rank 0 waits for; None if it waits for none. A call with an answer returns an
+            iterator, whose result is the answer.
     """
 
     target: str

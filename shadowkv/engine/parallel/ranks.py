@@ -30,7 +30,7 @@ HERE = "here"
 """Message of a rank that is about to join the process group."""
 
 REASON_SECONDS = 2.0
-"""Time limit in seconds for a rank's reason to arrive, after another rank has noticed that the rank has ended."""
+"""Seconds to wait for the reason of a rank that has ended, after another rank has noticed the end."""
 
 
 class Ranks:
@@ -211,7 +211,7 @@ class Ranks:
             self.group.abort()  # ends kernels that wait for the rank; returns when all CUDA graphs are freed
 
     def _describe_end(self, pipe: Connection, reason: str | None) -> str:
-        """Describes the end of the rank at ``pipe``'s other end. ``reason`` is the rank's own, None if it sent none."""
+        """Describes the end of the rank at ``pipe``'s other end. ``reason`` is what the rank sent; None if nothing."""
         rank = 1 + self._pipes.index(pipe)
         if reason is not None:
             return f"tensor-parallel rank {rank} failed: {reason}"
@@ -244,7 +244,7 @@ class Ranks:
 
 
 class _Asked(NamedTuple):
-    """The answers to a call so far. The future has all of them."""
+    """The answers to a call so far. The future gets all of them as its result."""
 
     future: Future[list[Any]]
     answers: list[Any]

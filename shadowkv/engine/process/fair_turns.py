@@ -65,8 +65,8 @@ class FairTurns:
 
 
 _threads = FairTurns(min(32, (os.cpu_count() or 1) + 4))
-"""Turns on the threads of ``asyncio.to_thread``, one for each thread. Without turns, the threads would serve work in
-the order of arrival."""
+"""There is one turn for each thread of ``asyncio.to_thread``. Without turns, the threads would serve work in the order
+of arrival."""
 
 
 async def in_thread(tenant: str, work: Callable[[], T]) -> T:

@@ -49,7 +49,7 @@ class EngineProcess:
             failing.callback(self.stop, 0.0)
             with suppress(OSError):  # the process has ended; _answer reports why
                 self._control.send(self.folder)
-            # This slow import, of PyTorch, runs while the engine's process imports it too.
+            # This import is slow because of PyTorch, which the engine's process imports at the same time.
             from shadowkv.engine.process.facts import Launch, script
 
             with suppress(OSError):

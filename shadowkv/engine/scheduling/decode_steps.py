@@ -2,9 +2,9 @@
 
 On a GPU the next step is launched before the host has seen this step's tokens: the next step reads them on the device.
 A sequence that turns out to have ended has then computed one token too many, which is dropped. If the host takes part
-in choosing tokens (penalties, grammars, log-probabilities), the next step is launched only when they are chosen. A
-sequence whose grammar mask is not ready is held: the other sequences go on, and its token is chosen from the same
-logits later.
+in choosing tokens (penalties, grammars, log-probabilities), the next step is launched only when the tokens are chosen.
+A sequence whose grammar mask is not ready is held: the other sequences go on, and the held sequence's token is chosen
+later, from the same logits.
 
 Short prompts can join a step. The same pass computes them, and the step chooses their first tokens.
 
@@ -36,11 +36,11 @@ class DecodeSteps:
 
     Args:
         run_ahead: whether to launch a step before the previous step's tokens are read. On a CPU this has no benefit.
-        pace: gets the time that prompts add to a step.
+        pace: records the time that prompts add to a step.
         speculation: drafts tokens; None without speculative decoding.
 
     Attributes:
-        seconds: device time of the last step without prompts, and without its draft steps. Steps that captured a CUDA
+        seconds: device time of the last step that had no prompts, without its draft steps. Steps that captured a CUDA
             graph do not count: the device waited for the host.
         held: rows that wait for their grammars.
     """
@@ -144,7 +144,7 @@ class DecodeSteps:
 
     @property
     def _in_flight(self) -> _Step | None:
-        """The launched step that ``next`` returns; None if none is launched, or all its sequences have ended."""
+        """The launched step whose tokens ``next`` returns; None without one, or if all its sequences have ended."""
         step = self._ahead
         return step if step is not None and any(running in self.scheduler.running for running in step.rows) else None
 

@@ -35,7 +35,8 @@ class _Drafted:
     agrees: bool = True
 
     def take(self, token: int) -> None:
-        """Records the token that was chosen from the next row, the one after the accepted rows."""
+        """Records the token that was chosen from the row of the last accepted token, or from the first row if none is
+        accepted yet."""
         request, left = self.running.request, self.draft[self.accepted :]
         self.agrees = bool(left) and left[0] == token
         if self.agrees:

@@ -44,7 +44,7 @@ class Stopwatch:
     """Measures device time since its start. On a CPU this is the host's time.
 
     Attributes:
-        piece: seconds of the newest measured piece. A piece is the work launched between two calls.
+        piece: seconds of the newest measured piece. A piece is the work launched between two calls of ``passed``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class Stopwatch:
 
     def start(self) -> None:
         """Starts again at 0. Only work that is launched from now on counts."""
-        # The newest piece is not measured yet; it can be the only piece since the previous start.
+        # The newest piece is not measured yet. It can be the only one since the previous start; ``passed`` measures it.
         self._unknown = None if self._last is None else (self._start, self._last, self._passed)
         self._start: Mark = Mark(self.device)
         self._last = None

@@ -25,7 +25,7 @@ capture and for the rest of the round."""
 LONG_SHARE = 0.25
 """Minimum share of prefill time for a long prompt while short ones overtake it. The share delays short prompts of a
 burst. Measured on an H200 with a share of one half: ten short prompts that came within 0.4 s had their first tokens
-after 0.34 to 0.40 s. If short prompts had got all of the prefill time, it would have been 0.25 s."""
+after 0.34 to 0.40 s. If short prompts had got all of the prefill time, it would have taken 0.25 s."""
 
 
 MAX_OWED = 0.5
@@ -50,8 +50,8 @@ class PrefillInFlight:
         pieces: number of pieces of the computation.
         done: number of finished pieces.
         owed: seconds of device time that this prefill must get before others may overtake it again. Prefills that
-            overtake it add to it.
-        seconds: device seconds spent on it so far.
+            overtake it increase this time.
+        seconds: device seconds spent on this prefill so far.
     """
 
     rows: list[Running]
@@ -113,8 +113,8 @@ class PrefillQueue:
         return None
 
     def start(self, most_tokens: float = math.inf) -> None:
-        """Starts another prefill if the rules of this class and the scheduler allow it. If it has several prompts, they
-        have at most ``most_tokens`` new tokens together."""
+        """Starts another prefill if the rules of this class and the scheduler allow it. A prefill of several prompts
+        has at most ``most_tokens`` new tokens."""
         if not self.in_flight:
             rows = self.scheduler.admit(most_tokens=most_tokens)
         elif (last := self.in_flight[-1]).long and last.owed <= 0:

@@ -1,7 +1,7 @@
-"""The scheduler: admits waiting requests in the order of ``WaitingQueue``, against the memory of every tier.
+"""The scheduler: admits waiting requests in the order of ``WaitingQueue``, if the memory of every tier suffices.
 
 A request is admitted only if all pages that it can need up to its last token are free. So running requests never run
-out of pages. One sequence and a little memory are reserved for newcomers: tenants with nothing running or prefilling.
+out of pages. One sequence and a little memory are reserved for newcomers: tenants of which no request runs or prefills.
 Short prompts overtake long ones without taking their memory. Requests that share a prefix wait for the first of them to
 compute it, if the others together would compute more tokens of the prefix than the first has left to compute.
 """
@@ -34,7 +34,7 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 1024
-"""Tokens of a short question and its answer. Memory for these is reserved for newcomers."""
+"""Number of tokens of a short question and its answer. Memory for so many tokens is reserved for newcomers."""
 
 MAX_REFUSED = 32
 """An admission stops when this many requests of newcomers did not fit, or when any other request did not fit."""
@@ -51,7 +51,7 @@ class Running:
     request: Request
     sequence: CachedSequence
     rules_were_late: bool = False
-    """Whether its newest token had to wait for its grammar."""
+    """Whether the request's newest token had to wait for its grammar."""
     prompt_hidden: Tensor | None = None
     """Final hidden states [tokens, D] of the prompt, for ``prompt_logprobs``. Set until the first token is chosen."""
 
@@ -96,7 +96,7 @@ class Attempt:
 
 
 class Sharing:
-    """The prefixes that waiting requests share with leaders. They are computed once per leader, when first needed."""
+    """The prefixes that waiting requests share with leaders. They are counted once per leader, when first needed."""
 
     def __init__(self, waiting: Sequence[Request]) -> None:
         self._waiting, self._wait = waiting, np.ones(len(waiting), bool)
@@ -109,7 +109,7 @@ class Sharing:
     def waits(self, number: int, cached: int, leader: Leader) -> bool:
         """Whether a request must wait for a leader.
 
-        It must if the leader shares more than ``cached`` tokens with it, and all waiting requests together would
+        It must if it shares more than ``cached`` tokens with the leader, and all waiting requests together would
         compute more tokens of the leader's prefix than the leader has left.
         """
         if leader.prompt is None or _shared(self._waiting[number], leader.prompt) <= cached:
@@ -306,7 +306,7 @@ class Scheduler:
         return bool(self.running or in_flight) and self.waiting.is_shared(request) and not is_one
 
     def _match(self, request: Request) -> Match | None:
-        """Looks up the cached prefix of a prompt. Returns None if there is none or the request does not use it."""
+        """Looks up the cached prefix of a prompt. Returns None without one, or if the request does not use it."""
         return self.prefix_cache.look_up(request.prompt) if request.prompt and _looks_up(request) else None
 
     def computed(self, done: Iterable[Running]) -> None:
@@ -331,7 +331,7 @@ class Scheduler:
         self.prefix_cache.keep(sequence, Prompt(tokens, prompt.pages.extend_to(tokens)))
 
     def _reserve(self, request: Request, match: Match | None, left: Blocks, again: bool) -> CachedSequence | None:
-        """Allocates a sequence for a request; None if it does not fit while ``left`` stays free.
+        """Allocates a sequence for a request. Returns None if it does not fit while ``left`` blocks stay free.
 
         The sequence continues the cached prefix ``match``. The whole prompt is computed instead if the prefix cannot be
         restored, or if the sequence does not fit and ``again`` is True.
@@ -374,5 +374,5 @@ class Scheduler:
 
 
 def _looks_up(request: Request) -> bool:
-    """Whether a request uses the prefix cache. A request for ``prompt_logprobs`` does not: it computes all tokens."""
+    """Whether a request uses the prefix cache. A request with ``prompt_logprobs`` does not: all its tokens are computed."""
     return request.prompt is not None and request.looked_up and request.params.prompt_logprobs is None

@@ -16,7 +16,7 @@ SEPARATOR = -1
 """Stands between predicted text and prompt. No token equals it."""
 
 SHORTEST_MATCH = 2
-"""Length of the shortest match of ``SuffixDrafter``. The keys of its table are tuples of this many tokens."""
+"""Length of the shortest match of ``SuffixDrafter``. Its table has the places of all tuples of this many tokens."""
 
 LONGEST_MATCH = 64
 """Maximum number of tokens that ``SuffixDrafter`` compares to find the longest match. A match then grows with the

@@ -50,9 +50,9 @@ class Costs:
 
 
 COSTS = {
-    # One H200, Llama-3.1-8B. A step of one sequence of 60K tokens takes 1.2 ms more than follows from the time of the
-    # dense step and the bytes that are read. Prompts of 512 to 2,048 tokens take 15 to 17 ms more than under `full`,
-    # one of 8,192 takes 32 ms more, and one of 60K takes 55 ms more.
+    # One H200, Llama-3.1-8B. A step of one sequence of 60K tokens takes 1.2 ms more than the time that
+    # the dense step and the bytes read account for. Prompts of 512 to 2,048 tokens take 15 to 17 ms more than under
+    # `full`, one of 8,192 takes 32 ms more, and one of 60K takes 55 ms more.
     "cuda": Costs(DEVICE_BANDWIDTH, HOST_BANDWIDTH, step=37e-6, row=0.0, fit=0.015 / 32, compress=2e-6 / (32 * 1024)),
     # SmolLM2-135M in blocks, CPU time of one thread. A step of one sequence takes 73, 104 and 106 ms with `turbo` at
     # 6,144, 18,816 and 32,000 tokens, and 46, 101 and 171 ms with `full`. A step of eight sequences takes 304 and

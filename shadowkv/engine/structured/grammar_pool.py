@@ -62,13 +62,13 @@ PROCESS_BYTES = 2**22
 """Estimated memory of a process without its grammar."""
 
 ENDED = 16
-"""An idle process is told of ended answers once there are this many, because each takes memory in the process."""
+"""Number of ended answers after which an idle process is told to drop them. Each takes memory in the process."""
 
 REMEMBERED = 4_096
 """Number of grammars that are remembered as too costly. They are refused at once the next time."""
 
 MAX_DEATHS = 3
-"""An answer fails when more than this many processes have ended while they matched it, for other causes."""
+"""An answer fails when more than this many processes have ended while they matched it and it was not the cause."""
 
 SHUT_DOWN = "the engine is being shut down"
 FAILED = "grammar matching has failed on this server; the log has the details"
@@ -97,7 +97,7 @@ class Answer(Protocol):
 @dataclass(eq=False)
 class _Matched:
     """An answer that a process matches. ``tokens`` are all its tokens, and ``new`` are those that the process has not
-    received yet. ``deaths`` counts the processes that have ended while they matched the answer, for other causes."""
+    received yet. ``deaths`` counts the processes that ended while they matched the answer without being the cause."""
 
     answer: Answer
     new: list[int] = field(default_factory=list)

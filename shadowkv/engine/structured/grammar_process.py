@@ -131,7 +131,7 @@ def _serve(engine: Connection, info: xgrammar.TokenizerInfo, allowed: bytes) -> 
 
 
 class _Matchers:
-    """The states of all answers in one grammar.
+    """The grammar states of all answers that follow one grammar.
 
     Args:
         allowed: bits of the tokens that can ever be allowed; None for all tokens.
