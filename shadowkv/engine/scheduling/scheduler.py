@@ -374,5 +374,5 @@ class Scheduler:
 
 
 def _looks_up(request: Request) -> bool:
-    """Whether a request uses the prefix cache. A request with ``prompt_logprobs`` does not: all its tokens are computed."""
+    """Whether a request uses the prefix cache. With ``prompt_logprobs`` it does not, because it computes all tokens."""
     return request.prompt is not None and request.looked_up and request.params.prompt_logprobs is None
