@@ -64,7 +64,7 @@ class StructuredOutputsParams:
         structural_tag: a structural tag of XGrammar, as an object or as its text.
         disable_any_whitespace: whether JSON has no white space except one space after each comma and colon.
 
-    Raises ValueError unless exactly one is set.
+    Raises ValueError if none or several of the formats are set.
     """
 
     json: str | dict[str, Any] | None = None
@@ -109,8 +109,8 @@ class SamplingParams:
     """Sampling of one request.
 
     Attributes:
-        n: number of answers. ``LLM`` makes a request for each; with a ``seed`` their seeds are those of
-            ``choice_seed``.
+        n: number of answers. ``LLM`` makes a request for each. If there is a ``seed``, ``choice_seed`` derives the
+            requests' seeds from it.
         max_tokens: maximum number of tokens to generate. None is the engine's default (``default_max_tokens``), 0 only
             scores the prompt.
         min_tokens: no end token is chosen before this many tokens.

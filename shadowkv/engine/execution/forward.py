@@ -1,8 +1,8 @@
 """The forward pass: the loop over a model's layers. Only ``FusedLayers``, which decodes on a CPU, has its own loop.
 ``runner.py`` calls ``forward`` and ``prefill``. Evaluations call ``prefill`` too.
 
-A flow is a set of tokens that pass the layers together, with the cache's batch of these tokens: a decode step, a
-micro-batch, a prompt, a block of a long prompt, or a step with prompts. The caller can pause the loop at every yield,
+A flow is a set of tokens that pass through the layers together, with the cache's batch of these tokens: a decode step,
+a micro-batch, a prompt, a block of a long prompt, or a step with prompts. The caller can pause the loop at every yield,
 or capture it in a CUDA graph. ``runner.py`` makes the flows of decode steps, and ``prefill`` makes those of prompts:
 for one cache, for several caches at once, or in one pass with a step.
 """

@@ -68,7 +68,7 @@ REMEMBERED = 4_096
 """Number of grammars that are remembered as too costly. They are refused at once the next time."""
 
 MAX_DEATHS = 3
-"""An answer fails when more than this many processes have ended while they matched it and it was not the cause."""
+"""An answer fails when its process has ended more often than this, each time for other reasons than this answer."""
 
 SHUT_DOWN = "the engine is being shut down"
 FAILED = "grammar matching has failed on this server; the log has the details"
@@ -97,7 +97,7 @@ class Answer(Protocol):
 @dataclass(eq=False)
 class _Matched:
     """An answer that a process matches. ``tokens`` are all its tokens, and ``new`` are those that the process has not
-    received yet. ``deaths`` counts the processes that ended while they matched the answer without being the cause."""
+    received yet. ``deaths`` counts how often its process has ended for other reasons than this answer."""
 
     answer: Answer
     new: list[int] = field(default_factory=list)
