@@ -33,13 +33,14 @@ class Detokenizer:
         return self.stop_string is not None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Adds tokens. Returns the new text without the held-back part, and sets ``stop_string`` if one is complete."""
+        """Adds tokens. Sets ``stop_string`` if a stop string is complete. Returns the new text without the held-back
+        part."""
         text = self._stream.push(token_ids)
         return self._release(text) if self._stop else text
 
     def finish(self) -> str:
-        """Returns the held-back rest of the text. It is called when generation has ended. After a stop string it
-        returns an empty text."""
+        """Returns the held-back rest of the text, which is empty after a stop string. Called when generation has
+        ended."""
         if self.stopped:
             return ""
         text = self._release(self._stream.flush())
@@ -70,8 +71,8 @@ class AnswerText:
     """Turns the token outputs of one request into text outputs.
 
     Attributes:
-        ended: whether the answer has ended, with its last token or with a stop string. The caller must tell the engine
-            of a stop string.
+        ended: whether the answer has ended, with its last token or with a stop string. If a stop string ended it, the
+            caller must tell the engine.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:

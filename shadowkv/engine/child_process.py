@@ -27,7 +27,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def ignore_stop_signals() -> None:
     """Makes this process ignore ``STOP_SIGNALS``. A terminal or a service manager sends them to all processes of a
-    command at once. The process that started this one handles them, and then ends this one."""
+    command at once. The process that started this one handles the signals, and then ends this one."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -42,11 +42,11 @@ def start_process(
     """Starts a process that runs a module. Returns it with a connection to it.
 
     Args:
-        module: run with ``python -m``.
+        module: name of the module, which is run with ``python -m``.
         descriptors: file descriptors that the process inherits. Its command line has the descriptor of its end of the
-            connection, then these.
+            connection, then these descriptors.
         holds: folders that must exist as long as the process lives.
-        own_session: whether it starts a session of its own, so that a terminal's signals do not reach it.
+        own_session: whether the process has a session of its own, so that a terminal's signals do not reach it.
         environment: variables to add to this process's environment.
     """
     ours, theirs = socket.socketpair()
@@ -79,8 +79,8 @@ def ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def limit_memory(size: int, is_beside: bool = False) -> None:
-    """Limits the address space of this process to ``size`` bytes. With ``is_beside`` the limit is ``size`` bytes above
-    what it has now. It has no effect on platforms without such a limit."""
+    """Limits the address space of this process to ``size`` bytes, or with ``is_beside`` to ``size`` bytes more than it
+    uses now. This has no effect on platforms without such a limit."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 

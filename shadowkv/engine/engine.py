@@ -63,7 +63,8 @@ Scores = list[TokenLogprobs | None]
 """Log-probabilities of a prompt's tokens, None for the first."""
 
 TOKEN_GAP = 0.08
-"""Target seconds between two tokens of a sequence while prompts are computed. With it, 99 of 100 gaps are below 0.1 s.
+"""Target seconds between two tokens of a sequence while prompts are computed. With this target, 99 of 100 gaps are
+below 0.1 s.
 
 A round of prefill takes all the time that the decode step leaves, because a step of few sequences costs nearly as much
 as a step of many. Decode steps of 4 to 12 ms then take 5 to 15 % of the time. If a round only took three times as long
@@ -291,7 +292,7 @@ class Engine:
         return len(self.scheduler.running) + self.prefill_queue.num_requests
 
     def num_running_of(self, tenant: str) -> int:
-        """Requests of one tenant that own a sequence. Any thread can call it."""
+        """Number of one tenant's requests that own a sequence. Any thread can call it."""
         prefills = [*self.prefill_queue.in_flight]
         rows = [*self.scheduler.running, *(row for prefill in prefills for row in prefill.rows)]
         return sum(row.request.tenant == tenant for row in rows)
@@ -453,7 +454,7 @@ class Engine:
         outputs: list[TokenOutput] = []
         try:
             chosen: ChosenRows | None = self.decode_steps.next(wait)
-            while chosen is not None:  # once, or as long as drafts are right
+            while chosen is not None:  # one round; with drafts, as long as they are right
                 outputs += self._take_tokens(*chosen)
                 chosen = self.decode_steps.following()
         except torch.OutOfMemoryError as error:  # waiting requests may need less memory
@@ -566,7 +567,7 @@ def interrupts_deferred() -> Iterator[Callable[[], None]]:
     step Ctrl-C would leak pages and slots."""
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # nothing to raise here
+        yield lambda: None  # Ctrl-C raises nothing here
         return
     pending: list[Any] = []
 

@@ -51,7 +51,7 @@ class HeldFolder:
 
 
 def _locked_file(folder: Path) -> int:
-    import fcntl  # imported here because Windows has none; only servers and ranks need it
+    import fcntl  # imported here because Windows has no such module; only servers and ranks need it
 
     # The file gets its name after it is locked: otherwise a process that looks for abandoned folders could lock it.
     new = folder / "new"

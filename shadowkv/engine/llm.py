@@ -37,7 +37,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass
 class _Choice:
-    """An answer in progress. It is number ``index`` of the ``n`` answers to a prompt, and ``of`` collects all n."""
+    """An answer in progress. It is number ``index`` of the ``n`` answers to a prompt. ``of`` collects all of them."""
 
     request: Request
     index: int
@@ -212,7 +212,7 @@ class LLM:
             raise TypeError(f"sampling_params must be SamplingParams or a list of them, and is {_kind(given)}")
         if len(given) != count:
             raise ValueError(
-                f"sampling_params has {len(given)} for {counted(count, 'prompt')}: pass one, or one for each prompt"
+                f"sampling_params has {len(given)} entries for {counted(count, 'prompt')}: pass one, or one for each"
             )
         return given
 
@@ -262,7 +262,7 @@ class LLM:
                         if output.error is not None:
                             raise RuntimeError(f"{name}: {output.error}")
                         if output.finish_reason is not None:
-                            self.engine.stop(name)  # at a stop string
+                            self.engine.stop(name)  # the engine does not see stop strings
                             del left[name]
                         yield choice, output
         finally:

@@ -69,8 +69,9 @@ class TokenSelections:
         everything: whether the step attended to all tokens: the sequence is dense, or the policy does not select.
         exact: ranges of positions [first, end) that the weights leave out, because every layer attends to them: the
             sink and the newest tokens. Outliers are not reported.
-        groups: for each group of layers, the weights of tokens outside the ranges of ``exact``. They are the selected
-            tokens, or all tokens if ``everything`` is True. Without such tokens a group has no cells.
+        groups: for each group of layers, the weights of the selected tokens outside the ranges of ``exact``. If
+            ``everything`` is True, the weights of all tokens outside these ranges. Without such tokens a group has no
+            cells.
     """
 
     length: int
@@ -120,7 +121,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def is_progress(self) -> bool:
-        """Whether it says only how far the prompt has come."""
+        """Whether the output only reports the progress of the prefill."""
         return self.prefilled is not None and not self.token_ids and self.finish_reason is None
 
 
@@ -158,5 +159,5 @@ class TextOutput:
 
     @property
     def is_progress(self) -> bool:
-        """Whether it says only how far the prompt has come."""
+        """Whether the output only reports the progress of the prefill."""
         return self.prefilled is not None and not self.token_ids and self.finish_reason is None

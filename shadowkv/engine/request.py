@@ -31,7 +31,8 @@ class Constraint(Protocol):
         without a limit."""
 
     def mask(self, logits: Tensor) -> None:
-        """Sets the logits [V] of forbidden next tokens to -inf, in place, if the mask is ready and has not failed."""
+        """Sets the logits [V] of forbidden next tokens to -inf, in place. Call it only when the mask is ready. Does
+        nothing if the constraint has failed."""
 
     def accept(self, token: int) -> bool:
         """Adds the chosen token and starts to compute the next mask. False if the grammar forbids the token."""
@@ -66,8 +67,7 @@ class Request:
         prompt: the prompt for the prefix cache; None if the request does not use the prefix cache.
         tenant: an API key, an address, or "" without either. The scheduler is fair between tenants.
         priority: with ``scheduling_policy="priority"``, lower numbers go first.
-        bad_words: token ids of forbidden words. The key is the word's last token but one, or None for words of one
-            token.
+        bad_words: forbidden words as token ids. A word's key is its last token but one, or None if it has one token.
         thoughts: ends thoughts that exceed their budget; None without a budget.
         repetition: detects an answer that repeats itself; None if not requested.
         looked_up: whether the prefix cache is searched for the prompt; else all tokens are computed and then cached.

@@ -110,15 +110,15 @@ class RequestFactory:
         )
 
     def _by_end(self, words: tuple[str, ...]) -> dict[int | None, list[tuple[int, ...]]]:
-        """Returns the token ids of words. The key is the word's last token but one, or None for words of one token."""
+        """Returns words as token ids. A word's key is its last token but one, or None if it has one token."""
         found: dict[int | None, list[tuple[int, ...]]] = {}
         for spelling in self._spellings(words):
             found.setdefault(spelling[-2] if len(spelling) > 1 else None, []).append(spelling)
         return found
 
     def _spellings(self, words: Iterable[str]) -> Iterator[tuple[int, ...]]:
-        """Yields the token ids of each word as they are at the start of a text. As in vLLM, it also yields those of the
-        word after a space, if there are equally many and the first one differs."""
+        """Yields the token ids that each word has at the start of a text. As in vLLM, it also yields the ids that the
+        word has after a space, if their number is equal and the first id differs."""
         for word in words:
             forms = word.lstrip(), f" {word.lstrip()}"
             begun, after_space = (tuple(self._tokenizer.encode(form, add_special_tokens=False)) for form in forms)

@@ -64,8 +64,8 @@ class RequestOutput:
 
     Attributes:
         prompt: the prompt's text; None if it was given as token ids.
-        prompt_logprobs: for each token of the prompt, log-probabilities as in ``CompletionOutput.logprobs``; None for
-            the first token. None if not requested.
+        prompt_logprobs: for each token of the prompt, log-probabilities as in ``CompletionOutput.logprobs``; the first
+            entry is None. The whole list is None if not requested.
         outputs: the ``n`` answers; in a stream the new part of one answer.
         finished: whether all ``n`` answers are complete.
         num_cached_tokens: prompt tokens that the prefix cache had, for the first of the ``n`` answers.

@@ -29,7 +29,7 @@ class RepetitionDetectionParams:
     ``min_pattern_size`` to ``max_pattern_size`` tokens.
 
     Attributes:
-        max_pattern_size: 0 turns it off.
+        max_pattern_size: 0 turns the detection off.
         min_pattern_size: 0 means 1.
 
     Raises ValueError for values out of range.
@@ -64,7 +64,7 @@ class StructuredOutputsParams:
         structural_tag: a structural tag of XGrammar, as an object or as its text.
         disable_any_whitespace: whether JSON has no white space except one space after each comma and colon.
 
-    Raises ValueError unless exactly one is set.
+    Raises ValueError if none or several of the formats are set.
     """
 
     json: str | dict[str, Any] | None = None
@@ -88,7 +88,7 @@ class StructuredOutputsParams:
 
     @property
     def rules(self) -> str:
-        """The format in the form of ``SamplingParams.json_schema`` or ``SamplingParams.grammar``."""
+        """The format as a value of ``SamplingParams.json_schema`` or ``SamplingParams.grammar``."""
         if self.choice is not None:
             return choice_text(self.choice)
         if self.regex is not None:
@@ -109,26 +109,26 @@ class SamplingParams:
     """Sampling of one request.
 
     Attributes:
-        n: number of answers. ``LLM`` makes a request for each; with a ``seed`` their seeds are those of
-            ``choice_seed``.
+        n: number of answers. ``LLM`` makes a request for each. If there is a ``seed``, ``choice_seed`` derives the
+            requests' seeds from it.
         max_tokens: maximum number of tokens to generate. None is the engine's default (``default_max_tokens``), 0 only
             scores the prompt.
         min_tokens: no end token is chosen before this many tokens.
         temperature: 0 is greedy.
         top_p: samples from the smallest set of most likely tokens with this probability.
-        top_k: samples from the ``top_k`` most likely tokens; 0 and -1 are all.
+        top_k: samples from the ``top_k`` most likely tokens; 0 and -1 mean all.
         min_p: samples from tokens at least ``min_p`` times as likely as the most likely one.
         repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and the answer; 1 is
             off.
         presence_penalty: subtracted once from the logits of tokens generated before.
         frequency_penalty: subtracted from the logits of tokens generated before, once per occurrence.
         logit_bias: added to the logits, by token id.
-        allowed_token_ids: the only tokens that can be chosen; None is all.
-        bad_words: words that are not generated. After a word's other tokens its last token is not chosen.
+        allowed_token_ids: the only tokens that can be chosen; None means all.
+        bad_words: words that are not generated: a word's last token is not chosen directly after its other tokens.
         thinking_token_budget: maximum number of tokens of thoughts, between ``<think>`` and ``</think>``. At the limit
             ``</think>`` is forced. None and -1 are no limit.
         repetition_detection: ends an answer that repeats itself, with ``finish_reason`` ``repetition``.
-        stop: strings that end the text. They are not part of it without ``include_stop_str_in_output``. A string or a
+        stop: strings that end the text. The text includes them only with ``include_stop_str_in_output``. A string or a
             list becomes a tuple.
         stop_token_ids: tokens that end the text, besides the model's own.
         include_stop_str_in_output: whether the string or token that ends the text is part of it.
@@ -142,9 +142,9 @@ class SamplingParams:
         json_one_line: with a schema, no white space except one space after each comma and colon, as ``json.dumps``
             writes.
         skip_special_tokens: whether to leave special tokens out of the text.
-        logprobs: number of alternatives to report per token: 0 is only the chosen token, -1 the whole vocabulary, None
-            is off. The engine's ``max_logprobs`` limits it.
-        prompt_logprobs: number of alternatives to report per prompt token, with the same values.
+        logprobs: number of alternatives to report per token: 0 for the chosen token alone, -1 for the whole vocabulary,
+            None for no log-probabilities. The engine's ``max_logprobs`` limits it.
+        prompt_logprobs: number of alternatives to report per prompt token; values are as for ``logprobs``.
         logprob_token_ids: tokens to report beside the chosen one, instead of the most likely ones.
         predicted_token_ids: the expected tokens of the answer, which are also used to make drafts (OpenAI's
             ``prediction``). They do not change the answer. Without ``speculative_config`` they have no effect.
@@ -194,7 +194,7 @@ class SamplingParams:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        # A string is a sequence too: of its characters.
+        # A string alone would be read as a sequence of its characters.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for name in SEQUENCES:
             value = getattr(self, name)

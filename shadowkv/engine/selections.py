@@ -101,8 +101,8 @@ class SelectionRecord:
 
     def _see(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
         """Records the selections of a portion of the batch, a micro-batch. The cache calls it as ``selection_hook``.
-        Every layer gets the same portions in the same order. If later layers share a layer's keys, it is called for
-        that layer's number again, after the layer's own portions. These calls are not recorded."""
+        Every layer gets the same portions in the same order. If later layers share a layer's keys, the cache calls this
+        method again with that layer's number, after the layer's own portions. These calls are not recorded."""
         if self._before[0] is not None:
             selected = self._before[0](layer, q, batch, selected)
         if layer == self._groups[0][0]:
@@ -141,7 +141,7 @@ class SelectionRecord:
     def _of_everything(
         self, layer: int, q: Tensor, batch: DecodeBatch, row: int, number: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """Returns the positions and scores of a row's tokens between the first and the newest ones, by segment."""
+        """Returns, for each segment, the positions and scores of a row's tokens between the first and the newest."""
         (_, first), (end, _) = self._exact(number)
         if end <= first:
             return []
@@ -194,6 +194,6 @@ class SelectionRecord:
 
 
 def _preference(group: GroupLayout) -> tuple[bool, bool, int]:
-    """Returns the sort key of a group of layers. The group with the largest key is reported: one without a window
-    before others, then one that selects, then the one with the most layers."""
+    """Returns the sort key of a group of layers. The group with the largest key is reported. Groups without a window
+    come before others, then groups that select, then groups with more layers."""
     return group.window is None, group.spec.selects, len(group.layers)

@@ -21,7 +21,7 @@ class TenantQueue(Generic[T]):
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._waiting: dict[str, deque[T]] = {}  # the tenant that came or had a place last is last
+        self._waiting: dict[str, deque[T]] = {}  # ordered by the tenants' last arrival or place, oldest first
 
     def __bool__(self) -> bool:
         return bool(self._waiting)

@@ -13,12 +13,12 @@ PREFIX = "vllm_"
 """Prefix of these flags' attributes in parsed arguments, so that they do not collide with this server's flags."""
 
 VALUES: Mapping[str, int | str] = {"N": 1, "N+": "+"}
-"""Number of a flag's values (argparse's ``nargs``), by the word that stands for them in the flag's usage."""
+"""Number of a flag's values (argparse's ``nargs``), for each word that stands for values in a flag's usage."""
 
 
 @dataclass(frozen=True)
 class VllmFlag:
-    """A flag of vLLM's.
+    """A flag of vLLM.
 
     Attributes:
         names: the flag's names, the long one first.
@@ -70,7 +70,7 @@ NO_EFFECT = {
     ),
     "there is only one block manager": "--use-v2-block-manager",
     "sequences are never preempted": "--preemption-mode N",
-    "drafts have the room of tokens to come": "--num-lookahead-slots N",
+    "drafted tokens use the memory reserved for the rest of the answer": "--num-lookahead-slots N",
     "there is no cascade attention": "--disable-cascade-attn",
     "states are kept every 8192 prompt tokens and at the end of a prompt; --max-mamba-checkpoints limits how many": (
         "--mamba-cache-mode N=align, --mamba-block-size N"
@@ -106,8 +106,8 @@ NO_EFFECT = {
     "--h11-max-incomplete-event-size limits the size of a header instead": "--h11-max-header-count N",
     "always on": "--enable-request-id-headers, --enable-prompt-tokens-details, --enable-tokenizer-info-endpoint",
 }
-"""Usages of accepted flags, by the reason why they have no effect. A usage is the flag's names, then ``N`` for one
-value or ``N+`` for several, then ``=`` and the values that are accepted without a note."""
+"""Usages of accepted flags. The keys are the reasons why they have no effect. A usage is the flag's names, then ``N``
+for one value or ``N+`` for several, then ``=`` and the values that are accepted without a note."""
 
 REFUSED = {
     "one PEFT adapter can be merged into the weights at load: --adapter DIR": (
@@ -153,7 +153,7 @@ REFUSED = {
     "the log goes to stderr; --uvicorn-log-level LEVEL sets its level": "--log-config-file N",
     "weights and cache stay on the GPU": "--enable-sleep-mode",
 }
-"""Usages of refused flags, by what to use instead."""
+"""Usages of refused flags. The keys are the reasons, which name an alternative if there is one."""
 
 FLAGS = tuple(
     VllmFlag.of(usage, reason, table is REFUSED)
@@ -170,7 +170,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Adds these flags to a parser, hidden from ``--help``. ``vllm_notes`` checks the parsed values."""
     for flag in FLAGS:
         values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        if flag.values:  # a value can be an object, which the dotted form writes
+        if flag.values:  # a value can be a JSON object, also in vLLM's dotted form
             values = {"nargs": flag.values, "metavar": "JSON"}
         parser.add_argument(*flag.names, dest=flag.dest, default=None, help=argparse.SUPPRESS, **values)
 

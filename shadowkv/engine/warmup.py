@@ -1,8 +1,8 @@
-"""Warm-up: compiles kernels and captures CUDA graphs before the first request, so that it is as fast as later ones.
+"""Warm-up: compiles kernels and captures CUDA graphs, so that the first request is as fast as later ones.
 
-A few requests go through the engine's own steps. Requests that a later turn continues run to their end, and their
-cached sequences are evicted afterwards. The others are aborted. Then CUDA graphs of decode steps are captured for all
-batch sizes (``GraphGrid``). ``LLM`` and ``process/core.py`` call ``warm_up``.
+A few requests go through the engine's own steps. Some requests have a later turn. These run to completion, and their
+cached sequences are evicted at the end of the warm-up. The others are aborted. Then CUDA graphs of decode steps are
+captured for all batch sizes (``GraphGrid``). ``LLM`` and ``process/core.py`` call ``warm_up``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GRID_SECONDS = 15.0
 """Seconds of graph capture at start. Other shapes are captured later, when they have occurred often enough."""
 
 SERVER_SECONDS = 3.0
-"""Seconds of graph capture at the start of a server. It captures more graphs while it is idle, one at a time."""
+"""Seconds of graph capture at the start of a server. While idle, the server captures more graphs, one at a time."""
 
 GRID_BYTES = GRAPH_BYTES * 3 // 4
 """Device memory for the captured graphs of ``GraphGrid``."""
@@ -103,16 +103,17 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
 class GraphGrid:
     """Captures CUDA graphs of an engine's decode steps before they are needed.
 
-    It goes through the page counts of sequences, fewest first. For each it captures all batch sizes, with and without
-    prompts, until ``GRID_BYTES`` are used. Of passes with prompts of sequences that are compressed, or will be, it
-    captures one. The log says how far it came. It must be made while the engine has no sequences. Without CUDA graphs
-    it does nothing.
+    It goes through the page counts of sequences, fewest first. For each page count it captures all batch sizes, with
+    and without prompts, until ``GRID_BYTES`` are used. It captures only one mixed pass in which sequences of prompts
+    are compressed, or will be. The log says how far it came. A grid must be made while the engine has no sequences.
+    Without CUDA graphs it does nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
         config = engine.config
         counts = range(1, config.max_num_seqs + config.drafted_rows + 1)
-        self._batches = sorted({min(round_up(count), config.max_rows) for count in counts}, reverse=True)  # as in steps
+        # Rounded as in steps.
+        self._batches = sorted({min(round_up(count), config.max_rows) for count in counts}, reverse=True)
         self.engine, self._left, self._longest = engine, self._captures(list(_plans(engine))), 0
         self._count, self._seconds, self._bytes = 0, 0.0, 0
 
@@ -138,7 +139,7 @@ class GraphGrid:
         # The largest pass goes first: all graphs share its memory.
         mixed = [(rows, batch, False) for rows, batch in reversed(graphs.mixed_shapes())]
         shapes = [*mixed[:1], *((0, batch, False) for batch in self._batches), *mixed[1:]]
-        # One for prompts of sequences that are compressed, or will be. It compiles what all of them need.
+        # One mixed pass with compressed sequences is enough: its capture compiles the kernels for all such passes.
         able = self.engine.cache.captures_compressing
         compressing = [(rows, batch, True) for rows, batch, _ in mixed[-1:] if able]
         for number, (tokens, plan) in enumerate(plans):
@@ -157,7 +158,8 @@ class GraphGrid:
         if self.engine.runner.graphs is None:
             return
         logger.info(
-            "graphs: %d, for %s up to %d and sequences of up to %s tokens, in %.1f s, %.0f MiB; others when %s",
+            "graphs: %d, for %s up to %d and sequences of up to %s tokens, in %.1f s, %.0f MiB; "
+            "other graphs are captured when %s",
             self._count,
             counted(len(self._batches), "batch size"),
             self._batches[0],
@@ -169,8 +171,8 @@ class GraphGrid:
 
 
 def _plans(engine: Engine) -> Iterator[tuple[int, DecodePlan]]:
-    """Yields the sequence lengths that have graphs of their own, in ascending order. With each comes the plan of a step
-    of one such sequence. Stops at a length that does not fit into the cache."""
+    """Yields pairs: a sequence length that has graphs of its own, and the plan of a step of one such sequence. Lengths
+    are in ascending order. Stops at a length that does not fit into the cache."""
     cache = engine.cache
     for tokens in _lengths(engine):
         if not cache.demand(tokens, tokens + 1).within(cache.free):
@@ -198,7 +200,8 @@ def _stages(engine: Engine) -> list[Generator[None, None, object]]:
     1. A short prompt.
     2. A pack of two short prompts.
     3. A prompt of more than two blocks, long enough to be compressed if the policy compresses, and a second one that
-       shares its prefix. Their answers compress a page. Then a later turn of the first.
+       shares its prefix. Their answers are so long that a page is compressed during decode. Then a later turn of the
+       first.
     4. A later turn of a short prompt.
     5. A short prompt that joins another one's decode step.
     """
@@ -209,7 +212,7 @@ def _stages(engine: Engine) -> list[Generator[None, None, object]]:
     if spec.compresses and spec.dense_limit + PAGE <= room:
         longest = max(longest, spec.dense_limit + PAGE)
     pack = [SHORT, SHORT // 2][: engine.config.max_num_seqs]
-    again = min(longest, room - 2 * PAGE)  # the second prompt: a prefix of the first, and a few tokens more
+    again = min(longest, room - 2 * PAGE)  # length of the second prompt, a prefix of the first or equal to it
     shared = [min(longest, room), again] if engine.config.max_num_seqs > 1 and again > PAGE else [min(longest, room)]
     of_lengths = (([SHORT], 3), (pack, 3))
     answered = [_answered(engine, [_prompt(engine, n) for n in lengths], tokens) for lengths, tokens in of_lengths]
@@ -223,9 +226,9 @@ def _prompt(engine: Engine, length: int) -> list[int]:
 
 
 def _pieces(stages: list[Generator[None, None, object]]) -> Generator[int, None, None]:
-    """Runs all stages; yields 0 after a step, or 1 if that finished a stage."""
+    """Runs all stages. Yields 0 after each step, and 1 after each stage."""
     for stage in stages:
-        with closing(stage):  # the stage's requests are removed before anything is evicted, whatever ends this
+        with closing(stage):  # the stage's requests are removed before anything is evicted, however this ends
             for _ in stage:
                 yield 0
         yield 1
@@ -245,7 +248,7 @@ def _answered(
     """Answers each prompt with ``tokens`` tokens, yields after each engine step, and returns the answers' tokens.
 
     With ``ends`` the requests end and stay cached; otherwise they are aborted. With ``one_by_one`` a prompt is added
-    when the one before has its first token. No request is left, whatever happens.
+    when the one before has its first token. At the end no request is left, even after an error.
     """
     most = tokens if ends else tokens + 1
     sampled = SamplingParams(max_tokens=most, temperature=1.0, top_k=50, top_p=0.9, seed=0, ignore_eos=True)

@@ -1,8 +1,8 @@
-"""The forward pass: the loop over a model's layers. Only ``FusedLayers``, which decodes on a CPU, does without it.
-``runner.py`` calls it, and evaluations call ``prefill``, too.
+"""The forward pass: the loop over a model's layers. Only ``FusedLayers``, which decodes on a CPU, has its own loop.
+``runner.py`` calls ``forward`` and ``prefill``. Evaluations call ``prefill`` too.
 
-A flow is a set of tokens that pass the layers together, with the cache's batch of these tokens: a decode step, a
-micro-batch, a prompt, a block of a long prompt, or a step with prompts. The caller can pause the loop at every yield,
+A flow is a set of tokens that pass through the layers together, with the cache's batch of these tokens: a decode step,
+a micro-batch, a prompt, a block of a long prompt, or a step with prompts. The caller can pause the loop at every yield,
 or capture it in a CUDA graph. ``runner.py`` makes the flows of decode steps, and ``prefill`` makes those of prompts:
 for one cache, for several caches at once, or in one pass with a step.
 """
@@ -31,7 +31,7 @@ blocks."""
 
 
 class Ends(NamedTuple):
-    """The tokens of a flow that layers without keys of their own compute.
+    """Those tokens of a flow that are computed by the layers without keys of their own.
 
     Attributes:
         batch: the cache's batch of these tokens alone.
@@ -48,12 +48,12 @@ class Flow:
     Args:
         x: residual stream [T, D] before the first layer, of T tokens and D hidden dimensions.
         batch: the cache's batch of these tokens.
-        last: the batch of the last layer, if it needs attention for fewer tokens; None for the same batch. With
-            ``ends``, it is that of the last layer with keys of its own.
+        last: the batch for the last layer, if this layer needs attention for fewer tokens; None to use ``batch``. With
+            ``ends``, ``last`` is for the last layer with keys of its own.
         in_place: whether each layer writes its result into ``x``, which saves memory.
         own: computes the layers' own inputs of the tokens (``Decoder.layer_inputs``).
-        ends: the tokens for which ``last`` needs attention, for the layers behind. None to compute all tokens until the
-            last layer.
+        ends: the tokens that the layers after the layer of ``last`` compute, which are those that ``last`` needs
+            attention for. None to compute all tokens up to the last layer.
 
     Attributes:
         x: residual stream. After the layer of ``last`` it has only the tokens for which ``last`` needs attention.
@@ -107,10 +107,10 @@ def forward(
     """Computes ``flows`` layer by layer, and yields after each flow of each layer, unless only ``Flow.ends`` are left.
 
     Args:
-        storing: the prompts among the tokens. The flows are then their blocks. The cache stores keys and values once
-            all blocks have passed the layers that attend to them. Without ``storing`` the flows are micro-batches: each
-            finishes a layer only when it starts the next, so values from the host arrive while other micro-batches
-            compute.
+        storing: the prompts among the tokens. The flows are then the prompts' blocks. The cache stores keys and values
+            when all blocks have passed the layers that attend to them. Without ``storing`` the flows are micro-batches:
+            each one finishes a layer only when it starts the next, so that values from the host arrive while other
+            micro-batches compute.
     """
     last_use = {layer.cached_as: number for number, layer in enumerate(layers, 1)}
     with_keys = sum(not layer.reuses_keys for layer in layers)  # the others come last
@@ -163,7 +163,7 @@ def prefill(
     """Computes new tokens of admitted sequences.
 
     Unless ``scored``, the last layer with keys of its own computes keys and values of all tokens, but attention and MLP
-    only of each sequence's last token. Layers behind it compute only this token.
+    only of each sequence's last token. Later layers compute only these last tokens.
 
     Yields wherever it can be paused for a decode step, or closed. The sequences of a closed prefill can only be
     released.

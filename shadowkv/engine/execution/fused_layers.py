@@ -1,6 +1,7 @@
 """Fused decode steps on a CPU: all layers in one call of an op, or one call per layer if sequences are compressed.
 
-Without fusion, a small model's step on a CPU spends most of its time between ops. ``Runner.step`` uses it.
+Without fusion, a small model's step on a CPU spends most of its time between ops. ``Runner.step`` uses
+``FusedLayers``.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class FusedLayers:
 
     def __call__(self, x: Tensor, step: Batch) -> Tensor:
         """Computes all layers of a decode step. ``x`` [B, D] is the residual stream of the B tokens before the first
-        layer. Returns the stream after the last."""
+        layer. Returns the stream after the last layer."""
         batch = cast(DecodeBatch, step.groups[0][0])
         places = batch.positions, batch.pages, batch.counts, batch.write_page, batch.write_offset
         tokens, decode = op.NewTokens(*places), self._ops.decode_layers

@@ -62,7 +62,8 @@ class Runner:
 
     @property
     def eager_runs(self) -> int:
-        """Number of eager runs so far of shapes that will have a CUDA graph. They take longer than later ones."""
+        """Number of eager runs so far of shapes that will have a CUDA graph. Such a run takes longer than later steps
+        of its shape, which have a graph."""
         return 0 if self.graphs is None else self.graphs.eager_runs
 
     def drop_graphs(self) -> None:
@@ -93,7 +94,7 @@ class Runner:
         Args:
             batch: rows of the step; None for the plan's.
             rows: number of prompt tokens in the step, including padding; 0 for a step without prompts.
-            compressing: whether sequences of these prompts can be compressed.
+            compressing: whether sequences of the step's prompts are compressed, or will be (``KVCache.compressing``).
         """
         assert self.graphs is not None
         with suppress(torch.OutOfMemoryError):  # steps of this shape run without a graph
@@ -145,20 +146,20 @@ class Runner:
         drafts: Sequence[list[int]] = (),
         drafting: bool = False,
     ) -> Tensor:
-        """Runs a decode step: appends a token to each sequence and returns float32 logits [B, V] of the next. The step
-        has a row for each token, and B is their number.
+        """Runs a decode step: appends a token to each sequence and returns float32 logits [B, V] of the next tokens.
+        The step has B rows, one for each appended token.
 
         Args:
             tokens: the token of each sequence, unless ``sources`` names a row.
             sources: for each sequence, the row of ``chosen`` that holds its token, or -1 if ``tokens`` has it. None if
                 ``tokens`` has all of them.
-            record: a context in which the step runs, without a CUDA graph. CUDA graphs hold memory, so such a step can
-                run out of memory. It then runs again as a CUDA graph, outside the context.
+            record: a context in which the step runs, without a CUDA graph. Such a step can run out of memory, because
+                the captured graphs hold some. It then runs again as a CUDA graph, outside the context.
             prompts: n other sequences and their new tokens (at most a block) for the same pass. Logits are then
-                [B + n, V]. The pass is a CUDA graph if ``can_capture`` and its shape has a graph. If it raises,
-                these sequences can only be released, and the step can run without them.
+                [B + n, V]. The pass is a CUDA graph if ``can_capture`` is True and its shape has a graph. If the pass
+                raises, these sequences can only be released, and the step can run without them.
             drafts: for each sequence, drafted tokens, which are appended behind its token. Each is a further row of its
-                sequence. Wrong ones must be removed with ``KVCache.truncate``. Empty if nothing is drafted.
+                sequence. Wrong tokens must be removed with ``KVCache.truncate``. Empty if nothing is drafted.
             drafting: whether it is a draft step (``KVCache.plan_decode``).
         """
         if sources is not None and any(source >= 0 for source in sources):

@@ -53,9 +53,9 @@ class Sampler:
             requests: the B requests.
 
         Returns:
-            Three lists with an entry per request. Token ids: ``NO_TOKEN`` if all tokens are forbidden.
-            Log-probabilities, from the logits before temperature and penalties: None if not requested. Whether the
-            row's logits are all finite: if not, the row's token has no meaning.
+            Three lists with an entry per request: token ids, log-probabilities, and whether the row's logits are all
+            finite. A token id is ``NO_TOKEN`` if all tokens are forbidden, and has no meaning if a logit is not finite.
+            Log-probabilities are from the logits before temperature and penalties; None if not requested.
         """
         raw, finite = logits, _finite(logits)
         changed = [row for row, request in enumerate(requests) if request.params.changes_logits]
@@ -75,11 +75,11 @@ class Sampler:
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, requests: list[Request], steps: list[int]) -> Tensor:
-        """Chooses one token per request on the device, without waiting: int64 [2, B] of token ids, and 1 for each row
-        whose logits are all finite.
+        """Chooses one token per request on the device, without waiting. Returns int64 [2, B]: the token ids, and 1 for
+        each row whose logits are all finite, else 0.
 
-        Penalties, grammars and what else changes logits is left out, and so are log-probabilities. ``steps`` is the
-        number of each request's token, from 1.
+        Penalties, grammars and other changes of the logits are not applied, and there are no log-probabilities.
+        ``steps`` are the numbers of the requests' tokens, counted from 1.
         """
         return torch.stack((self._tokens(logits, requests, steps), _finite(logits)))
 
@@ -137,7 +137,7 @@ def _keep(logits: Tensor, tokens: Tensor, values: Tensor | float) -> None:
 
 
 def _bad_tokens(request: Request) -> list[int]:
-    """Returns the tokens that would complete a bad word: its last token, if the answer ends with its other tokens."""
+    """Returns the last token of each bad word whose other tokens end the answer."""
     words, output = request.bad_words, request.output_token_ids
     if not words:
         return []

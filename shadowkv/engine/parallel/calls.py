@@ -28,8 +28,8 @@ class Call(NamedTuple):
         target, method: names of the object and of its method.
         makes: number of the sequence or prefill that the call returns; None if it returns none.
         ends: number of the sequence that the call releases; None if it releases none.
-        asks: number of the answer that rank 0 waits for; None if it waits for none. The call then returns an iterator,
-            whose result is the answer.
+        asks: number of the answer that rank 0 waits for; None if it waits for none. A call with an answer returns an
+            iterator, whose result is the answer.
     """
 
     target: str
@@ -125,7 +125,7 @@ class Reader:
             self.asked[call.asks] = result
 
     def answers(self) -> Iterator[Answer]:
-        """Advances what rank 0 has asked for. Yields the answers that are known now."""
+        """Advances the iterators that compute answers. Yields the answers that are known now."""
         for number, result in list(self.asked.items()):
             try:
                 next(result)
@@ -135,7 +135,7 @@ class Reader:
 
     def own(self, kind: str, *what: Any) -> Any:
         """Returns this rank's own object for an argument that is not pickled."""
-        if kind == RECORD:  # a recorded step runs without a CUDA graph; with a context this rank does so too
+        if kind == RECORD:  # with a context, this rank runs the step without a CUDA graph, as rank 0 does
             return nullcontext()
         if kind == TENSOR:
             dtype, shape = what

@@ -30,7 +30,7 @@ HERE = "here"
 """Message of a rank that is about to join the process group."""
 
 REASON_SECONDS = 2.0
-"""Time limit in seconds for a rank's reason to arrive, after another rank has noticed that the rank has ended."""
+"""Seconds to wait for the reason of a rank that has ended, after another rank has noticed the end."""
 
 
 class Ranks:
@@ -119,7 +119,7 @@ class Ranks:
 
     def ask(self, target: str, method: str, arguments: tuple[Any, ...]) -> Future[list[Any]]:
         """Sends the queued calls and then one that the other ranks answer, without waiting. The result has the answers,
-        in no order. The future raises RankFailure if a rank has ended."""
+        in any order. The future raises RankFailure if a rank has ended."""
         number, written = self.writer.ask(target, method, arguments)
         asked = _Asked(Future(), [])
         with self._asking:
@@ -178,8 +178,9 @@ class Ranks:
             callback(RankFailure(self.failure))
 
     def _watch(self) -> None:
-        """Waits until a rank ends or reports an error; ranks do not end before ``close``. If a rank ended because
-        another one did not answer, the other one is the cause: it is reported if it ends too."""
+        """Receives answers until a rank ends or reports an error. Before ``close``, a rank ends only if something
+        fails. If a rank ended because another one did not answer, that other rank is the cause, and is reported if it
+        ends too."""
         left, found, seconds = list(self._pipes), None, None
         while ready := multiprocessing.connection.wait(left, seconds):
             if self._closing:
@@ -207,10 +208,10 @@ class Ranks:
             process.kill()
         self._on_failure(RankFailure(cast(str, self.failure)))
         if self.group.size > 1:
-            self.group.abort()  # ends kernels that wait for the rank; it returns once CUDA graphs are gone
+            self.group.abort()  # ends kernels that wait for the rank; returns when all CUDA graphs are freed
 
     def _describe_end(self, pipe: Connection, reason: str | None) -> str:
-        """Describes the end of the rank at ``pipe``'s other end. ``reason`` is the rank's own, None if it sent none."""
+        """Describes the end of the rank at ``pipe``'s other end. ``reason`` is what the rank sent; None if nothing."""
         rank = 1 + self._pipes.index(pipe)
         if reason is not None:
             return f"tensor-parallel rank {rank} failed: {reason}"
@@ -243,7 +244,7 @@ class Ranks:
 
 
 class _Asked(NamedTuple):
-    """The answers to a call so far. The future has all of them."""
+    """The answers to a call so far. The future gets all of them as its result."""
 
     future: Future[list[Any]]
     answers: list[Any]

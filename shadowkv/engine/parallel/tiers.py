@@ -100,7 +100,7 @@ class DriverMover(Mover):
 
     def open(self, sequence: CachedSequence, start: int, stop: int) -> Reading:
         number = next(self._count)
-        # Before rank 0 opens its own reading, which changes the sequence even if it fails.
+        # The other ranks are told first: opening a reading changes the sequence on every rank, even if it fails.
         self._call("open", number, sequence, start, stop)
         try:
             reading = super().open(sequence, start, stop)
@@ -115,8 +115,8 @@ class DriverMover(Mover):
         self._call("close", self._numbers.pop(reading))
 
     def down(self, reading: Reading, place: Place) -> Iterator[int]:
-        """As ``Mover.down``, for all ranks. It also ends on all ranks if it raises torch.OutOfMemoryError, which it
-        does if any rank cannot copy its part."""
+        """As ``Mover.down``, for all ranks. Raises torch.OutOfMemoryError if any rank cannot copy its part. The copy
+        has then ended on all ranks."""
         number, failure = self._numbers[reading], None
         self._call("down", number, place)
         try:
@@ -162,8 +162,8 @@ class _Job:
     Attributes:
         reading: None if it could not be opened.
         moves: launches the copy layer by layer (``Mover.down``).
-        failed: whether not all layers can be copied.
-        ended: whether no layer is on its way any more.
+        failed: whether the copy has failed.
+        ended: whether no layer is in flight.
     """
 
     reading: Reading | None
@@ -173,11 +173,11 @@ class _Job:
 
 
 class RankMover:
-    """Moves the parts of a rank other than 0. ``DriverMover`` calls the methods of the same names; rank 0 numbers the
-    copies.
+    """Moves the parts of a rank other than 0. ``DriverMover`` on rank 0 calls these methods by name, and gives each
+    copy its ``number``.
 
-    A copy that fails on this rank is reported to rank 0. A sequence that cannot be restored on this rank alone is an
-    error, which ends the rank, because the other ranks have the sequence.
+    A copy that fails on this rank is reported to rank 0. If only this rank fails to restore a sequence, the rank ends
+    with an error, because the other ranks do have the sequence.
     """
 
     def __init__(self, mover: Mover) -> None:
@@ -214,8 +214,8 @@ class RankMover:
                 self._fail(number, error)
 
     def end(self, number: int, complete: bool) -> Answering:
-        """Answers whether all layers have arrived, after no layer is on its way any more. If not ``complete``, rank 0
-        has given up."""
+        """Waits until no layer is in flight, then answers whether all have arrived. If not ``complete``, rank 0 has
+        given up."""
         job = self._jobs[number]
         while complete and not job.failed:
             try:
@@ -249,7 +249,7 @@ class RankMover:
         return restoring.sequence
 
     def restored(self, sequence: CachedSequence) -> Answering:
-        """Answers that all layers of a restored sequence have arrived."""
+        """Waits until all layers of a restored sequence have arrived, then answers True."""
         _, arrival = self._arriving[sequence]
         while not arrival.done:
             yield

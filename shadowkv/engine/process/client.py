@@ -130,7 +130,7 @@ class EngineClient:
         facts: the engine's facts.
         tokenizer: the tokenizer of the engine's model.
         folder: the folder of the engine's socket.
-        alive: whether the engine's process is alive.
+        alive: returns whether the engine's process is alive.
 
     Attributes:
         stopping: whether the engine is being shut down on purpose.
@@ -339,8 +339,8 @@ class EngineClient:
             save: for a single request, a question's number and a name. The prompt is saved to the disk under this name,
                 and the question is answered when the prompt is there.
 
-        Raises EngineBusy if too many requests wait, RequestError if the empty cache is too small for one, EngineDead if
-        the engine has stopped.
+        Raises EngineBusy if too many requests wait, RequestError if the empty cache is too small for a request,
+        EngineDead if the engine has stopped.
         """
         self._connect()
         if not self.is_alive:
@@ -378,8 +378,8 @@ class EngineClient:
     # -- statistics and the prefix cache ----------------------------------------------------------------------------
 
     async def stats(self, usage: bool = False) -> EngineStats:
-        """Returns the engine's statistics. With ``usage`` they have the share of the KV cache that requests hold.
-        Raises EngineDead."""
+        """Returns the engine's statistics. With ``usage`` they include the share of the KV cache that requests
+        hold. Raises EngineDead."""
         stats: EngineStats = await self._ask(messages.Statistics(self._number(), usage), None, EngineStats)
         return stats
 

@@ -42,14 +42,14 @@ HELD_SECONDS = 0.002
 """How long the engine thread waits for a command while all sequences wait for their grammars."""
 
 LINGER_MS = 1000
-"""How long the last messages can take to be sent, at shutdown."""
+"""Time limit in milliseconds for sending the last messages at shutdown."""
 
 
 class EngineCore:
     """Serves an engine to the processes that connect to its socket.
 
     Args:
-        engine: from now on only this object uses it.
+        engine: the engine, which only this object uses from now on.
         folder: the folder of the socket, private to this installation's processes.
         name: the socket's name in ``folder``.
     """
@@ -147,7 +147,7 @@ class EngineCore:
             self._take(client, messages.decode_command(message))
         except msgspec.DecodeError:  # from a client of another version, which has been refused
             logger.exception("a message from %s could not be read", client)
-        except Exception as error:  # ends the engine: the sender would wait for an answer forever
+        except Exception as error:  # ends the engine, because the sender would wait forever for an answer
             self._commands.put(partial(_raise, error))
 
     def _take(self, client: bytes, command: messages.Command) -> None:

@@ -60,7 +60,7 @@ class Registered:
         return cls(named, specs, others, [backend for backend in backends if _is_named(backend)])
 
     def register(self) -> None:
-        """Registers all of them in this process, which must have no registrations of its own."""
+        """Registers everything in this process, which must have no registrations of its own."""
         for codec in self.codecs:
             codecs.register(codec)
         for axis, of_axis in self.parts.items():

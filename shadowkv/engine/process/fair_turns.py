@@ -18,7 +18,7 @@ class FairTurns:
     """A semaphore that tenants share. They wait in a ``TenantQueue``.
 
     Args:
-        turns: how many holders it can have at once.
+        turns: how many holders the semaphore can have at once.
     """
 
     def __init__(self, turns: int) -> None:
@@ -28,7 +28,7 @@ class FairTurns:
     @asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
         """A context in which the tenant has a turn. A task that is cancelled leaves the queue. Raises the error that
-        ``drop`` got."""
+        was passed to ``drop``."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(tenant, (tenant, turn))
         self._hand_out()
@@ -65,8 +65,8 @@ class FairTurns:
 
 
 _threads = FairTurns(min(32, (os.cpu_count() or 1) + 4))
-"""It has as many turns as ``asyncio.to_thread`` has threads. Without it, the threads would serve work in the order of
-arrival."""
+"""There is one turn for each thread of ``asyncio.to_thread``. Without turns, the threads would serve work in the order
+of arrival."""
 
 
 async def in_thread(tenant: str, work: Callable[[], T]) -> T:

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """The process of one or two engines. It ends when this process ends, even if this one is killed. The constructor
-    does not wait for the model to load.
+    """The process of one or two engines. It ends when this process ends, even if this process is killed. The
+    constructor does not wait for the model to load.
 
     Args:
         compare: policy of a second engine on the same weights, for comparisons.
@@ -41,7 +41,7 @@ class EngineProcess:
         self._config, self._ended, self._stopping = config, Future[str](), False
         self._facts: list[EngineFacts] = []
         self._clients: list[EngineClient] = []
-        # This process removes the folder at its end. If it is killed, the engine's process does.
+        # This process removes the folder at its end. If this process is killed, the engine's process removes it.
         self._folder = HeldFolder()
         self.folder = self._folder.path
         self._process, self._control = start_process(module, holds=[self._folder])
@@ -49,7 +49,7 @@ class EngineProcess:
             failing.callback(self.stop, 0.0)
             with suppress(OSError):  # the process has ended; _answer reports why
                 self._control.send(self.folder)
-            # This slow import, of PyTorch, runs while the engine's process imports it too.
+            # This import is slow because of PyTorch, which the engine's process imports at the same time.
             from shadowkv.engine.process.facts import Launch, script
 
             with suppress(OSError):
@@ -82,7 +82,7 @@ class EngineProcess:
             from shadowkv.engine.startup.loading import tokenizer_from_config
 
             tokenizer = tokenizer_from_config(self._config)
-            tokenizer.chat_encoder.prepare()  # blocks for a second: better now than during a request
+            tokenizer.chat_encoder.prepare()  # takes a second, which would delay the first request
             self._facts = self._answer()
             self._clients = [EngineClient(facts, tokenizer, self.folder) for facts in self._facts]
             failing.pop_all()

@@ -147,7 +147,7 @@ def _serve(control: Connection, launch: Launch, parent: _Parent, load: Callable[
         parent.exit()  # no process is left to read the last messages
     zmq.Context.instance().term()  # waits until the last messages are sent
     code = 0 if well else 1
-    parent.exit_within(EXIT_SECONDS, code)  # a compilation cannot be stopped
+    parent.exit_within(EXIT_SECONDS, code)  # a compilation that still runs cannot be stopped
     return code
 
 
@@ -157,8 +157,8 @@ class _Parent:
 
     Args:
         control: connection to the starting process.
-        folder: folder of the sockets, which is removed at the exit: the starting process can be killed before it does
-            so.
+        folder: folder of the sockets. This process removes it at its exit, because the starting process can be killed
+            before it has removed the folder.
 
     Attributes:
         done: set when the starting process stops this one, or ends.

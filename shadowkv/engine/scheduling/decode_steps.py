@@ -2,15 +2,15 @@
 
 On a GPU the next step is launched before the host has seen this step's tokens: the next step reads them on the device.
 A sequence that turns out to have ended has then computed one token too many, which is dropped. If the host takes part
-in choosing tokens (penalties, grammars, log-probabilities), the next step is launched only when they are chosen. A
-sequence whose grammar mask is not ready is held: the other sequences go on, and its token is chosen from the same
-logits later.
+in choosing tokens (penalties, grammars, log-probabilities), the next step is launched only when the tokens are chosen.
+A sequence whose grammar mask is not ready is held: the other sequences go on, and the held sequence's token is chosen
+later, from the same logits.
 
 Short prompts can join a step. The same pass computes them, and the step chooses their first tokens.
 
-With speculative decoding a step can have several rows of a sequence, for drafted tokens behind its newest one. They are
-drafted behind tokens that the host has seen. So no step is launched ahead where a draft is likely, and none behind one
-with drafts.
+With speculative decoding a step can have several rows of a sequence: one for its newest token, and one for each drafted
+token. A draft follows tokens that the host has seen. So no step is launched ahead if it is likely to have a draft, or
+if the step before it has drafts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class DecodeSteps:
     """Launches steps of the scheduler's running sequences and returns their tokens.
 
     Args:
-        run_ahead: whether to launch a step before the tokens of the step before are read. On a CPU it gains nothing.
-        pace: gets the time that prompts add to a step.
+        run_ahead: whether to launch a step before the previous step's tokens are read. On a CPU this has no benefit.
+        pace: records the time that prompts add to a step.
         speculation: drafts tokens; None without speculative decoding.
 
     Attributes:
-        seconds: device time of the last step without prompts, and without its draft steps. Steps that captured a CUDA
+        seconds: device time of the last step that had no prompts, without its draft steps. Steps that captured a CUDA
             graph do not count: the device waited for the host.
         held: rows that wait for their grammars.
     """
@@ -75,9 +75,9 @@ class DecodeSteps:
     def join(self, prompts: Sequence[Running]) -> bool:
         """Launches the next step together with ``prompts``, which have at most a block of new tokens.
 
-        Their sequences run from then on, and ``next`` returns their first tokens with the step's. Returns False if no
-        running sequence has another token to decode. If it raises, the prompts' sequences can only be released; steps
-        without them go on.
+        Their sequences run from then on, and ``next`` returns their first tokens with the other tokens. Returns False
+        if no running sequence has another token to decode. If it raises, the prompts' sequences can only be released;
+        steps without them go on.
         """
         before = self._in_flight
         step = self._launch(before, prompts)
@@ -91,11 +91,11 @@ class DecodeSteps:
         return True
 
     def next(self, wait: bool = True) -> ChosenRows:
-        """Returns the next token of every running sequence, and its selections if requested. Some rows can be of
+        """Returns the next token of every running sequence, and its selections if requested. Some rows can belong to
         sequences that have ended in the meantime.
 
-        Held rows are included when their grammars are ready. If all rows are held, ``wait`` waits for a moment. When
-        these tokens are part of their answers, ``following`` must be called until it returns None.
+        Held rows are included when their grammars are ready. ``wait`` says whether to wait for a moment if all rows are
+        held. The caller must add the tokens to their answers, and then call ``following`` until it returns None.
         """
         step = self._in_flight or self._launch(None)
         if step is None:
@@ -128,8 +128,8 @@ class DecodeSteps:
         return joined(chosen, before)
 
     def following(self) -> ChosenRows | None:
-        """Returns the tokens that follow those returned before, of sequences whose drafts were right so far. None if
-        there are none; their sequences then have no wrong tokens left."""
+        """Returns the next tokens of the sequences whose drafts were right so far. Returns None if there is no such
+        sequence; wrong drafted tokens have then been removed from all sequences."""
         chosen = None if self._drafted is None else self._drafted.next()
         if chosen is None:
             self._drafted = None
@@ -144,7 +144,7 @@ class DecodeSteps:
 
     @property
     def _in_flight(self) -> _Step | None:
-        """The launched step that ``next`` returns; None if none is launched, or all its sequences have ended."""
+        """The launched step whose tokens ``next`` returns; None without one, or if all its sequences have ended."""
         step = self._ahead
         return step if step is not None and any(running in self.scheduler.running for running in step.rows) else None
 
@@ -158,7 +158,7 @@ class DecodeSteps:
         return not self.speculation.expects(*of_step)
 
     def forget(self, running: Running) -> None:
-        """Removes the tokens from an ending sequence that a step ahead or a draft has appended."""
+        """Removes from an ending sequence the tokens that a step ahead or a draft has appended."""
         cut_to_answer(running, self.held, self.scheduler)
 
     def _launch(self, before: _Step | None, prompts: Sequence[Running] = ()) -> _Step | None:
@@ -194,7 +194,7 @@ class DecodeSteps:
         return _Step([*rows, *prompts], ahead, logits, self.runner, started, *how, asking, record, count, drafts)
 
     def _drafts(self, rows: Sequence[Running]) -> list[list[int]]:
-        """Returns a draft for each row; none if nothing is drafted."""
+        """Returns a draft for each row, or an empty list if nothing is drafted."""
         if self.speculation is None:
             return []
         sequences = [running.sequence for running in rows]
@@ -204,7 +204,7 @@ class DecodeSteps:
 
 class _Step:
     """A step in flight: a row for each decoding sequence, then a row for each prompt. With drafts it has no prompts,
-    and each sequence's row is followed by those of its drafted tokens."""
+    and each sequence's row is followed by the rows of its drafted tokens."""
 
     def __init__(
         self,
@@ -226,8 +226,8 @@ class _Step:
         requests = [running.request for running in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)
         self.on_device = plain
-        # Another graph would overwrite the logits before they are read. No step is launched after one with drafts until
-        # its tokens are read.
+        # A later graph would overwrite the logits before they are read. A step with drafts needs no copy: the next step
+        # is launched only after its tokens are read.
         self.logits = logits if plain or drafts else logits.clone()
         if plain:
             steps = [len(r.output_token_ids) + 1 + on_its_way for r, on_its_way in zip(requests, ahead, strict=True)]
@@ -241,12 +241,12 @@ class _Step:
             if chosen.is_cuda:
                 self._landing = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
                 self._landing.copy_(chosen, non_blocking=True)
-        # The host can choose tokens after ``computed``; the step ends when it has.
+        # If the host chooses the tokens, it does so after ``computed``, and the step ends when they are chosen.
         self.computed = self.ended = Mark(logits.device)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of the sequences."""
+        """Number of tokens of each sequence."""
         return [running.sequence.length for running in self.rows]
 
     def chosen(self) -> Chosen:

@@ -1,7 +1,7 @@
 """``DraftedRows``: chooses the tokens of a step with drafts, in order. ``DecodeSteps`` uses it.
 
-Drafts are not random. So each token is chosen as it is without drafts, from its row's logits and after all tokens
-before it, and a drafted token is accepted if it is the one that was chosen. Answers are those of steps without drafts.
+Drafts are not random. So each token is chosen as in steps without drafts: from its row's logits, and after all tokens
+before it. A drafted token is accepted if it equals the chosen token. So answers are the same as without drafts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shadowkv.engine.scheduling.scheduler import Running, Scheduler
 from shadowkv.engine.speculation.speculation import Speculation
 
 Choose = Callable[[list[Running], list[int]], ChosenRows]
-"""Chooses a token of each running sequence from the row of the step with the given number. Rows that wait for their
+"""Chooses a token for each running sequence, from the step's row with the given number. Rows that wait for their
 grammars are left out."""
 
 
@@ -25,7 +25,7 @@ class _Drafted:
     Attributes:
         row: number of its first row in the step. The rows of its drafted tokens follow.
         accepted: number of accepted drafted tokens so far.
-        agrees: whether all its tokens so far are as drafted.
+        agrees: whether all tokens that were chosen so far are as drafted.
     """
 
     running: Running
@@ -35,7 +35,8 @@ class _Drafted:
     agrees: bool = True
 
     def take(self, token: int) -> None:
-        """Records the token that was chosen from the next row, the one after the accepted rows."""
+        """Records the token that was chosen from the row of the last accepted token, or from the first row if none is
+        accepted yet."""
         request, left = self.running.request, self.draft[self.accepted :]
         self.agrees = bool(left) and left[0] == token
         if self.agrees:
@@ -69,8 +70,8 @@ class DraftedRows:
             row += 1 + len(draft)
 
     def next(self) -> ChosenRows | None:
-        """Chooses the next token of each sequence whose tokens so far are as drafted. None if there is none. The tokens
-        of the call before must be part of their answers."""
+        """Chooses the next token of each sequence whose tokens so far are as drafted. Returns None if there is no such
+        sequence. The tokens of the previous call must have been added to their answers."""
         going, alive = [], {id(running) for running in self._scheduler.running}
         for one in self._rows:
             if one.agrees and id(one.running) in alive:
@@ -97,10 +98,10 @@ class DraftedRows:
 
 
 def cut_to_answer(running: Running, held: HeldRows, scheduler: Scheduler) -> None:
-    """Removes the tokens from a sequence that its answer does not have.
+    """Removes from a sequence the tokens that its answer does not have.
 
-    Between two steps a sequence has all tokens of its answer but the newest, which the next step appends. A held row
-    has the newest too, because the token after it is not chosen yet.
+    Between two steps a sequence has all tokens of its answer but the newest, which the next step appends. The sequence
+    of a held row has the newest token too, because the token after it is not chosen yet.
     """
     request = running.request
     tokens = len(request.output_token_ids) - (running not in held)

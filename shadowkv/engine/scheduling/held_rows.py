@@ -39,8 +39,8 @@ class _Held:
 
 
 class HeldRows:
-    """Samples the tokens of steps in which the host takes part. Rows whose grammars are ready get their tokens; the
-    others are held."""
+    """Samples the tokens of steps whose tokens the host helps to choose. Rows whose grammars are ready get their
+    tokens; the others are held."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner, self._scheduler = runner, scheduler

@@ -1,4 +1,5 @@
-"""Measures the device time of the current prefill, and predicts that of the next. ``PrefillQueue`` uses both.
+"""Measures the device time of the current prefill, and predicts the device time of the next one. ``PrefillQueue`` uses
+both.
 
 On a GPU a launch returns long before its work is done. Unmeasured launches could queue seconds of work between two
 decode steps.
@@ -43,7 +44,7 @@ class Stopwatch:
     """Measures device time since its start. On a CPU this is the host's time.
 
     Attributes:
-        piece: seconds of the newest measured piece. A piece is the work launched between two calls.
+        piece: seconds of the newest measured piece. A piece is the work launched between two calls of ``passed``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,18 +54,18 @@ class Stopwatch:
 
     def start(self) -> None:
         """Starts again at 0. Only work that is launched from now on counts."""
-        # The newest piece is not measured yet; it can be the only piece since the previous start.
+        # The newest piece is not measured yet. It can be the only one since the previous start; ``passed`` measures it.
         self._unknown = None if self._last is None else (self._start, self._last, self._passed)
         self._start: Mark = Mark(self.device)
         self._last = None
         self._passed = 0.0
 
     def passed(self) -> float:
-        """Returns the device seconds from the start to the previous call; 0 at the first call. On a CPU it returns the
-        seconds to this call.
+        """Returns, on a GPU, the device seconds from the start to the previous call; 0 at the first call. On a CPU it
+        returns the seconds from the start to this call.
 
-        On a GPU it waits until the device has reached the previous call. It does not wait for the newest piece, so the
-        device stays busy. The first call waits for the last call before the start.
+        On a GPU it waits until the device has reached the previous call, even if that was before the start. It does not
+        wait for the newest piece, so the device stays busy.
         """
         now = Mark(self.device)
         before, self._last = self._last if self.device.type == "cuda" else now, now

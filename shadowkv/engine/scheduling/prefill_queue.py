@@ -25,7 +25,7 @@ capture and for the rest of the round."""
 LONG_SHARE = 0.25
 """Minimum share of prefill time for a long prompt while short ones overtake it. The share delays short prompts of a
 burst. Measured on an H200 with a share of one half: ten short prompts that came within 0.4 s had their first tokens
-after 0.34 to 0.40 s. With all of the prefill time they would have taken 0.25 s."""
+after 0.34 to 0.40 s. If short prompts had got all of the prefill time, it would have taken 0.25 s."""
 
 
 MAX_OWED = 0.5
@@ -34,7 +34,7 @@ requests end at once would be a newcomer each time."""
 
 MAX_IN_FLIGHT = 3
 """Maximum number of prefills in flight: a long prompt, a pack that has overtaken it, and newcomers that have overtaken
-the pack. It is limited because the activations of each take memory."""
+the pack. It is limited because each prefill's activations take memory."""
 
 
 @dataclass(eq=False)
@@ -50,8 +50,8 @@ class PrefillInFlight:
         pieces: number of pieces of the computation.
         done: number of finished pieces.
         owed: seconds of device time that this prefill must get before others may overtake it again. Prefills that
-            overtake it add to it.
-        seconds: device seconds spent on it so far.
+            overtake it increase this time.
+        seconds: device seconds spent on this prefill so far.
     """
 
     rows: list[Running]
@@ -72,8 +72,8 @@ class PrefillInFlight:
 
     @property
     def tokens_left(self) -> list[int]:
-        """Tokens left to compute of each prompt. Half of the layers of all tokens count as all layers of half of the
-        tokens."""
+        """Number of tokens left to compute of each prompt. When half of the pieces are done, half of the tokens count
+        as computed."""
         left = 1 - self.done / max(self.pieces, self.done)
         requests = [running.request for running in self.rows]
         return [math.ceil(left * (len(request.prompt_token_ids) - request.cached_tokens)) for request in requests]
@@ -82,9 +82,10 @@ class PrefillInFlight:
 class PrefillQueue:
     """Starts the scheduler's prefills and continues them.
 
-    A short prefill can start while a long one is paused, and is finished first. The next short prefill starts when the
-    long one has had its ``LONG_SHARE`` of the device time since then. A newcomer's prefill need not wait for this. It
-    can also overtake a pack of other tenants' short prompts. Both hold while at most ``MAX_OWED`` seconds are owed.
+    A short prefill can start while a long one is paused, and then ends first. The next short prefill starts when the
+    long one has had ``LONG_SHARE`` of the device time since the last short one started. A newcomer's prefill need not
+    wait for this, and it can also overtake a pack of other tenants' short prompts. Newcomers have both advantages only
+    while at most ``MAX_OWED`` seconds are owed.
 
     Attributes:
         in_flight: the prefills in progress. The last one runs; the others are paused.
@@ -112,8 +113,8 @@ class PrefillQueue:
         return None
 
     def start(self, most_tokens: float = math.inf) -> None:
-        """Starts another prefill if the rules of this class and the scheduler allow it. Several prompts have at most
-        ``most_tokens`` new tokens together."""
+        """Starts another prefill if the rules of this class and the scheduler allow it. A prefill of several prompts
+        has at most ``most_tokens`` new tokens."""
         if not self.in_flight:
             rows = self.scheduler.admit(most_tokens=most_tokens)
         elif (last := self.in_flight[-1]).long and last.owed <= 0:
@@ -146,8 +147,8 @@ class PrefillQueue:
         else None.
 
         A step is one pass without a pause. So a prefill is computed alone if it has begun, is scored, or waits for
-        pages from other tiers. It is also computed alone if it attends to more than a block of tokens, unless it
-        follows cached tokens and the step can be a CUDA graph.
+        pages from other tiers. It is also computed alone if it attends to more than a block of tokens, unless its new
+        tokens fit into a block and the step can be a CUDA graph.
         """
         prefill, scheduler = self.in_flight[-1] if self.in_flight else None, self.scheduler
         if prefill is None or prefill.done or prefill.scored or self.pace.seconds(prefill.tokens) > seconds:
@@ -168,11 +169,12 @@ class PrefillQueue:
         self.in_flight.remove(prefill)
 
     def advance(self, seconds: float) -> tuple[PrefillInFlight, Tensor, list[Tensor]] | None:
-        """Continues the last prefill until another piece would take more than ``seconds`` of device time. Instead
-        of the round's last pieces, it can capture the CUDA graph of the step that the prefill's requests will join.
+        """Continues the last prefill until the next piece would make the round exceed ``seconds`` of device time.
+        Instead of computing the round's last pieces, it can capture the CUDA graph of the step that the prefill's
+        requests will join.
 
-        Returns the prefill, logits [n, V] and hidden states if it has ended; else None. If it raises, the prefill stays
-        in ``in_flight`` until it is dropped.
+        If the prefill has ended, returns it with its logits [n, V] and hidden states; else returns None. If this method
+        raises, the prefill stays in ``in_flight`` until it is dropped.
         """
         prefill = self.in_flight[-1]
         prefill.watch.start()
@@ -196,8 +198,8 @@ class PrefillQueue:
             return prefill, *end.value
 
     def _prepare(self, prefill: PrefillInFlight, seconds: float) -> float:
-        """Captures the CUDA graph of the first decode step after a prefill. First computes pieces of the prefill, as
-        many as fit into the round before its last ``CAPTURE_SECONDS``.
+        """Captures the CUDA graph of the first decode step after a prefill. First computes the pieces of the prefill
+        that fit into the round; the round's last ``CAPTURE_SECONDS`` are kept free.
 
         Returns the seconds that these pieces take. Returns 0 if it did nothing: no graph is missing, ``seconds`` or the
         rest of the prefill is too short, or no piece has been measured yet.

@@ -1,9 +1,9 @@
-"""The scheduler: admits waiting requests in the order of ``WaitingQueue``, against the memory of every tier.
+"""The scheduler: admits waiting requests in the order of ``WaitingQueue``, if the memory of every tier suffices.
 
 A request is admitted only if all pages that it can need up to its last token are free. So running requests never run
-out of pages. One sequence and a little memory are reserved for newcomers: tenants with nothing running or prefilling.
+out of pages. One sequence and a little memory are reserved for newcomers: tenants of which no request runs or prefills.
 Short prompts overtake long ones without taking their memory. Requests that share a prefix wait for the first of them to
-compute it, if the others would compute more tokens of the prefix than the first has left.
+compute it, if the others together would compute more tokens of the prefix than the first has left to compute.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 1024
-"""Tokens of a short question and its answer. Memory for these is reserved for newcomers."""
+"""Number of tokens of a short question and its answer. Memory for so many tokens is reserved for newcomers."""
 
 MAX_REFUSED = 32
-"""An admission stops when this many requests, all but the first of newcomers, did not fit."""
+"""An admission stops when this many requests of newcomers did not fit, or when any other request did not fit."""
 
 MAX_ON_THEIR_WAY = 32
-"""Maximum number of waiting requests that others can pass while the prefixes of the waiting ones are read from the
-disk. It is limited because every step checks each of them."""
+"""Maximum number of requests that wait for a prefix from the disk while other requests overtake them. It is limited
+because every step checks each of them."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Running:
     request: Request
     sequence: CachedSequence
     rules_were_late: bool = False
-    """Whether its newest token had to wait for its grammar."""
+    """Whether the request's newest token had to wait for its grammar."""
     prompt_hidden: Tensor | None = None
     """Final hidden states [tokens, D] of the prompt, for ``prompt_logprobs``. Set until the first token is chosen."""
 
@@ -69,8 +69,8 @@ class Leader:
     """A prompt that is being computed, for which requests with the same prefix can wait.
 
     Attributes:
-        prompt: None if the request does not use the prefix cache.
-        tokens: tokens left to compute.
+        prompt: the prompt; None if the request does not use the prefix cache.
+        tokens: number of tokens left to compute.
     """
 
     prompt: Prompt | None
@@ -84,7 +84,7 @@ class Attempt:
     Attributes:
         match: the cached prefix; None if nothing is cached.
         left: blocks that must stay free after the admission.
-        again: whether the request can be computed whole if its cached prefix cannot be continued.
+        again: whether the whole prompt can be computed if its cached prefix cannot be continued.
         changes: the prefix cache's count of changes.
     """
 
@@ -96,7 +96,7 @@ class Attempt:
 
 
 class Sharing:
-    """The prefixes that waiting requests share with leaders. They are computed once per leader, when first needed."""
+    """The prefixes that waiting requests share with leaders. They are counted once per leader, when first needed."""
 
     def __init__(self, waiting: Sequence[Request]) -> None:
         self._waiting, self._wait = waiting, np.ones(len(waiting), bool)
@@ -109,7 +109,7 @@ class Sharing:
     def waits(self, number: int, cached: int, leader: Leader) -> bool:
         """Whether a request must wait for a leader.
 
-        It must if the leader shares more than ``cached`` tokens with it, and all waiting requests together would
+        It must if it shares more than ``cached`` tokens with the leader, and all waiting requests together would
         compute more tokens of the leader's prefix than the leader has left.
         """
         if leader.prompt is None or _shared(self._waiting[number], leader.prompt) <= cached:
@@ -136,8 +136,8 @@ class Scheduler:
         cache: the cache that allocates the sequences.
         max_num_seqs: maximum number of requests that run at once. A newcomer's request can run beyond this limit, in
             the slot of a cached sequence.
-        max_num_batched_tokens: maximum number of tokens of prompts and decode rows in one pass. A longer prompt is
-            computed alone, and so is one of more than a block.
+        max_num_batched_tokens: maximum number of tokens of prompts and decode rows in one pass. A prompt with more
+            tokens, or with more than a block, is computed alone.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class Scheduler:
 
     @property
     def could_admit(self) -> bool:
-        """Whether a waiting request might be admitted. False if no request waits, or if the last refusal for lack of
-        memory was of a request that still waits."""
+        """Whether a waiting request might be admitted. False if no request waits, or if the request that was last
+        refused for lack of memory still waits."""
         refused = self._refused
         return bool(self.waiting) and (
             refused is None or all(refused.request is not request for request in self.waiting)
@@ -176,7 +176,7 @@ class Scheduler:
 
     @property
     def short_tokens_waiting(self) -> int:
-        """Tokens of all waiting prompts that fit into a block."""
+        """Total number of tokens of the waiting prompts that fit into a block."""
         lengths = (len(request.prompt_token_ids) for request in self.waiting)
         return sum(length for length in lengths if not self.is_long(length))
 
@@ -209,7 +209,7 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queues a request, and starts to read its cached prefix from the disk if it is there."""
+        """Queues a request. If its cached prefix is on the disk, starts to read the prefix."""
         seconds = self._pace.seconds(len(request.prompt_token_ids))
         self.waiting.add(request, seconds if math.isfinite(seconds) else 0.0)
         self._match(request)
@@ -285,7 +285,7 @@ class Scheduler:
                 refused += 1
                 if not newcomer or refused == MAX_REFUSED:
                     break
-                newcomers_only = True  # shorter newcomers fit into the reserved memory, without delaying this request
+                newcomers_only = True  # their shorter requests fit into the reserved memory, without delaying this one
                 continue
             new = length - request.cached_tokens
             self.waiting.start(request, new)
@@ -301,12 +301,12 @@ class Scheduler:
 
     def _leaves_room(self, request: Request, newcomer: bool, in_flight: list[Leader]) -> bool:
         """Whether a request must leave the reserved memory free. It must if anything else runs or is prefilled, unless
-        it is itself a newcomer's short request, or the fair order does not apply to it."""
+        the request is a short one of a newcomer or the fair order does not apply to it."""
         is_one = newcomer and request.capacity <= SPARE_TOKENS
         return bool(self.running or in_flight) and self.waiting.is_shared(request) and not is_one
 
     def _match(self, request: Request) -> Match | None:
-        """Looks up the cached prefix of a prompt. Returns None if there is none or the request does not use it."""
+        """Looks up the cached prefix of a prompt. Returns None without one, or if the request does not use it."""
         return self.prefix_cache.look_up(request.prompt) if request.prompt and _looks_up(request) else None
 
     def computed(self, done: Iterable[Running]) -> None:
@@ -331,10 +331,10 @@ class Scheduler:
         self.prefix_cache.keep(sequence, Prompt(tokens, prompt.pages.extend_to(tokens)))
 
     def _reserve(self, request: Request, match: Match | None, left: Blocks, again: bool) -> CachedSequence | None:
-        """Allocates a sequence for a request; None if it does not fit while ``left`` stays free.
+        """Allocates a sequence for a request. Returns None if it does not fit while ``left`` blocks stay free.
 
-        It continues the cached prefix ``match``. The prompt is instead computed from its first token if the prefix
-        cannot be restored, or if it does not fit and ``again`` is True.
+        The sequence continues the cached prefix ``match``. The whole prompt is computed instead if the prefix cannot be
+        restored, or if the sequence does not fit and ``again`` is True.
         """
         start, cache, prefix_cache = len(request.prompt_token_ids), self.cache, self.prefix_cache
         if match:
@@ -348,7 +348,7 @@ class Scheduler:
             except torch.AcceleratorError:
                 raise
             except (RuntimeError, ValueError, MemoryError) as error:  # includes OutOfBlocks
-                logger.warning("a cached prompt cannot be restored and is computed: %s", error)
+                logger.warning("a cached prompt cannot be restored and is computed again: %s", error)
                 return self._reserve(request, None, left, again)
             request.cached_tokens = match.tokens
             return sequence
@@ -374,5 +374,5 @@ class Scheduler:
 
 
 def _looks_up(request: Request) -> bool:
-    """Whether a request uses the prefix cache. A request for ``prompt_logprobs`` does not: it computes all tokens."""
+    """Whether a request uses the prefix cache. With ``prompt_logprobs`` it does not, because it computes all tokens."""
     return request.prompt is not None and request.looked_up and request.params.prompt_logprobs is None

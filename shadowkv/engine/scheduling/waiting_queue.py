@@ -4,8 +4,8 @@ first served, or by priority.
 The fair order is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024,
 arXiv:2401.00588). Each tenant has a counter of the tokens computed for it, and the tenant with the lowest counter is
 next. A tenant that comes, or comes back, starts at least at the lowest counter of the active tenants, so that no tenant
-saves up credit. Unlike in the paper, a newcomer is first: a tenant with requests waiting and none running or
-prefilling. It is no newcomer if its counter is more than ``AHEAD`` above the lowest.
+saves up credit. Unlike in the paper, newcomers are first. A newcomer is a tenant with a waiting request but none that
+runs or is prefilled. Its counter must be at most ``AHEAD`` above the lowest.
 
 Within a tenant the shortest prompt is first, with ageing: a request's rank is its arrival time plus a multiple of its
 prefill time. Requests without a tenant, which come from ``LLM`` and not from a server, keep their order.
@@ -28,8 +28,8 @@ AHEAD = 1_024
 that asks one short question after another would always be first."""
 
 PATIENCE = 4.0
-"""A shorter request of the same tenant can pass a request if it arrives within this many times the prefill time of the
-longer one."""
+"""A shorter request of the same tenant can overtake a longer one if it arrives within this many times the longer one's
+prefill time."""
 
 
 class WaitingQueue:

@@ -1,7 +1,7 @@
 """Drafters: they look up in a request's own text what may come next. ``Speculation`` has one for each request.
 
-A drafter's text is the request's predicted text if it has one, its prompt and its answer so far. All work is on the
-host, some microseconds for a token.
+A drafter's text consists of the request's predicted text (if it has one), its prompt and its answer so far. All work is
+done on the host and takes some microseconds for a token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SEPARATOR = -1
 """Stands between predicted text and prompt. No token equals it."""
 
 SHORTEST_MATCH = 2
-"""Length of the shortest match of ``SuffixDrafter``. The keys of its table are tuples of this many tokens."""
+"""Length of the shortest match of ``SuffixDrafter``. Its table has the places of all tuples of this many tokens."""
 
 LONGEST_MATCH = 64
 """Maximum number of tokens that ``SuffixDrafter`` compares to find the longest match. A match then grows with the
@@ -52,7 +52,7 @@ class NgramDrafter:
     def __init__(self, least: int, most: int) -> None:
         self._sizes = range(most, least - 1, -1)
         self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}  # of each n-gram, the position after its first occurrence
+        self._ends: dict[tuple[int, ...], int] = {}  # for each n-gram, the position after its first occurrence
         self._match: tuple[int, int] | None = (0, 0)  # size and end of the match; None if it is not looked up yet
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -86,14 +86,15 @@ class SuffixDrafter:
     """Drafts what most often follows the longest suffix of the text that occurs earlier in it.
 
     SuffixDecoding (arXiv:2411.04975, section 4) has a suffix tree for this. Here a table has the places of all pairs of
-    tokens, linked from the newest to the oldest, as in LZ77. Its matches are compared backwards when a match begins,
-    and grow by a token with each token of the answer. So a token is added in constant time.
+    tokens, linked from the newest to the oldest, as in LZ77. When a match begins, these places are compared backwards.
+    The match then grows with each token of the answer. So adding a token takes constant time.
     """
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._newest: dict[int, int] = {}  # of each pair of tokens, the position after its newest place
-        self._earlier = array("i")  # of each position, the one after the place before of the same pair; or -1
+        self._newest: dict[int, int] = {}  # for each pair of tokens, the position after its newest occurrence
+        # For each position, the position after the previous occurrence of the pair that ends there; -1 without one.
+        self._earlier = array("i")
         self._matches: list[int] = []  # positions after the earlier occurrences of the longest match, newest first
         self._matched = 0
 

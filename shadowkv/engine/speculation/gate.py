@@ -1,7 +1,8 @@
 """Decides how many tokens to draft, from acceptance rates and step times.
 
-``StepTimes`` knows what further rows cost in a step, ``AcceptanceRates`` how many of them are accepted. ``Account``
-weighs them up, and ``Gate`` does so for one request.
+``StepTimes`` predicts how much time further rows add to a step. ``AcceptanceRates`` predicts how many drafted tokens
+are accepted. ``Account`` compares gain and cost and chooses the number of tokens to draft. ``Gate`` does this for one
+request: it has an account and rates of its own.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class StepTimes:
         self._seconds[at] = median(recent)
 
     def seconds(self, rows: int) -> float:
-        """Predicts the time of a step of ``rows`` rows. Between measured numbers it is interpolated. Beyond them, and
-        before the first measurement, each row adds ``ROW_SHARE`` of a step."""
+        """Predicts the time of a step of ``rows`` rows. Between measured numbers of rows, the time is interpolated.
+        Above them, and before the first measurement, each row adds ``ROW_SHARE`` of a step."""
         if not self._rows:
             return 1 + ROW_SHARE * (rows - 1)
         after = bisect_right(self._rows, rows)
@@ -113,15 +114,16 @@ class AcceptanceRates:
 
 
 class Account:
-    """Chooses how many tokens to draft, by rates and times, and keeps what drafts lose within bounds.
+    """Chooses how many tokens to draft, from acceptance rates and step times, and limits what drafts cost.
 
-    A draft must be expected to pay. Once drafts have cost ``FREE_LOSS`` and ``MAX_LOSS`` of the steps, they wait until
-    more steps are made. Drafts that are not expected to pay are tried now and then, within the same share. So nothing
-    is slowed down by much, and drafts begin again when the text changes.
+    A draft must be expected to save time. When drafts have cost more than ``FREE_LOSS`` steps plus the share
+    ``MAX_LOSS`` of all steps, drafting stops until enough further steps have run. Drafts that are not expected to save
+    time are tried now and then; the cost of these trials has the limit ``MAX_LOSS`` too. So drafts never slow down a
+    request by much, and drafting begins again when the text changes.
     """
 
     def __init__(self) -> None:
-        self._balance = self._tried = 0.0  # tokens lost since drafts last paid (not above 0), and cost of trials
+        self._balance = self._tried = 0.0  # tokens gained minus tokens lost by drafts, at most 0; tokens lost by trials
         self._cost, self._is_trial = 0.0, False
 
     def length(
@@ -130,39 +132,40 @@ class Account:
         """Returns the number of tokens to draft. If they are drafted, ``spend`` and ``gain`` must be called.
 
         Args:
-            drafts: the acceptance rate and the most tokens of each sequence's draft. A draft has fewer tokens than the
-                returned number if its most is less.
-            seconds: time of the step by the number of tokens to draft, with all that drafts cost.
-            sequences: sequences of the step.
-            steps: tokens so far. The bounds are shares of them.
+            drafts: for each sequence, the acceptance rate and the maximum length of its draft. A draft has the returned
+                number of tokens, or its own maximum if that is smaller.
+            seconds: returns the step's time for a given number of drafted tokens, including the time to draft them.
+            sequences: number of sequences of the step.
+            steps: number of tokens generated so far, of which ``MAX_LOSS`` is a share.
         """
         best, value, gain, plain = 0, MIN_GAIN, 0.0, seconds(0)
         longest = max(most for _, most in drafts)
-        limit = sum(rate / (1 - rate) for rate, _ in drafts)  # tokens of drafts without an end
+        # Expected number of accepted tokens if drafts were infinitely long.
+        limit = sum(rate / (1 - rate) for rate, _ in drafts)
         for count in range(1, longest + 1):
             gain += sum(rate**count for rate, most in drafts if count <= most)
             faster = plain / seconds(count)
-            if (1 + limit / sequences) * faster <= value:  # if all further tokens cost nothing
+            if (1 + limit / sequences) * faster <= value:  # longer drafts gain too little, even at no cost
                 break
             over = (1 + gain / sequences) * faster
             if over > value:
                 best, value = count, over
         self._is_trial = not best
         count = best or min(longest, 1)
-        # A slower step costs every sequence.
+        # A slower step delays every sequence.
         self._cost = sequences * (seconds(count) / plain - 1)
         loss = self._tried + self._cost if self._is_trial else -self._balance - FREE_LOSS
         return count if loss <= MAX_LOSS * steps else 0
 
     def spend(self) -> None:
-        """Takes in that drafts of the returned length were made."""
+        """Books the cost of drafts of the length that ``length`` returned."""
         if self._is_trial:
             self._tried += self._cost
         else:
             self._balance -= self._cost
 
     def gain(self, accepted: int) -> None:
-        """Takes in how many of their tokens were accepted."""
+        """Books the drafted tokens that were accepted."""
         if not self._is_trial:
             self._balance = min(self._balance + accepted, 0.0)
 
@@ -183,11 +186,11 @@ class Gate:
         """Returns the number of tokens to draft, at most ``most``. After the step, call ``judge`` with its result.
 
         Args:
-            matched: tokens of the match.
+            matched: length of the match, in tokens.
             times: measured step times.
             rows: number of the step's rows without this draft.
             sequences: number of the step's sequences.
-            steps: tokens of the answer so far.
+            steps: number of tokens of the answer so far.
         """
         self._matched, rate = matched, self._own.rate(matched)
         return self._account.length([(rate, most)], lambda count: times.seconds(rows + count), sequences, steps)

@@ -4,7 +4,7 @@
 It is computed once, from the model, the policy and the batch. It does not depend on the load, so an answer does not
 depend on other requests. The model of costs: each decoded token costs its share of the bytes that a step reads. A
 compressed sequence adds the time of its search to each step, and the time of fitting and compression once. A prompt of
-at most one prefill block is never compressed: no later block of the layer could be computed during the compression, so
+at most one prefill block is never compressed: it has no later block that could be computed during the compression, so
 the first token would come a tenth later.
 """
 
@@ -50,9 +50,9 @@ class Costs:
 
 
 COSTS = {
-    # One H200, Llama-3.1-8B. A step of one sequence of 60K tokens takes 1.2 ms more than the dense step and the bytes
-    # explain. Prompts of 512 to 2,048 tokens take 15 to 17 ms more than under `full`, one of 8,192 takes 32 ms more,
-    # and one of 60K takes 55 ms more.
+    # One H200, Llama-3.1-8B. A step of one sequence of 60K tokens takes 1.2 ms more than the time that
+    # the dense step and the bytes read account for. Prompts of 512 to 2,048 tokens take 15 to 17 ms more than under
+    # `full`, one of 8,192 takes 32 ms more, and one of 60K takes 55 ms more.
     "cuda": Costs(DEVICE_BANDWIDTH, HOST_BANDWIDTH, step=37e-6, row=0.0, fit=0.015 / 32, compress=2e-6 / (32 * 1024)),
     # SmolLM2-135M in blocks, CPU time of one thread. A step of one sequence takes 73, 104 and 106 ms with `turbo` at
     # 6,144, 18,816 and 32,000 tokens, and 46, 101 and 171 ms with `full`. A step of eight sequences takes 304 and
@@ -77,7 +77,8 @@ def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cac
     weights = Decoder(model, forced.dtype, "meta")
 
     def seconds(layout: Layout, tokens: int) -> float:
-        """Returns the time of a decode step per sequence, in a full batch of sequences of ``tokens`` tokens."""
+        """Returns a decode step's time per sequence, in a full batch of sequences of ``tokens`` tokens. It includes a
+        share of the time of fitting and compression."""
         rows, need = batch, layout.demand(tokens, tokens)
         if cache_bytes is not None:
             pages = Blocks({kind: need[kind] for kind in layout.paged})

@@ -57,8 +57,8 @@ class RankCache:
 
 
 def open_mover(cache: KVCache, nbytes: int, own: RankCache) -> tuple[Mover, list[RankCache]]:
-    """Makes a mover with ``nbytes`` bytes of host memory. Returns it with the caches of all ranks, of which ``own`` is
-    the only one."""
+    """Makes a mover with ``nbytes`` bytes of host memory. Returns it with a list of all ranks' caches, which has only
+    ``own``."""
     return Mover(cache, HostTier(nbytes, cache.device)), [own]
 
 
@@ -74,7 +74,7 @@ def open_prefix_cache(
     Raises MemoryError if host memory is too small, ValueError if the disk directory cannot be used.
 
     Args:
-        make: makes the mover, as ``open_mover``.
+        make: makes the mover; arguments and result are as for ``open_mover``.
     """
     nbytes = offload_bytes(config, cache.layout)
     if not nbytes:
@@ -126,7 +126,7 @@ def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache, of_rank
 
 
 def _joined(digests: Sequence[str]) -> str:
-    """Returns the only digest, or a digest of several."""
+    """Returns the digest itself if there is only one, else a digest of all of them."""
     return digests[0] if len(digests) == 1 else blake2b(" ".join(digests).encode(), digest_size=16).hexdigest()
 
 
@@ -141,8 +141,8 @@ def overridden(config: EngineConfig) -> str:
 def fingerprint(model: Decoder) -> str:
     """Returns a digest of a model's weights in memory. It does not depend on the files that the weights came from.
 
-    The bits of each tensor are read as int32 numbers. The digest covers three sums of them: of all numbers, of every
-    second and of every third. Integer sums do not depend on the order of additions.
+    The bits of each tensor are read as int32 numbers. The digest covers three sums: of all numbers, of every
+    second number, and of every third one. Integer sums do not depend on the order of additions.
     """
     digest = blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):

@@ -45,7 +45,7 @@ class Forker(Generic[P]):
 
     def start(self) -> Connection:
         """Starts the process and returns the connection. Raises OSError if it ends at once."""
-        # It stays in this process's session: the kernel can schedule sessions separately and ignore priorities then.
+        # Both processes are in one session. Between sessions, the kernel can ignore priorities.
         self._process, self.connection = start_process(self._module, own_session=False, environment=ONE_THREAD)
         self._began = time.monotonic()
         self.connection.send(self._vocabulary())
@@ -56,8 +56,8 @@ class Forker(Generic[P]):
         return None if self.connection is None or self.is_ready else self._began + START_SECONDS - now
 
     def fork(self, descriptor: int, asks: P) -> None:
-        """Requests the fork of a process that gets a copy of ``descriptor``. ``hear`` returns ``asks`` when it
-        exists."""
+        """Requests the fork of a process that gets a copy of ``descriptor``. When the process exists, ``hear`` returns
+        ``asks``."""
         assert self.connection is not None
         self._asked.append(asks)
         send_handle(self.connection, descriptor, None)

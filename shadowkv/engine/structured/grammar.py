@@ -51,7 +51,7 @@ class Grammars:
                     name_and_param(rules)[1],
                 )
             if len(rules) > MAX_GRAMMAR_CHARS:
-                raise refusal(f"it has {len(rules)} characters, {MAX_GRAMMAR_CHARS} are supported", rules)
+                raise refusal(f"it has {len(rules)} characters; at most {MAX_GRAMMAR_CHARS} are supported", rules)
             return self.pool.compile(Grammar(rules, one_line), tenant)
         except RequestError as error:
             settle(refused := Future[None](), error)
@@ -86,7 +86,8 @@ class GrammarConstraint:
         return self._ready.wait(seconds)
 
     def mask(self, logits: Tensor) -> None:
-        """Sets the logits [V] of forbidden next tokens to -inf, in place, if the mask is ready and has not failed."""
+        """Sets the logits [V] of forbidden next tokens to -inf, in place. Call it only when the mask is ready. Does
+        nothing if the constraint has failed."""
         if self.failure is not None:
             return
         allowed = np.unpackbits(np.frombuffer(self._mask, np.uint8), count=len(logits), bitorder="little")

@@ -35,7 +35,7 @@ from shadowkv.wording import counted
 ATTEMPTS = ((0.1, 6), (2.0, 2), (30.0, 3))
 """Attempts to compile a grammar: the limit on processor time in seconds, and how many run at a time. It is unknown in
 advance which grammar takes long. So a grammar that reaches the limit starts again in the next attempt, beside others
-that reached it. Usual grammars take milliseconds, patterns of the longest strings that xgrammar supports two
+that reached it. Usual grammars take milliseconds. Patterns of the longest strings that xgrammar supports take two
 seconds."""
 
 MATCH_SECONDS = 1.0
@@ -62,13 +62,13 @@ PROCESS_BYTES = 2**22
 """Estimated memory of a process without its grammar."""
 
 ENDED = 16
-"""An idle process is told of ended answers once there are this many, because each takes memory in the process."""
+"""Number of ended answers after which an idle process is told to drop them. Each takes memory in the process."""
 
 REMEMBERED = 4_096
 """Number of grammars that are remembered as too costly. They are refused at once the next time."""
 
 MAX_DEATHS = 3
-"""An answer fails after this many processes have ended while they matched it, if the answer was not the cause."""
+"""An answer fails when its process has ended more often than this, each time for other reasons than this answer."""
 
 SHUT_DOWN = "the engine is being shut down"
 FAILED = "grammar matching has failed on this server; the log has the details"
@@ -96,8 +96,8 @@ class Answer(Protocol):
 
 @dataclass(eq=False)
 class _Matched:
-    """An answer that a process matches. ``new`` are the tokens that the process has not got yet, ``tokens`` are all.
-    ``deaths`` counts the processes that have ended while they matched it, where it was not the cause."""
+    """An answer that a process matches. ``tokens`` are all its tokens, and ``new`` are those that the process has not
+    received yet. ``deaths`` counts how often its process has ended for other reasons than this answer."""
 
     answer: Answer
     new: list[int] = field(default_factory=list)
@@ -160,8 +160,8 @@ class _Process:
         return 0.0
 
     def is_slow(self, now: float) -> bool:
-        """Whether its current work has taken long, both in time and in processor time. First attempts never count: they
-        are short, and what is short need not wait for a turn."""
+        """Whether its current work has taken long, both in time and in processor time. First attempts to compile never
+        count, because they are short."""
         if self.pid is None or not (self.compiled or self.attempt):
             return False
         return now - self.began >= QUICK_SECONDS <= self.seconds() - self.had

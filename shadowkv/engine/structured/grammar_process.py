@@ -90,7 +90,7 @@ def main(descriptor: int) -> int:
 
 
 def _end_with(forker: int) -> None:
-    """Makes this process end with the forker, which can have ended by now."""
+    """Makes this process end when the forker ends, or now if the forker has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != forker:
@@ -131,7 +131,7 @@ def _serve(engine: Connection, info: xgrammar.TokenizerInfo, allowed: bytes) -> 
 
 
 class _Matchers:
-    """The states of all answers in one grammar.
+    """The grammar states of all answers that follow one grammar.
 
     Args:
         allowed: bits of the tokens that can ever be allowed; None for all tokens.

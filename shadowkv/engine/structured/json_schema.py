@@ -60,7 +60,7 @@ def name_and_param(rules: str) -> tuple[str, str]:
 
 def compiler_reason(error: Exception) -> str:
     """Extracts the compiler's reason from its error."""
-    return LOG_PREFIX.sub("", str(error)).strip() or "xgrammar gives no reason; simpler patterns may do"
+    return LOG_PREFIX.sub("", str(error)).strip() or "xgrammar gives no reason; simpler patterns may work"
 
 
 def parse_schema(schema: str) -> Any:
