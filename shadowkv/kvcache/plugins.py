@@ -22,7 +22,7 @@ GROUP = "shadowkv.plugins"
 imported."""
 
 OWN = EntryPoint("baselines", "shadowkv.baselines:register", GROUP)
-"""The package's own plugin. Named here, it needs no installed package."""
+"""The package's own plugin. It is named here so that it is found even if the package is not installed."""
 
 
 class PluginError(ValueError):

@@ -51,8 +51,8 @@ class LowRankKeys(KeyPart):
 
     @dataclass(frozen=True)
     class Settings:
-        """``key_groups`` are the groups of tensor-parallel ranks. The rank is divided between them in proportion to
-        their heads, and rounded up to a multiple of 32 (``ranks``)."""
+        """``key_groups`` is the number of groups into which tensor-parallel ranks divide the kv heads. The rank is
+        divided between the groups in proportion to their heads, and rounded up to a multiple of 32 (``ranks``)."""
 
         rank: int | None = setting(
             None, "keys", "dimensions of the low-rank keys (default: by model)", check=at_least(1)

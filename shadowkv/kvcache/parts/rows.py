@@ -34,8 +34,8 @@ cross the bus byte by byte: 27 ms per layer of 60K tokens on an H200, where dens
 
 
 CENTRED_AT_ONCE = 64
-"""Pages of one layer whose keys are centred at a time, which makes several float32 copies. Each copy is 16 MiB at 8
-heads of 128 dimensions."""
+"""Pages of one layer whose keys are centred at a time. Centring makes several float32 copies of the keys, each of
+16 MiB at 8 heads of 128 dimensions."""
 
 
 class CodedPart(StoredPart):
@@ -168,7 +168,7 @@ class CodedKeys(CodedPart, KeyPart):
 
     @property
     def fits_on_earlier(self) -> bool:
-        """True for centred keys: their mean is then that of all tokens."""
+        """True for centred keys, so that the subtracted mean is that of all tokens."""
         return self.centred
 
     def state_fields(self) -> tuple[Field, ...]:
