@@ -173,8 +173,8 @@ class KVCache:
         return self.pools.fork(sequence, length, start, capacity)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Removes the tokens after ``length``. Raises ValueError if one of them is compressed or shared, or if there is
-        no recurrent state after ``length`` tokens."""
+        """Removes the tokens after ``length``. Raises ValueError if one of them is compressed or shared, or if layers
+        have a recurrent state but none is kept after ``length`` tokens."""
         self.pools.truncate(sequence, length)
 
     def trim(self, sequence: CachedSequence) -> None:
@@ -548,7 +548,7 @@ class FanOut:
     """Several caches of one model that are prefilled together. Each prompt has a sequence in every cache.
 
     The first cache computes attention. The others store the same keys and values in their own form; their sequences
-    must be new. Evaluations compare policies with it.
+    must be new. Evaluations use a ``FanOut`` to compare policies.
     """
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
@@ -556,8 +556,8 @@ class FanOut:
         self._batches: list[PrefillBatch] = []
 
     def prefill_batch(self, sequences: list[tuple[tuple[CachedSequence, ...], int]]) -> PrefillBatch:
-        """Packs new tokens of prompts. Each item has a prompt's sequences, one per cache, and its number of new
-        tokens."""
+        """Packs new tokens of prompts. Each item has a prompt's sequences, one per cache, and the prompt's number of
+        new tokens."""
         of_caches = list(zip(*(of_prompt for of_prompt, _ in sequences), strict=True))
         works = [[(own, count) for own, (_, count) in zip(of_cache, sequences, strict=True)] for of_cache in of_caches]
         bounds = {

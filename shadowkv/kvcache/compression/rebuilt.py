@@ -69,7 +69,7 @@ class RebuiltTokens:
         chunk, rows, exact = self.spec.chunk, step * PAGE, static_tokens // self.spec.chunk
         if self.spec.outliers:
             excluded = self.store.excluded(layer, row.pages, row.first)[0]
-            chunks = excluded.to(torch.uint8).topk(exact).indices  # every head has ``exact`` of them
+            chunks = excluded.to(torch.uint8).topk(exact).indices  # each head has ``exact`` such chunks
         else:  # only the sink is exact
             chunks = torch.arange(exact, device=row.pages.device).expand(self.shape.num_kv_heads, -1)
         position = (chunks.unsqueeze(-1) * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)

@@ -62,7 +62,7 @@ class DecodePlanner:
         room = self._capacity(sequences) - tables.length[slots]
         new = np.ones_like(slots) if counts is None else np.asarray(counts, np.int64)
         if (room < new).any():
-            raise ValueError(f"a sequence is at its capacity: it has room for {room} tokens, and {new} are new")
+            raise ValueError(f"a sequence has no room for its new tokens: there is room for {room}, and {new} are new")
         if spec.compresses:
             outgrown = self._outgrown(slots)
             if outgrown.any():

@@ -244,7 +244,7 @@ class DenseKeys(KeyPart):
 
 class DenseValues(ValuePart):
     def page_fields(self) -> tuple[Field, ...]:
-        # A chunk's rows (c * d elements of one head) are contiguous, because they are the unit of transfer.
+        # A chunk's rows (c * d elements of one head) are contiguous, because a chunk is the unit of transfer.
         shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
         return (Field("values", shape, self.dtype),)
 

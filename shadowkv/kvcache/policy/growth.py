@@ -94,7 +94,7 @@ class Forecast:
 
     Attributes:
         segments: number of new segments.
-        tail: tokens of its longest exact tail.
+        tail: number of tokens of the longest exact tail.
     """
 
     segments: int

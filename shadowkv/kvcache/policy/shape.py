@@ -145,7 +145,7 @@ class ModelShape:
         kinds: the kind of every layer; empty if all have full attention.
         key_bias: whether keys have a bias before RoPE, as in Qwen2. The bias can be far larger than the differences
             between keys.
-        sinks: whether every softmax has one more position with a learned score, whose value is 0.
+        sinks: whether every softmax has one more position, with a learned score and the value 0.
         reused: kinds of the model's other layers, which attend to the keys and values of the last layer of their kind
             (``num_kv_shared_layers`` in configs). They store nothing.
     """

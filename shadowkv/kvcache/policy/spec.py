@@ -24,10 +24,10 @@ they are (arXiv:2309.17453)."""
 DEFAULT_BUDGET = 1 / 64, 960
 SKETCH_BUDGET = 1 / 96, 640
 """By default a step selects this share of the context, but at least this number of tokens, which is the share of a
-context of 61,440 tokens. ShadowKV selects 1.56 % (section 5.1). Where a sketch finds and weights single tokens, two
-thirds of that are selected: with more of the sketch examined, they lose less than the whole share did before
-(docs/design/measured.md). There is a minimum because the error of sampling depends on the number of sampled tokens, not
-on their share of the context (docs/benchmarks/answers.md)."""
+context of 61,440 tokens. ShadowKV selects 1.56 % (section 5.1). Where a sketch finds and weights single tokens, a step
+selects two thirds of that. It examines more of the sketch instead, and loses less than with 1.56 % and the former
+number of examined runs (docs/design/measured.md). There is a minimum because the error of sampling depends on the
+number of sampled tokens, not on their share of the context (docs/benchmarks/answers.md)."""
 
 MIN_SEGMENT = 256
 """With the default budget, a tail is compressed only if it has this many tokens besides the sink, the outliers and the
@@ -55,7 +55,8 @@ SKETCH = "sketch"
 """The index of ``turbo``. For models that have an indexer, resolving a policy replaces it by ``native``."""
 
 ROTATED = "rotated"
-"""Name of values in 3 bits, or in 4 if 3 do not fit the head dim. Resolving a policy replaces it."""
+"""Name of values in 3 bits, or in 4 bits if 3 bits do not fit the head dim. Resolving a policy replaces this name by
+``rotated-3bit`` or ``rotated-4bit``."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Prefill:
         Args:
             sequences: pairs of an admitted sequence and its number of new tokens.
             bounds: layers of the model that must not be stored together with the layer before them.
-            packed: a batch of the same tokens for another group or cache. The new batch shares its scratch memory.
+            packed: a batch of the same tokens for another group or cache. The new batch uses its scratch memory too.
         """
         planner, layout, store = self.storing.planner, self.layout, self.store
         layer_ranges = neighbours(layout.layers, bounds)

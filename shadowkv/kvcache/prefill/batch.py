@@ -133,8 +133,8 @@ class GroupPrefill:
     def of(
         self, sequences: list[CachedSequence], planner: StoragePlanner, layer_ranges: Sequence[range]
     ) -> GroupPrefill:
-        """Returns a batch of the same new tokens for other sequences: those of another group of layers, or empty ones
-        of another cache. Both batches share the memory of keys and values."""
+        """Returns a batch of the same new tokens for other ``sequences``: the sequences' parts in another group of
+        layers, or empty sequences of another cache. Both batches share the memory of keys and values."""
         other = copy(self)
         other.layer_ranges, other.storing, other.attended = layer_ranges, None, None
         other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]

@@ -163,7 +163,7 @@ def lengths_of(sequences: Sequence[CachedSequence], lengths: Sequence[int], rows
     numbers[0, : len(lengths)], numbers[0, -1] = lengths, left
     numbers[1, : len(sequences)] = [sequence.length for sequence in sequences]
     if numbers[1].sum() > MAX_CACHED:
-        raise ValueError(f"{numbers[1].sum()} cached tokens, more than {MAX_CACHED}")
+        raise ValueError(f"the sequences have {numbers[1].sum()} cached tokens, more than {MAX_CACHED}")
     return numbers
 
 
@@ -179,7 +179,7 @@ def numbers_of(
     segments = np.repeat(np.array(spare)[:, None], MAX_CACHED_SEGMENTS, axis=1)
     path = [segment for sequence in sequences for segment in sequence.path]
     if len(path) > MAX_CACHED_SEGMENTS:
-        raise ValueError(f"{len(path)} cached segments, more than {MAX_CACHED_SEGMENTS}")
+        raise ValueError(f"the sequences have {len(path)} cached segments, more than {MAX_CACHED_SEGMENTS}")
     for column, (sequence, tokens) in enumerate(zip(sequences, lengths, strict=True)):
         slot = sequence.slot
         numbers[:3, column] = slot, max(1, tables.ring_pages[slot]), tables.static_pages[slot]

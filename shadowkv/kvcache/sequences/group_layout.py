@@ -85,7 +85,7 @@ a page of the newest tokens can be removed, or left out by a fork."""
 
 
 def pack(exact: int, compressed: int) -> tuple[int, int, int]:
-    """Chooses the size of a block: the number of exact pages in it, of compressed pages, and its bytes.
+    """Chooses the size of a block. Returns its number of exact pages, its number of compressed pages, and its bytes.
 
     ``exact`` and ``compressed`` are bytes of a page. The smallest block with little waste for both kinds is chosen.
     """
@@ -220,7 +220,7 @@ class GroupLayout:
             return Blocks(sequences=sequences)
         segments = sequences
         if self.growth.learns:
-            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one sequence can have all its segments
+            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one sequence can have the maximum
         return Blocks(sequences=sequences, segment_slots=segments, states=segments if self.growth.learns else 0)
 
     def fixed_bytes(self, sequences: int) -> int:

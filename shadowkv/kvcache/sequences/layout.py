@@ -192,7 +192,7 @@ def _groups(spec: KVSpec, shape: ModelShape) -> Iterator[tuple[str, KVSpec, Laye
     full, ends = [layer for layer, kind in enumerate(kinds) if kind == FULL], spec.skip_layers
     inner = full[ends : len(full) - ends]
     for kind in dict.fromkeys(kinds):
-        if kind.indexer is not None:  # first, because most layers of such models have one
+        if kind.indexer is not None:  # first, because most layers of such models are indexed
             layers = [layer for layer, other in enumerate(kinds) if other == kind]
             yield "indexed", spec.of_indexer(kind.indexer), kind, layers
     yield "full", replace(spec, skip_layers=0), FULL, inner
