@@ -109,7 +109,7 @@ class LowRankKeys(KeyPart):
         1."""
         given = cls.settings_of(spec).key_groups
         if given not in (1, groups):
-            raise ValueError(f"key_groups={given} must be 1 or {groups}: ranks divide the kv heads into {groups} groups")
+            raise ValueError(f"key_groups={given} must be 1 or {groups}: ranks divide kv heads into {groups} groups")
         return spec.changed(**{"keys.key_groups": groups})
 
     @classmethod
