@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 METAVARS = {bool: "true|false", float: "NUMBER", int: "INTEGER"}
-"""Placeholders of values in the text: that of the first of these types that a value can have. A value of any other type
-has the placeholder NAME."""
+"""Placeholders of values in the text, by type: a value has that of the first of these types that it can have. A value
+that can have none of these types has the placeholder NAME."""
 
 
 def policies_text() -> str:

@@ -1,6 +1,7 @@
-"""``Storing``: stores tokens by their storage plans. It fits the states of new segments and compresses full pages.
+"""``Storing``: stores tokens according to their storage plans. It fits the states of new segments and compresses full
+pages.
 
-Prefill stores a prompt's tokens with it. Decode stores the tails that have outgrown their last segment's state.
+Prefill uses it to store a prompt's tokens, and decode to store tails that have outgrown their last segment's state.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ class SequenceNumbers(NamedTuple):
 
     Attributes:
         slot: the sequence's row in the tables of pages.
-        length: tokens of the sequence before the new one.
-        compressed: compressed tokens.
-        ring_pages: pages of the ring of the exact tail.
-        static_pages: exact pages of sink and outliers.
+        length: number of tokens of the sequence before the new one.
+        compressed: number of compressed tokens.
+        ring_pages: number of pages of the ring of the exact tail.
+        static_pages: number of exact pages of sink and outliers.
     """
 
     slot: Any
@@ -42,11 +42,11 @@ class SegmentNumbers(NamedTuple):
     """Numbers of R segments, each int64 [R].
 
     Attributes:
-        slot: row in the tables of compressed pages.
-        state: number of its state.
-        sequence: row of its sequence in the batch.
-        first, end: positions of its first token and after its last.
-        top_k, sampled: chunks to select per kv head, by top-k and by sampling.
+        slot: the segment's row in the tables of compressed pages.
+        state: number of the segment's state.
+        sequence: row of the segment's sequence in the batch.
+        first, end: positions of the segment's first token and after its last.
+        top_k, sampled: number of chunks to select per kv head, by top-k and by sampling.
         seed: seed of this step's sampling.
     """
 

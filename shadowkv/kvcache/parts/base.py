@@ -7,9 +7,8 @@ heads, G query heads per kv head, d head dim, c tokens per chunk, C = 64 / c chu
 On a GPU ``select`` and ``source`` run while a decode step is captured in a CUDA graph, and ``compress`` in a graph of
 its own. ``source`` and ``compress`` are also captured with prompts. So these methods must not wait for the device, and
 shapes must depend only on the shapes of their arguments. The same holds for ``observe`` if ``captures_observe`` is
-True.
-``fit`` is never captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts must mask
-these pages. An index must also mask chunks that are ``EXCLUDED``.
+True. ``fit`` is never captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts
+must mask these pages. An index must also mask chunks that are ``EXCLUDED``.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ be neither scored nor selected. The cache owns it. Policies have it if they have
 
 
 INDEX_KEYS = "index_keys"
-"""Field of exact and of compressed pages in layers with an indexer, [1, 64, d]: index keys after RoPE."""
+"""Field of exact and of compressed pages in layers with an indexer, [1, 64, d]: index keys, after RoPE unless the
+indexer is pooled."""
 
 COMPRESSED_AT_ONCE = 512
 """Pages of one layer that are compressed at a time, which limits temporary memory."""
@@ -68,7 +68,7 @@ class CompressedTokens:
         keys: [L, n, 64, H, d] before RoPE.
         rope_keys: [L, n, 64, H, d] after RoPE.
         values: [L, n, 64, H, d].
-        index_keys: [L, n, 64, 1, d] after RoPE, in layers with an indexer; None in others.
+        index_keys: [L, n, 64, 1, d] as ``INDEX_KEYS``, in layers with an indexer; None in other layers.
     """
 
     layers: slice

@@ -18,7 +18,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 
 
 class NativeIndex(IndexPart):
-    """Stores index keys after RoPE, in the cache's dtype."""
+    """Stores index keys in the cache's dtype, after RoPE unless the indexer is pooled."""
 
     reads_excluded = False
     ops: ClassVar[tuple[str, ...]] = ("chunk_mean_scores",)

@@ -1,5 +1,5 @@
-"""An index with a sketch of every key, 2 bits per dimension (``turbo``). It is searched in two levels: the sign bits
-choose runs of 8 tokens, and all bits choose chunks in the best runs.
+"""An index with a sketch of every key, 2 bits per dimension (``turbo``). The sketches are searched in two levels: the
+sign bits choose runs of 8 tokens, and all bits choose chunks in the best runs.
 
 After a random rotation, coordinates are nearly Gaussian, so one fixed quantiser fits all keys (TurboQuant,
 arXiv:2504.19874). The prompt's mean key is subtracted first: it would only shift the scores of all tokens equally, and

@@ -124,7 +124,7 @@ class LowRankKeys(KeyPart):
 
     @cached_property
     def ranks(self) -> list[tuple[int, tuple[int, int]]]:
-        """``ranks`` of the part's settings."""
+        """The result of the function ``ranks`` for the part's settings."""
         return ranks(self.settings, self.shape)
 
     @property
@@ -157,8 +157,8 @@ class LowRankKeys(KeyPart):
         return (*fields, Field("key_mean", heads, self.dtype), *of_latents)
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Two float32 copies of the Gram matrices of the states that are fitted together, workspace, and the centred
-        and multiplied rows. With groups of heads, also a copy of all rows of a group."""
+        """Bytes of two float32 copies of the Gram matrices of the states that are fitted together, of workspace, and of
+        the centred and multiplied rows. With groups of heads, also of a copy of all rows of a group."""
         gram, size = 3 * 4 * STATES_AT_ONCE * self.shape.kv_dim**2, self.shape.kv_dim * self.dtype.itemsize
         rows = gram + 2 * size * min(tokens, ROWS_AT_ONCE)
         return rows if self.settings.key_groups == 1 else rows + size * tokens // self.settings.key_groups

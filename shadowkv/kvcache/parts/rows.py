@@ -80,7 +80,8 @@ class CodedPart(StoredPart):
         return self.codec.fitting_bytes(tokens * self.shape.kv_dim)
 
     def compression_bytes(self) -> int:
-        """Rows in float32, rotated, and scaled, and their codes in 8 bytes each; 0 if one kernel does all this."""
+        """Bytes of the rows in float32, rotated and scaled, and of their codes, 8 bytes each; 0 if one kernel does all
+        this."""
         copies = 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
         return 0 if in_one_pass(self.codec_id, self.shape.head_dim) else copies
 
@@ -176,7 +177,8 @@ class CodedKeys(CodedPart, KeyPart):
         return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.centred else ()))
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Two float32 copies of the keys if a codec that learns gets centred keys, and the codec's own memory."""
+        """Bytes of two float32 copies of the keys if a codec that learns gets centred keys, and of the codec's own
+        memory."""
         centred = 2 * 4 * tokens * self.shape.kv_dim if self.centred and self.learned_fields() else 0
         return centred + super().fitting_bytes(tokens)
 

@@ -2,7 +2,7 @@
 
 Keys before RoPE of a prompt and of its continuation share a subspace (ShadowKV+, arXiv:2410.21465, section 4.1). But a
 basis fitted on 400 tokens does not fit a document that follows: 1,500 later tokens lose 9 to 12 % of their keys'
-energy, and 2 to 3 % with a basis of their own. So a state serves ``VALIDITY`` times as many later tokens as it was
+energy, but only 2 to 3 % with a basis of their own. So a state serves ``VALIDITY`` times as many later tokens as it was
 fitted on. Further tokens stay exact, like a short prompt, until there are enough for a new segment. Layouts, storage
 plans and admission use these rules.
 """
@@ -66,7 +66,7 @@ class SegmentState:
 
     @classmethod
     def behind(cls, path: Sequence[SegmentLike]) -> SegmentState:
-        """Returns the state of a sequence with the segments ``path``."""
+        """Returns the ``SegmentState`` of a sequence with the segments ``path``."""
         if not path:
             return cls()
         last = path[-1]

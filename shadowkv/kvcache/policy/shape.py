@@ -77,16 +77,19 @@ class IndexQueries(NamedTuple):
 
 @dataclass(frozen=True)
 class Indexer:
-    """How a layer that was trained with an indexer chooses what a query attends to: whole blocks of tokens, for each kv
-    head. The indexer has one query head for each kv head, and one key head, with the head dim of attention.
+    """How a layer that was trained with an indexer chooses what a query attends to: whole blocks of tokens.
 
-    A block's score is the largest product of the index query with the index key of one of its tokens. With ``pooled``,
-    a block has one key: the mean of its tokens' index keys, normalised and then rotated to the position of the block's
-    first token. The products of the index queries with this key are clamped to at least 0, and their sum is the block's
-    score. All kv heads then attend to the same complete blocks, and to all tokens of a block that is not complete yet.
+    Without ``pooled``, the indexer has one query head for each kv head, and one key head, with the head dim of
+    attention. A block's score for a kv head is the largest product of the index query with the index key of one of the
+    block's tokens.
+
+    With ``pooled``, a block has one key: the mean of its tokens' index keys, normalised and then rotated to the
+    position of the block's first token. The products of the index queries with this key are clamped to at least 0, and
+    their sum is the block's score. All kv heads attend to the same complete blocks, and to all tokens of a block that
+    is not complete yet.
 
     Attributes:
-        block_size: tokens of a block, a multiple of 64.
+        block_size: tokens of a block: a multiple of 64, or with ``pooled`` a divisor of 64.
         topk_blocks: number of blocks that a query attends to: those with the largest scores, and the local ones.
         local_blocks: number of newest blocks that are always attended to, including the query's own. 0 with ``pooled``.
         pooled: index heads and dimensions if each block has one key; None if blocks are scored by their tokens' keys.

@@ -252,8 +252,8 @@ class KVSpec:
 
     @property
     def dense_limit(self) -> int:
-        """Length of the longest sequence that stays dense after its prompt. An indexer attends to all of a dense
-        sequence."""
+        """Length of the longest sequence that stays dense after its prompt. In a dense sequence, layers with an indexer
+        attend to all tokens."""
         if self.native and isinstance(self.budget, int):
             return self.budget
         return max(self.exact_limit, (self.dense_below or 0) - 1)

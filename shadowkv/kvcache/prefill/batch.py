@@ -82,7 +82,8 @@ class GroupPrefill:
         starts: int32 [S + 1], the first row of each sequence.
         layers_at_once: g, the number of layers that are stored together.
         keys, rope_keys, values: [g, T, H, d], scratch memory of these layers, reused by the next ones.
-        index_keys: [g, T, 1, d] after RoPE, as ``keys``; None if no layer of the model has an indexer.
+        index_keys: [g, T, 1, d], scratch memory like ``keys``, after RoPE unless the indexer is pooled; None if no
+            layer of the model has an indexer.
         queries: [g, Q, H_q, d], after RoPE: the last queries of each sequence, packed.
         last: int64 [Q], the rows of the batch that these queries belong to.
         layer_ranges: ranges of consecutive layers of the model. Only layers of one range are stored together.

@@ -42,10 +42,10 @@ class PromptNumbers(NamedTuple):
 
     Attributes:
         slot: the sequence's row in the tables of pages.
-        ring_pages: exact pages of its ring.
-        static_pages: exact pages of its sink.
-        before, after: its compressed tokens before and after the prompt.
-        segment: slot of its last segment.
+        ring_pages: number of exact pages of the sequence's ring.
+        static_pages: number of exact pages of the sequence's sink.
+        before, after: number of the sequence's compressed tokens before and after the prompt.
+        segment: slot of the sequence's last segment.
         state, first: that segment's state and position.
         learning: the state that learns from the prompt's last queries; the spare state if none does.
     """

@@ -77,7 +77,7 @@ class RecurrentLayout:
 
     def snapshot_bytes(self, tokens: int) -> int:
         """Maximum number of bytes of the states in snapshots of a sequence of ``tokens`` tokens. There is a state at
-        its end and at every ``CHECKPOINT_EVERY`` tokens."""
+        the sequence's end and at every ``CHECKPOINT_EVERY`` tokens."""
         return (1 + tokens // CHECKPOINT_EVERY) * len(self.layers) * self.layer_bytes
 
     @property

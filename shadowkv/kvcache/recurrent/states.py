@@ -23,8 +23,8 @@ class Checkpoint:
 
     Attributes:
         row: the row of the states; None after the checkpoint was dropped.
-        users: number of sequences that have it, and of readings.
-        readings: number of snapshots that are being read from it. It is not dropped before they end.
+        users: number of sequences and readings that use the checkpoint.
+        readings: number of snapshots that are being read from the checkpoint, which is not dropped until they end.
     """
 
     position: int
@@ -60,7 +60,8 @@ class RecurrentSequence:
 
     @property
     def restored_rows(self) -> list[int]:
-        """The rows that a restored state is written to: for the sequence to go on, and as a checkpoint."""
+        """The rows that a restored state is written to: a row of the ring, from which the sequence continues, and the
+        row of a checkpoint if there is one."""
         return [self.row(self.since), *(one.row for one in self.pending if one.row is not None)]
 
     def at(self, position: int) -> Checkpoint | None:
@@ -138,12 +139,12 @@ class RecurrentStates:
         return self.padding * self.layout.state_bytes
 
     def begin(self, parent: RecurrentSequence | None, shared: int, length: int) -> RecurrentSequence:
-        """Makes the states of a new sequence of ``length`` tokens. It shares the first ``shared`` tokens with
+        """Makes the states of a new sequence of ``length`` tokens, which shares its first ``shared`` tokens with
         ``parent``.
 
-        It also shares the parent's checkpoints that are at page boundaries within these tokens. If none of them is the
-        state after ``length`` tokens, and ``length`` is not 0, the caller writes that state to ``restored_rows``. Other
-        sequences can use the written state after the next prefill.
+        The sequence also shares the parent's checkpoints at page boundaries within these tokens. If none of these is
+        the state after ``length`` tokens, and ``length`` is not 0, the caller writes that state to ``restored_rows``.
+        Other sequences can use the written state after the next prefill.
         """
         before = [] if parent is None else parent.checkpoints
         whole = [one for one in before if one.position <= shared and one.position % PAGE == 0]

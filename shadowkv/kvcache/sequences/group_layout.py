@@ -119,8 +119,8 @@ class GroupLayout:
         kind: kind of the layers' attention.
         dtype: dtype of exact keys and values, and of full-precision fields of the parts.
         max_model_len: longest sequence, in tokens.
-        fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
-            context: at least 1, or 0 for no buffer.
+        fetch_buffer: number of chunks in a segment's fetch buffer, as a multiple of the number of chunks that a step
+            selects from the longest context: at least 1, or 0 for no buffer.
         layers: the group's layers in order, as numbered in the model.
         name: the group's name in ``Blocks``; empty for the first group.
 

@@ -31,8 +31,8 @@ class Layout:
         shape: the model's attention sizes.
         dtype: dtype of exact keys and values, and of full-precision fields of the parts.
         max_model_len: longest sequence, in tokens.
-        fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
-            context: at least 1, or 0 for no buffer.
+        fetch_buffer: number of chunks in a segment's fetch buffer, as a multiple of the number of chunks that a step
+            selects from the longest context: at least 1, or 0 for no buffer.
         states: settings of recurrent states.
 
     Attributes:
