@@ -13,8 +13,8 @@ from shadowkv.kvcache.policy.shape import IndexQueries
 
 class Part(Protocol):
     """New tokens of one kind in a group of layers: of a decode step (``DecodeBatch``), of prompts (``PrefillBlock``),
-    or of prompts that a CUDA graph can capture (``ExactPrompts``). Layers with a recurrent state have
-    one kind for all (``RecurrentPart``)."""
+    or of prompts that a CUDA graph can capture (``ExactPrompts``). Layers with a recurrent state have one kind for all
+    tokens (``RecurrentPart``)."""
 
     @property
     def num_tokens(self) -> int:
@@ -33,8 +33,9 @@ class PartHandler(Protocol):
     def start(
         self, layer: int, q: Tensor, part: Any, sinks: Tensor | None = None, index_queries: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
-        """Starts attention of a part's queries [T, H_q, d] before RoPE. The returned function finishes it and returns
-        [T, H_q, d]. In layers with an indexer, ``index_queries`` [T, H, d] before RoPE select what is attended to."""
+        """Starts attention of a part's queries [T, H_q, d] before RoPE. The returned function finishes the attention
+        and returns [T, H_q, d]. In layers with an indexer, ``index_queries`` [T, H, d] before RoPE select what is
+        attended to."""
         ...
 
 
@@ -47,8 +48,8 @@ class Batch:
     Attributes:
         groups: for each group of layers with attention, its parts. If layers have a recurrent state, their
             ``RecurrentPart``s come last, as one more group.
-        needed: int64 [n], the tokens that need attention; of the others only keys and values are stored. None if all
-            need attention.
+        needed: int64 [n], the tokens that need attention; for other tokens, only keys and values are stored. None if
+            all tokens need attention.
     """
 
     groups: tuple[tuple[Part, ...], ...]

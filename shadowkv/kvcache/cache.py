@@ -1,7 +1,7 @@
 """``KVCache``: the KV cache (ShadowKV, arXiv:2410.21465), as models, engine and evaluations use it.
 
-A cache has one or more groups of layers (``group.LayerGroup``). Each group has its own policy and pages, and every
-sequence is in all groups. Policies differ only in their parts. The model's attention calls ``append`` and ``start``
+A cache has one or more groups of layers (``group.LayerGroup``). Each group has its own policy and pages, and a sequence
+has pages in every group. Policies differ only in their parts. The model's attention calls ``append`` and ``start``
 with a ``batch.Batch``. The engine calls the rest: it allocates sequences (``allocate``, ``extend``, ``fork``, ``trim``,
 ``release``), and makes batches of decode steps (``plan_decode``, ``decode_batch``, ``end_decode``) and of prompts
 (``prefill_batch``, ``finish_prefill``, ``end_prefill``). The prefix cache turns sequences into bytes and back
@@ -62,7 +62,8 @@ class KVCache:
         memory: blocks of each tier.
         ops: the engine's ops, chosen for this layout, RoPE and device (``case.choose_ops``).
         device: device of the attention.
-        weights: for each layer of the model, the weights that the policy's parts need, by name; None if they need none.
+        weights: for each layer of the model, the weights that the policy's parts need, by name; None if no part needs
+            any.
 
     Attributes:
         groups: the groups of layers with attention.
@@ -125,7 +126,8 @@ class KVCache:
 
     @property
     def changes(self) -> int:
-        """A counter that grows whenever a sequence takes, shares or frees blocks, or a checkpoint comes or goes."""
+        """A counter that grows whenever a sequence takes, shares or frees blocks, and whenever a checkpoint is added or
+        dropped."""
         return self.pools.changes
 
     def demand(self, start: int, capacity: int) -> Blocks:
@@ -156,26 +158,27 @@ class KVCache:
         return self.pools.fork_point(sequence, length)
 
     def fork_points(self, sequence: CachedSequence, length: int) -> list[int]:
-        """Where snapshots of the first ``length`` tokens of ``sequence`` should end, in ascending order. The last one
-        is ``fork_point``. Others are there only if layers have a recurrent state: the checkpoints before it, because
-        pages of a snapshot can be cut anywhere, but a state cannot. Empty if there is no fork point."""
+        """Returns the positions at which snapshots of the first ``length`` tokens of ``sequence`` should end, in
+        ascending order. The last position is ``fork_point``. If layers have a recurrent state, the checkpoints before
+        that are positions too, because the pages of a snapshot can be cut anywhere, but a state cannot. Empty if there
+        is no fork point."""
         return self.pools.fork_points(sequence, length)
 
     def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
         """Makes a new sequence that shares its first ``length`` tokens with ``sequence``. Only windows and a recurrent
         state are copied.
 
-        Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is no fork point.
+        Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is not a fork point.
         """
         return self.pools.fork(sequence, length, start, capacity)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Removes the tokens after ``length``. Raises ValueError if one of them is compressed or shared, or if there is
-        no recurrent state after ``length`` tokens."""
+        """Removes the tokens after ``length``. Raises ValueError if one of them is compressed or shared, or if layers
+        have a recurrent state but none is kept after ``length`` tokens."""
         self.pools.truncate(sequence, length)
 
     def trim(self, sequence: CachedSequence) -> None:
-        """Frees the blocks that a finished sequence holds for future tokens. It can be extended again."""
+        """Frees the blocks that a finished sequence holds for future tokens. The sequence can be extended again."""
         self.pools.trim(sequence)
 
     def release(self, sequence: CachedSequence) -> None:
@@ -222,8 +225,8 @@ class KVCache:
         Args:
             sequences: pairs of a sequence and the number of its new tokens, at least 1.
             bounds: layers that must not be stored together with the layer before them.
-            packed: a batch of the same tokens for another cache, whose scratch memory is shared. The sequences must
-                then be empty.
+            packed: a batch of the same tokens for another cache. Both batches then share scratch memory, and the
+                sequences must be empty.
         """
         groups: list[GroupPrefill] = []
         others = () if packed is None else packed.groups
@@ -284,15 +287,16 @@ class KVCache:
     @property
     def captures_prompts(self) -> bool:
         """Whether a CUDA graph can capture the exact attention of prompts. It cannot if layers have recurrent states,
-        because the prompts' spans end at other tokens each time."""
+        because each batch of prompts is split into other spans."""
         return self.recurrent is None and all(group.exact.captured for group in self.groups)
 
     def can_capture(self, sequence: CachedSequence, tokens: int) -> bool:
         """Whether ``tokens`` new tokens of a prompt can be part of ``exact_prompts``.
 
-        They can if all of these hold: a CUDA graph can capture their attention, and they attend exactly; no state is
-        fitted on them, and parts that learn from their queries get ``OBSERVED`` of them; nothing cached is still
-        arriving; and what is compressed can be handled in a graph (``LayerGroup.captures_compressing``).
+        They can if all of these hold: their attention is exact, and a CUDA graph can capture it; no state is fitted on
+        the tokens; if a part learns from their queries, there are at least ``OBSERVED`` tokens; all layers of the
+        cached tokens have arrived; and a graph can handle the sequence's compressed pages
+        (``LayerGroup.captures_compressing``).
         """
         length = sequence.length + tokens
         if sequence.pending_layers is not None or not self.captures_prompts or self.strategy.pays(tokens, length):
@@ -301,7 +305,7 @@ class KVCache:
 
     @property
     def captures_compressing(self) -> bool:
-        """Whether sequences of prompts in a CUDA graph can be compressed."""
+        """Whether a CUDA graph can capture prompts of compressed sequences."""
         return self.captures_prompts and any(group.captures_compressing for group in self.groups)
 
     def compressing(self, sequences: Sequence[CachedSequence]) -> bool | None:
@@ -331,7 +335,7 @@ class KVCache:
         return Batch(tuple(parts))
 
     def end_exact_prompts(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> None:
-        """Makes such prompts part of their sequences, after the last layer."""
+        """Makes the new tokens of prompts in ``exact_prompts`` part of their sequences, after the last layer."""
         for group in self.groups:
             for sequence, tokens in zip(group.sequences(sequences), lengths, strict=True):
                 group.end_exact_prompt(sequence, tokens)
@@ -354,16 +358,18 @@ class KVCache:
         drafting: bool = False,
         compress: Callable[[int, np.ndarray, Callable[[Tensor], None]], None] | None = None,
     ) -> DecodePlan:
-        """Plans a decode step of ``sequences`` (at least one), and compresses the pages that are due before it.
+        """Plans a decode step of ``sequences`` (at least one). Pages that are due for compression before the step are
+        compressed first.
 
         Args:
-            counts: number of new tokens of each sequence, 1 to ``most_tokens``. Each is a row of the step; the rows of
-                a sequence follow one another. None for one token each. Tokens that turn out to be wrong are removed
-                with ``truncate``.
-            drafting: whether it is a draft step, in which the policy's index selects what is attended to
+            counts: number of new tokens of each sequence, 1 to ``most_tokens``. Each new token is a row of the step;
+                the rows of a sequence follow one another. None for one token each. Tokens that turn out to be wrong are
+                removed with ``truncate``.
+            drafting: whether the step is a draft step, in which the policy's index selects what is attended to
                 (``KVSpec.drafts``).
-            compress: runs the compression of pages as a CUDA graph, from a group's number, padded numbers of pages and
-                the function that takes these on the device. None runs it eagerly.
+            compress: compresses pages with a CUDA graph. It is called with the group's number, the padded numbers that
+                describe the pages, and the function to capture, which takes these numbers on the device. None
+                compresses eagerly.
 
         Raises ValueError if a sequence has no room for its new tokens.
         """
@@ -506,8 +512,8 @@ class KVCache:
     ) -> Callable[[], Tensor]:
         """Starts attention of queries [T, H_q, d] before RoPE, with softmax scale 1 / sqrt(d).
 
-        It does all work that need not wait for values from the host. The returned function finishes the attention and
-        returns [T, H_q, d]. Rows of tokens that do not need attention are undefined.
+        This call does all work that need not wait for values from the host. The returned function finishes the
+        attention and returns [T, H_q, d]. Rows of tokens that do not need attention are undefined.
 
         Prefill attends to all earlier tokens, or to selected blocks if it is sparse. Decode attends to [sink | outliers
         | selected | tail], or to all tokens if the sequence is dense or the policy does not select. ``sinks``, float32
@@ -536,7 +542,7 @@ class FanOut:
     """Several caches of one model that are prefilled together. Each prompt has a sequence in every cache.
 
     The first cache computes attention. The others store the same keys and values in their own form; their sequences
-    must be new. Evaluations compare policies with it.
+    must be new. Evaluations use a ``FanOut`` to compare policies.
     """
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
@@ -544,12 +550,12 @@ class FanOut:
         self._batches: list[PrefillBatch] = []
 
     def prefill_batch(self, sequences: list[tuple[tuple[CachedSequence, ...], int]]) -> PrefillBatch:
-        """Packs new tokens of prompts. Each item has a prompt's sequences, one per cache, and its number of new
-        tokens."""
+        """Packs new tokens of prompts. Each item has a prompt's sequences, one per cache, and the prompt's number of
+        new tokens."""
         of_caches = list(zip(*(of_prompt for of_prompt, _ in sequences), strict=True))
         works = [[(own, count) for own, (_, count) in zip(of_cache, sequences, strict=True)] for of_cache in of_caches]
         bounds = {
-            group.layers[layers.start]  # only layers of one group in every cache are stored together
+            group.layers[layers.start]  # layers are stored together only if they are in one group in every cache
             for cache in self.caches
             for group in cache.layout.groups
             for layers in neighbours(group.layers)

@@ -54,7 +54,7 @@ def choose_ops(
 
 
 def with_other_heads(layout: Layout, case: Case) -> Iterator[Case]:
-    """Yields the cases of windows with heads of their own. ``case`` is that of the first group."""
+    """Yields the cases of windows with heads of their own. ``case`` is the case of the first group."""
     ops = {*OF_TOKENS, *OF_WINDOWS, *(OF_SINKS if layout.shape.sinks else ())}
     for heads in dict.fromkeys(group.shape.heads for group in layout.groups):
         if heads != layout.shape.heads:
@@ -64,8 +64,8 @@ def with_other_heads(layout: Layout, case: Case) -> Iterator[Case]:
 
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterable[str] = ()) -> Case:
-    """Returns the case by which backends are chosen: the sizes of ``layout``, and the names of all called ops with
-    ``also``. Windows with heads of their own are not part of it (``with_other_heads``)."""
+    """Returns the case by which backends are chosen: the sizes of ``layout``, and the names of all ops that are called,
+    including ``also``. Windows with heads of their own have further cases (``with_other_heads``)."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS, *prefill_strategy(spec).ops}, 0
     for group in layout.groups:
@@ -96,7 +96,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
         centred=keys.centred,
         mass=layout.parts.index.mass is not None,
         max_pages=pages,
-        # Captured steps are rounded up to a page more than the longest sequence.
+        # A captured step can be rounded up to one page more than the longest sequence has.
         max_selected=max(
             (
                 min(pages * PAGE // spec.chunk, int(of_group.budget_chunks(np.asarray(layout.max_model_len + PAGE))))

@@ -1,4 +1,5 @@
-"""``LayerGroup``: a group of layers of a cache, with its pages, policy, prefill and decode. ``KVCache`` makes them."""
+"""``LayerGroup``: a group of layers of a cache, with its pages, policy, prefill and decode. ``KVCache`` makes the
+groups."""
 
 from __future__ import annotations
 
@@ -86,9 +87,9 @@ class LayerGroup:
 
     @property
     def captures_compressing(self) -> bool:
-        """Whether sequences of prompts in a CUDA graph can be compressed. They cannot if values are on the host, if
-        heads have outliers of their own, if the model's indexer selects what is attended to, or if a graph cannot
-        capture what a part learns from queries."""
+        """Whether a CUDA graph can capture prompts of compressed sequences. It cannot if values are on the host, if
+        heads have outliers of their own, if the model's indexer selects what is attended to, or if a part learns from
+        queries in a way that a graph cannot capture."""
         spec = self.layout.spec
         device_only = spec.place == "device" and not spec.outliers and not spec.native
         return spec.compresses and device_only and self.layout.parts.captures_observe
@@ -104,13 +105,13 @@ class LayerGroup:
             return False
         if not sequence.path:
             return not self.learns(sequence) or (tokens >= OBSERVED and self.captures_compressing)
-        # ``ExactPrompts`` has room for a page of the exact tail and those that the new tokens fill.
+        # ``ExactPrompts`` has room to compress one page of the exact tail, and the pages that the new tokens fill.
         few = after.tokens - sequence.compressed <= PAGE * (1 + tokens // PAGE)
         return few and self.captures_compressing
 
     def exact_prompts(self, lengths: Tensor, numbers: Tensor, rows: int, compressing: bool) -> ExactPrompts:
-        """The group's part of ``KVCache.exact_prompts``. Without ``captures_compressing``, all its sequences are exact
-        in this group."""
+        """The group's part of ``KVCache.exact_prompts``. Without ``captures_compressing``, all of the prompts'
+        sequences are exact in this group."""
         compressing = compressing and self.captures_compressing
         return exact_prompts(lengths, numbers, rows, compressing, self.layout, self.pool.tables)
 
@@ -125,8 +126,8 @@ class LayerGroup:
     def append(
         self, layer: int, k: Tensor, v: Tensor, parts: tuple[Part, ...], index_keys: Tensor | None = None
     ) -> None:
-        """Stores keys (before RoPE) and values [T, H, d] of packed tokens, and index keys [T, 1, d] with an indexer.
-        Each part goes to its handler."""
+        """Stores keys (before RoPE) and values [T, H, d] of packed tokens, and, in layers with an indexer, index keys
+        [T, 1, d]. Each part goes to its handler."""
         if len(parts) == 1:
             return self.handlers[type(parts[0])].append(layer, k, v, parts[0], index_keys)
         for part, *own in zip(parts, *(_split(x, parts) for x in (k, v, index_keys)), strict=True):
@@ -141,7 +142,7 @@ class LayerGroup:
         index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Starts attention of packed queries [T, H_q, d] before RoPE, with index queries [T, H, d] if there is an
-        indexer. Each part goes to its handler. The returned function finishes it and returns [T, H_q, d]."""
+        indexer. Each part goes to its handler. The returned function finishes the attention and returns [T, H_q, d]."""
         if len(parts) == 1:
             return self.handlers[type(parts[0])].start(layer, q, parts[0], sinks, index_queries)
         # A step's fetches from the host cross the bus while the prompts attend.
@@ -153,7 +154,7 @@ class LayerGroup:
 
 
 def _split(x: Tensor | IndexQueries | None, parts: tuple[Part, ...]) -> Sequence[Any]:
-    """Splits ``x`` [T, ...] by parts; None for each part if it is None."""
+    """Splits ``x`` [T, ...] by parts; None for each part if ``x`` is None."""
     if isinstance(x, IndexQueries):
         return [x._replace(queries=queries) for queries in _split(x.queries, parts)]
     return [None] * len(parts) if x is None else x.split([part.num_tokens for part in parts])

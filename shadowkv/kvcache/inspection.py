@@ -55,8 +55,8 @@ def compressed_rows(cache: KVCache, layer: int, batch: CompressedBatch) -> tuple
 
 
 def exact_elsewhere(cache: KVCache, layer: int, batch: CompressedBatch) -> Tensor:
-    """Returns which chunks of a batch's compressed pages cannot be selected because they are exact (sink or outliers),
-    bool [R, H, P * C]."""
+    """Returns bool [R, H, P * C]: the chunks of a batch's compressed pages that cannot be selected, because they are
+    stored exactly as well (sink or outliers)."""
     group, at = cache.place(layer)
     return group.store.excluded(at, batch.pages, batch.first)
 

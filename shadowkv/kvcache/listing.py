@@ -1,6 +1,6 @@
-"""``policies_text``: what ``--kv`` accepts, as text (``--kv help``), from what presets, fields and parts declare.
+"""``policies_text``: the text of ``--kv help``, which lists what presets, fields and parts declare.
 
-It is a module of its own because it imports all parts, and with them PyTorch. ``--help`` does without.
+It is a separate module because it imports all parts, and with them PyTorch, which ``--help`` does not need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 METAVARS = {bool: "true|false", float: "NUMBER", int: "INTEGER"}
-"""Placeholder of a value by the first of these types that the value can have. All others are names."""
+"""Placeholders of values in the text, by type: a value has that of the first of these types that it can have. A value
+that can have none of these types has the placeholder NAME."""
 
 
 def policies_text() -> str:
@@ -45,7 +46,7 @@ def policies_text() -> str:
 
 
 def _changes(spec: KVSpec) -> str:
-    """What differs from a policy that keeps everything exact, as ``--kv`` takes it."""
+    """Returns what a policy changes in one that keeps everything exact, in the syntax of ``--kv``."""
     exact = KVSpec().as_dict()
     changed = (f"{name}={_text(value)}" for name, value in spec.as_dict().items() if exact.get(name, ...) != value)
     return ",".join(changed) or "every key and value exact on the device"
@@ -63,7 +64,7 @@ def _settings() -> Iterator[str]:
 
 def _row(owner: type[DataclassInstance], name: str, *further: str) -> Iterator[str]:
     yield f"  {name}={_metavar(owner, name)}"
-    width = get_terminal_size().columns - 2  # as argparse has it
+    width = get_terminal_size().columns - 2  # as in argparse
     for text in (_help(owner, name), *further):
         yield from wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
 

@@ -1,12 +1,12 @@
 """Plugins: installed packages that register their own parts, codecs, presets and backends of ops.
 
-Entry points name them:
+Entry points name plugins:
 
     [project.entry-points."shadowkv.plugins"]
     mine = "my_package.policies:register"
 
-They are loaded in each process that reads a policy with a name that shadowkv does not know, and in each process that
-loads an engine.
+Plugins are loaded in each process that loads an engine, and in each process that reads a policy with a name that
+shadowkv does not know.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUP = "shadowkv.plugins"
 imported."""
 
 OWN = EntryPoint("baselines", "shadowkv.baselines:register", GROUP)
-"""The package's own plugin. Named here, it needs no installed package."""
+"""The package's own plugin. It is named here so that it is found even if the package is not installed."""
 
 
 class PluginError(ValueError):

@@ -14,22 +14,23 @@ from shadowkv.settings import violation
 PRESETS: dict[str, KVSpec] = {
     # Every key and value exact on the device: the baseline.
     "full": KVSpec(),
-    # The same answers. A sketch of every key selects what drafts attend to, and all tokens verify them: sparse
-    # self-speculation (MagicDec, arXiv:2408.11049).
+    # The same answers as with ``full``. Draft steps attend to what a sketch of every key selects, and a step that
+    # attends to all tokens verifies the drafts: sparse self-speculation (MagicDec, arXiv:2408.11049).
     "full-speculative": KVSpec(index="sketch", chunk=1, drafts=True, settings={"index.sampled": 0.5}),
     # The paper: arXiv:2410.21465, section 5.1.
     "shadowkv": KVSpec(keys="low-rank", index="chunk-mean", place="host", chunk=8, outliers=48),
-    # This project's own: a sketch of every key is searched, values have 3 bits. Values on the device can be selected
-    # token by token, and half of the budget is sampled.
+    # This project's own policies: a sketch of every key is searched, and values have 3 bits. If values are on the
+    # device, single tokens can be selected, and half of the budget is sampled.
     "turbo": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", chunk=1, settings={"index.sampled": 0.5}),
     "turbo-host": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", place="host", chunk=8),
     # The oracle: selects the tokens with the largest exact scores, which every other index approximates.
     "exact-top-k": KVSpec(index="exact", chunk=1),
-    # The following store keys and values in few bits and attend to all tokens.
-    # TurboQuant: arXiv:2504.19874; with this project's scales (``codecs/lloyd.py``), and keys without their mean.
+    # The following presets store keys and values in few bits and attend to all tokens.
+    # TurboQuant: arXiv:2504.19874; with this project's scales (``codecs/lloyd.py``), and with the mean subtracted from
+    # keys.
     "turboquant-4": KVSpec(keys="lloyd-4bit", values="lloyd-4bit", settings={"centred": True}),
     "turboquant-3": KVSpec(keys="lloyd-3bit", values="lloyd-3bit", settings={"centred": True}),
-    # 8-bit floats: the baseline of these formats.
+    # 8-bit floats: the baseline for TurboQuant's formats.
     "fp8": KVSpec(keys="fp8", values="fp8"),
 }
 
@@ -45,7 +46,7 @@ CACHE_DTYPES = {
     "turboquant_k8v4": "full:keys=fp8,values=lloyd-4bit",
     "turboquant_k3v4_nc": "full:keys=lloyd-3bit,values=lloyd-4bit,centred=true",
 }
-"""Policy by value of vLLM's ``--kv-cache-dtype``."""
+"""The policy for each value of vLLM's ``--kv-cache-dtype``."""
 
 POLICY_HELP = (
     f"{', '.join(PRESETS)}, a baseline (quest, snapkv, ...), or one of them with fields or settings of parts changed: "
@@ -59,7 +60,8 @@ OURS = frozenset(PRESETS)
 
 
 def register(name: str, spec: KVSpec) -> None:
-    """Registers a policy from outside this package as a preset. Registering an equal one again changes nothing.
+    """Registers a policy from outside this package as a preset. Registering an equal policy under the same name again
+    changes nothing.
 
     Raises:
         ValueError: the name is taken or has characters that are not allowed.
@@ -75,7 +77,8 @@ def register(name: str, spec: KVSpec) -> None:
 
 
 def with_drafts(spec: KVSpec) -> KVSpec:
-    """Returns a policy that attends to every token with the index of ``full-speculative``, which selects for drafts."""
+    """Returns ``spec``, a policy that attends to every token, with drafts: the index of ``full-speculative`` is added,
+    and selects for drafts alone."""
     if spec.drafts:
         return spec
     own = PRESETS["full-speculative"]
@@ -87,10 +90,10 @@ def preset(kv: str | KVSpec, **overrides: Any) -> KVSpec:
 
     Args:
         kv: a policy, or a preset's name with changed fields: ``turbo:chunk=8,values=dense,budget=0.03``.
-        overrides: fields to change; those that are None stay.
+        overrides: fields to change. A field whose value here is None is not changed.
 
     Raises ValueError for an unknown preset, and for unknown fields and invalid values; the message lists all of these.
-    Raises PluginError if an unknown name makes it load plugins and one of them fails.
+    Raises PluginError if a name is unknown and a plugin that may register it cannot be loaded.
     """
     if isinstance(kv, str):
         kv = _parse(kv)

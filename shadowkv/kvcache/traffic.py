@@ -89,8 +89,8 @@ def step_reads(layout: GroupLayout, context: int, hit_rate: float) -> StepReads:
 def attention_seconds(
     layout: Layout, context: int, hit_rate: float, device_bandwidth: float, host_bandwidth: float
 ) -> float:
-    """Seconds of a step's reads for one sequence, summed over all layers; recurrent states are also written. Arguments
-    are as in ``step_reads`` and ``StepReads.seconds``."""
+    """Seconds of a step's reads for one sequence, summed over all layers, and of reading and writing its recurrent
+    states. Arguments are as in ``step_reads`` and ``StepReads.seconds``."""
     recurrent = 0.0 if layout.recurrent is None else 2 * layout.recurrent.state_bytes / device_bandwidth
     return recurrent + sum(
         group.attending * step_reads(group, context, hit_rate).seconds(device_bandwidth, host_bandwidth)

@@ -70,7 +70,7 @@ def test_the_longest_context_changes_nothing_below_it():
 def test_an_engine_says_it_and_a_number_goes_before_it(make):
     auto = make(kv="quest", kv_dense_below="auto")
     assert auto.cache.spec.dense_below == auto.max_model_len + 1  # on a CPU so small a model never gains by it
-    assert f"all up to {auto.max_model_len}" in "\n".join(auto.notes)
+    assert f"whole sequences up to {auto.max_model_len} tokens exact" in "\n".join(auto.notes)
     assert make(kv="quest", kv_dense_below=700).cache.spec.dense_limit == 699
     assert make(kv="quest:dense_below=500", kv_dense_below="auto").cache.spec.dense_limit == 499
     assert make(kv="quest", kv_dense_below=0).cache.spec.dense_limit == make(kv="quest").cache.spec.exact_limit

@@ -1,6 +1,6 @@
-"""Codecs: formats of stored rows and latents, one file per family. ``register`` makes one available to policies.
+"""Codecs: formats of stored rows and latents, one file per family. ``register`` makes a codec available to policies.
 
-Names of row codecs are for a policy's axes ``keys`` (coded after RoPE) and ``values``, names of latent codecs for
+A policy names row codecs on its axes ``keys`` (which are then coded after RoPE) and ``values``, and latent codecs on
 ``keys``.
 """
 

@@ -33,7 +33,7 @@ class Fp8Rows(RowCodec):
         return {"fp8_scale": (1,)}
 
     def fitting_bytes(self, entries: int) -> int:
-        """Absolute values of the entries, at most in float32."""
+        """Bytes of the entries' absolute values, which are in float32 or a smaller dtype."""
         return 4 * entries
 
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:

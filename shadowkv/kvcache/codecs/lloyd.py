@@ -48,11 +48,11 @@ class LloydRows(LevelRows):
     Attributes:
         bits: bits of a code, 1 to 8.
         half: the positive levels, ascending.
-        levels: the level of each code. They are ascending; with ``signed`` the positive levels come first and then
+        levels: the level of each code, in ascending order; with ``signed``, the positive levels come first and then
             their negatives, so that the highest bit of a code is the sign.
         packing: order of codes in bytes.
         rule: rule for scales.
-        rule_of_keys: rule for scales of keys; None for ``rule``.
+        rule_of_keys: rule for scales of keys; None uses ``rule`` for keys too.
         rotation: makes the orthogonal matrix from the number of dimensions and a name.
         steps: for kernels that multiply levels as integers, the number of steps in the largest level. Every level is
             rounded to an odd multiple of a step. None if no kernel multiplies these levels as integers.

@@ -1,4 +1,4 @@
-"""Packings: orders of codes of up to 8 bits in bytes. Codecs use them."""
+"""Packings: how codes of up to 8 bits are arranged in bytes. Codecs use them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unpack_bits(packed: Tensor, width: int) -> Tensor:
 
 
 class Packing(ABC):
-    """An order of codes.
+    """An arrangement of codes in bytes.
 
     Attributes:
         bits: bits of a code.
@@ -113,7 +113,7 @@ class SelectorLanes(Lanes):
 
     @staticmethod
     def _moved(codes: Tensor, back: bool = False) -> Tensor:
-        """Moves the upper bits of codes to this order; with ``back``, from this order."""
+        """Moves the upper bits of codes from the order of ``Lanes(2, 1)`` to this one, or back."""
         if codes.shape[-1] % 128:
             return codes
         shape = (-1, 4, 2, 2, 8) if back else (-1, 2, 4, 2, 8)  # groups of 16; k, h or h, k; r; lanes

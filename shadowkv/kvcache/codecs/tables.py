@@ -1,7 +1,7 @@
 """Tables of optimal scalar quantisers (Max, 1960; Lloyd, 1982) for a unit Gaussian.
 
-They are symmetric, so tables have only the positive levels, in ascending order. An entry is coded as the nearest level:
-boundaries are midpoints, and one of them is 0.
+The quantisers are symmetric, so tables have only the positive levels, in ascending order. An entry is coded as the
+nearest level: boundaries are midpoints, and one of them is 0.
 """
 
 from __future__ import annotations

@@ -35,20 +35,20 @@ class Compression:
             return
         if excluded is None:
             shape = layers, len(tokens.pages), *self.store.page[EXCLUDED].shape[2:]
-            # A tensor, because a scalar would come from the host, for which a captured graph cannot wait.
+            # A tensor, because a scalar would be copied from the host, which a captured graph cannot do.
             excluded = torch.zeros(shape, dtype=torch.bool, device=self.store.compute)
         self.store.write(EXCLUDED, tokens.layers, tokens.pages, excluded)
 
     def due(self, slots: np.ndarray) -> np.ndarray:
-        """Returns which of ``slots`` have a page to compress, bool [n]. They do if the tail is at least a page longer
-        than the local window, and the state is valid for the tail's oldest page."""
+        """Returns bool [n]: which of ``slots`` have a page to compress. A sequence has one if its tail is at least a
+        page longer than the local window, and its state is valid for the tail's oldest page."""
         tables = self.tables
         length, compressed = tables.length[slots], tables.compressed[slots]
         valid = (tables.segments[slots] > 0) & (compressed + PAGE <= tables.valid_until[slots])
         return valid & (length - compressed >= self.spec.local + PAGE)
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
-        """Returns the numbers for ``compress_pages``, int64 [6, n]: those of the oldest page of each tail of
+        """Returns the numbers for ``compress_pages``, int64 [6, n], of the oldest page of the tail of each of
         ``slots``."""
         tables = self.tables
         page, segment = tables.compressed[slots] // PAGE, tables.segment_slots[slots, tables.segments[slots] - 1]

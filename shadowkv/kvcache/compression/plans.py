@@ -1,6 +1,6 @@
 """Storage plans: where a prompt's new tokens are stored. ``Storing`` and prefill use them.
 
-They are made on the host for all sequences of a batch, and copied to the device at once.
+The plans are made on the host for all sequences of a batch, and copied to the device together.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ class StoragePlan:
     that no layer waits for a copy.
 
     Attributes:
-        length: tokens of the sequence, with the new ones.
-        before: tokens that are already compressed.
-        compressed: tokens that are compressed now.
+        length: number of tokens of the sequence, including the new ones.
+        before: number of tokens that are already compressed.
+        compressed: number of tokens that are compressed now.
         fits: whether the tokens that are compressed now form a new segment, whose state must be fitted.
         state: int64 [1], the state of the last segment.
-        observed: int64 [1], the state that learns from the new tokens' last queries: that of a new segment, or the one
-            reserved for a dense sequence. None if no state learns.
+        observed: int64 [1], the state that learns from the new tokens' last queries: the state of a new segment, or the
+            state reserved for a dense sequence. None if no state learns.
         pages, value_pages: int64 [compressed / 64], ids of the pages for the compressed tokens.
         page_starts: int64 [compressed / 64], positions of the first tokens of these pages.
         static: exact rows for the sink and the outliers of a new segment.
         tail: exact rows of the sequence's current exact tail. The tokens that are compressed now begin with the tail.
-        exact: exact rows for the newest tokens that are not compressed; with a window, as many as the ring holds.
+        exact: exact rows for the new tokens that are not compressed; with a window, for as many of them as the ring
+            holds.
         cached: the segments that the sequence already has.
     """
 

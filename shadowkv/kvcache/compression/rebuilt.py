@@ -55,7 +55,7 @@ class RebuiltTokens:
         arrived = read_values(0)
         for i, (first, last) in enumerate(spans):
             wait = arrived
-            if i + 1 < len(spans):  # into the other buffer, whose attention has been launched
+            if i + 1 < len(spans):  # the other buffer is free: its attention has been launched
                 arrived = read_values(i + 1)
             block, count = buffers[i % 2], (last - first) * PAGE
             self.ops.rebuild_rows(key_source, first, block[0, :, :count], False)
@@ -69,7 +69,7 @@ class RebuiltTokens:
         chunk, rows, exact = self.spec.chunk, step * PAGE, static_tokens // self.spec.chunk
         if self.spec.outliers:
             excluded = self.store.excluded(layer, row.pages, row.first)[0]
-            chunks = excluded.to(torch.uint8).topk(exact).indices  # every head has equally many
+            chunks = excluded.to(torch.uint8).topk(exact).indices  # each head has ``exact`` such chunks
         else:  # only the sink is exact
             chunks = torch.arange(exact, device=row.pages.device).expand(self.shape.num_kv_heads, -1)
         position = (chunks.unsqueeze(-1) * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)

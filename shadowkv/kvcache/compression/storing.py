@@ -1,6 +1,7 @@
-"""``Storing``: stores tokens by their storage plans. It fits the states of new segments and compresses full pages.
+"""``Storing``: stores tokens according to their storage plans. It fits the states of new segments and compresses full
+pages.
 
-Prefill stores a prompt's tokens with it. Decode stores the tails that have outgrown their last segment's state.
+Prefill uses it to store a prompt's tokens, and decode to store tails that have outgrown their last segment's state.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Storing:
         """Stores tokens of several sequences in some layers. The sequences must compress equally many tokens.
 
         Args:
-            new_tokens: for each sequence, the new tokens' keys, RoPE-rotated keys and values, each [L, n, H, d], and
-                with an indexer index keys [L, n, 1, d]. The exact tail comes before them.
+            new_tokens: for each sequence, the new tokens' keys, RoPE-rotated keys and values, each [L, n, H, d], and,
+                in layers with an indexer, index keys [L, n, 1, d]. The sequence's exact tail is put before them.
         """
         count = plans[0].compressed
         joined = [self._behind_exact(layers, plan, *new) for plan, new in zip(plans, new_tokens, strict=True)]
@@ -63,7 +64,7 @@ class Storing:
 
     def compress_tails(self, sequences: list[CachedSequence]) -> None:
         """Turns exact tails into new segments with their own states. Tails of equal sizes are compressed together. If
-        it raises, the tails that are not compressed stay as they were."""
+        an error is raised, the tails that are not compressed yet stay as they were."""
         segments = [len(sequence.path) for sequence in sequences]
         try:
             self._compress_alike(sequences)
@@ -111,8 +112,8 @@ class Storing:
         values: Tensor,
         index_keys: Tensor | None = None,
     ) -> None:
-        """Compresses the first ``plan.compressed`` of tokens [L, n, S, H, d]. It fits the states of new segments
-        first."""
+        """Compresses the first ``plan.compressed`` of the S tokens in ``keys`` and the other arrays, [L, n, S, H, d].
+        First fits the states of new segments."""
         first = plans[0]  # the other plans have the same numbers
         states, count, excluded = torch.cat([plan.state for plan in plans]), first.compressed, None
         if first.fits:

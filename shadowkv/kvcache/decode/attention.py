@@ -78,7 +78,7 @@ class Decode:
         return batch_of(plan, numbers, self.parts.index, self.compression.tables, self.store.layout.window)
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: DecodeBatch, index_keys: Tensor | None = None) -> None:
-        """Stores keys (before RoPE) and values [B, H, d] of the new tokens, and with an indexer index keys
+        """Stores keys (before RoPE) and values [B, H, d] of the new tokens, and, in layers with an indexer, index keys
         [B, 1, d]."""
         if index_keys is not None:
             where = batch.positions, batch.write_page, batch.write_offset
@@ -86,8 +86,8 @@ class Decode:
         if batch.compressed is None or self.fetching is not None:
             self._append(layer, k, v, batch)
         else:  # on the stream of exact attention, which reads the new tokens
-            # Kept until the current stream has waited for that stream. Otherwise the allocator could reuse their memory
-            # for queries.
+            # The tensors are kept until the current stream has waited for that stream. Otherwise the allocator could
+            # reuse their memory for queries.
             self._appended = k, v
             self.side_stream.start(lambda: self._append(layer, k, v, batch))
 
@@ -105,8 +105,8 @@ class Decode:
     ) -> Callable[[], Tensor]:
         """Starts attention of queries [B, H_q, d] before RoPE. The returned function finishes the attention and returns
         [B, H_q, d]. ``sinks``, float32 [H_q], are added to the attention to exact tokens, so that the merge counts them
-        once. ``index_queries`` [B, H, d] select if there is an indexer. While all sequences are dense they select
-        everything."""
+        once. If there is an indexer, ``index_queries`` [B, H, d] select what is attended to. While all sequences are
+        dense, everything is attended to."""
         q = self.apply_rope(q, batch)
         if self.query_hook is not None:
             self.query_hook(self.store.layout.layers[layer], q, batch)
@@ -157,8 +157,9 @@ class Decode:
     def _attend_exact(
         self, layer: int, q: Tensor, batch: DecodeBatch, sinks: Tensor | None, counts: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attends to exact pages. ``counts`` int64 [B, H, E], for each kv head, are the tokens of each page that an
-        indexer selects, or bool [B, E * 64], which tokens a pooled one selects; None attends to all tokens."""
+        """Attends to exact pages. ``counts`` is what an indexer selects: int64 [B, H, E], the number of tokens of each
+        page for each kv head; with a pooled indexer bool [B, E * 64], True for selected tokens. None attends to all
+        tokens."""
         pages = self.store.k[layer], self.store.v[layer], batch.pages
         if counts is not None and self.store.layout.indexer is not None and self.store.layout.indexer.pooled:
             out, lse = attend_tokens(q, *pages, counts)
@@ -173,7 +174,7 @@ class Decode:
         return out, lse
 
     def _attend_heads(self, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Attends to exact pages, kv head by kv head, because each has other ``counts`` [B, H, E]."""
+        """Attends to exact pages, kv head by kv head, because ``counts`` [B, H, E] differ between kv heads."""
         parts = [
             self.ops.paged_attention(of_head, k[:, head : head + 1], v[:, head : head + 1], pages, counts[:, head])
             for head, of_head in enumerate(q.chunk(k.shape[1], dim=1))
@@ -190,7 +191,7 @@ class Decode:
             out, lse = self.ops.attend_coded(q, keys, values, *batch.span)
             return out, lse
         selected = self._select(layer, q, batch, native)
-        most = batch.most if self.hook is None else None  # a hook may return more
+        most = batch.most if self.hook is None else None  # a hook may return more chunks
         out, lse = self.ops.attend_selected(q, keys, values, selected.chunks, selected.log_weight, most)
         return out, lse
 
@@ -243,7 +244,7 @@ class Decode:
 
 
 def _native(store: GroupStore) -> NativeSelection | PooledSelection | None:
-    """What selects in layers with an indexer."""
+    """Returns what selects for the steps of layers with an indexer; None for other layers."""
     if store.index_keys is None or store.layout.indexer is None:
         return None
     return NativeSelection(store) if store.layout.indexer.pooled is None else PooledSelection(store)

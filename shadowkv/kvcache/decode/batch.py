@@ -25,10 +25,10 @@ class SequenceNumbers(NamedTuple):
 
     Attributes:
         slot: the sequence's row in the tables of pages.
-        length: tokens of the sequence before the new one.
-        compressed: compressed tokens.
-        ring_pages: pages of the ring of the exact tail.
-        static_pages: exact pages of sink and outliers.
+        length: number of tokens of the sequence before the new one.
+        compressed: number of compressed tokens.
+        ring_pages: number of pages of the ring of the exact tail.
+        static_pages: number of exact pages of sink and outliers.
     """
 
     slot: Any
@@ -42,11 +42,11 @@ class SegmentNumbers(NamedTuple):
     """Numbers of R segments, each int64 [R].
 
     Attributes:
-        slot: row in the tables of compressed pages.
-        state: number of its state.
-        sequence: row of its sequence in the batch.
-        first, end: positions of its first token and after its last.
-        top_k, sampled: chunks to select per kv head, by top-k and by sampling.
+        slot: the segment's row in the tables of compressed pages.
+        state: number of the segment's state.
+        sequence: row of the segment's sequence in the batch.
+        first, end: positions of the segment's first token and after its last.
+        top_k, sampled: number of chunks to select per kv head, by top-k and by sampling.
         seed: seed of this step's sampling.
     """
 
@@ -65,13 +65,13 @@ class GroupPlan:
     """The plan of a decode step of B rows in a group of layers. Its numbers are all that the device needs.
 
     Attributes:
-        sequences, segments: NumPy arrays. If no sequence has several segments, each row has one (R = B). It is empty if
-            the sequence is dense.
+        sequences, segments: NumPy arrays. If no sequence has several segments, each row has one segment (R = B), which
+            is empty if the sequence is dense.
         of_sequence: int64 [B, S], for each row the rows of its segments in ``segments``, filled up with R. None if each
             row has one segment.
-        exact_pages, compressed_pages: widths of the page tables: the most exact pages of a sequence (at least 1), and
-            the most compressed pages of a segment.
-        max_budget: most chunks that a segment selects, by top-k and by sampling.
+        exact_pages, compressed_pages: widths of the page tables: the maximum number of exact pages of a sequence (at
+            least 1), and the maximum number of compressed pages of a segment.
+        max_budget: maximum number of chunks that a segment selects, by top-k and by sampling.
         selects: whether the step attends only to compressed tokens that the index selects, and not to all of them.
         micro_batches: number of micro-batches. The values of one are fetched while another computes.
     """
@@ -117,8 +117,8 @@ class DecodePlan:
 
     Attributes:
         groups: the plans of all groups of layers.
-        recurrent: int64 [2, B], rows of the recurrent states before and after each row's token; None if no layer has
-            one.
+        recurrent: int64 [2, B], rows of the recurrent states before and after each row's token; None if no layer has a
+            recurrent state.
         drafted: whether a sequence with recurrent states can have several rows, which are then computed in order.
     """
 
@@ -160,7 +160,7 @@ class DecodeBatch:
     Attributes:
         positions: int64 [B], position of each new token.
         pages: int64 [B, E], ids of the exact pages, at most E for each sequence.
-        counts: int64 [B, E], valid tokens of each exact page, with the new one.
+        counts: int64 [B, E], number of valid tokens of each exact page, including the new token.
         exact_numbers: int64 [B, E], for each exact page, its number in the sequence; arbitrary if it has no valid
             tokens. None without an indexer.
         starts: int64 [B, E], for each exact page, its first token in the window, counted from the page's start. None
@@ -168,9 +168,10 @@ class DecodeBatch:
         write_page: int64 [B], id of the exact page that the new token is written to.
         write_offset: int64 [B], row of the new token in this page.
         compressed: the compressed pages of R segments; None if there are none.
-        sequence: int64 [R], row of the batch that each row of ``compressed`` belongs to. None if the rows are the same.
+        sequence: int64 [R], row of the batch that each row of ``compressed`` belongs to. None if ``compressed`` has the
+            same rows as the batch.
         of_sequence: int64 [B, S], for each row of the batch, its rows in ``compressed``, filled up with R. None if each
-            has at most one.
+            row of the batch has at most one.
     """
 
     positions: Tensor
@@ -226,7 +227,7 @@ def batch_of(
 ) -> DecodeBatch:
     """Makes the batch on the device, from a plan's shapes and packed numbers int64 [n].
 
-    It takes only shapes from ``plan``, so a graph that captures it serves other plans of the same shapes.
+    Only shapes are taken from ``plan``, so a graph that captures this function serves other plans of the same shapes.
     """
     sequences, segments, of_sequence = plan.unpacked(numbers)
     slot, length, _, ring, static_pages = sequences
@@ -305,7 +306,7 @@ def _exact_counts(numbers: SequenceNumbers, static: Tensor) -> Tensor:
 
 def _in_window(length: Tensor, ring_pages: Tensor, width: int, window: int) -> tuple[Tensor, Tensor]:
     """Returns, for each ring page [B, E], its first token in the window, and its last + 1, both counted from the page's
-    start. It is the window of the token at position ``length`` [B]."""
+    start. The window is that of the token at position ``length`` [B]."""
     column, newest = torch.arange(width, device=length.device), (length // PAGE)[:, None]
     page = newest - (newest - column) % ring_pages[:, None]  # page number in the sequence, below 0 for an unused page
     seen = (page >= 0) & (column < ring_pages[:, None])

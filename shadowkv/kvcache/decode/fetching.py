@@ -61,7 +61,7 @@ class Fetch:
 
 
 class Fetching:
-    """Fetches into the buffers of a store, which must have some."""
+    """Fetches into the fetch buffers of a store. The store must have fetch buffers."""
 
     def __init__(self, store: GroupStore, side_stream: SideStream) -> None:
         of_all_layers = store.buffer

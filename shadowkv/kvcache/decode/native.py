@@ -1,7 +1,7 @@
 """Decode steps in layers with an indexer: which compressed chunks and which exact pages a step attends to.
 
-Scores are those of whole pages. A block of the indexer is a few pages, and some of its pages can be compressed while
-the others are exact, so pages are put in order of their positions before blocks are chosen.
+Each page has one score for each kv head. A block of the indexer is a few pages, and some of these pages can be
+compressed while the others are exact. So scores are put in the order of the pages' positions before blocks are chosen.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.store import GroupStore
 
 NativeSelected = tuple[Selection, Tensor]
-"""The compressed chunks of the rows with compressed pages, and the number of attended tokens of each exact page, int64
-[B, H, E]."""
+"""What a step attends to: the selected chunks of the rows with compressed pages, and the number of attended tokens of
+each exact page, int64 [B, H, E]. ``PooledSelection`` returns the tokens of exact pages instead, bool [B, E * 64]."""
 
 
 class NativeSelection:
@@ -28,7 +28,7 @@ class NativeSelection:
     def __init__(self, store: GroupStore) -> None:
         assert store.layout.indexer is not None and store.index_keys is not None
         self.store, self.indexer, self.spec = store, store.layout.indexer, store.layout.spec
-        # No compressed chunk is stored elsewhere. One page stands for all: the op reads it with a stride of 0.
+        # No compressed chunk is stored exactly elsewhere. All pages share one page of marks, read with a stride of 0.
         self._excluded = torch.zeros(1, 1, PAGE, dtype=torch.bool, device=store.compute)
 
     def select(
@@ -85,7 +85,7 @@ class NativeSelection:
         return torch.where((pages < last).unsqueeze(-1), chunks, -1).flatten(-2)
 
     def _of_tokens(self, queries: Tensor, index_keys: Tensor, pages: Tensor, num_tokens: Tensor) -> Tensor:
-        """The score of each token, float32 [R, H, P * 64]. It is computed as a chunk's score, for chunks of one
+        """The score of each token, float32 [R, H, P * 64], computed by the op for scores of chunks, with chunks of one
         token."""
         excluded = self._excluded.expand(len(index_keys), -1, -1)
         scores: Tensor = self.store.ops.chunk_mean_scores(queries, index_keys, excluded, pages, num_tokens)[0]

@@ -43,14 +43,14 @@ class DecodePlanner:
         drafting: bool = False,
         compress: Callable[[np.ndarray, Callable[[Tensor], None]], None] | None = None,
     ) -> GroupPlan:
-        """Plans a step of ``sequences``. It first turns tails that have outgrown their state into segments, and
-        compresses the pages that are due.
+        """Plans a step of ``sequences``. First turns tails that have outgrown their state into segments, and compresses
+        the pages that are due.
 
         Args:
-            counts: number of new tokens of each sequence, at most ``most_tokens``. None for one each. A sequence has a
-                row for each of its tokens. Row j attends to the tokens up to its own, as a step would after j other
-                steps.
-            drafting: whether it is a draft step, for which the index selects under every policy that has one.
+            counts: number of new tokens of each sequence, at most ``most_tokens``. None for one token each. A sequence
+                has a row for each of its new tokens. Row j attends to the tokens up to its own, as a step would after j
+                other steps.
+            drafting: whether the step is a draft step. In a draft step the index selects, if the policy has an index.
             compress: as for ``KVCache.plan_decode``, without the group's number.
 
         Raises ValueError if a sequence has no room for its new tokens.
@@ -62,7 +62,7 @@ class DecodePlanner:
         room = self._capacity(sequences) - tables.length[slots]
         new = np.ones_like(slots) if counts is None else np.asarray(counts, np.int64)
         if (room < new).any():
-            raise ValueError(f"a sequence is at its capacity: it has room for {room} tokens, and {new} are new")
+            raise ValueError(f"a sequence has no room for its new tokens: there is room for {room}, and {new} are new")
         if spec.compresses:
             outgrown = self._outgrown(slots)
             if outgrown.any():
@@ -99,8 +99,8 @@ class DecodePlanner:
     def most_tokens(self, sequences: Sequence[CachedSequence]) -> np.ndarray:
         """Maximum number of new tokens, int64 [n], that a step can append to each sequence.
 
-        The number is limited by the sequence's capacity and by the ring of a window. It also ends before the next
-        compression is due, so that every token attends to the same tokens as in a step of its own.
+        The number is limited by the sequence's capacity and by the ring of a window. The new tokens also end before the
+        next compression is due, so that every token attends to the same tokens as in a step of its own.
         """
         tables = self.tables
         slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
@@ -265,8 +265,8 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
 
 
 def padded(numbers: np.ndarray, padding: np.ndarray) -> np.ndarray:
-    """Pads ``numbers``, int64 [6, n], of the n pages to compress. Columns of ``padding``, int64 [6], are added until
-    the number of columns is a rounded one."""
+    """Pads the numbers of n pages to compress, int64 [6, n]: ``padding``, int64 [6], is appended as a column until the
+    number of columns is one that ``round_up`` returns."""
     more = round_up(numbers.shape[1]) - numbers.shape[1]
     return np.concatenate((numbers, np.repeat(padding[:, None], more, axis=1)), axis=1)
 

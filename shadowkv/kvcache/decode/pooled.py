@@ -29,8 +29,8 @@ class PooledSelection:
     def select(
         self, layer: int, index: IndexQueries, batch: DecodeBatch, compressed: CompressedBatch
     ) -> NativeSelected:
-        """Selects by index queries [B, H, d] after RoPE. The second result is which tokens of exact pages are attended
-        to, bool [B, E * 64]."""
+        """Selects by index queries [B, H, d] after RoPE. The second result is bool [B, E * 64]: which tokens of exact
+        pages are attended to."""
         assert batch.exact_numbers is not None and self.store.index_keys is not None
         count, device = len(batch.positions), batch.positions.device
         segments = compressed.pages.shape[1] * (1 if batch.of_sequence is None else batch.of_sequence.shape[1])
@@ -60,14 +60,14 @@ class PooledSelection:
         token = torch.arange(PAGE, device=device)
         position = exact.unsqueeze(-1) * PAGE + token
         block = self.indexer.block_size
-        # A complete block is not kept unless it is chosen.
+        # The block that is not complete yet is always attended to.
         tokens = tokens | (position // block == ((batch.positions + 1) // block)[:, None, None])
         valid = token < batch.counts.unsqueeze(-1)
         return Selection(chunks.unsqueeze(1).expand(-1, heads, -1).contiguous()), (tokens & valid).flatten(1)
 
     def _scores(self, queries: Tensor, index: IndexQueries, keys: Tensor, pages: Tensor, number: Tensor) -> Tensor:
-        """Scores of the blocks of pages, float32 [R, P, blocks of a page], which have ``number`` [R, P] in their
-        sequences."""
+        """Returns the scores of the blocks in ``pages`` [R, P], float32 [R, P, blocks of a page]. ``number`` [R, P] are
+        the numbers of the pages within their sequences."""
         of_tokens = keys[pages].squeeze(2).unflatten(2, (self.of_page, -1))  # [R, P, blocks, tokens, d]
         within = torch.arange(self.of_page, device=pages.device) * self.indexer.block_size
         blocks = self.store.block_keys(of_tokens, number.unsqueeze(-1) * PAGE + within, index)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 GRANULE = 256
-"""Bytes per granule: pages begin at multiples of it. int32 page ids reach 512 GiB per layer."""
+"""Bytes of a granule. Pages begin at multiples of a granule. int32 page ids reach 512 GiB per layer."""
 
 
 SLAB = 2**30
@@ -198,7 +198,7 @@ def _view(arena: Tensor, apart: int, offset: int, field: Field) -> Tensor:
 
 
 def _allocate(shape: tuple[int, int], device: torch.device, pinned: bool) -> Tensor:
-    """Zeroed bytes. Ordinary host memory comes from NumPy, whose zeros take memory only when they are first touched."""
+    """Returns zeroed bytes. Ordinary host memory comes from NumPy, whose zeros take memory only when first touched."""
     if pinned and 0 not in shape:
         return _pin(np.zeros(shape, np.uint8), device)
     if device.type == "cpu":
@@ -227,7 +227,7 @@ def _pin(array: np.ndarray, device: torch.device) -> Tensor:
 def pin(array: np.ndarray) -> Callable[[], None]:
     """Pins host memory for the current CUDA context, slab by slab. Returns a function that unpins it.
 
-    It does not use PyTorch's pinned allocator, which rounds sizes up to a power of two. Raises MemoryError if CUDA
+    PyTorch's pinned allocator is not used, because it rounds sizes up to a power of two. Raises MemoryError if CUDA
     cannot pin the memory.
     """
     runtime = torch.cuda.cudart()

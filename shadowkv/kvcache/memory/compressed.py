@@ -72,20 +72,21 @@ class CompressedBatch:
     Attributes:
         slots: int64 [R], slots of the segments in the page tables and in the fetch buffer.
         states: int64 [R], fitted states of the segments.
-        first: int64 [R], positions of their first tokens.
-        pages: int64 [R, P], ids of their compressed pages; arbitrary past a segment's end.
-        value_pages: int64 [R, P], ids of the pages with their values, if these are on the host; else the same as
-            ``pages``.
+        first: int64 [R], positions of the segments' first tokens.
+        pages: int64 [R, P], ids of the segments' compressed pages; arbitrary past a segment's end.
+        value_pages: int64 [R, P], ids of the pages with the segments' values, if values are on the host; otherwise
+            equal to ``pages``.
         num_pages: int64 [R], number of compressed pages of each segment.
         num_chunks: int64 [R], number of chunks of each segment.
         budget: int64 [R], chunks to select by top-k per kv head.
         max_budget: maximum number of chunks that a row selects, by top-k and by sampling.
-        sampling: chunks to sample in addition. The seed depends on the request and on the position of the new token, so
-            every step has another sample. None if the policy does not sample.
+        sampling: number of chunks to sample in addition, and seeds. A seed depends on the request and on the position
+            of the new token, so every step has another sample. None if the policy does not sample.
         overlapped: whether another micro-batch computes while values of these rows are fetched.
-        span: in a step that attends to all tokens, those that each row attends to, which are those after the sink: the
-            first, and the last + 1, within the segment, int64 [R] each. None in steps that select.
-        most: int64 [R], most chunks that each row selects, by top-k and by sampling. None in steps that do not select.
+        span: in a step that attends to all tokens, the range of compressed tokens that each row attends to, without the
+            sink: first and last + 1 within the segment, int64 [R] each. None in steps that select.
+        most: int64 [R], maximum number of chunks that each row selects, by top-k and by sampling. None in steps that do
+            not select.
     """
 
     slots: Tensor

@@ -31,7 +31,7 @@ class SideStream:
 
     def start(self, work: Callable[[], Result]) -> Callable[[], Result]:
         """Launches ``work``, which starts after all work on the current stream. The returned function makes the current
-        stream wait for it and returns its result."""
+        stream wait for ``work`` and returns the result of ``work``."""
         if self.stream is None or (self.captured and not torch.cuda.is_current_stream_capturing()):
             result = work()
             return lambda: result
@@ -58,8 +58,8 @@ class SideStream:
 
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copies ``numbers`` from the host to the device, through pinned memory. With other memory the host would wait for
-    the device's earlier work, and the device would be idle afterwards."""
+    """Copies ``numbers`` from the host to the device, through pinned memory. A copy from other memory would make the
+    host wait for the device's earlier work, and the device would be idle afterwards."""
     if device.type != "cuda" or not numbers.numel():
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)

@@ -157,7 +157,7 @@ def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
         reasons = _unsupported_by_indexers(spec, shape)
     if reasons:
         raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
-    return replace(spec, index="none") if spec.native else spec  # the layout says which layers select
+    return replace(spec, index="none") if spec.native else spec  # the layout sets it in layers with an indexer
 
 
 def _unsupported_by_indexers(spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -282,7 +282,7 @@ def describe(spec: KVSpec, shape: ModelShape) -> str:
         words += [spec.describe_budget(), f"{spec.outliers} outlier chunks per kv head"]
     elif spec.drafts:
         words.append(f"draft steps attend to selected tokens ({spec.describe_budget()}), others to every token")
-    words.append(f"newest {spec.local} tokens exact, all up to {spec.dense_limit}")
+    words.append(f"newest {spec.local} tokens exact, whole sequences up to {spec.dense_limit} tokens exact")
     if spec.skip_layers:
         words.append(f"first and last {spec.skip_layers} layers exact")
     return ", ".join(words + prefill)

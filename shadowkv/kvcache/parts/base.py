@@ -5,10 +5,10 @@ the cache's ``CompressedStore`` and owns no memory. Shapes: n pages, B sequences
 heads, G query heads per kv head, d head dim, c tokens per chunk, C = 64 / c chunks per page.
 
 On a GPU ``select`` and ``source`` run while a decode step is captured in a CUDA graph, and ``compress`` in a graph of
-its own. ``source`` and ``compress`` are also captured with prompts. So they must not wait for the device, and shapes
-must depend only on the shapes of their arguments. The same holds for ``observe`` if ``captures_observe`` is True.
-``fit`` is never captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts must mask
-these pages. An index must also mask chunks that are ``EXCLUDED``.
+its own. ``source`` and ``compress`` are also captured with prompts. So these methods must not wait for the device, and
+shapes must depend only on the shapes of their arguments. The same holds for ``observe`` if ``captures_observe`` is
+True. ``fit`` is never captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts
+must mask these pages. An index must also mask chunks that are ``EXCLUDED``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ be neither scored nor selected. The cache owns it. Policies have it if they have
 
 
 INDEX_KEYS = "index_keys"
-"""Field of exact and of compressed pages in layers with an indexer, [1, 64, d]: index keys after RoPE."""
+"""Field of exact and of compressed pages in layers with an indexer, [1, 64, d]: index keys, after RoPE unless the
+indexer is pooled."""
 
 COMPRESSED_AT_ONCE = 512
 """Pages of one layer that are compressed at a time, which limits temporary memory."""
@@ -59,7 +60,7 @@ class CompressedTokens:
 
     Attributes:
         layers: the layers.
-        states: int64 [n], the states of the pages, or [1] if all have the same.
+        states: int64 [n], the states of the pages, or [1] if all pages have the same state.
         first: int64 [n], positions of the pages' first tokens.
         pages: int64 [n], page ids on the device.
         value_pages: int64 [n], page ids for ``ValuePart.placed_field``; the same as ``pages`` if that field is on the
@@ -67,7 +68,7 @@ class CompressedTokens:
         keys: [L, n, 64, H, d] before RoPE.
         rope_keys: [L, n, 64, H, d] after RoPE.
         values: [L, n, 64, H, d].
-        index_keys: [L, n, 64, 1, d] after RoPE, in layers with an indexer; None in others.
+        index_keys: [L, n, 64, 1, d] as ``INDEX_KEYS``, in layers with an indexer; None in other layers.
     """
 
     layers: slice
@@ -99,7 +100,7 @@ class FittedTokens:
 
     Attributes:
         keys: [L, n, S, H, d] before RoPE. If the key part asks for it (``KeyPart.fits_on_earlier``), a short later
-            segment has the keys of the whole sequence here. The earlier ones are rebuilt.
+            segment has the keys of the whole sequence here. Keys before the segment are rebuilt.
         rope_keys: [L, n, S, H, d] after RoPE.
         values: [L, n, S, H, d].
         first: int64 [n], positions of the first tokens of ``rope_keys``.
@@ -228,7 +229,7 @@ class StoredPart(Part, ABC):
 
     @property
     def observes(self) -> bool:
-        """Whether it learns from a prompt's last queries."""
+        """Whether the part learns from a prompt's last queries."""
         return type(self).observe is not StoredPart.observe
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
@@ -298,9 +299,9 @@ class IndexPart(StoredPart):
 
     Attributes:
         sampled: share of the budget for chunks that are sampled.
-        mass: share of the softmax at which the selection stops; None if it takes the whole budget.
-        reads_excluded: whether it reads excluded chunks from the pages' field ``EXCLUDED``. Otherwise ``exclude`` marks
-            them.
+        mass: share of the softmax at which the selection stops; None if the selection takes the whole budget.
+        reads_excluded: whether the index reads from the pages' field ``EXCLUDED`` which chunks are excluded. Otherwise
+            ``exclude`` marks these chunks.
     """
 
     axis = "index"
@@ -315,8 +316,8 @@ class IndexPart(StoredPart):
         return None
 
     def sampled_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
-        """Returns the number of chunks of ``budget`` that are sampled from ``selectable`` tokens, int64. The others are
-        the top-k. It is 0 if the budget holds all tokens."""
+        """Returns int64: how many chunks of ``budget`` are sampled from ``selectable`` tokens. The other chunks of the
+        budget are the top-k. Nothing is sampled if the budget covers all tokens."""
         top_k = np.ceil(np.round(budget * (1 - self.sampled), 6)).astype(np.int64)
         scarce = budget * self.spec.chunk < selectable
         return np.where(scarce, budget - top_k, 0)
@@ -332,7 +333,7 @@ class IndexPart(StoredPart):
 
     @abstractmethod
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
-        """Selects chunks for RoPE-rotated queries [B, H_q, d]: as many as the batch's budget, and the sampled ones."""
+        """Selects chunks for RoPE-rotated queries [B, H_q, d]: the batch's budget of top-k chunks, and sampled ones."""
 
 
 class ScoredIndex(IndexPart):
@@ -449,7 +450,7 @@ class PrefillStrategy(Part, ABC):
             layer: layer of the model.
             q: [n, H_q, d], after RoPE.
             k, v: [m, H, d], keys after RoPE and values of all positions.
-            to_come: number of tokens of the prompt after these.
+            to_come: number of tokens of the prompt after the last position.
             sinks: float32 [H_q], scores of one more position in every softmax. The value of that position is 0.
         """
 

@@ -1,8 +1,8 @@
 """The index of layers that were trained with an indexer: MiniMax Sparse Attention (arXiv:2606.13392).
 
 The model computes index queries and index keys beside queries and keys. The cache keeps the index key of every token:
-in exact pages beside keys and values, and in compressed pages here. A step scores all of them, and attends to the
-blocks with the best scores. ``decode/native.py`` and ``prefill/native.py`` do that.
+in exact pages beside keys and values, and in compressed pages as this part stores it. A step scores all index keys, and
+attends to the blocks with the best scores (``decode/native.py`` and ``prefill/native.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 
 
 class NativeIndex(IndexPart):
-    """Stores index keys after RoPE, in the cache's dtype."""
+    """Stores index keys in the cache's dtype, after RoPE unless the indexer is pooled."""
 
     reads_excluded = False
     ops: ClassVar[tuple[str, ...]] = ("chunk_mean_scores",)

@@ -1,11 +1,11 @@
-"""An index with a sketch of every key, 2 bits per dimension (``turbo``). It is searched in two levels: the sign bits
-choose runs of 8 tokens, and all bits choose chunks in the best runs.
+"""An index with a sketch of every key, 2 bits per dimension (``turbo``). The sketches are searched in two levels: the
+sign bits choose runs of 8 tokens, and all bits choose chunks in the best runs.
 
 After a random rotation, coordinates are nearly Gaussian, so one fixed quantiser fits all keys (TurboQuant,
-arXiv:2504.19874). The prompt's mean key is subtracted first. It shifts the scores of all tokens equally, and the
-remaining keys are coded in finer steps. Before the rotation R, keys are multiplied by a root L of the second moments of
-the prompt's last queries, and queries by the inverse of L. Products stay the same, but the sketch's error is smaller in
-directions that queries weight more.
+arXiv:2504.19874). The prompt's mean key is subtracted first: it would only shift the scores of all tokens equally, and
+without it keys are coded in finer steps. Before the rotation R, keys are multiplied by a root L of the second moments
+of the prompt's last queries, and queries by the inverse of L. Products stay the same, but the sketch's error is smaller
+in directions that queries weight more.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shadowkv.ops.sketch_queries.reference import plane_bytes
 from shadowkv.settings import Check, setting
 
 ISOTROPIC = 0.85
-"""Share of the identity in the second moments, because future queries differ from the observed ones. With 0.85, signs
-miss 0.6 to 1.3 % of the tokens that have at least 3 % of a head's attention, on RULER prompts of 16K and 32K tokens.
-They miss 2 % with the identity alone, and up to 5 % with a share of 0.3."""
+"""Share of the identity matrix that is mixed into the second moments, because future queries differ from the observed
+ones. With 0.85, signs miss 0.6 to 1.3 % of the tokens that have at least 3 % of a head's attention, on RULER prompts of
+16K and 32K tokens. They miss 2 % with the identity alone, and up to 5 % with a share of 0.3."""
 
 
 class KeySketch(IndexPart):
-    """The sketches of keys, which both indexes store."""
+    """Base class of ``Sketch`` and ``SignSketch``: stores the sketches of keys."""
 
     captures_observe = True
 
@@ -65,7 +65,7 @@ class KeySketch(IndexPart):
         )
 
     def state_bytes_read(self) -> int:
-        """Only the map of queries; compression reads the other fields."""
+        """Bytes of the map of queries. Only compression reads the other fields."""
         return self.state_fields()[-1].nbytes
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
@@ -95,8 +95,8 @@ class Sketch(KeySketch):
 
     @dataclass(frozen=True)
     class Settings:
-        """Chunks are sampled from those outside the top-k, with probabilities by the index's scores. A sampled chunk
-        also stands for chunks that were not sampled, as many as its probability implies. So thinly spread attention is
+        """Chunks outside the top-k are sampled, with probabilities that follow from the index's scores. A sampled chunk
+        also stands for chunks that were not sampled: the lower its probability, the more. So thinly spread attention is
         not lost (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688)."""
 
         sampled: float = setting(
@@ -124,7 +124,7 @@ class Sketch(KeySketch):
         return reasons
 
     def scored_bytes(self, tokens: int, chunks: int) -> float:
-        """Signs and scales of all tokens, and all bytes of the best runs."""
+        """Bytes of the signs and scales of all tokens, and all bytes of the best runs."""
         signs, _, scale = self.page_fields()
         in_best_runs = RUN * most_kept(tokens // RUN, chunks, self.spec.chunk)
         return tokens * (signs.nbytes + scale.nbytes) / PAGE + in_best_runs * self.bytes_per_token()
@@ -153,8 +153,8 @@ class Sketch(KeySketch):
 
 
 class SignSketch(KeySketch):
-    """The first level alone: selects runs of 8 tokens by their sign scores. It stores the other bits too, but does not
-    read them: comparisons with it measure their benefit."""
+    """The first level alone: selects runs of 8 tokens by their sign scores. The other bits are stored but not read, so
+    a comparison with ``Sketch`` measures the benefit of the second level."""
 
     ops = ("whiten_rows", "sketch_keys", "sketch_queries", "sign_scores")
 

@@ -51,8 +51,8 @@ class LowRankKeys(KeyPart):
 
     @dataclass(frozen=True)
     class Settings:
-        """``key_groups`` are the groups of tensor-parallel ranks. The rank is divided between them in proportion to
-        their heads, and rounded up to a multiple of 32 (``ranks``)."""
+        """``key_groups`` is the number of groups into which tensor-parallel ranks divide the kv heads. The rank is
+        divided between the groups in proportion to their heads, and rounded up to a multiple of 32 (``ranks``)."""
 
         rank: int | None = setting(
             None, "keys", "dimensions of the low-rank keys (default: by model)", check=at_least(1)
@@ -109,7 +109,7 @@ class LowRankKeys(KeyPart):
         1."""
         given = cls.settings_of(spec).key_groups
         if given not in (1, groups):
-            raise ValueError(f"key_groups={given} must be 1 or {groups}, the number of the ranks' groups of kv heads")
+            raise ValueError(f"key_groups={given} must be 1 or {groups}: ranks divide kv heads into {groups} groups")
         return spec.changed(**{"keys.key_groups": groups})
 
     @classmethod
@@ -124,7 +124,7 @@ class LowRankKeys(KeyPart):
 
     @cached_property
     def ranks(self) -> list[tuple[int, tuple[int, int]]]:
-        """``ranks`` of the part's settings."""
+        """The result of the function ``ranks`` for the part's settings."""
         return ranks(self.settings, self.shape)
 
     @property
@@ -157,8 +157,8 @@ class LowRankKeys(KeyPart):
         return (*fields, Field("key_mean", heads, self.dtype), *of_latents)
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Two float32 copies of the Gram matrices of the states that are fitted together, workspace, and the centred
-        and multiplied rows. With groups of heads, also a copy of all rows of a group."""
+        """Bytes of two float32 copies of the Gram matrices of the states that are fitted together, of workspace, and of
+        the centred and multiplied rows. With groups of heads, also of a copy of all rows of a group."""
         gram, size = 3 * 4 * STATES_AT_ONCE * self.shape.kv_dim**2, self.shape.kv_dim * self.dtype.itemsize
         rows = gram + 2 * size * min(tokens, ROWS_AT_ONCE)
         return rows if self.settings.key_groups == 1 else rows + size * tokens // self.settings.key_groups

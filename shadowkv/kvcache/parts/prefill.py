@@ -1,5 +1,5 @@
-"""Prefill strategies: ``dense`` attends to everything, and in ``sparse`` tiles of a long prompt's queries attend to
-sampled blocks of keys.
+"""Prefill strategies. With ``dense``, queries attend to everything. With ``sparse``, each tile of a long prompt's
+queries attends to a sample of the blocks of keys.
 
 Sparse prefill needs no calibration. A tile attends to as many blocks as keep the error of its sampled queries within
 ``prefill_error``, for any length of the prompt. So heads and layers with spread-out attention get more blocks than
@@ -25,8 +25,8 @@ SPARSE_FROM, MIN_QUERIES = 8192, 1024
 exact."""
 
 DENSE_LAST = 256
-"""Number of a prompt's newest tokens that attend to everything. The other tokens of their tiles do so too. In a
-question, each token may look for something different."""
+"""Number of a prompt's newest tokens that attend to everything. The other tokens of their tiles do so too. A prompt
+often ends with a question, whose tokens may each need different blocks, so one selection for a tile is too coarse."""
 
 
 class DensePrefill(PrefillStrategy):
@@ -45,7 +45,7 @@ class SparsePrefill(PrefillStrategy):
 
     @dataclass(frozen=True)
     class Settings:
-        """With a ``prefill_error`` of 0 a tile attends to everything."""
+        """With a ``prefill_error`` of 0, tiles attend to everything."""
 
         prefill_error: float = setting(
             PREFILL_ERROR,

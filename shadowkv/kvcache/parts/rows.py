@@ -34,8 +34,8 @@ cross the bus byte by byte: 27 ms per layer of 60K tokens on an H200, where dens
 
 
 CENTRED_AT_ONCE = 64
-"""Pages of one layer whose keys are centred at a time, which makes several float32 copies. Each copy is 16 MiB at 8
-heads of 128 dimensions."""
+"""Pages of one layer whose keys are centred at a time. Centring makes several float32 copies of the keys, each of
+16 MiB at 8 heads of 128 dimensions."""
 
 
 class CodedPart(StoredPart):
@@ -80,7 +80,8 @@ class CodedPart(StoredPart):
         return self.codec.fitting_bytes(tokens * self.shape.kv_dim)
 
     def compression_bytes(self) -> int:
-        """Rows in float32, rotated, and scaled, and their codes in 8 bytes each; 0 if one kernel does all this."""
+        """Bytes of the rows in float32, rotated and scaled, and of their codes, 8 bytes each; 0 if one kernel does all
+        this."""
         copies = 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
         return 0 if in_one_pass(self.codec_id, self.shape.head_dim) else copies
 
@@ -168,7 +169,7 @@ class CodedKeys(CodedPart, KeyPart):
 
     @property
     def fits_on_earlier(self) -> bool:
-        """True for centred keys: their mean is then that of all tokens."""
+        """True for centred keys, so that the subtracted mean is that of all tokens."""
         return self.centred
 
     def state_fields(self) -> tuple[Field, ...]:
@@ -176,7 +177,8 @@ class CodedKeys(CodedPart, KeyPart):
         return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.centred else ()))
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Two float32 copies of the keys if a codec that learns gets centred keys, and the codec's own memory."""
+        """Bytes of two float32 copies of the keys if a codec that learns gets centred keys, and of the codec's own
+        memory."""
         centred = 2 * 4 * tokens * self.shape.kv_dim if self.centred and self.learned_fields() else 0
         return centred + super().fitting_bytes(tokens)
 
@@ -244,7 +246,7 @@ class DenseKeys(KeyPart):
 
 class DenseValues(ValuePart):
     def page_fields(self) -> tuple[Field, ...]:
-        # A chunk's rows (c * d elements of one head) are contiguous, because they are the unit of transfer.
+        # A chunk's rows (c * d elements of one head) are contiguous, because a chunk is the unit of transfer.
         shape = (self.shape.num_kv_heads, self.chunks, self.spec.chunk, self.shape.head_dim)
         return (Field("values", shape, self.dtype),)
 

@@ -2,7 +2,7 @@
 
 Keys before RoPE of a prompt and of its continuation share a subspace (ShadowKV+, arXiv:2410.21465, section 4.1). But a
 basis fitted on 400 tokens does not fit a document that follows: 1,500 later tokens lose 9 to 12 % of their keys'
-energy, and 2 to 3 % with a basis of their own. So a state serves ``VALIDITY`` times as many later tokens as it was
+energy, but only 2 to 3 % with a basis of their own. So a state serves ``VALIDITY`` times as many later tokens as it was
 fitted on. Further tokens stay exact, like a short prompt, until there are enough for a new segment. Layouts, storage
 plans and admission use these rules.
 """
@@ -20,13 +20,13 @@ VALIDITY = 0.25
 
 Measured with SmolLM2 and ``turbo``: 400 tokens, then 400 others and a question. KL to full attention is 0.0047 if all
 come in one prefill, 0.0101 if the state of the first 400 serves the others, and 0.0049 if the others have their own
-state. With 200 others it is 0.0065 in one prefill, and 0.0147 on the state of the first 400."""
+state. With 200 others, KL is 0.0065 in one prefill, and 0.0147 if the state of the first 400 serves them."""
 
 SETTLED = 2048
-"""A state fitted on at least this many tokens serves all tokens that are generated after them. If 1,536 tokens follow
+"""A state fitted on at least this many tokens serves all tokens that are generated later. If 1,536 tokens follow
 2,048, KL to full attention on three texts is 0.0106, 0.0078 and 0.0074 with the state of the 2,048 tokens, and 0.0093,
-0.0059 and 0.0061 with a state of their own. But states for the whole of a long answer would have to be reserved from
-its start."""
+0.0059 and 0.0061 with a state of their own. But memory for all states of a long answer would have to be reserved when
+the answer begins."""
 
 MAX_SEGMENTS = 8
 """Maximum number of segments of one sequence. The state of the last one serves all later tokens."""
@@ -66,7 +66,7 @@ class SegmentState:
 
     @classmethod
     def behind(cls, path: Sequence[SegmentLike]) -> SegmentState:
-        """Returns the state of a sequence with the segments ``path``."""
+        """Returns the ``SegmentState`` of a sequence with the segments ``path``."""
         if not path:
             return cls()
         last = path[-1]
@@ -94,7 +94,7 @@ class Forecast:
 
     Attributes:
         segments: number of new segments.
-        tail: tokens of its longest exact tail.
+        tail: number of tokens of the longest exact tail.
     """
 
     segments: int
@@ -114,8 +114,8 @@ def cut_short(end: int, valid_until: int, fitted: int, stop: int) -> tuple[int, 
 
 
 def generated_valid_until(first: int, end: int, valid_until: int) -> int:
-    """Position up to which the state of tokens ``first`` to ``end`` serves generated tokens. ``valid_until`` is its
-    limit for prompt tokens."""
+    """Position up to which the state of tokens ``first`` to ``end`` serves generated tokens. ``valid_until`` is the
+    position up to which the state serves prompt tokens."""
     fitted = end if fitted_with_earlier(first, end) else end - first
     return UNLIMITED if fitted >= SETTLED else valid_until
 
@@ -126,7 +126,7 @@ class Growth:
 
     Attributes:
         spec: a resolved policy.
-        learns: whether its parts have fitted states.
+        learns: whether the policy's parts have fitted states.
     """
 
     spec: KVSpec
@@ -134,14 +134,14 @@ class Growth:
 
     def valid_until(self, segments: int, first: int, end: int) -> int:
         """Position up to which the state of tokens ``first`` to ``end`` serves prompt tokens. ``segments`` is the
-        sequence's number of segments, with this one."""
+        sequence's number of segments, including the one that the state belongs to."""
         if not self.learns or segments >= MAX_SEGMENTS:
             return UNLIMITED
         return end + int(VALIDITY * (end if fitted_with_earlier(first, end) else end - first))
 
     def fitted(self, at: SegmentState, compressed: int, end: int) -> SegmentState:
-        """Returns the state that follows ``at`` when later tokens get a new segment. Its state is fitted on the tokens
-        up to ``end``; those up to ``compressed`` are compressed."""
+        """Returns the ``SegmentState`` that follows ``at`` when later tokens get a new segment. The segment's state is
+        fitted on the tokens up to ``end``. The tokens up to ``compressed`` are then compressed."""
         valid_until = self.valid_until(at.segments + 1, at.compressed, end)
         return SegmentState(
             compressed, at.segments + 1, valid_until, generated_valid_until(at.compressed, end, valid_until)
@@ -156,12 +156,13 @@ class Growth:
         return self.spec.exact_limit if segments else self.spec.late_limit
 
     def compressed(self, at: SegmentState, length: int, final: bool) -> Compressed:
-        """The compressed tokens of a sequence of ``length`` tokens. ``final`` says that it will not grow."""
+        """The compressed tokens of a sequence of ``length`` tokens. ``final`` says that the sequence will not grow."""
         target = max(at.compressed, self.spec.compressed_pages(length) * PAGE)
         if not self.spec.compresses or target <= at.valid_until:
             return Compressed(target if self.spec.compresses and at.segments else 0, False)
         tail, limit = length - at.compressed, self.limit(at.segments)
-        # At the limit itself a tail stays exact only if the sequence will not grow or its answer has a longer limit.
+        # A tail of exactly ``limit`` tokens stays exact only if the sequence will not grow, or if the limit for tails
+        # is longer while an answer is generated.
         if tail < limit or (tail == limit and (final or self.late_limit(at.segments) > limit)):
             return Compressed(at.compressed, False)
         return Compressed(target, True)

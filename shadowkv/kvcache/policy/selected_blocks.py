@@ -1,5 +1,5 @@
-"""Which blocks of tokens a query attends to, by the rule of a model's indexer (``shape.Indexer``). Steps and prompts
-use it."""
+"""Chooses the blocks of tokens that a query attends to, as a model's indexer does (``shape.Indexer``). Decode steps and
+prompts use these functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def selected_blocks(scores: Tensor, positions: Tensor, indexer: Indexer) -> Tens
     """Chooses the blocks that queries attend to.
 
     Args:
-        scores: float32 [..., H, N], the largest product with an index key in each of N blocks; -inf for blocks that
-            begin after the query.
+        scores: float32 [..., H, N], for each of N blocks the largest product of the index query with one of the block's
+            index keys; -inf for blocks that begin after the query.
         positions: int64 [...], positions of the queries.
 
     Returns:
@@ -29,18 +29,18 @@ def selected_blocks(scores: Tensor, positions: Tensor, indexer: Indexer) -> Tens
 
 
 def largest_of_blocks(scores: Tensor, size: int) -> Tensor:
-    """The largest of every ``size`` neighbours of ``scores`` [..., n]: [..., ceil(n / size)]."""
+    """Returns the largest score of every block of ``size`` tokens, [..., ceil(n / size)], from ``scores`` [..., n]."""
     return pad(scores, (0, -scores.shape[-1] % size), value=float("-inf")).unflatten(-1, (-1, size)).amax(-1)
 
 
 def block_scores(queries: Tensor, blocks: Tensor) -> Tensor:
-    """Scores, float32 [..., N], of index queries [..., H, d] with keys of blocks [..., N, d]."""
+    """Returns the scores of blocks, float32 [..., N], from index queries [..., H, d] and keys of blocks [..., N, d]."""
     return (queries.float() @ blocks.float().mT).relu_().sum(-2)
 
 
 def selected_complete_blocks(scores: Tensor, positions: Tensor, indexer: Indexer) -> Tensor:
-    """Chooses complete blocks for queries at ``positions`` int64 [...], bool [..., N], by scores [..., N] of all
-    blocks. Blocks that do not exist have the score -inf."""
+    """Returns bool [..., N]: the complete blocks that queries at ``positions`` int64 [...] attend to, chosen by the
+    blocks' scores [..., N]. Blocks that do not exist have the score -inf."""
     complete = torch.arange(1, scores.shape[-1] + 1, device=scores.device) * indexer.block_size
     scores = scores.masked_fill(complete > positions.unsqueeze(-1) + 1, float("-inf"))
     best = scores.topk(min(indexer.topk_blocks, scores.shape[-1]), dim=-1)

@@ -52,9 +52,9 @@ class PooledHeads(NamedTuple):
     """Sizes of an indexer whose blocks have one key.
 
     Attributes:
-        heads: index queries of a token.
-        dim: dimensions of index queries and keys, at most the head dim of attention. The cache stores rows of that
-            width, filled up with zeros.
+        heads: number of index queries of a token.
+        dim: dimensions of index queries and keys, at most the head dim of attention. The cache stores rows as wide as
+            the head dim, filled up with zeros.
     """
 
     heads: int
@@ -77,19 +77,22 @@ class IndexQueries(NamedTuple):
 
 @dataclass(frozen=True)
 class Indexer:
-    """How a layer that was trained with an indexer chooses what a query attends to: whole blocks of tokens, for each kv
-    head. The indexer has one query head for each kv head, and one key head, with the head dim of attention.
+    """How a layer that was trained with an indexer chooses what a query attends to: whole blocks of tokens.
 
-    A block's score is the largest product of the index query with the index key of one of its tokens. With ``pooled``,
-    it is the sum, over the index queries, of the positive part of the product with the block's key: the mean of its
-    tokens' index keys, then normalised, then rotated to the position of the first one. All kv heads then attend to the
-    same complete blocks, and to all tokens of a block that is not complete yet.
+    Without ``pooled``, the indexer has one query head for each kv head, and one key head, with the head dim of
+    attention. A block's score for a kv head is the largest product of the index query with the index key of one of the
+    block's tokens.
+
+    With ``pooled``, a block has one key: the mean of its tokens' index keys, normalised and then rotated to the
+    position of the block's first token. The products of the index queries with this key are clamped to at least 0, and
+    their sum is the block's score. All kv heads attend to the same complete blocks, and to all tokens of a block that
+    is not complete yet.
 
     Attributes:
-        block_size: tokens of a block, a multiple of 64.
+        block_size: tokens of a block: a multiple of 64, or with ``pooled`` a divisor of 64.
         topk_blocks: number of blocks that a query attends to: those with the largest scores, and the local ones.
         local_blocks: number of newest blocks that are always attended to, including the query's own. 0 with ``pooled``.
-        pooled: index heads and dimensions of blocks with one key; None for keys of tokens.
+        pooled: index heads and dimensions if each block has one key; None if blocks are scored by their tokens' keys.
     """
 
     block_size: int
@@ -111,7 +114,7 @@ class LayerKind:
         window: number of newest tokens that a query attends to, its own included; None for all tokens.
         rope: the layer's own RoPE; None for the model's. Only layers with a window can have their own.
         heads: the layer's own heads; None for the model's. Only layers with a window can have their own.
-        state: arrays of one sequence's recurrent state, in layers that have one instead of attention; else empty.
+        state: arrays of one sequence's recurrent state; empty for layers with attention.
         indexer: the indexer that selects what a query attends to; None without one.
     """
 
@@ -145,7 +148,7 @@ class ModelShape:
         kinds: the kind of every layer; empty if all have full attention.
         key_bias: whether keys have a bias before RoPE, as in Qwen2. The bias can be far larger than the differences
             between keys.
-        sinks: whether every softmax has one more position with a learned score, whose value is 0.
+        sinks: whether every softmax has one more position, with a learned score and the value 0.
         reused: kinds of the model's other layers, which attend to the keys and values of the last layer of their kind
             (``num_kv_shared_layers`` in configs). They store nothing.
     """

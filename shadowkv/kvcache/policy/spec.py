@@ -23,10 +23,11 @@ they are (arXiv:2309.17453)."""
 
 DEFAULT_BUDGET = 1 / 64, 960
 SKETCH_BUDGET = 1 / 96, 640
-"""By default a step selects this share of the context, but at least this number of tokens, which is the share of
-61,440. 1.56 % is ShadowKV's (section 5.1). Where a sketch finds and weights single tokens, two thirds of that lose less
-than all of it did (docs/design/measured.md). There is a minimum because the error of sampling depends on the number of
-sampled tokens, not on their share of the context (docs/benchmarks/answers.md)."""
+"""By default a step selects this share of the context, but at least this number of tokens, which is the share of a
+context of 61,440 tokens. ShadowKV selects 1.56 % (section 5.1). Where a sketch finds and weights single tokens, a step
+selects two thirds of that. It examines more of the sketch instead, and loses less than with 1.56 % and the former
+number of examined runs (docs/design/measured.md). There is a minimum because the error of sampling depends on the
+number of sampled tokens, not on their share of the context (docs/benchmarks/answers.md)."""
 
 MIN_SEGMENT = 256
 """With the default budget, a tail is compressed only if it has this many tokens besides the sink, the outliers and the
@@ -34,7 +35,7 @@ newest ones."""
 
 LATE = 512
 """Number of tokens by which a dense sequence can grow beyond the length from which prompts are compressed. Most answers
-end before. On a GPU, compressing 8K tokens saves time only after 1,500 more tokens (``engine.startup.crossover``)."""
+are shorter. On a GPU, compressing 8K tokens saves time only after 1,500 more tokens (``engine.startup.crossover``)."""
 
 FETCH_BUFFER = 2.0
 """Size of the device buffer for values on the host, as a multiple of the chunks that a step selects. Most chunks are
@@ -54,7 +55,8 @@ SKETCH = "sketch"
 """The index of ``turbo``. For models that have an indexer, resolving a policy replaces it by ``native``."""
 
 ROTATED = "rotated"
-"""Name of values in 3 bits, or in 4 if 3 do not fit the head dim. Resolving a policy replaces it."""
+"""Name of values in 3 bits, or in 4 bits if 3 bits do not fit the head dim. Resolving a policy replaces this name by
+``rotated-3bit`` or ``rotated-4bit``."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class KVSpec:
     index: str = setting(
         "none",
         PARTS,
-        "how chunks are found; none attends to all, native is the model's own indexer, which none and sketch mean too "
-        "in models that have one",
+        "how chunks are found; none attends to all tokens; native is the model's own indexer, which replaces none and "
+        "sketch in models that have one",
     )
     values: str = setting(
         "dense",
@@ -138,8 +140,8 @@ class KVSpec:
         object.__setattr__(self, "settings", tuple(sorted(dict(self.settings).items())))
 
     def changed(self, **values: Any) -> KVSpec:
-        """The policy with changed fields. All other names are settings of its parts. If an axis gets another part,
-        settings that name this axis (``keys.centred``) are removed."""
+        """The policy with changed fields. Names that are not fields are settings of the policy's parts. If an axis gets
+        another part, settings that name this axis (``keys.centred``) are removed."""
         own = {name: value for name, value in values.items() if name in NAMES}
         of_parts = {name: value for name, value in values.items() if name not in NAMES}
         others = {axis for axis in own if getattr(self, axis) not in (None, own[axis])}
@@ -167,14 +169,15 @@ class KVSpec:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields and settings by name. A setting has its axis only if another one has the same name."""
+        """The policy's fields and settings by name. The name of a setting includes its axis only if another setting has
+        the same name."""
         settings = dict(self.settings)
         plain = [name.rpartition(".")[2] for name in settings]
         names = (one if plain.count(one) == 1 else name for one, name in zip(plain, settings))
         return {name: getattr(self, name) for name in NAMES} | dict(zip(names, settings.values()))
 
     def contradictions(self, shape: ModelShape) -> list[str]:
-        """Reasons why its numbers are invalid for models of ``shape``. Its parts give further reasons
+        """Reasons why the policy's numbers are invalid for models of ``shape``. The policy's parts give further reasons
         (``parts.resolve``)."""
         reasons = violations(self)
         if 2 * self.skip_layers > shape.num_layers:
@@ -210,7 +213,8 @@ class KVSpec:
 
     @property
     def compresses(self) -> bool:
-        """Whether it compresses pages. It does not if everything is dense, on the device and attended to."""
+        """Whether the policy compresses pages. It does not if keys and values are dense, values are on the device, and
+        steps attend to all tokens."""
         return (self.keys, self.index, self.values, self.place) != ("dense", "none", "dense", "device")
 
     @property
@@ -226,7 +230,8 @@ class KVSpec:
 
     @property
     def native(self) -> bool:
-        """Whether the model's own indexer selects. It decides for all tokens, also for exact ones and the first."""
+        """Whether the model's own indexer selects. It selects among all tokens, including the exact ones and the first
+        ones."""
         return self.index == NATIVE
 
     @property
@@ -247,8 +252,8 @@ class KVSpec:
 
     @property
     def dense_limit(self) -> int:
-        """Length of the longest sequence that stays dense after its prompt. An indexer attends to all of a dense
-        sequence."""
+        """Length of the longest sequence that stays dense after its prompt. In a dense sequence, layers with an indexer
+        attend to all tokens."""
         if self.native and isinstance(self.budget, int):
             return self.budget
         return max(self.exact_limit, (self.dense_below or 0) - 1)
@@ -305,7 +310,7 @@ class KVSpec:
         return min(context, self.static_tokens + tail + int(self.budget_chunks(np.asarray(context))) * self.chunk)
 
     def describe_budget(self) -> str:
-        """Describes the budget."""
+        """The budget in words."""
         if isinstance(self.budget, int):
             return f"budget {self.budget} tokens"
         if self.budget:

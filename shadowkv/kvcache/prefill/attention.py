@@ -1,8 +1,9 @@
 """Attention of a prompt's new tokens, layer by layer, and storage of their keys and values.
 
-New tokens of a cached sequence attend to its exact tokens, and to keys and values rebuilt from compressed pages. They
-attend exactly, span by span with merged softmax, or by the policy's prefill strategy. On a GPU a new sequence's tokens
-are stored while the last of them attend in the same layer. Several layers of short prompts are stored together.
+New tokens of a cached sequence attend to its exact tokens, and to keys and values rebuilt from compressed pages.
+Attention is either exact (computed span by span, with the partial results merged by log-sum-exp) or done by the
+policy's prefill strategy. On a GPU, a layer of a new sequence is stored while the last tokens attend in this layer.
+Several layers of short prompts are stored together.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Prefill:
         Args:
             sequences: pairs of an admitted sequence and its number of new tokens.
             bounds: layers of the model that must not be stored together with the layer before them.
-            packed: a batch of the same tokens, for another group or cache, whose scratch memory is shared.
+            packed: a batch of the same tokens for another group or cache. The new batch uses its scratch memory too.
         """
         planner, layout, store = self.storing.planner, self.layout, self.store
         layer_ranges = neighbours(layout.layers, bounds)
@@ -64,8 +65,8 @@ class Prefill:
         return GroupPrefill(new, planner, store.compute, shape, dtype, layer_ranges, scratch, layout.model_indexed)
 
     def append(self, layer: int, k: Tensor, v: Tensor, block: PrefillBlock, index_keys: Tensor | None = None) -> None:
-        """Keeps keys (before RoPE) and values [n, H, d] of a block of tokens, and with an indexer index keys [n, 1, d],
-        for attention and storage."""
+        """Keeps a block's keys (before RoPE) and values, [n, H, d], for attention and storage. If there is an indexer,
+        also keeps index keys [n, 1, d]."""
         batch, rows = block.batch, slice(block.start, block.stop)
         index = batch.scratch_index(layer)
         kept = (x[index, rows] for x in (batch.keys, batch.rope_keys, batch.values))
@@ -84,19 +85,20 @@ class Prefill:
         sinks: Tensor | None = None,
         index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
-        """Attends with queries [n, H_q, d] of a block before RoPE. This block and those before it must be appended.
+        """Attends with queries [n, H_q, d] of a block before RoPE. The keys and values of this block and of the blocks
+        before it must have been appended.
 
         The returned function returns the result, with undefined rows for tokens that do not need attention. ``sinks``
-        are float32 [H_q]. ``index_queries`` [n, H, d] before RoPE select if there is an indexer. On a GPU the attention
-        of the last block runs while the layer is stored, because all queries that an index learns from are known by
-        then.
+        are float32 [H_q]. If there is an indexer, ``index_queries`` [n, H, d], before RoPE, select the blocks to attend
+        to. On a GPU the layer is stored while the last block attends: all queries that an index learns from are known
+        by then.
         """
         batch = block.batch
         q = self.ops.apply_rope(q, block.positions, self.store.rotary)
         if index_queries is not None:
             rotated = self.ops.apply_rope(index_queries.queries, block.positions, self.store.rotary)
             index_queries = index_queries._replace(queries=rotated)
-        if batch.attended != layer:  # layers that reuse its keys come later
+        if batch.attended != layer:  # false for later layers that reuse this layer's keys: its queries are kept already
             batch.keep_queries(layer, block, q)
             if block.stop == batch.num_tokens:
                 batch.attended = layer
@@ -117,8 +119,8 @@ class Prefill:
         return lambda: out
 
     def finish_layer(self, layer: int, batch: GroupPrefill) -> None:
-        """Stores the new tokens of a layer that are not stored yet. Layers that are stored together wait for the last
-        of them. Their scratch memory can be reused afterwards."""
+        """Stores the new tokens of a layer that are not stored yet. Layers that are stored together are stored when the
+        last of them is finished. Their scratch memory can be reused afterwards."""
         layers = batch.stored_after(layer)
         if layers is None:
             return
@@ -143,15 +145,16 @@ class Prefill:
     # -- storing ---------------------------------------------------------------------------------------------------
 
     def _start_storing(self, layer: int, batch: GroupPrefill, side: torch.cuda.Stream) -> None:
-        """Stores the tokens of new sequences on another stream, if ``layer`` is the last of those that are stored
-        together. Attention reads them from the batch.
+        """Stores the tokens of new sequences on another stream, if ``layer`` is the last of the layers that are stored
+        together. Attention reads these tokens from the batch.
 
-        Tokens of cached sequences are stored later: their new tokens still read what would be overwritten.
+        New tokens of cached sequences are stored later, because they would overwrite exact tokens to which the block
+        still attends.
         """
         layers = batch.stored_after(layer)
         if layers is None:
             return
-        batch.to_store(cached=False)  # on this stream, as others read it
+        batch.to_store(cached=False)  # computed on the current stream, because both streams read the result
         side.wait_stream(torch.cuda.current_stream(self.store.compute))
         with torch.cuda.stream(side):
             self._store(layers, batch, cached=False)
@@ -171,8 +174,8 @@ class Prefill:
     # -- attending -------------------------------------------------------------------------------------------------
 
     def _shared(self, batch: GroupPrefill, row_range: RowRange) -> tuple[object, ...] | None:
-        """Returns what identifies the cached segments of a row range that attends exactly. Neighbouring row ranges with
-        the same segments attend to them in one call. None if the row range attends alone."""
+        """Returns a key that identifies the cached segments of a row range that attends exactly. Neighbouring row
+        ranges with equal keys attend to the segments in one call. None if the row range attends alone."""
         new = row_range.alone
         indexed = self.layout.indexer is not None
         if new is None or not new.cached or indexed or not self._is_exact(new, row_range.stop):
@@ -272,8 +275,8 @@ class Prefill:
     def _attend_cached(
         self, layer: int, q: Tensor, batch: GroupPrefill, row_ranges: tuple[RowRange, ...], sinks: Tensor | None
     ) -> Tensor:
-        """Attention of row ranges whose sequences share their cached segments. Each attends to its own exact tokens and
-        the sinks, and all together to the segments, which are rebuilt once."""
+        """Attention of row ranges whose sequences share their cached segments. Each row range attends to its own exact
+        tokens and the sinks. All of them together attend to the segments, which are rebuilt once."""
         cached = batch.plan_of(cast(NewTokens, row_ranges[0].alone)).cached
         own = []
         for row_range, queries in zip(row_ranges, q.split([one.stop - one.start for one in row_ranges]), strict=True):
@@ -322,7 +325,7 @@ class Prefill:
                 start = stop
 
     def _behind_tail(self, pages: Tensor, tail: ExactRows, new: Tensor, room: int) -> Tensor:
-        """``room`` unwritten rows, the exact tail [t, H, d] in ``pages``, and new tokens [n, H, d]."""
+        """Joins ``room`` unwritten rows, the exact tail [t, H, d] in ``pages``, and new tokens [n, H, d]."""
         page_ids = tail.pages[None, ::PAGE]  # the tail begins at a page boundary
         whole_pages, count = page_ids.shape[1] * PAGE, len(tail.pages)
         joined = new.new_empty(room + whole_pages + len(new), *new.shape[1:])

@@ -23,14 +23,15 @@ from shadowkv.kvcache.sequences.store import ExactRows
 
 
 def layers_at_once(shape: ModelShape, tokens: int, observed: int) -> int:
-    """Number of layers that are stored together, with ``tokens`` tokens and the queries of ``observed`` tokens each."""
+    """Number of layers that are stored together, if each has ``tokens`` tokens and queries of ``observed`` tokens."""
     of_layer = 3 * tokens * shape.kv_dim + observed * shape.num_query_heads * shape.head_dim
     return max(1, min(STATES_AT_ONCE, shape.num_layers, 3 * TOKENS_AT_ONCE * shape.kv_dim // of_layer))
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """The new tokens of one sequence in a packed prefill: rows ``start`` to ``stop`` of the batch."""
+    """The new tokens of one sequence in a packed prefill: rows ``start`` to ``stop`` of the batch. The sequence has
+    ``cached`` tokens before them."""
 
     sequence: CachedSequence
     start: int
@@ -40,7 +41,7 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class LastQueries:
-    """The last queries of some sequences of a batch, which all keep equally many. The parts learn from them together.
+    """The last queries of n sequences of a batch, w queries of each. Parts learn from all of them together.
 
     Attributes:
         states: int64 [n], the states that learn.
@@ -59,7 +60,7 @@ class ToStore:
 
     Attributes:
         observed: queries that parts learn from first.
-        exact: rows of tokens that stay exact, and where they are written. Adjacent ones are joined.
+        exact: rows of the sequences that stay exact, and where they are written. Adjacent rows are joined.
         compressed: rows and plans of the other sequences.
     """
 
@@ -81,14 +82,15 @@ class GroupPrefill:
         starts: int32 [S + 1], the first row of each sequence.
         layers_at_once: g, the number of layers that are stored together.
         keys, rope_keys, values: [g, T, H, d], scratch memory of these layers, reused by the next ones.
-        index_keys: [g, T, 1, d] after RoPE, as ``keys``; None if no layer of the model has an indexer.
+        index_keys: [g, T, 1, d], scratch memory like ``keys``, after RoPE unless the indexer is pooled; None if no
+            layer of the model has an indexer.
         queries: [g, Q, H_q, d], after RoPE: the last queries of each sequence, packed.
         last: int64 [Q], the rows of the batch that these queries belong to.
         layer_ranges: ranges of consecutive layers of the model. Only layers of one range are stored together.
         scratch: a key. Groups with equal keys share the scratch memory (``GroupLayout.scratch``).
         storing: the last layer whose new sequences were stored during its attention; None if there was none.
-        attended: the last layer that has attended with all blocks; None if there was none. Queries that attend to its
-            keys later are of layers that reuse them.
+        attended: the last layer that has attended with all blocks; None if there was none. If queries attend to keys of
+            this layer again, they belong to a later layer that reuses the keys.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class GroupPrefill:
         self.positions, self.last, starts_on_device = numbers.split([len(positions), len(self._last), len(starts)])
         self.starts = starts_on_device.int()
         observed = len(self._last)
-        cached = sum(s.cached for s in new)  # their keys may be rebuilt for a subspace that the new ones share
+        cached = sum(s.cached for s in new)  # a subspace may be fitted on their rebuilt keys and the new keys
         self.layers_at_once = layers_at_once(shape, self.num_tokens + cached, observed)
         self.keys, self.rope_keys, self.values = (
             torch.empty(
@@ -119,7 +121,7 @@ class GroupPrefill:
             )
             for _ in range(3)
         )
-        # Zeros: random keys may be stored without having been attended to.
+        # Zeros, because benchmarks and tests store random keys without attention, and then no queries are kept.
         size = self.layers_at_once, observed, shape.num_query_heads, shape.head_dim
         self.queries = torch.zeros(size, dtype=dtype, device=device)
         self.index_keys = torch.empty_like(self.rope_keys[:, :, :1]) if indexed else None
@@ -132,8 +134,8 @@ class GroupPrefill:
     def of(
         self, sequences: list[CachedSequence], planner: StoragePlanner, layer_ranges: Sequence[range]
     ) -> GroupPrefill:
-        """Returns a batch of the same new tokens for other sequences: those of another group of layers, or empty ones
-        of another cache. Both batches share the memory of keys and values."""
+        """Returns a batch of the same new tokens for other ``sequences``: the sequences' parts in another group of
+        layers, or empty sequences of another cache. Both batches share the memory of keys and values."""
         other = copy(self)
         other.layer_ranges, other.storing, other.attended = layer_ranges, None, None
         other.new = [replace(new, sequence=sequence) for new, sequence in zip(self.new, sequences, strict=True)]
@@ -184,8 +186,8 @@ class GroupPrefill:
     def attending_together(
         self, block: PrefillBlock, shared: Callable[[GroupPrefill, RowRange], tuple[object, ...] | None]
     ) -> list[tuple[RowRange, ...]]:
-        """Returns the row ranges of a block, in groups of neighbours for which ``shared`` returns the same. The first
-        call computes them."""
+        """Returns the row ranges of a block, in groups of neighbours for which ``shared`` returns equal keys. The first
+        call computes the groups."""
         if block.row_ranges not in self._together:
             groups: list[tuple[RowRange, ...]] = []
             last: tuple[object, ...] | None = None
@@ -247,13 +249,13 @@ class GroupPrefill:
 
 @dataclass(frozen=True, eq=False)
 class RowRange:
-    """Neighbouring tokens of a block that attend in one call: rows ``start`` to ``stop`` of the batch. They belong to
-    one sequence, or to several whole new ones.
+    """Neighbouring tokens of a block that attend in one call: rows ``start`` to ``stop`` of the batch. They are tokens
+    of one sequence, or all tokens of several new sequences.
 
     Attributes:
-        alone: the one sequence; None for several.
+        alone: the tokens of the one sequence; None for several.
         cu_seqlens: int32 [S + 1], the first row of each of several sequences, within the range.
-        lengths: the number of tokens of each of them.
+        lengths: the number of tokens of each of several sequences.
     """
 
     start: int
@@ -274,10 +276,10 @@ class PrefillBlock:
 
     Attributes:
         positions: int64 [n].
-        row_ranges: its tokens whose attention is needed. Tokens of one range attend in one call.
-        kept: rows of the batch's ``queries`` that belong to its tokens.
-        last: int64, for each of these rows, its token's number within the block.
-        ends_only: whether its tokens are only the last token of each sequence in each of ``row_ranges``.
+        row_ranges: the block's tokens whose attention is needed. Tokens of one range attend in one call.
+        kept: rows of the batch's ``queries`` that belong to the block's tokens.
+        last: int64, for each of these rows, the number of its token within the block.
+        ends_only: whether the block has only the last token of each sequence in ``row_ranges``.
     """
 
     batch: GroupPrefill
@@ -310,7 +312,7 @@ class PrefillBlock:
         return replace(self, positions=positions, row_ranges=tuple(row_ranges), ends_only=True)
 
     def rows_of(self, groups: Sequence[tuple[RowRange, ...]]) -> Iterator[slice]:
-        """For each group of row ranges, in order, the rows of its tokens among those of the block."""
+        """Yields, for each group of row ranges in order, the rows of the group's tokens within the block."""
         if not self.ends_only:
             yield from (slice(group[0].start - self.start, group[-1].stop - self.start) for group in groups)
             return
@@ -322,8 +324,8 @@ class PrefillBlock:
 
     @property
     def ends(self) -> list[tuple[NewTokens, int]]:
-        """Sequences that end in the block, or have queries in it that parts learn from. Each has the position where its
-        tokens in the block end."""
+        """Sequences that end in the block, or have queries in it that parts learn from. With each sequence comes the
+        batch's row after its last token in the block."""
         observed = ((new, max(new.start, new.stop - OBSERVED)) for new in self.batch.new)
         return [
             (new, min(new.stop, self.stop)) for new, first in observed if first < self.stop and self.start < new.stop
@@ -374,15 +376,15 @@ class PrefillBatch:
         return ((recurrent_block(self._recurrent, start, stop, self.starts.device),),)
 
     def are_ends(self, blocks: Sequence[tuple[int, int]]) -> Tensor:
-        """Returns the rows, among the tokens that ``ends`` of these blocks need, that are the last tokens of sequences,
-        int64 [S]."""
+        """Returns the rows of the last tokens of sequences, int64 [S], among all tokens that ``ends`` of these blocks
+        needs, joined in order."""
         ends = [(new, end) for start, stop in blocks for new, end in self.groups[0].block(start, stop).ends]
         rows = [row for row, (new, end) in enumerate(ends) if end == new.stop]
         return upload(torch.tensor(rows), self.starts.device)  # the host need not wait for the last layer
 
 
 def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[slice, ExactRows]]:
-    """Rows of sequences that stay exact, and where they are written. Adjacent ones are joined."""
+    """Yields the rows of sequences that stay exact, and where they are written. Adjacent rows are joined."""
     start, stop, together = 0, 0, list[ExactRows]()
 
     def joined() -> tuple[slice, ExactRows]:
@@ -390,7 +392,7 @@ def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[s
         return slice(start, stop), ExactRows(pages, offsets)
 
     for new, plan in planned:
-        first = new.stop - len(plan.exact.pages)  # a window does not keep those before
+        first = new.stop - len(plan.exact.pages)  # a window does not keep earlier tokens
         if together and (plan.compressed or first != stop):
             yield joined()
             together = []

@@ -1,9 +1,9 @@
 """Prompts that attend exactly, in a form that a CUDA graph can capture: all their numbers are on the device, in shapes
 that many prompts share.
 
-They can follow cached tokens. Compressed ones are rebuilt first. Of a compressed sequence's new tokens, full pages are
-compressed with the state of its last segment. Of a sequence that can be compressed later, an index learns from the last
-queries. Prompts for which a state must be fitted are not computed here.
+Prompts can follow cached tokens; compressed ones are rebuilt first. If a sequence is compressed, full pages of its new
+tokens are compressed too, with the state of its last segment. If a sequence can be compressed later, an index can learn
+from its last queries. Prompts for which a state must be fitted are not computed here.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MAX_CACHED_SEGMENTS = MAX_PROMPTS + 1
 
 
 class PromptNumbers(NamedTuple):
-    """Numbers of the prompts' sequences in a group of layers, int64 [MAX_PROMPTS + 1] each. The last is the padding.
+    """Numbers of the prompts' sequences in a group of layers, int64 [MAX_PROMPTS + 1] each. The last entry is padding.
 
     Attributes:
         slot: the sequence's row in the tables of pages.
-        ring_pages: exact pages of its ring.
-        static_pages: exact pages of its sink.
-        before, after: its compressed tokens before and after the prompt.
-        segment: slot of its last segment.
+        ring_pages: number of exact pages of the sequence's ring.
+        static_pages: number of exact pages of the sequence's sink.
+        before, after: number of the sequence's compressed tokens before and after the prompt.
+        segment: slot of the sequence's last segment.
         state, first: that segment's state and position.
         learning: the state that learns from the prompt's last queries; the spare state if none does.
     """
@@ -62,14 +62,14 @@ class PromptNumbers(NamedTuple):
 
 
 class CachedSegments(NamedTuple):
-    """Numbers of the sequences' cached segments, int64 [MAX_CACHED_SEGMENTS] each, sequence after sequence. Unused ones
-    have no pages.
+    """Numbers of the sequences' cached segments, int64 [MAX_CACHED_SEGMENTS] each, sequence after sequence. Unused
+    entries have 0 pages.
 
     Attributes:
-        slot: row in the tables of compressed pages.
-        state: its state.
-        first: position of its first token.
-        pages: number of its pages.
+        slot: the segment's row in the tables of compressed pages.
+        state: the segment's state.
+        first: position of the segment's first token.
+        pages: number of the segment's pages.
     """
 
     slot: Tensor
@@ -80,20 +80,20 @@ class CachedSegments(NamedTuple):
 
 @dataclass
 class CompressingPrompts:
-    """What prompts of sequences that are compressed, or will be, read and write besides exact pages.
+    """What prompts read and write besides exact pages, if their sequences are compressed or can be compressed later.
 
     Attributes:
-        cached: the compressed pages of all segments, in one table [1, P]. There are as many states and first positions
-            as segments.
+        cached: the compressed pages of all segments, in one table [1, P]. States and first positions are those of the
+            segments.
         segment_of: int64 [P], the segment of each page; -1 for unused pages.
         rows: int64 [n, 64], for the n pages that are compressed now, their tokens' rows in ``ExactPrompts.keys``.
-        new: int64 [n, 64], their tokens' rows among the T new ones; -1 for tokens of the exact tail.
+        new: int64 [n, 64], their tokens' rows among the T new tokens; -1 for tokens of the exact tail.
         states, first, pages: int64 [n], states of these pages, positions of their first tokens, and page ids. Unused
             pages are written to the padding page.
         learning: int64 [MAX_PROMPTS + 1], for each sequence, the state that learns from its last queries.
         queries: int64 [MAX_PROMPTS + 1, OBSERVED], rows of these queries among the T new tokens. They are arbitrary for
             sequences from which no state learns.
-        first_query: int64 [MAX_PROMPTS + 1], the number of the first of these tokens in its sequence.
+        first_query: int64 [MAX_PROMPTS + 1], position of the first of these queries in its sequence.
     """
 
     cached: CompressedBatch
@@ -122,8 +122,8 @@ class ExactPrompts:
             the newest if there is a window), then its new tokens.
         sources: int64 [K], places of the keys and values that each sequence attends to (``ops/copies``). K is T
             plus the maximum number of cached tokens. Rebuilt tokens are numbered behind the new ones.
-        compressing: what prompts of sequences that are compressed, or will be, need; None if there are none, or in a
-            group that does not compress.
+        compressing: what prompts need in addition if their sequences are compressed or can be compressed later. None
+            without such prompts, and in a group that does not compress.
         keys, values: [K, H, d], keys after RoPE and values of the current layer.
         attended: the last layer whose queries have attended; None if there was none.
     """
@@ -146,8 +146,8 @@ class ExactPrompts:
 
 
 def has_room(sequences: Sequence[CachedSequence]) -> bool:
-    """Whether a pass can have prompts of all ``sequences`` of a group of layers: of their number, cached tokens, and
-    segments."""
+    """Whether one pass has room for prompts of all ``sequences`` in a group of layers: for their number, their cached
+    tokens and their segments."""
     cached, segments = (sum(each) for each in ((x.length for x in sequences), (len(x.path) for x in sequences)))
     return len(sequences) <= MAX_PROMPTS and cached <= MAX_CACHED and segments <= MAX_CACHED_SEGMENTS
 
@@ -163,7 +163,7 @@ def lengths_of(sequences: Sequence[CachedSequence], lengths: Sequence[int], rows
     numbers[0, : len(lengths)], numbers[0, -1] = lengths, left
     numbers[1, : len(sequences)] = [sequence.length for sequence in sequences]
     if numbers[1].sum() > MAX_CACHED:
-        raise ValueError(f"{numbers[1].sum()} cached tokens, more than {MAX_CACHED}")
+        raise ValueError(f"the sequences have {numbers[1].sum()} cached tokens, more than {MAX_CACHED}")
     return numbers
 
 
@@ -179,7 +179,7 @@ def numbers_of(
     segments = np.repeat(np.array(spare)[:, None], MAX_CACHED_SEGMENTS, axis=1)
     path = [segment for sequence in sequences for segment in sequence.path]
     if len(path) > MAX_CACHED_SEGMENTS:
-        raise ValueError(f"{len(path)} cached segments, more than {MAX_CACHED_SEGMENTS}")
+        raise ValueError(f"the sequences have {len(path)} cached segments, more than {MAX_CACHED_SEGMENTS}")
     for column, (sequence, tokens) in enumerate(zip(sequences, lengths, strict=True)):
         slot = sequence.slot
         numbers[:3, column] = slot, max(1, tables.ring_pages[slot]), tables.static_pages[slot]
@@ -205,7 +205,7 @@ def split_numbers(numbers: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 def exact_prompts(
     lengths: Tensor, numbers: Tensor, rows: int, compressing: bool, layout: GroupLayout, tables: Tables
 ) -> ExactPrompts:
-    """The prompts in a group of layers, from ``lengths_of`` and ``numbers_of`` on the device.
+    """Makes the ``ExactPrompts`` of a group of layers, from ``lengths_of`` and ``numbers_of`` on the device.
 
     Args:
         rows: T.
@@ -232,7 +232,7 @@ def exact_prompts(
     most = MAX_CACHED if window is None else min(MAX_CACHED, MAX_PROMPTS * window)
     row = torch.arange(rows + most, device=lengths.device)
     sequence = torch.searchsorted(key_starts[1:], row, right=True).clamp(max=MAX_PROMPTS)
-    within = row - key_starts[sequence] - attended[sequence]  # below 0: cached
+    within = row - key_starts[sequence] - attended[sequence]  # below 0 for cached tokens
     at = cached[sequence] + within
     column = static[sequence] + at // PAGE % num_pages[sequence]
     source = (starts[sequence] + within).clamp(max=rows - 1)
@@ -269,8 +269,8 @@ def _compressing(
     rows: int,
     tables: Tables,
 ) -> CompressingPrompts:
-    """What prompts of sequences that are compressed, or will be, read and write. ``starts`` and ``key_starts`` are the
-    sequences' first rows among the new tokens, and among the keys."""
+    """Makes ``CompressingPrompts``. ``starts`` and ``key_starts`` are the sequences' first rows among the new tokens,
+    and among the keys."""
     begun, number = _starts(segments.pages), torch.arange(MAX_CACHED // PAGE, device=cached.device)
     segment = torch.searchsorted(begun[1:], number, right=True)
     used = segment < MAX_CACHED_SEGMENTS
@@ -280,7 +280,7 @@ def _compressing(
     batch = CompressedBatch(
         slots=segments.slot,
         states=segments.state,
-        first=segments.first - PAGE * begun[:-1],  # of the table's page 0 (``ops/rebuild_rows``)
+        first=segments.first - PAGE * begun[:-1],  # as if the segment began at the table's page 0 (``rebuild_rows``)
         pages=pages,
         value_pages=pages,
         num_pages=segments.pages,
@@ -290,7 +290,7 @@ def _compressing(
     )
 
     begun = _starts((numbers.after - numbers.before) // PAGE)
-    # An exact tail adds at most a page to those that the new tokens fill (``KVCache.can_capture``).
+    # An exact tail adds at most one page to the pages that the new tokens fill (``KVCache.can_capture``).
     number = torch.arange(rows // PAGE + MAX_PROMPTS, device=cached.device)
     sequence = torch.searchsorted(begun[1:], number, right=True)
     written = sequence <= MAX_PROMPTS
@@ -318,12 +318,12 @@ def _compressing(
 
 
 def _starts(lengths: Tensor) -> Tensor:
-    """First rows of packed sequences with these lengths, and the end of the last one."""
+    """Returns the first rows of packed sequences with these lengths, and the row after the last sequence."""
     return pad(lengths.cumsum(0), (1, 0))
 
 
 class ExactPrefill:
-    """Storage and attention of these prompts in a group of layers (``batch.PartHandler``)."""
+    """Storage and attention of ``ExactPrompts`` in a group of layers (``batch.PartHandler``)."""
 
     def __init__(self, store: GroupStore, compression: Compression) -> None:
         self.store, self.ops, self.window = store, store.ops, store.layout.window
@@ -331,16 +331,16 @@ class ExactPrefill:
 
     @property
     def captured(self) -> bool:
-        """Whether a graph can capture its attention."""
+        """Whether a graph can capture the attention."""
         windowed = self.window is not None or self.store.layout.shape.sinks
         form = "windowed" if windowed else "packed"
         return f"dense_attention.{form}" not in self.ops.needing_lengths
 
     def append(self, layer: int, k: Tensor, v: Tensor, part: ExactPrompts, index_keys: Tensor | None = None) -> None:
-        """Stores keys (before RoPE) and values [T, H, d]. First reads the cached tokens, because in a ring the new
-        ones overwrite them."""
+        """Stores keys (before RoPE) and values [T, H, d]. First reads the cached tokens, because new tokens overwrite
+        cached ones in a ring."""
         pages = self.store.k[layer], self.store.v[layer]
-        part.keys = part.values = None  # frees those of the previous layer
+        part.keys = part.values = None  # frees the previous layer's keys and values
         tokens = self.ops.apply_rope(k, part.positions, self.store.rotary), v
         if part.compressing is not None:
             tokens = self._with_rebuilt(layer, *tokens, part.compressing)
@@ -359,11 +359,11 @@ class ExactPrefill:
         sinks: Tensor | None = None,
         index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
-        """Attends with queries [T, H_q, d] before RoPE. The returned function returns the result. Index queries select
-        nothing, because such a sequence is exact and not longer than what a query attends to."""
+        """Attends with queries [T, H_q, d] before RoPE. The returned function returns the result. ``index_queries`` are
+        not used: with an indexer, these sequences are exact and so short that a query attends to all tokens."""
         assert part.keys is not None and part.values is not None, "the layer has not been appended"
         q = self.ops.apply_rope(q, part.positions, self.store.rotary)
-        if part.compressing is not None and part.attended != layer:  # layers that reuse its keys come later
+        if part.compressing is not None and part.attended != layer:  # false for layers that reuse its keys
             part.attended = layer
             of_last, learning = q[part.compressing.queries][None], part.compressing.learning
             for one in self.parts:

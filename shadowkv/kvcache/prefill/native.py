@@ -1,7 +1,7 @@
 """Prompts in layers with an indexer: every query attends to the blocks that it selects, in PyTorch.
 
-Queries are taken in tiles, so that scores and masks stay small. All keys are multiplied, and then masked: this is
-correct, but no faster than dense attention.
+Queries are computed in tiles, so that scores and masks stay small. Every query is multiplied by all keys, and scores of
+keys that it does not select are masked: this is correct, but no faster than dense attention.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from shadowkv.kvcache.policy.shape import Indexer, IndexQueries, ModelShape
 from shadowkv.kvcache.sequences.store import GroupStore
 
 SCORES_AT_ONCE = 2**24
-"""Scores of index queries that exist at a time, unless one query has more. Query heads do not count, because attention
-keeps no scores."""
+"""Maximum number of scores of index queries in memory at a time, unless a single query has more. Scores of query heads
+do not count, because attention does not store them."""
 
 SCORE_BYTES = 3 * 4 + 1
-"""Bytes of a score, in float32, of its masked copy, of that copy in whole blocks, and of its mask."""
+"""Bytes for each score: float32 for the score, for its masked copy, and for this copy padded to whole blocks; and one
+byte for the mask."""
 
 
 def selecting_bytes(shape: ModelShape, queries: int, keys: int, dtype: torch.dtype) -> int:
-    """Returns the most bytes that ``attend_selected_blocks`` allocates, and those of joined index keys of a later turn.
-    Returns 0 if no query sees more tokens than it attends to, or if no layer has an indexer.
+    """Returns the maximum number of bytes that ``attend_selected_blocks`` allocates, plus the bytes of the joined index
+    keys of a later turn. Returns 0 if no query sees more tokens than it attends to, or if no layer has an indexer.
 
     Args:
         queries, keys: n and m.
@@ -40,12 +41,12 @@ def selecting_bytes(shape: ModelShape, queries: int, keys: int, dtype: torch.dty
         return 0
     of_query, of_keys = shape.num_kv_heads * keys, 4 * keys * shape.head_dim
     scores = min(queries * of_query, max(SCORES_AT_ONCE, of_query))
-    results = 2 * queries * shape.num_query_heads * shape.head_dim  # of tiles, and joined
+    results = 2 * queries * shape.num_query_heads * shape.head_dim  # results of the tiles, and the joined result
     needs = [
         SCORE_BYTES * scores + of_keys
         if one.pooled is None
         else max(
-            # scores of all heads and their sums, or later the chosen blocks and four masks of tokens
+            # First the scores of all heads and their sums exist, later the chosen blocks and four masks of tokens.
             scores // shape.num_kv_heads * max(-(-4 * (one.pooled.heads + 1) // one.block_size), 5),
             of_keys + of_keys // one.block_size,
         )
@@ -95,7 +96,7 @@ def attend_selected_blocks(
 
 
 def _attended(index_queries: Tensor, index_keys: Tensor, positions: Tensor, indexer: Indexer) -> Tensor:
-    """Which of the first m tokens queries at ``positions`` [n] attend to, bool [n, H, m]."""
+    """Returns bool [n, H, m]: which of the first m tokens queries at ``positions`` [n] attend to."""
     scores = index_queries.float() @ index_keys.squeeze(1).float().T
     token = torch.arange(scores.shape[-1], device=scores.device)
     future = (token > positions[:, None]).unsqueeze(1)
@@ -105,10 +106,10 @@ def _attended(index_queries: Tensor, index_keys: Tensor, positions: Tensor, inde
 
 
 def _attended_pooled(queries: Tensor, blocks: Tensor, count: int, positions: Tensor, indexer: Indexer) -> Tensor:
-    """Which of the first ``count`` tokens queries at ``positions`` [n] attend to by keys of blocks [N, d], bool
-    [n, 1, count]."""
+    """Returns bool [n, 1, count]: which of the first ``count`` tokens queries at ``positions`` [n] attend to, chosen by
+    the keys of blocks [N, d]."""
     token = torch.arange(count, device=blocks.device)
-    own = (positions[:, None] + 1) // indexer.block_size  # a complete block is not kept unless it is chosen
+    own = (positions[:, None] + 1) // indexer.block_size  # the incomplete block, always attended to
     kept = token // indexer.block_size == own
     if len(blocks):
         chosen = selected_complete_blocks(block_scores(queries, blocks), positions, indexer)

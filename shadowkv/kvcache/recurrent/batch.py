@@ -1,4 +1,5 @@
-"""``RecurrentPart``: the tokens of a batch as layers with a recurrent state read them. ``KVCache`` makes them."""
+"""``RecurrentPart``: the tokens of a batch in the form that layers with a recurrent state need. ``KVCache`` makes the
+parts."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class Round(NamedTuple):
     """Spans that are computed together.
 
     Attributes:
-        rows: int64 [n], the rows of the spans' tokens in the part. None if the spans have all tokens of the part.
-        spans: the spans, one of each sequence.
+        rows: int64 [n], the rows of the spans' tokens in the part. None if the spans contain all tokens of the part.
+        spans: the spans, at most one of each sequence.
     """
 
     rows: Tensor | None
@@ -44,7 +45,7 @@ class RecurrentPart:
     waits: tuple[Callable[[int], None], ...] = ()
 
     def split(self, count: int) -> list[RecurrentPart]:
-        """Splits the rows of a decode step into ``count`` micro-batches, at most as many as rows."""
+        """Splits the rows of a decode step into ``count`` micro-batches. ``count`` is at most the number of rows."""
         ((_, spans),) = self.rounds
         bounds = [part * self.num_tokens // count for part in range(count + 1)]
         return [step(spans.read[start:stop], spans.write[start:stop]) for start, stop in pairwise(bounds)]
@@ -57,9 +58,13 @@ def step(read: Tensor, write: Tensor, drafted: bool = False) -> RecurrentPart:
 
 
 class RecurrentTokens(NamedTuple):
-    """The new tokens of a prompt, for layers with a recurrent state: rows ``start`` to ``stop`` of a packed batch,
-    behind ``cached`` tokens, and the checkpoints to write among them. ``wait`` waits for a layer of a sequence that is
-    still arriving."""
+    """The new tokens of a prompt, for layers with a recurrent state: rows ``start`` to ``stop`` of a packed batch.
+
+    Attributes:
+        cached: number of the sequence's tokens before the new ones.
+        checkpoints: checkpoints to write at positions among the new tokens.
+        wait: waits until a layer, given by its number in the model, has arrived; None if all layers have.
+    """
 
     sequence: RecurrentSequence
     start: int
@@ -70,7 +75,7 @@ class RecurrentTokens(NamedTuple):
 
 
 def block(prompts: Sequence[RecurrentTokens], start: int, stop: int, device: torch.device) -> RecurrentPart:
-    """Rows ``start`` to ``stop`` of packed prompts. Spans end at checkpoints."""
+    """Makes the part of rows ``start`` to ``stop`` of packed prompts. Spans end at checkpoints."""
     rounds: list[list[tuple[range, int, int]]] = []
     for new in prompts:
         first, last = max(start, new.start), min(stop, new.stop)

@@ -11,8 +11,9 @@ from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.policy.shape import ModelShape, StateArray
 
 RING = 2
-"""Number of states that a growing sequence holds: those after each of its newest tokens. So the newest token can be
-removed again. This is necessary when a step was launched ahead. With drafted tokens a step adds a state for each."""
+"""Number of states that a growing sequence holds: one after each of its newest tokens. The newest token can therefore
+be removed again, which is necessary when a step was launched ahead. A step with drafted tokens adds a state for each of
+them."""
 
 CHECKPOINT_EVERY = 8192
 """Prompt tokens between two checkpoints."""
@@ -23,8 +24,8 @@ class StateSettings:
     """Settings of recurrent states that an engine chooses.
 
     Attributes:
-        checkpoints: number of checkpoints that memory is reserved for; None for one for each sequence that a cache can
-            hold.
+        checkpoints: number of checkpoints that memory is reserved for; None reserves memory for as many checkpoints as
+            the cache can hold sequences.
         dtype: dtype of the arrays that accumulate sums over tokens (``StateArray.sums``): float32 or bfloat16.
         drafted: maximum number of drafted tokens of a decode step, of all sequences together. Memory is reserved for a
             state after each of them.
@@ -36,7 +37,7 @@ class StateSettings:
 
     @classmethod
     def of(cls, checkpoints: int | None, dtype: str, drafted: int) -> StateSettings:
-        """The settings of flags. ``dtype`` is one of ``STATE_DTYPES``."""
+        """Makes settings from values of command-line flags. ``dtype`` is one of ``STATE_DTYPES``."""
         return cls(checkpoints, torch.float32 if dtype == "auto" else getattr(torch, dtype), drafted)
 
 
@@ -76,7 +77,7 @@ class RecurrentLayout:
 
     def snapshot_bytes(self, tokens: int) -> int:
         """Maximum number of bytes of the states in snapshots of a sequence of ``tokens`` tokens. There is a state at
-        its end and at every ``CHECKPOINT_EVERY`` tokens."""
+        the sequence's end and at every ``CHECKPOINT_EVERY`` tokens."""
         return (1 + tokens // CHECKPOINT_EVERY) * len(self.layers) * self.layer_bytes
 
     @property
@@ -93,5 +94,5 @@ class RecurrentLayout:
         return sequences * RING + self.num_checkpoints(sequences) + self.settings.drafted
 
     def nbytes(self, sequences: int) -> int:
-        """Bytes of these states, with one more for padding rows."""
+        """Bytes of ``num_states`` states, and of one more for padding rows."""
         return (self.num_states(sequences) + 1) * self.state_bytes

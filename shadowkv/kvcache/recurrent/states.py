@@ -23,8 +23,8 @@ class Checkpoint:
 
     Attributes:
         row: the row of the states; None after the checkpoint was dropped.
-        users: number of sequences that have it, and of readings.
-        readings: number of snapshots that are being read from it. It is not dropped before they end.
+        users: number of sequences and readings that use the checkpoint.
+        readings: number of snapshots that are being read from the checkpoint, which is not dropped until they end.
     """
 
     position: int
@@ -38,11 +38,11 @@ class RecurrentSequence:
     """The states of one sequence.
 
     Attributes:
-        ring: rows of the states: the one after n tokens is in ``ring[n % len(ring)]``. There are ``RING``, and more
-            after a step with drafted tokens. Empty while the sequence does not grow.
-        since: the smallest number of tokens after which the ring can have a state. Tokens that are removed do not
-            change which states it has.
-        checkpoints: by ascending position. Some may be dropped.
+        ring: rows of the newest states: the state after n tokens is in row ``ring[n % len(ring)]``. There are ``RING``
+            rows, and more after a step with drafted tokens. Empty while the sequence does not grow.
+        since: the smallest number of tokens after which the ring can have a state. Removing tokens does not change
+            which states the ring has.
+        checkpoints: the checkpoints, by ascending position. Some may have been dropped.
         pending: checkpoints that a running prefill writes.
         keeps: whether prefills write checkpoints, from which other sequences can begin.
     """
@@ -60,7 +60,8 @@ class RecurrentSequence:
 
     @property
     def restored_rows(self) -> list[int]:
-        """The rows that a restored state is written to: for the sequence to go on, and as a checkpoint."""
+        """The rows that a restored state is written to: a row of the ring, from which the sequence continues, and the
+        row of a checkpoint if there is one."""
         return [self.row(self.since), *(one.row for one in self.pending if one.row is not None)]
 
     def at(self, position: int) -> Checkpoint | None:
@@ -90,7 +91,7 @@ class RecurrentSequence:
         return max(self.positions(length), default=0)
 
     def positions(self, length: int) -> list[int]:
-        """The positions of its checkpoints up to ``length`` tokens that are whole pages, in ascending order."""
+        """The positions of the checkpoints up to ``length`` tokens that are at page boundaries, in ascending order."""
         kept = {one.position for one in self.checkpoints if one.row is not None}
         return sorted(at for at in kept if at <= length and at % PAGE == 0)
 
@@ -104,7 +105,8 @@ class RecurrentStates:
     Attributes:
         arrays: the states by name, [layers, rows, *shape]. The last row is for padding.
         padding: the last row.
-        reserved: number of checkpoints that memory is reserved for. Others are in rows of sequences that do not grow.
+        reserved: number of checkpoints that memory is reserved for. Further checkpoints use rows that sequences leave
+            free while they do not grow.
         changes: number of times that checkpoints were added or dropped.
     """
 
@@ -116,8 +118,8 @@ class RecurrentStates:
         }
         self.padding, self.changes = count, 0
         self.reserved = layout.num_checkpoints(sequences)
-        self._room = self.reserved  # for checkpoints that are written or read, beside the rings of all sequences
-        self._of_ends = self._room // 2  # the part of it that is for the ends of prompts
+        self._room = self.reserved  # number of further checkpoints that can be written or read at the same time
+        self._of_ends = self._room // 2  # the share of the room that only ends of prompts can use
         self._free = list(range(count - 1, -1, -1))
         self._kept: OrderedDict[Checkpoint, None] = OrderedDict()
 
@@ -137,12 +139,12 @@ class RecurrentStates:
         return self.padding * self.layout.state_bytes
 
     def begin(self, parent: RecurrentSequence | None, shared: int, length: int) -> RecurrentSequence:
-        """Makes the states of a new sequence of ``length`` tokens. It shares the first ``shared`` tokens with
+        """Makes the states of a new sequence of ``length`` tokens, which shares its first ``shared`` tokens with
         ``parent``.
 
-        It also shares the parent's checkpoints that are at page boundaries within these tokens. If none of them is the
-        state after ``length`` tokens, and ``length`` is not 0, the caller writes that state to ``restored_rows``. Other
-        sequences can use the written state after the next prefill.
+        The sequence also shares the parent's checkpoints at page boundaries within these tokens. If none of these is
+        the state after ``length`` tokens, and ``length`` is not 0, the caller writes that state to ``restored_rows``.
+        Other sequences can use the written state after the next prefill.
         """
         before = [] if parent is None else parent.checkpoints
         whole = [one for one in before if one.position <= shared and one.position % PAGE == 0]
@@ -195,7 +197,7 @@ class RecurrentStates:
 
     def open_reading(self, checkpoint: Checkpoint) -> None:
         """Begins to read a checkpoint. It stays until ``close_reading``. Raises OutOfBlocks if there is no room beside
-        the checkpoints that running prefills write and others read."""
+        the checkpoints that running prefills write and other readings read."""
         if not checkpoint.readings:
             if not self._room:
                 raise OutOfBlocks("all checkpoints of recurrent states are being written or read")
@@ -233,8 +235,9 @@ class RecurrentStates:
         return list(sequence.pending)
 
     def resize(self, sequence: RecurrentSequence, length: int, size: int = RING) -> None:
-        """Makes the ring of a growing sequence of ``length`` tokens have ``size`` rows, at least ``RING``. The newest
-        states stay. There is room for ``StateSettings.drafted`` rows beside the ``RING`` of each sequence."""
+        """Resizes the ring of a growing sequence of ``length`` tokens to ``size`` rows, at least ``RING``. The newest
+        states stay. Besides ``RING`` rows for each sequence, there are ``StateSettings.drafted`` rows for all
+        sequences together."""
         sequence.since = sequence.fixed(length)
         newest_first = [sequence.row(length - age) for age in range(len(sequence.ring))]
         self._free += newest_first[size:]
@@ -249,14 +252,14 @@ class RecurrentStates:
         sequence.pending, sequence.since = [], length
 
     def adopt(self, sequence: RecurrentSequence, other: RecurrentStates, source: RecurrentSequence) -> None:
-        """Copies the newest state of a sequence of another cache, which has computed the prefill of both. Checkpoints
-        are not copied."""
+        """Copies the newest state of ``source``, a sequence of another cache that has computed the prefill for both
+        caches. Checkpoints are not copied."""
         self._discard(sequence)
         for name, array in self.arrays.items():
             array[:, sequence.row(source.since)] = other.arrays[name][:, source.row(source.since)]
 
     def _discard(self, sequence: RecurrentSequence) -> None:
-        """Gives up the checkpoints of a prefill that does not write them."""
+        """Frees the rows of checkpoints that the prefill was to write but will not."""
         self._free += [one.row for one in sequence.pending if one.row is not None]
         self._room += len(sequence.pending)
         sequence.pending = []
@@ -272,7 +275,7 @@ class RecurrentStates:
     def _resume(self, sequence: RecurrentSequence, source: Checkpoint) -> None:
         row = source.row
         assert row is not None
-        self._touch(source)  # dropped last; even then its row is not written to before the copy
+        self._touch(source)  # ``_take`` drops it last, and even then its row is not overwritten before the copy
         sequence.ring, sequence.since = self._take(), source.position
         self._copy(row, sequence.row(source.position))
 

@@ -1,5 +1,5 @@
 """``GroupLayout``: the fields and tiers of a policy in a group of layers, and the pages and bytes of a sequence. Pools,
-planner and admission count by it.
+the planner and admission count pages and bytes with it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TierLayout:
 
     Attributes:
         block_bytes: bytes of a block in one layer.
-        pinned: whether it is host memory, which the device reads and writes across the bus.
-        paged: whether its blocks are divided into pages.
+        pinned: whether the tier is host memory, which the device reads and writes across the bus.
+        paged: whether the tier's blocks are divided into pages.
     """
 
     name: str
@@ -56,7 +56,7 @@ class PageCount:
     segments: int = 0
 
     def lacking(self, owned: PageCount) -> PageCount:
-        """Returns how many of each are missing if ``owned`` are there."""
+        """Returns how many pages of each kind are missing if the pages ``owned`` are there."""
         return PageCount(*(max(0, needed - held) for needed, held in zip(self.counts, owned.counts, strict=True)))
 
     def __add__(self, other: PageCount) -> PageCount:
@@ -80,14 +80,14 @@ SPARE_SEGMENTS = 16
 
 
 WINDOW_SLACK = 2
-"""Pages of a window's ring in addition to the window's: one that is being filled, and one so that up to a page of the
-newest tokens can be removed, or left out by a fork."""
+"""Pages of a ring in addition to those that its window fills: one page that is being filled, and one page so that up to
+a page of the newest tokens can be removed, or left out by a fork."""
 
 
 def pack(exact: int, compressed: int) -> tuple[int, int, int]:
-    """Chooses the size of a block: the number of exact pages in it, of compressed pages, and its bytes.
+    """Chooses the size of a block. Returns its number of exact pages, its number of compressed pages, and its bytes.
 
-    ``exact`` and ``compressed`` are bytes of a page. It takes the smallest block with little waste for both kinds.
+    ``exact`` and ``compressed`` are bytes of a page. The smallest block with little waste for both kinds is chosen.
     """
     best, least = (1, 1, max(exact, compressed)), 1.0
     for count in range(1, 9):
@@ -119,8 +119,8 @@ class GroupLayout:
         kind: kind of the layers' attention.
         dtype: dtype of exact keys and values, and of full-precision fields of the parts.
         max_model_len: longest sequence, in tokens.
-        fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
-            context: at least 1, or 0 for no buffer.
+        fetch_buffer: number of chunks in a segment's fetch buffer, as a multiple of the number of chunks that a step
+            selects from the longest context: at least 1, or 0 for no buffer.
         layers: the group's layers in order, as numbered in the model.
         name: the group's name in ``Blocks``; empty for the first group.
 
@@ -214,17 +214,17 @@ class GroupLayout:
         return Blocks(sizes, segment_slots=layers * sum(field.nbytes for field in self.buffer_fields))
 
     def fixed_blocks(self, sequences: int) -> Blocks:
-        """Blocks of ``sequences`` sequences that do not depend on their length: sequences, and slots and states of
-        segments."""
+        """Blocks of ``sequences`` sequences that do not depend on the sequences' lengths: the sequences themselves, and
+        the slots and states of segments."""
         if not self.spec.compresses:
             return Blocks(sequences=sequences)
         segments = sequences
         if self.growth.learns:
-            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # at least one sequence can have all of them
+            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one sequence can have the maximum
         return Blocks(sequences=sequences, segment_slots=segments, states=segments if self.growth.learns else 0)
 
     def fixed_bytes(self, sequences: int) -> int:
-        """Device bytes of ``fixed_blocks``, with one more of each for padding rows."""
+        """Device bytes of ``fixed_blocks``, with one more slot and one more state for padding rows."""
         count, unit = self.fixed_blocks(sequences), self.bytes_per_block()
         return sum((count[kind] + 1) * unit[kind] for kind in ("segment_slots", "states"))
 
@@ -304,7 +304,7 @@ class GroupLayout:
         (values,) = self.host_fields
         row = values.shape[2:]
         chunks = spec.compressed_pages(self.max_model_len) * values.shape[1]
-        # Captured steps are rounded up to a page more than the longest sequence.
+        # A captured step can be rounded up to one page more than the longest sequence has.
         selected = min(chunks, int(spec.budget_chunks(np.asarray(self.max_model_len + PAGE))))
         entries = min(chunks, math.ceil(self.fetch_buffer * selected), MAX_ENTRIES)
         if not entries or entries < selected:

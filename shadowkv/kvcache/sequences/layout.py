@@ -23,21 +23,21 @@ EXACT = "exact"
 class Layout:
     """A policy on a model: groups of layers, each with its own pages.
 
-    ``Blocks`` have the names ``device``, ``host``, ``states``, ``segment_slots`` and ``sequences``. Those of groups
-    after the first begin with the group's name, as ``exact device``.
+    ``Blocks`` have the names ``device``, ``host``, ``states``, ``segment_slots`` and ``sequences``. For groups after
+    the first, these names begin with the group's name, for example ``exact device``.
 
     Args:
         spec: the policy. It is resolved for ``shape``.
         shape: the model's attention sizes.
         dtype: dtype of exact keys and values, and of full-precision fields of the parts.
         max_model_len: longest sequence, in tokens.
-        fetch_buffer: chunks in a segment's fetch buffer, as a multiple of those that a step selects from the longest
-            context: at least 1, or 0 for no buffer.
+        fetch_buffer: number of chunks in a segment's fetch buffer, as a multiple of the number of chunks that a step
+            selects from the longest context: at least 1, or 0 for no buffer.
         states: settings of recurrent states.
 
     Attributes:
-        groups: the groups. The first one has the layers with an indexer, or else those that the policy compresses, if
-            there are any.
+        groups: the groups. The first group has the layers with an indexer; without such layers, it has the layers that
+            the policy compresses, if there are any.
         recurrent: the layers with a recurrent state; None if there are none.
         places: for each layer of the model, the number of its group, and its number within the group. Layers with a
             recurrent state count as one more group.
@@ -123,8 +123,8 @@ class Layout:
         return tuple(_named(group, tier.name) for group in windows for tier in group.tiers if tier.paged)
 
     def joined(self, of_groups: Iterable[Blocks]) -> Blocks:
-        """Joins the blocks of all groups, given in order. Names of tiers get their group's name. A sequence counts
-        once, although it is in all groups."""
+        """Joins the blocks of all groups, given in order. The group's name is put before the names of its tiers. A
+        sequence counts once, although it is in all groups."""
         first, *others = of_groups
         if not others:
             return first
@@ -151,12 +151,13 @@ class Layout:
         return total
 
     def fixed_blocks(self, sequences: int) -> Blocks:
-        """Blocks of ``sequences`` sequences that do not depend on their length: sequences, and slots and states of
-        segments."""
+        """Blocks of ``sequences`` sequences that do not depend on the sequences' lengths: the sequences themselves, and
+        the slots and states of segments."""
         return self.joined(group.fixed_blocks(sequences) for group in self.groups)
 
     def fixed_bytes(self, sequences: int) -> int:
-        """Device bytes of ``fixed_blocks``, with one more of each for padding rows, and of recurrent states."""
+        """Device bytes of ``fixed_blocks``, of one more slot and one more state for padding rows, and of recurrent
+        states."""
         recurrent = 0 if self.recurrent is None else self.recurrent.nbytes(sequences)
         return recurrent + sum(group.fixed_bytes(sequences) for group in self.groups)
 
@@ -172,8 +173,8 @@ class Layout:
 
     @property
     def most_drafted(self) -> int | None:
-        """Maximum number of drafted tokens of a decode step, of all sequences together: as many as there is memory for
-        recurrent states of. None if no layer has a recurrent state."""
+        """Maximum number of drafted tokens of a decode step, of all sequences together: memory is reserved for a
+        recurrent state after each of them. None if no layer has a recurrent state."""
         return None if self.recurrent is None else self.recurrent.settings.drafted
 
     def snapshot_bytes(self, capacity: int) -> int:
@@ -197,7 +198,7 @@ def _groups(spec: KVSpec, shape: ModelShape) -> Iterator[tuple[str, KVSpec, Laye
     full, ends = [layer for layer, kind in enumerate(kinds) if kind == FULL], spec.skip_layers
     inner = full[ends : len(full) - ends]
     for kind in dict.fromkeys(kinds):
-        if kind.indexer is not None:  # first, because they are most layers of their models
+        if kind.indexer is not None:  # first, because most layers of such models are indexed
             layers = [layer for layer, other in enumerate(kinds) if other == kind]
             yield "indexed", spec.of_indexer(kind.indexer), kind, layers
     yield "full", replace(spec, skip_layers=0), FULL, inner

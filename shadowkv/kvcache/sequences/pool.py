@@ -25,7 +25,7 @@ class SequencePool:
 
     Args:
         store: memory of the group.
-        slots: number of sequences that it can hold.
+        slots: number of sequences that the pool can hold.
         max_model_len: longest sequence, in tokens.
 
     Attributes:
@@ -79,13 +79,13 @@ class SequencePool:
     def fork(self, parent: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
         """Makes a new sequence that shares its first ``length`` tokens with ``parent``.
 
-        Only page ids are copied. Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is no fork
-        point (``fork_point``).
+        Only page ids are copied. Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is not a
+        fork point (``fork_point``).
         """
         return self.restore(self.forked(parent, length), start, capacity, parent)
 
     def forked(self, parent: CachedSequence, length: int) -> Outline:
-        """The outline of a fork of ``parent``. Raises ValueError if ``length`` is no fork point."""
+        """The outline of a fork of ``parent``. Raises ValueError if ``length`` is not a fork point."""
         if not length or self.fork_point(parent, length) != length:
             raise ValueError(f"a sequence of {parent.length} tokens cannot be forked after {length}")
         if self.layout.window is not None:  # a window is copied and not shared
@@ -146,7 +146,8 @@ class SequencePool:
         return sequence
 
     def copy_window(self, parent: CachedSequence, child: CachedSequence, length: int) -> None:
-        """Copies the window of ``parent`` before position ``length`` to its fork ``child``. Both will overwrite it."""
+        """Copies the window of ``parent`` before position ``length`` to the fork ``child``, because each of the two
+        sequences will overwrite its window."""
         numbers, first = Numbers(), parent.window_start(length)
         rows = [exact_rows(numbers, sequence.dense, first, length) for sequence in (parent, child)]
         on_device, layers = numbers.on(self.store.compute), slice(0, self.layout.shape.num_layers)
@@ -172,8 +173,8 @@ class SequencePool:
     def begin_segment(self, sequence: CachedSequence, end: int) -> None:
         """Appends a segment after the compressed tokens. Its state is to be fitted on tokens up to ``end``.
 
-        It only uses reserves, which the sequence has held from the start. So an answer does not depend on other
-        sequences.
+        The segment uses only reserves, which the sequence has held from the start. So an answer does not depend on
+        other sequences.
         """
         spec, first, number = self.layout.spec, sequence.compressed, len(sequence.path) + 1
         tokens = spec.static_tokens if number == 1 else spec.outliers * spec.chunk
@@ -204,8 +205,8 @@ class SequencePool:
         sequence.static_reserve[:0] = segment.static
 
     def compress(self, sequence: CachedSequence, compressed: int) -> None:
-        """Records that tokens up to position ``compressed`` are compressed, in the last segment and in the first pages
-        of the reserve."""
+        """Records that tokens up to position ``compressed`` are compressed. The pages that hold them move from the
+        reserve to the last segment."""
         last = sequence.path[-1]
         new = not last.pages
         self._use_reserve(sequence, (compressed - last.compressed) // PAGE)
@@ -218,7 +219,8 @@ class SequencePool:
         self._write(sequence)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Removes the tokens after ``length``. Raises ValueError if one of them is ``fixed``."""
+        """Removes the tokens after ``length``. Raises ValueError if one of them is among the ``CachedSequence.fixed``
+        first tokens."""
         if not sequence.fixed <= length <= sequence.length:
             raise ValueError(
                 f"cannot cut the sequence to {length} tokens: it has {sequence.length}, of which {sequence.fixed} are "
@@ -228,7 +230,7 @@ class SequencePool:
         self.tables.length[sequence.slot] = length
 
     def trim(self, sequence: CachedSequence) -> None:
-        """Frees the blocks that a finished sequence holds for future tokens. It can be extended again."""
+        """Frees the blocks that a finished sequence holds for future tokens. The sequence can be extended again."""
         self.await_layers(sequence)
         sequence.capacity, sequence.observed = (length := sequence.length), False
         unused = slice(-(-length // PAGE), None)
@@ -360,8 +362,9 @@ class SequencePool:
         )
 
     def _prompted(self, at: SegmentState, length: int, start: int) -> int:
-        """Returns the position after the last prompt token, in a sequence of ``length`` tokens that is extended to
-        ``start``. If no prompt follows, this lets a dense sequence stay dense up to the limit for answers."""
+        """Returns the number of prompt tokens to plan pages for, in a sequence of ``length`` tokens that is extended to
+        ``start``. If no prompt follows, a dense sequence counts as short enough to stay dense up to the limit for
+        answers."""
         return start if at.segments or start > length else min(start, self.layout.spec.dense_limit)
 
     def _widen_ring(self, sequence: CachedSequence, more: list[int]) -> None:

@@ -24,7 +24,7 @@ class SequencePools:
 
     def __init__(self, layout: Layout, pools: Sequence[SequencePool], recurrent: RecurrentStates | None = None) -> None:
         self.layout, self.pools, self.recurrent = layout, list(pools), recurrent
-        self._drafted = list[CachedSequence]()  # with states of drafted tokens
+        self._drafted = list[CachedSequence]()  # sequences with states of drafted tokens
 
     @property
     def total(self) -> Blocks:
@@ -38,7 +38,8 @@ class SequencePools:
 
     @property
     def changes(self) -> int:
-        """A counter that grows whenever a sequence takes, shares or frees blocks, or a checkpoint comes or goes."""
+        """A counter that grows whenever a sequence takes, shares or frees blocks, and whenever a checkpoint is added or
+        dropped."""
         recurrent = 0 if self.recurrent is None else self.recurrent.changes
         return recurrent + sum(blocks.changes for pool in self.pools for blocks in pool.pools.values())
 
@@ -88,8 +89,8 @@ class SequencePools:
         return [at for at in (*earlier, last) if at and self.fork_point(sequence, at) == at]
 
     def can_end(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether the pages of ``sequence`` allow a fork after ``length`` tokens. The recurrent state can still be
-        missing."""
+        """Whether the pages of ``sequence`` allow a fork after ``length`` tokens. There may be no recurrent state for
+        this fork."""
         points = (pool.fork_point(sequence.of_group(number), length) for number, pool in enumerate(self.pools))
         return all(point == length for point in points)
 
@@ -106,7 +107,7 @@ class SequencePools:
         )
 
     def forked(self, parent: CachedSequence, length: int) -> list[Outline]:
-        """The outline of a fork of ``parent``, in each group. Raises ValueError if ``length`` is no fork point."""
+        """The outline of a fork of ``parent``, in each group. Raises ValueError if ``length`` is not a fork point."""
         if self.recurrent is not None and parent.recurrent.fork_point(length) != length:
             raise ValueError(f"a sequence of {parent.length} tokens has no state to be forked after {length}")
         return [pool.forked(parent.of_group(number), length) for number, pool in enumerate(self.pools)]
@@ -115,7 +116,7 @@ class SequencePools:
         """Makes a new sequence that shares its first ``length`` tokens with ``parent``.
 
         Only page ids, windows and a recurrent state are copied. Raises OutOfBlocks and then takes nothing; raises
-        ValueError if ``length`` is no fork point (``fork_point``).
+        ValueError if ``length`` is not a fork point (``fork_point``).
         """
         return self.restore(self.forked(parent, length), start, capacity, parent)
 
@@ -157,7 +158,8 @@ class SequencePools:
             self.recurrent.resume(sequence.recurrent, sequence.length)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Removes the tokens after ``length``. Raises ValueError if one of them is ``fixed``."""
+        """Removes the tokens after ``length``. Raises ValueError if one of them is among the ``CachedSequence.fixed``
+        first tokens."""
         if sequence.recurrent.ring:
             sequence.recurrent.since = sequence.recurrent.fixed(sequence.length)
         for number, pool in enumerate(self.pools):
@@ -168,7 +170,8 @@ class SequencePools:
         a recurrent state. ``counts`` is as for ``KVCache.plan_decode``.
 
         A sequence gets a row for each drafted token, until the next step is planned. So tokens can be removed after the
-        step, and a step that fails loses nothing. Raises ValueError if there are more drafted tokens than rows.
+        step, and a step that fails loses nothing. Raises ValueError if there are not enough rows for the drafted
+        tokens.
         """
         if (states := self.recurrent) is None:
             return None
@@ -195,7 +198,7 @@ class SequencePools:
         return np.array(rows, np.int64).T
 
     def trim(self, sequence: CachedSequence) -> None:
-        """Frees the blocks that a finished sequence holds for future tokens. It can be extended again."""
+        """Frees the blocks that a finished sequence holds for future tokens. The sequence can be extended again."""
         for number, pool in enumerate(self.pools):
             pool.trim(sequence.of_group(number))
         if self.recurrent is not None:

@@ -32,8 +32,9 @@ class PendingLayers(Protocol):
     """
 
     def wait(self, layer: int) -> None:
-        """Orders later work on the current stream after the arrival of ``layer`` and all layers before it. It can be
-        called again for a layer. Raises if the layer will not arrive; the sequence can then only be released."""
+        """Orders later work on the current stream after the arrival of ``layer`` and all layers before it. Can be
+        called several times for a layer. Raises if the layer will not arrive; the sequence can then only be
+        released."""
 
     def end(self) -> None:
         """Orders later work on the current stream after all writes in progress, and stops further writes. Never raises.
@@ -91,11 +92,11 @@ class Segment:
 
 @dataclass(eq=False)
 class CachedSequence:
-    """The pages of one sequence in a group of layers. It owns all of them from admission on, so decoding allocates
-    nothing.
+    """The pages of one sequence in a group of layers. The sequence owns all its pages from admission on, so decoding
+    allocates nothing.
 
-    A cache's sequence is the object of its first group. Its ``other_groups`` are the objects of the other groups, with
-    the same tokens.
+    A sequence of a cache has one such object for each group of layers. The object of the first group stands for the
+    whole sequence; its ``other_groups`` are the other objects, which have the same tokens.
 
     Attributes:
         other_groups: in the first group, the sequence's parts in the other groups; empty in other groups.
@@ -105,11 +106,11 @@ class CachedSequence:
         slot: the sequence's row in ``tables``.
         capacity: maximum number of tokens.
         observed: whether the first state in ``state_reserve`` has learned from a prompt's last queries.
-        shared: number of tokens that it shares, or has shared, with its forks or with its parent.
+        shared: number of tokens that the sequence shares, or has shared, with its forks or with its parent.
         readings: for each open reading, the position up to which it reads (``snapshots.layers.Reading``).
         pending_layers: in the first group of a restored sequence, the layers of all groups that are still arriving;
             else None.
-        recurrent: in the first group, the sequence's recurrent states. It has none if no layer has one.
+        recurrent: in the first group, the sequence's recurrent states; without any state if no layer has one.
         path: the segments, in order.
         dense: ids of the exact pages of a dense sequence; with a window, as a ring.
         ring: ids of the exact pages of a compressed sequence's tail, as a ring.
@@ -149,8 +150,8 @@ class CachedSequence:
 
     @property
     def seed(self) -> int:
-        """The seed that samples the tokens to attend to, together with the position of each new token. It is 0 until it
-        is set, so that sequences without a request are reproducible. Only the low 64 bits count."""
+        """The seed with which tokens to attend to are sampled, together with the position of each new token. It is 0
+        until it is set, so that sequences without a request are reproducible. Only the low 64 bits count."""
         return int(self.tables.seed[self.slot])
 
     @seed.setter
@@ -211,7 +212,7 @@ class CachedSequence:
         )
 
     def device_pages(self, reserves: bool = True) -> Iterator[int]:
-        """Ids of all its pages in the device tier, with or without the reserves."""
+        """Ids of all pages of the sequence in the device tier, with or without the reserves."""
         yield from self.dense
         yield from self.ring
         yield from self.static
@@ -244,7 +245,7 @@ class Outline:
     Attributes:
         spans: the segments.
         length: number of tokens.
-        shared: number of tokens that it shares with its parent, a multiple of 64.
+        shared: number of tokens that the sequence shares with its parent, a multiple of 64.
         copied: for a fork with a window, the number of tokens at the fork. The parent's window before this position is
             copied. 0 if nothing is copied.
     """

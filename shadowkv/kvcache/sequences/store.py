@@ -35,9 +35,9 @@ class CachedSegment:
 
     Attributes:
         row: the segment's compressed pages, as a batch of one row.
-        static: exact rows of its sink and outliers.
-        ids: its state, its first position, its page ids, and the page ids of its values. Sequences that share the
-            segment have equal ids.
+        static: exact rows of the segment's sink and outliers.
+        ids: the segment's state, first position, page ids, and page ids of values. Sequences that share the segment
+            have equal ids.
     """
 
     row: CompressedBatch
@@ -47,7 +47,7 @@ class CachedSegment:
 
 def exact_rows(numbers: Numbers, pages: list[int], start: int, stop: int) -> Callable[[Tensor], ExactRows]:
     """Adds the places of the tokens ``start`` to ``stop``, in a ring of exact ``pages``, to ``numbers``. Returns a
-    function: given the copy of ``numbers`` on the device, it returns these places."""
+    function that takes the copy of ``numbers`` on the device and returns these places."""
     position = np.arange(start, stop)
     page_ids = np.asarray(pages, np.int64)[position // PAGE % max(1, len(pages))]
     rows = numbers.add(np.stack((page_ids, position % PAGE)))
@@ -110,12 +110,13 @@ class GroupStore(CompressedStore):
         return [block + i * step for block in blocks for i in range(self.layout.exact_per_block)]
 
     def read_exact(self, layers: slice, rows: ExactRows) -> tuple[Tensor, ...]:
-        """Reads n tokens in exact pages: RoPE-rotated keys and values [L, n, H, d], and with an indexer index keys
-        [L, n, 1, d]."""
+        """Reads n tokens in exact pages: RoPE-rotated keys and values [L, n, H, d], and, in layers with an indexer,
+        index keys [L, n, 1, d]."""
         return tuple(x[layers][:, rows.pages, :, rows.offsets].transpose(0, 1) for x in self.exact)
 
     def excluded(self, layer: int, pages: Tensor, first: Tensor) -> Tensor:
-        """Returns which chunks of compressed pages [R, P] are exact (sink, outliers), bool [R, H, P * C].
+        """Returns bool [R, H, P * C]: which chunks of compressed ``pages`` [R, P] are stored exactly as well (sink,
+        outliers).
 
         Args:
             first: int64 [R], positions of the segments' first tokens.
@@ -131,7 +132,7 @@ class GroupStore(CompressedStore):
         self, layer: int, index_keys: Tensor, positions: Tensor, pages: Tensor, offsets: Tensor
     ) -> None:
         """Writes index keys [n, 1, d] of tokens at ``positions`` to rows ``offsets`` of exact ``pages``, int64 [n]
-        each. Applies RoPE first, unless they belong to a pooled indexer, which rotates keys of blocks."""
+        each. Applies RoPE first, except for a pooled indexer, for which the keys of blocks are rotated later."""
         assert self.index_keys is not None, "the layers have no indexer"
         assert self.layout.indexer is not None
         if self.layout.indexer.pooled is None:

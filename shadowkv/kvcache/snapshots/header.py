@@ -1,9 +1,9 @@
 """``Snapshot``: the bytes of a cached sequence after a fork point. ``SnapshotHeader``: what the bytes are.
 
 The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains. The first one
-begins at token 0. Each later one begins where the used part of the one before it ends. If an earlier snapshot has the
-state of compressed pages, a later one stores pages of that state without it. A header may come from a corrupt or
-hostile file, so its numbers are checked (``contradictions``).
+begins at token 0. Each later one begins where the used part of the one before it ends. A segment's state is stored
+once, in the first snapshot with pages of the segment; later snapshots store only further pages. A header may come from
+a corrupt or hostile file, so its numbers are checked (``contradictions``).
 """
 
 from __future__ import annotations
@@ -282,9 +282,9 @@ def contradictions(header: SnapshotHeader) -> Iterator[str]:
     exact = header.segments[-1].compressed(header.start) if header.segments else header.start
     yield from _out_of(("window", header.window, 0, MOST["tokens"]))
     if header.window and (header.segments or header.observed):
-        yield "layers with a window have compressed pages"
+        yield "it has compressed pages or an observed state, which layers with a window cannot have"
     if header.recurrent and (header.segments or header.observed or header.window):
-        yield "layers with a recurrent state have keys and values"
+        yield "it has segments, an observed state or a window, which layers with a recurrent state cannot have"
     exact = max(exact, header.length - header.window) if header.window else exact
     exact = header.length if header.recurrent else exact
     if header.tail_tokens != header.length - exact:
