@@ -104,7 +104,7 @@ def register(
     if unknown := [kind for kind in device_types if kind not in PREFERENCE]:
         raise ValueError(f"no ops for devices of type {unknown[0]!r}; use {' or '.join(PREFERENCE)}")
     if not callable(getattr(backend, form or op, None) if isinstance(backend, ModuleType) else backend):
-        raise TypeError(f"backend {name!r} of {call} is no function, nor a module with a function {form or op!r}")
+        raise TypeError(f"backend {name!r} of {call} is neither a function nor a module with a function {form or op!r}")
     outside, known = Outside(backend, device_types, preferred), REGISTERED.setdefault(call, {})
     if known.get(name, outside) != outside or _file(op, name) is not None:
         raise ValueError(f"{call} has a backend {name!r} already")
@@ -204,12 +204,12 @@ class Ops(References):
     Args:
         device: where the ops will run.
         case: the properties of the ops' arguments. None skips ``supports``.
-        overrides: backend by op, or by form of an op, for tests and comparisons.
+        overrides: maps an op, or a form of an op, to the backend to use, for tests and comparisons.
         attention_backend: one of ``load_settings.ATTENTION_BACKENDS``. ``shadowkv`` uses ``PREFERENCE``. ``auto`` uses
             ``LIBRARIES`` where they are faster, then ``PREFERENCE``. The name of a library uses this library wherever
             it can serve, then ``PREFERENCE``.
-        others: cases of additional arguments, of layers with other sizes. A backend must support every case that calls
-            it.
+        others: further cases, for layers with other sizes. The backend of an op must support every case that calls the
+            op.
 
     Attributes:
         called: the entries of ``CALLS`` that a case calls. Without a case, all entries.
@@ -220,7 +220,7 @@ class Ops(References):
             this backend cannot be used now.
         synchronising: entries of ``called`` that make the host wait for the device. They cannot be captured in a graph.
         needing_lengths: entries of ``called`` for which the host must know the lengths of packed sequences. A graph
-            would keep the lengths of its capture.
+            would keep the lengths that it was captured with.
 
     Raises:
         ValueError: an override names an unknown op. Or it names a backend that the op does not have, or that cannot

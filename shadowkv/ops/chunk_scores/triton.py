@@ -16,12 +16,12 @@ from torch import Tensor
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 TILE = 128
-"""Chunks multiplied at a time."""
+"""Number of chunks that a program scores at a time."""
 
 BITS_SCALE = 2.0**8
 """Ratio of a float8_e4m3fn number to the float16 number with the same upper bits: their exponent biases are 7 and 15.
-GPUs below compute capability 8.9 have no instruction that converts float8. There, the kernel shifts the bits to those
-of a float16 number, which takes longer."""
+GPUs below compute capability 8.9 have no instruction that converts float8. There, the kernel shifts the bits to their
+places in a float16 number, which takes longer."""
 
 PROGRAMS = 4096
 """A program takes several tiles only if there would otherwise be more programs than this."""

@@ -15,8 +15,8 @@ SYNCHRONISES = True
 """Missing chunks are determined on the host."""
 
 SHORT_ROW = 1024
-"""Chunks of fewer bytes are short rows. The GPU's address translation limits how fast they are copied, not the bus.
-Chunks of 384 B are limited in this way, chunks of 2 KiB are not."""
+"""Chunks of fewer bytes than this are short rows. The GPU's address translation, not the bus, limits how fast they are
+copied. Chunks of 384 B are limited in this way, chunks of 2 KiB are not."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def fetch_chunks(
             per slot and head.
         buffer: updated in place.
         stream: on a GPU, the stream that copies, after all prior work of the current stream. Readers must wait for this
-            stream. It must be the same for every call with this buffer. None is the current stream.
+            stream. Every call with this buffer must use the same stream. None is the current stream.
         overlapped: on a GPU, whether other work of similar length runs at the same time. Copies of short rows then use
             fewer thread blocks.
 

@@ -1,5 +1,5 @@
-"""Queries for a key sketch in PyTorch. They are multiplied by their sequence's map and quantised, and have the order of
-the sketch's bits."""
+"""Queries for a key sketch in PyTorch. They are multiplied by their sequence's map, quantised, and put into the order
+of the sketch's bits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 PLANES = 4
-"""Bits per number of the queries that are multiplied with signs. Taking only the signs of keys causes 40 times the
-error of these 4 bits."""
+"""Bits per number in queries that are multiplied with signs. Reducing keys to signs causes 40 times the error that
+reducing queries to 4 bits causes."""
 
 
 def plane_bytes(dim: int) -> int:
@@ -55,7 +55,8 @@ class SketchQueries:
 
 
 def in_sixteenths(whole: Tensor) -> Tensor:
-    """Whole numbers from -127 to 127, float32 [...], divided by 16 and rounded, halves up: float32 [...], -8 to 7."""
+    """Divides whole numbers from -127 to 127, float32 [...], by 16 and rounds them, halves up. Returns float32 [...]
+    from -8 to 7."""
     return ((whole + 8) / 16).floor().clamp(max=7)
 
 
