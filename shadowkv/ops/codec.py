@@ -131,8 +131,8 @@ class RowCodec(ABC):
         Args:
             rotation: ``rotation_matrix``, float32 [d, d], by which rows are multiplied first. None if the codec is not
                 ``rotated``.
-            state: tensors [..., *shape], with shapes from ``state_shapes``. Their leading axes are those of the rows,
-                or 1.
+            state: tensors [..., *shape], with shapes from ``state_shapes``. Their leading axes have the sizes of the
+                rows' axes, or 1.
 
         Raises:
             ValueError: rows of d dimensions cannot be coded.
@@ -248,8 +248,8 @@ class LatentCodec(ABC):
         codec that stores integers rounds the latents and clips them at ``largest_codes``.
 
         Args:
-            widths: bits of each rank dimension, uint8 [..., r], if the codec learns them. The leading axes are those of
-                the latents, or 1.
+            widths: bits of each rank dimension, uint8 [..., r], if the codec learns them. The leading axes have the
+                sizes of the latents' axes, or 1.
         """
 
     @abstractmethod

@@ -62,7 +62,7 @@ class Outside:
     Attributes:
         module: a module with what ``choose`` reads from a backend's file, or the backend's function alone.
         device_types: types of devices that it runs on.
-        preferred: whether it is asked before all others. If not, it serves only where an override names it.
+        preferred: whether it is considered before all others. If not, it serves only where an override names it.
     """
 
     module: ModuleType | Callable[..., Any]
@@ -92,7 +92,8 @@ def register(
             function has the name of the form, or of an op without forms. The module can also have ``supports``,
             ``missing``, ``SYNCHRONISES`` and ``NEEDS_LENGTHS``, as files of backends have.
         device_types: ``cpu``, ``cuda`` or both.
-        preferred: whether it is asked before all other backends. If not, it serves only where an override names it.
+        preferred: whether it is considered before all other backends. If not, it serves only where an override names
+            it.
 
     Raises:
         ValueError: there is no such call or device type, or the call has another backend of this name.
@@ -187,7 +188,7 @@ def _file(op: str, backend: str) -> ModuleType | None:
 
 
 def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
-    """Returns the backends for a type of device, in the order in which they are asked."""
+    """Returns the backends for a type of device, in the order in which ``choose`` considers them."""
     if attention_backend == "auto" and kind == "cuda":
         return (*LIBRARIES.values(), *PREFERENCE[kind])
     library = LIBRARIES.get(attention_backend)
@@ -199,7 +200,7 @@ class Ops(References):
 
     Each op has the fastest backend that runs on the device and supports the cases. A backend may define two functions:
     ``missing()`` returns the reasons why it cannot run here, and ``supports(case)`` the reasons why it cannot serve a
-    case. The first backend without reasons is chosen. It must then handle the arguments of each call or raise.
+    case. The first backend without reasons is chosen. It must then handle the arguments of each call or raise an error.
 
     Args:
         device: where the ops will run.

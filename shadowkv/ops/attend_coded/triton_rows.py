@@ -175,7 +175,7 @@ def decoded_rows(
     elif FORMAT == "planes" or FORMAT == "selectors":
         row = page + head * (TOKENS * DIM * 3 // 8) + token[:, None] * (DIM * 3 // 8)
         byte, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
-        LANE_BYTES: tl.constexpr = DIM // 64  # of a lane in the plane of upper bits; the other plane has twice as many
+        LANE_BYTES: tl.constexpr = DIM // 64  # bytes in the plane of upper bits; the other plane has twice as many
         at = byte // LANE_BYTES * (2 * LANE_BYTES) + 2 * (byte % LANE_BYTES)
         first = _loaded(row, at, DIM // 4, COLUMNS // 4).to(tl.int32)
         second = _loaded(row, at + 1, DIM // 4, COLUMNS // 4).to(tl.int32)

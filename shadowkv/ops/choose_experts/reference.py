@@ -8,7 +8,7 @@ from torch import Tensor
 from shadowkv.ops.choose_experts.routing import Routing
 
 BEST_OF_GROUP = 2
-"""Number of experts whose scores are added to a group's score: the best experts of the group."""
+"""A group's score is the sum of the scores of its best experts. This is the number of experts in the sum."""
 
 
 def choose_experts(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:

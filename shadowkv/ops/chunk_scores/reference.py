@@ -37,7 +37,7 @@ def chunk_mean_scores(
 
 
 def mask_logits(logits: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor) -> tuple[Tensor, Tensor]:
-    """Sets ``logits`` float32 [B, H, G, P * C] to -inf where a chunk may not be selected. Returns them and their
+    """Sets ``logits`` float32 [B, H, G, P * C] to -inf where a chunk may not be selected. Returns the result and its
     log-sum-exps [B, H, G, 1]. The other arguments are those of ``chunk_mean_scores``."""
     bits = excluded[pages].transpose(1, 2).flatten(2)
     bits = bits | (torch.arange(bits.shape[-1], device=bits.device) >= num_chunks[:, None, None])

@@ -1,4 +1,4 @@
-"""Decoder layers of a decode step in PyTorch. They call the references of other ops."""
+"""Decoder layers of a decode step in PyTorch, computed by the references of other ops."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SYNCHRONISES = True
 def decode_layers(
     x: Tensor, attended: Tensor | None, layers: Layers, tokens: NewTokens, to_attention: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes a decode step through consecutive layers with attention to exact pages. It writes the new tokens' keys
-    and values to these pages.
+    """Computes a decode step through consecutive layers with attention to exact pages. The new tokens' keys and values
+    are written to these pages.
 
     Args:
         x: [B, D], the residual stream of at least one sequence. It is not changed.

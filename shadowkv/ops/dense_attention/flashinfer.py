@@ -69,7 +69,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
     """Computes attention of q [n, H_q, d] over k, v [m, H, d], with or without a window. Returns out [n, H_q, d] and
-    its log-sum-exp, float32 [n, H_q]. It needs no plan on the host, and can be captured in a CUDA graph."""
+    its log-sum-exp, float32 [n, H_q]. The call needs no plan on the host, and can be captured in a CUDA graph."""
     from flashinfer import single_prefill_with_kv_cache
 
     before = -1 if window is None else window - 1  # positions that a query sees before its own; -1 means all

@@ -89,8 +89,8 @@ def _sort(
 
 @triton.jit
 def _number(experts, place, choices, first, count):
-    """Returns the experts of choices minus ``first``, ``count`` for experts of other ranks, and ``count + 1`` past the
-    last choice."""
+    """Returns the expert of each choice minus ``first``, or ``count`` if the expert is on another rank. Past the last
+    choice, the result is ``count + 1``."""
     value = tl.load(experts + place, mask=place < choices, other=0).to(tl.int32) - first
     value = tl.where((value < 0) | (value >= count), count, value)
     return tl.where(place < choices, value, count + 1)

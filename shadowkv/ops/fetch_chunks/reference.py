@@ -44,7 +44,7 @@ class ChunkBuffer:
 
     @classmethod
     def empty(cls, slots: int, entries: int, chunks: int, like: Tensor) -> ChunkBuffer:
-        """Makes an empty buffer with ``entries`` per slot and head, for sequences of at most ``chunks`` chunks.
+        """Makes an empty buffer with ``entries`` entries per slot and head, for sequences of at most ``chunks`` chunks.
 
         Args:
             like: [N, H, C, c, w], the ``host`` of ``fetch_chunks``. The rows get its dtype, device and sizes.

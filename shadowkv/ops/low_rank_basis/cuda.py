@@ -44,8 +44,8 @@ missing = gpu_missing
 
 
 def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as the reference, except that centred keys are rounded to the keys' dtype. The basis is rounded likewise
-    before latents are computed."""
+    """Same as the reference, except that centred keys are rounded to the keys' dtype. The basis is also rounded to this
+    dtype before latents are computed."""
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     step = max(1, ROWS_AT_ONCE // len(keys))
     for block in keys.split(step, dim=1):

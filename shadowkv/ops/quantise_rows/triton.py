@@ -85,8 +85,8 @@ def quantise_rows(
     scale: Tensor,
     scale_pages: Tensor,
 ) -> None:
-    """Same as the reference. It supports 8-bit floats of any number of dimensions, and codes in lanes and vector codes
-    of up to 128 dimensions. The last dimension of ``rows`` is contiguous.
+    """Same as the reference. Rows in 8-bit floats can have any number of dimensions. Rows with codes in lanes or vector
+    codes can have up to 128. The last dimension of ``rows`` is contiguous.
 
     Raises:
         ValueError: another codec, or more dimensions.

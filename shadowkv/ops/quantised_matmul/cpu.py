@@ -40,7 +40,7 @@ dequantised tiles is used. In float32, the two are equally fast from 128 to 512 
 core)."""
 
 MAX_FUSED_OTHERS = 96
-"""Maximum number of tokens, as in ``MAX_FUSED``, for dtypes that it does not list, such as float32."""
+"""The same maximum for dtypes that ``MAX_FUSED`` does not list, such as float32."""
 
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:

@@ -56,8 +56,8 @@ MANY = 4096
 """Number of tokens that the last kernel is tuned for."""
 
 FEW_OF_EXPERTS = (8, 64)
-"""A kernel is tuned for each of these total numbers of rows of all experts. Decode steps of few sequences have about as
-many rows."""
+"""A kernel is tuned for each of these numbers of rows, summed over all experts. Decode steps of few sequences have
+about as many rows."""
 
 OF_EACH = (2, 8, 16, 32, 64, 128)
 """A kernel is tuned for each of these numbers of rows per expert. Experts are assumed to be chosen equally often, those

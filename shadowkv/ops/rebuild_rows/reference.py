@@ -41,7 +41,8 @@ def rebuild_rows(
 def _by_page(
     source: LatentKeys | DenseRows | CodedRows, first: int, rows: Tensor
 ) -> LatentKeys | DenseRows | CodedRows:
-    """Makes a sequence of one page from each page from ``first`` on, with the state whose index is in ``rows``."""
+    """Turns each page from ``first`` on into a sequence of one page. The page's number in ``rows`` is the index of its
+    state and first position."""
     pages = slice(first, first + len(rows))
     changed: dict[str, Any] = {"pages": source.pages[0, pages, None]}
     if isinstance(source, LatentKeys | CentredKeys):

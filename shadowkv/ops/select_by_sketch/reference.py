@@ -23,7 +23,7 @@ KEPT_SHARE = 11
 """At least one in this many runs is kept. All bits of the tokens in kept runs are examined."""
 
 KEPT_OVER_BUDGET = 6
-"""The kept runs have at least this many tokens, all together, per token of the budget."""
+"""Together, the kept runs have at least this many tokens per token of the budget."""
 
 KEPT_LEAST = 720
 """Least number of kept runs. How well samples represent the rest depends on their number more than on their share."""
@@ -115,11 +115,11 @@ def select_by_sketch(
         layer: number of the layer. Each layer uses different random numbers.
 
     Returns:
-        Chunk numbers, int64 [B, H, k], ascending, then -1s. And the logarithm of how many chunks each one stands for,
-        float32 [B, H, k], 0 or more, arbitrary for -1; None without ``sampling``. The selection does not depend on
-        other rows of the batch. It may differ between backends: they break ties differently, also those of ``coarse``
-        scores, and may treat scores within a factor of 1 + 2**-10 as equal. Which chunks are sampled depends on the
-        last bits of sums.
+        Two results. The first has chunk numbers, int64 [B, H, k], ascending, then -1s. The second is None without
+        ``sampling``. Otherwise it has the logarithm of the number of chunks that each selected chunk stands for,
+        float32 [B, H, k]: at least 0, and arbitrary for -1. The selection does not depend on other rows of the batch.
+        It may differ between backends: they break ties differently, including ties of ``coarse`` scores, and may treat
+        scores within a factor of 1 + 2**-10 as equal. Which chunks are sampled depends on the last bits of sums.
     """
     heads, device = signs.shape[1], coarse.device
     if not coarse.shape[-1]:

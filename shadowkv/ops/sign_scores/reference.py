@@ -21,7 +21,7 @@ STEP = 0.9957
 Gaussian."""
 
 RUN = 8
-"""Tokens of a run, which share a sign score."""
+"""Number of tokens in a run. They share a sign score."""
 
 SCALE_SHIFT = 7
 """A scale's code, shifted left by this, is a float16. The code has 5 bits of exponent, 3 of mantissa and no sign."""

@@ -22,7 +22,7 @@ def plane_bytes(dim: int) -> int:
 class SketchQueries:
     """Queries that were scaled to length 1, multiplied by the map, and rounded to whole numbers.
 
-    They are ordered like a key's planes: bit j of byte b of a plane belongs to the same dimension as ``whole[j, b]``.
+    Their order is that of a key's planes: bit j of byte b of a plane belongs to the dimension of ``whole[j, b]``.
 
     Attributes:
         whole: int8 [B, H_q, 8, S] with S = ``plane_bytes(d)``, from -127 to 127; 0 for padding bytes of a plane.
@@ -32,7 +32,7 @@ class SketchQueries:
         planes: uint8 [B, H_q, 4, S], bit planes of the whole numbers divided by 16 and rounded, from -8 to 7. Bit j of
             byte b of row p is bit p of the number from ``whole[..., j, b]``.
         plane_sum: int32 [B, H_q], sum of the numbers in ``planes``.
-        length: float32 [B, H_q], length of the queries times d**-0.5, the factor of scores in a softmax.
+        length: float32 [B, H_q], length of each query times d**-0.5, which is the factor of scores in a softmax.
     """
 
     whole: Tensor

@@ -26,7 +26,7 @@ def shared_bytes(rows: int) -> int:
 
 
 def supports(case: Case) -> list[str]:
-    """Why the kernel cannot serve a case. It must support the second moments of queries, which have one row per
+    """Why the kernel cannot serve a case. The kernel must support the second moments of queries, which have one row per
     dimension of a head."""
     need = shared_bytes(case.head_dim)
     return [
