@@ -28,7 +28,7 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for dense bfloat16 rows whose keys and values have one table of pages. Can be captured in
+    """Same as the reference, for dense bfloat16 rows whose keys and values share one table of pages. Can be captured in
     a CUDA graph.
 
     The head dim is 64, 96, 128 or 256. Pages and lengths are read on the device and are not checked.

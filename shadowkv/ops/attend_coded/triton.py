@@ -2,8 +2,8 @@
 heads of this kv head. It attends to one page at a time.
 
 Scores of mean keys need no cosine and sine per token. A token's angle is the angle of the page's first token plus that
-of the token's offset in the page. The first angle rotates the factors of ``rope_products`` once per page. Cosines and
-sines of the 64 offsets are the same for all pages.
+of the token's offset in the page. The angle of the first token rotates the factors of ``rope_products`` once per page.
+Cosines and sines of the 64 offsets are the same for all pages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Scores of chunks, and outliers, in Triton.
 
-One kernel scores each chunk by its landmark, or by its smallest and largest key per dimension. It reads each of these
-vectors once. Another kernel finds outliers. It reads the keys once and makes no float32 copies of them.
+One kernel scores each chunk by its landmark, or by the smallest and the largest entry of its keys per dimension. It
+reads each of these vectors once. Another kernel finds outliers. It reads the keys once and makes no float32 copies of
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def score_chunks(
     q: Tensor, vectors: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Computes ``chunk_mean_scores`` or ``min_max_scores``. ``vectors`` [N, H, 1, C, d] are the chunks' mean keys. In
-    ``vectors`` [N, H, 2, C, d], plane 0 holds the smallest and plane 1 the largest key per dimension.
+    ``vectors`` [N, H, 2, C, d], plane 0 holds the smallest entry per dimension, and plane 1 the largest.
 
     All views over pages are contiguous but for their first axis.
     """

@@ -1,4 +1,5 @@
-"""``DenseAttention``, which calls one of the op's four forms, and ``Packed``, which describes packed sequences."""
+"""Defines ``DenseAttention``, which calls one of the op's four forms, and ``Packed``, which describes packed
+sequences."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ SCORES_AT_ONCE = 2**24
 """Maximum number of scores, over all query heads, that ``partial`` holds in memory at once: 64 MB in float32."""
 
 QUERIES_AT_ONCE = 256
-"""Number of queries that ``windowed`` computes at a time. The smaller the number, the fewer scores outside of windows
-are computed, which are not needed. On one core, 2,048 queries with a window of 512 took half as long as with 1,024
-queries at a time. With a window of 4,096 both took equally long."""
+"""Number of queries that ``windowed`` computes at a time. The smaller this number, the fewer unneeded scores outside of
+windows are computed. On one core, 2,048 queries with a window of 512 took half as long as with 1,024 queries at a time.
+With a window of 4,096 both took equally long."""
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

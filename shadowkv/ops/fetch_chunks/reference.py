@@ -1,7 +1,7 @@
 """The fetch buffer in PyTorch. Selected chunks that are not in the buffer are copied from host memory.
 
 About two of three selected chunks were also selected in the previous step. ShadowKV (arXiv:2410.21465) keeps the chunks
-of one step. Here, a chunk stays until its entry is needed and is the least recently used one.
+of one step. Here, a chunk stays until its entry is the least recently used one and is needed for another chunk.
 """
 
 from __future__ import annotations

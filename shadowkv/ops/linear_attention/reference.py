@@ -1,7 +1,8 @@
 """The causal convolution and the gated delta rule in PyTorch.
 
 The state of the convolution consists of a sequence's last inputs. The state of the rule decays and is corrected at
-every token. A decode step computes the rule token by token, a prompt in chunks (arXiv:2412.06464, section 3).
+every token. The rule is computed token by token in a decode step, and in chunks for a prompt (arXiv:2412.06464, section
+3).
 """
 
 from __future__ import annotations

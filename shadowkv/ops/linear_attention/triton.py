@@ -1,5 +1,5 @@
 """The causal convolution in one Triton launch, and decode steps of the gated delta rule, in which one launch reads and
-writes each state once. Prompts compute the rule in PyTorch."""
+writes each state once. For prompts, the rule is computed in PyTorch."""
 
 from __future__ import annotations
 

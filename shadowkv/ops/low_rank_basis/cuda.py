@@ -2,13 +2,13 @@
 waits.
 
 The rows of the basis are iterated together (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4). Like
-Gram-Schmidt, Cholesky-QR orders the rows by eigenvalue, largest first. It squares the condition number of its input,
-which is too much for float32. So rows are first scaled to length 1. When they have converged to near eigenvectors, they
-are nearly orthonormal, and their condition number is small. In addition, a shift is added to the diagonal of the rows'
-inner products. A second pass of Cholesky-QR corrects the shift's effect (Fukaya et al., arXiv:1809.11085). Each
-iteration multiplies by the Gram matrix and then orthonormalises once; only the last two iterations orthonormalise more
-than once. In earlier iterations, the rows only have to span the right subspace, for which nearly orthonormal rows are
-enough.
+Gram-Schmidt, Cholesky-QR orders the rows by eigenvalue, largest first. Cholesky-QR squares the condition number of its
+input, which is too much for float32. So rows are first scaled to length 1. When they have converged to near
+eigenvectors, they are nearly orthonormal, and their condition number is small. In addition, a shift is added to the
+diagonal of the rows' inner products. A second pass of Cholesky-QR corrects the shift's effect (Fukaya et al.,
+arXiv:1809.11085). Each iteration multiplies by the Gram matrix and then orthonormalises once; only the last two
+iterations orthonormalise more than once. In earlier iterations, the rows only have to span the right subspace, for
+which nearly orthonormal rows are enough.
 
 A pass calls ``whiten_rows`` in CUDA for up to 256 rows if that kernel is built, and PyTorch's Cholesky factor
 otherwise. The number of rows is the rank of one group of kv heads.

@@ -156,7 +156,7 @@ _importing = Lock()
 @cache
 def _import_library() -> None:
     """Imports the library without torch._dynamo, which takes seven seconds to load. A decorator in the library, for
-    torch.compile, would load it. torch.compile is not used here."""
+    torch.compile, would load torch._dynamo. torch.compile is not used here."""
     with _importing:
         decorator = torch.compiler.assume_constant_result
         torch.compiler.assume_constant_result = lambda function: function

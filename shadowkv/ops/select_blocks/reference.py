@@ -40,7 +40,7 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
     expected sums are exact (Horvitz and Thompson 1952). Sampling is systematic (Madow 1949).
 
     The factor is the smallest that meets two conditions. For every sampled query, the sampled sum of softmax weights
-    has a standard deviation of at most ``error`` of the whole sum, computed as if blocks were sampled independently.
+    has a standard deviation of at most ``error`` times the whole sum, computed as if blocks were sampled independently.
     And the expected number of sampled blocks is at least ``MIN_BLOCKS``, if that many blocks have a share of at least
     2^-``FACTORS``. So a tile needs more blocks if attention is spread out, but hardly more in longer prompts.
 

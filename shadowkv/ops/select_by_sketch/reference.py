@@ -72,7 +72,7 @@ def sampled_runs(num_pages: Tensor, kept: Tensor, sampling: Sampling | None) -> 
 
 def mean_length(queries: SketchQueries, heads: int) -> Tensor:
     """Returns the factor that turns sign scores into logits, float32 [B, H]. A sign score is the best one of all query
-    heads of a kv head, and these heads have different factors. The result is their mean, so the logits are
+    heads of a kv head, and these heads have different factors. The result is the mean of the factors, so the logits are
     approximate."""
     return queries.length.unflatten(1, (heads, -1)).mean(-1)
 
