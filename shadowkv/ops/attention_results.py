@@ -18,8 +18,8 @@ def result_and_parts(q: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor, Ten
     """Allocates the results of attention of queries [B, H_q, d], for kernels that divide a row into ``parts``.
 
     Returns:
-        out like ``q``, and its log-sum-exp [B, H_q]; then out [B, H_q, parts, d] and the log-sum-exp [B, H_q, parts] of
-        each part. All but the first are float32. None is initialised.
+        Four uninitialised tensors: out like ``q``, and its log-sum-exp [B, H_q]; then, for the parts, out [B, H_q,
+        parts, d] and the log-sum-exp [B, H_q, parts]. All but the first are float32.
     """
     batch, heads, dim = q.shape
     lse = q.new_empty(batch, heads, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""``Case``: what is known of the ops' arguments when an engine is loaded. ``registry`` chooses backends by it."""
+"""``Case``: what is known of the ops' arguments when an engine is loaded. ``registry`` uses it to choose backends."""
 
 from __future__ import annotations
 

@@ -51,13 +51,13 @@ FIXED_WIDTH_LATENTS = (CodecId.LATENT_DENSE, CodecId.LATENT_INT8, CodecId.LATENT
 """Ids of latent codecs that need no widths: the bits of a rank dimension follow from the codec and the ranks."""
 
 STRONG = 32
-"""``low-rank-int4`` stores this many rank dimensions of each group of kv heads, the strongest, in 8 bits. The Hopper
-kernel has the same number in ``csrc/kernels/attend_latents_sm90/shape.cuh``."""
+"""Number of rank dimensions that ``low-rank-int4`` stores in 8 bits for each group of kv heads: the strongest ones. The
+Hopper kernel has the same number in ``csrc/kernels/attend_latents_sm90/shape.cuh``."""
 
 
 def unknown_codecs(keys: int, values: int = CodecId.DENSE, known: tuple[CodecId, ...] = UNIFORM) -> list[str]:
     """Reasons why a backend cannot serve these codecs of keys and values. The backend supports dense rows, the row
-    codecs in ``known``, and as keys ``FIXED_WIDTH_LATENTS``."""
+    codecs in ``known``, and, only as keys, ``FIXED_WIDTH_LATENTS``."""
     rows = (CodecId.DENSE, *known)
     reasons = [] if keys in (*rows, *FIXED_WIDTH_LATENTS) else [f"codec {keys} of keys is unknown"]
     return reasons if values in rows else [*reasons, f"codec {values} of values is unknown"]
@@ -131,8 +131,8 @@ class RowCodec(ABC):
         Args:
             rotation: ``rotation_matrix``, float32 [d, d], by which rows are multiplied first. None if the codec is not
                 ``rotated``.
-            state: tensors [..., *shape], with shapes from ``state_shapes``. Their leading axes are those of the rows,
-                or 1.
+            state: tensors [..., *shape], with shapes from ``state_shapes``. Their leading axes have the sizes of the
+                rows' axes, or 1.
 
         Raises:
             ValueError: rows of d dimensions cannot be coded.
@@ -185,8 +185,8 @@ class LevelRows(RowCodec):
 
     @abstractmethod
     def upper_places(self, dim: int) -> tuple[int, ...]:
-        """For each of a lane's dim / 8 codes, the position of its highest bit in the lane's bytes of the last plane.
-        Only for codecs in ``LANES``."""
+        """Positions of the highest bits of a lane's dim / 8 codes, counted in the lane's bytes of the last plane. Only
+        for codecs in ``LANES``."""
 
 
 class UniformRows(LevelRows):
@@ -219,7 +219,7 @@ class LatentCodec(ABC):
             basis is multiplied by the steps. None for latents that are not quantised.
         rank_multiple: the rank must be a multiple of this.
         bits: average bits per code, if the codec learns a width for each rank dimension. The basis is then in 8 bits.
-            None if no widths are learned. The widths then follow from the codec and the ranks.
+            None if the widths follow from the codec and the ranks.
     """
 
     id: int
@@ -229,8 +229,8 @@ class LatentCodec(ABC):
     bits: int | None = None
 
     def of_groups(self, ranks: Sequence[int]) -> LatentCodec:
-        """Returns the codec for several groups of kv heads, one rank per group. First come the strongest dimensions of
-        every group, at most ``STRONG`` of each. All other dimensions follow."""
+        """Returns the codec for several groups of kv heads, one rank per group. In a latent, the strongest dimensions
+        of every group come first, at most ``STRONG`` of each group. All other dimensions follow."""
         return self
 
     def largest_codes(self, rank: int, device: torch.device) -> Tensor:
@@ -248,11 +248,11 @@ class LatentCodec(ABC):
         codec that stores integers rounds the latents and clips them at ``largest_codes``.
 
         Args:
-            widths: bits of each rank dimension, uint8 [..., r], if the codec learns them. The leading axes are those of
-                the latents, or 1.
+            widths: bits of each rank dimension, uint8 [..., r], if the codec learns them. The leading axes have the
+                sizes of the latents' axes, or 1.
         """
 
     @abstractmethod
     def decode(self, stored: Tensor, rank: int, *widths: Tensor) -> Tensor:
-        """Decodes stored elements [..., w] to latents [..., rank]. A 16-bit float can represent their values.
-        ``widths`` are those of ``encode``."""
+        """Decodes stored elements [..., w] to latents [..., rank]. A 16-bit float can represent each number of a
+        latent. ``widths`` are those of ``encode``."""

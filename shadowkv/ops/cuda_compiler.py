@@ -44,7 +44,7 @@ class CudaCompiler:
 
     Attributes:
         nvcc: path of the program.
-        version: major and minor version of CUDA, and the release: ``13.0.88``.
+        version: the compiler's version, such as ``13.0.88``: major and minor version of CUDA, and the release.
         origin: where it was found, for messages.
         link_flags: flags with which nvcc finds its own libraries.
     """
@@ -82,14 +82,14 @@ def find_compiler(major: int | None) -> CudaCompiler:
             return compiler
         passed_over.append(str(compiler))
     fitting = "a CUDA compiler" if major is None else f"a compiler of CUDA {major}, which torch was built with"
-    unfit = f"; not of that version: {', '.join(passed_over)}" if passed_over else ""
+    unfit = f"; compilers of other versions: {', '.join(passed_over)}" if passed_over else ""
     raise CompilerNotFound(f"{fitting}, is not installed{unfit}. {_remedy(major)}")
 
 
 def find_ninja() -> str:
     """Returns the path of ninja, which runs the compilations. Raises CompilerNotFound, with the remedy, if it is not
     installed."""
-    beside_python = str(Path(sys.executable).parent)  # where pip puts it, whether or not the environment is activated
+    beside_python = str(Path(sys.executable).parent)  # pip puts ninja here, even if the environment is not activated
     ninja = shutil.which("ninja", path=f"{beside_python}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
     if ninja is None:
         raise CompilerNotFound(f"ninja is not installed: {pip_install('ninja')}")

@@ -1,5 +1,5 @@
-"""Loads the libraries of the compiled backends. If a library cannot be used, it returns the reason. ``registry`` calls
-it through the backends' ``missing``. ``doctor`` and the start-up lines show the reasons."""
+"""Loads the libraries of the compiled backends, or returns the reason why a library cannot be used. ``registry`` calls
+these functions through the backends' ``missing``. ``doctor`` and the start-up lines show the reasons."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def torch_version() -> tuple[int, int]:
 
 
 def cpu_library() -> Path:
-    """Returns the path of the C++ backends' library, whether or not the file exists. It is for this Python and this
-    minor version of torch, because torch's C++ interface changes with each minor version."""
+    """Returns the path of the C++ backends' library, whether or not the file exists. The library is for this Python and
+    this minor version of torch, because torch's C++ interface changes with each minor version."""
     major, minor = torch_version()
     return PACKAGE / f"_cpu_torch{major}_{minor}{EXTENSION_SUFFIXES[0]}"
 
@@ -98,7 +98,7 @@ def _built_for_another() -> str | None:
 
 def block_memory(device: torch.device) -> int:
     """Bytes of shared memory available to one thread block on a GPU."""
-    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks this one
+    properties: Any = torch.cuda.get_device_properties(device)  # PyTorch's stub lacks the attribute below
     return int(properties.shared_memory_per_block_optin)
 
 

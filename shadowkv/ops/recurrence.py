@@ -1,5 +1,5 @@
 """``Spans``: tells an op with a recurrent state which tokens belong to which sequence. The cache's recurrent parts make
-it."""
+``Spans``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Spans:
         read: int64 [S], the row that holds the state before each span.
         write: int64 [S], the row that gets the state after each span. A span can write the row that it reads, but not a
             row that another span reads, except in a chain.
-        chained: whether there can be chains. Only if every span is one token. In a chain each span reads the row that
-            the span before it writes, and writes another. So there is a state after each token.
+        chained: whether there can be chains. It can be true only if every span is one token. In a chain, each span
+            reads the row that the previous span writes, and writes a different row. So the state after every token is
+            kept.
     """
 
     lengths: tuple[int, ...] | None
@@ -35,8 +36,8 @@ class Spans:
 
     @property
     def chunks(self) -> Tensor:
-        """All n chunks of ``CHUNK`` tokens, for kernels: int64 [n, 2], the span of a chunk, and its number in the span.
-        Only if there are ``lengths``."""
+        """All n chunks of ``CHUNK`` tokens, for kernels: int64 [n, 2], the span of each chunk, and the chunk's number
+        in the span. Only if there are ``lengths``."""
         return self._on_device[0]
 
     @property
@@ -57,8 +58,9 @@ class Spans:
 
 
 def in_order(compute: Callable[..., Tensor], spans: Spans, *tokens: Tensor) -> Tensor:
-    """Computes spans of one token one after another, as chains need it. ``compute`` takes a row of each of ``tokens``
-    [T, ...] and its span, and returns the token's result [1, ...]. Returns all results [T, ...]."""
+    """Computes spans of one token each, one after another, because chains need this order. ``compute`` gets one row of
+    each tensor in ``tokens`` [T, ...], and the row's span. It returns the row's result [1, ...]. Returns all results
+    [T, ...]."""
     outs = []
     for row in range(len(spans.read)):
         own = slice(row, row + 1)

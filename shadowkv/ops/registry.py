@@ -62,7 +62,7 @@ class Outside:
     Attributes:
         module: a module with what ``choose`` reads from a backend's file, or the backend's function alone.
         device_types: types of devices that it runs on.
-        preferred: whether it is asked before all others. If not, it serves only where an override names it.
+        preferred: whether it is considered before all others. If not, it serves only where an override names it.
     """
 
     module: ModuleType | Callable[..., Any]
@@ -92,7 +92,8 @@ def register(
             function has the name of the form, or of an op without forms. The module can also have ``supports``,
             ``missing``, ``SYNCHRONISES`` and ``NEEDS_LENGTHS``, as files of backends have.
         device_types: ``cpu``, ``cuda`` or both.
-        preferred: whether it is asked before all other backends. If not, it serves only where an override names it.
+        preferred: whether it is considered before all other backends. If not, it serves only where an override names
+            it.
 
     Raises:
         ValueError: there is no such call or device type, or the call has another backend of this name.
@@ -104,7 +105,7 @@ def register(
     if unknown := [kind for kind in device_types if kind not in PREFERENCE]:
         raise ValueError(f"no ops for devices of type {unknown[0]!r}; use {' or '.join(PREFERENCE)}")
     if not callable(getattr(backend, form or op, None) if isinstance(backend, ModuleType) else backend):
-        raise TypeError(f"backend {name!r} of {call} is no function, nor a module with a function {form or op!r}")
+        raise TypeError(f"backend {name!r} of {call} is neither a function nor a module with a function {form or op!r}")
     outside, known = Outside(backend, device_types, preferred), REGISTERED.setdefault(call, {})
     if known.get(name, outside) != outside or _file(op, name) is not None:
         raise ValueError(f"{call} has a backend {name!r} already")
@@ -187,7 +188,7 @@ def _file(op: str, backend: str) -> ModuleType | None:
 
 
 def _preferred(kind: str, attention_backend: str) -> tuple[str, ...]:
-    """Returns the backends for a type of device, in the order in which they are asked."""
+    """Returns the backends for a type of device, in the order in which ``choose`` considers them."""
     if attention_backend == "auto" and kind == "cuda":
         return (*LIBRARIES.values(), *PREFERENCE[kind])
     library = LIBRARIES.get(attention_backend)
@@ -199,17 +200,17 @@ class Ops(References):
 
     Each op has the fastest backend that runs on the device and supports the cases. A backend may define two functions:
     ``missing()`` returns the reasons why it cannot run here, and ``supports(case)`` the reasons why it cannot serve a
-    case. The first backend without reasons is chosen. It must then handle the arguments of each call or raise.
+    case. The first backend without reasons is chosen. It must then handle the arguments of each call or raise an error.
 
     Args:
         device: where the ops will run.
         case: the properties of the ops' arguments. None skips ``supports``.
-        overrides: backend by op, or by form of an op, for tests and comparisons.
+        overrides: maps an op, or a form of an op, to the backend to use, for tests and comparisons.
         attention_backend: one of ``load_settings.ATTENTION_BACKENDS``. ``shadowkv`` uses ``PREFERENCE``. ``auto`` uses
             ``LIBRARIES`` where they are faster, then ``PREFERENCE``. The name of a library uses this library wherever
             it can serve, then ``PREFERENCE``.
-        others: cases of additional arguments, of layers with other sizes. A backend must support every case that calls
-            it.
+        others: further cases, for layers with other sizes. The backend of an op must support every case that calls the
+            op.
 
     Attributes:
         called: the entries of ``CALLS`` that a case calls. Without a case, all entries.
@@ -220,7 +221,7 @@ class Ops(References):
             this backend cannot be used now.
         synchronising: entries of ``called`` that make the host wait for the device. They cannot be captured in a graph.
         needing_lengths: entries of ``called`` for which the host must know the lengths of packed sequences. A graph
-            would keep the lengths of its capture.
+            would keep the lengths that it was captured with.
 
     Raises:
         ValueError: an override names an unknown op. Or it names a backend that the op does not have, or that cannot

@@ -1,11 +1,12 @@
-"""Selects the top-k, and samples the rest by weight (systematic sampling: Madow, 1949). ``select_by_sketch`` uses it.
+"""Selects the top-k values, and samples the rest by weight (systematic sampling: Madow, 1949), for
+``select_by_sketch``.
 
-The top-k are selected with probability 1, the others with a probability in proportion to their weight. The sum
+The top-k values are selected with probability 1, the others with a probability in proportion to their weight. The sum
 of the selected terms, each divided by its probability, is an unbiased estimate of the sum of all terms. The closer the
 weights are to the terms, the better is the estimate.
 
 Probabilities are multiples of a small unit, so that the selection does not depend on the order of additions. They are
-rounded down, so that no more values are selected than wanted: none is left out for lack of room. The sum of the weights
+rounded down, so that no more values are selected than wanted, and every selected value has room. The sum of the weights
 scales the probabilities. This sum is exact, or its order of additions depends only on the backend, not on the batch.
 """
 
@@ -21,8 +22,9 @@ WORD = 0xFFFFFFFF
 MAX_BITS = 20
 """Probabilities are multiples of 2**-20, or of a larger unit if their sum would take more than 31 bits."""
 CAUTION = 0.97
-"""Expected number of samples, as a share of the number wanted. It is below 1 because the CUDA kernel first takes all
-weights of a bin as one. If the samples do not fit then, it sums up the weights themselves and draws again."""
+"""Expected number of samples, as a share of the number wanted. It is below 1 because the CUDA kernel first gives all
+values of a bin the weight of the bin's middle. If the samples would then not fit, the kernel sums up the values' own
+weights instead."""
 WEIGHT_BITS = 40
 """Weights are at most 1 and are summed in units of 2**-40. A sum of integers is the same in any order, and so does not
 depend on how wide a batch's rows are. Sums of up to 2**23 - 1 weights fit in 63 bits."""
@@ -30,7 +32,7 @@ depend on how wide a batch's rows are. Sums of up to 2**23 - 1 weights fit in 63
 
 @dataclass(frozen=True)
 class Sampling:
-    """The chunks to sample besides the top-k chunks.
+    """How many chunks to sample besides the top-k chunks, and the seeds.
 
     Attributes:
         counts: int64 [B], chunks to sample for each kv head of a row.

@@ -100,7 +100,7 @@ CASE = Case(frozenset(("paged_attention", "sign_scores", "apply_rope")), torch.b
                 "kernels cuda: paged_attention",
                 "kernels reference: sign_scores",
                 "kernels triton: apply_rope",
-                "slow    sign_scores runs in PyTorch, cuda: 32 query heads a kv head are more than 16",
+                "slow    sign_scores runs in PyTorch, cuda: 32 query heads per kv head are more than 16",
             ],
         ),
         (

@@ -96,7 +96,7 @@ def test_it_is_registered_in_the_engines_process() -> None:
         ("rms_norm", "mine", custom_op.rms_norm, ("tpu",), ValueError, "no ops for devices of type 'tpu'; use cuda or"),
         ("rope", "mine", custom_op, ("cpu",), ValueError, "there is no op 'rope'"),
         ("apply_rope", "mine", custom_op, ("cpu",), TypeError, "nor a module with a function 'apply_rope'"),
-        ("apply_rope", "mine", 7, ("cpu",), TypeError, "backend 'mine' of apply_rope is no function"),
+        ("apply_rope", "mine", 7, ("cpu",), TypeError, "backend 'mine' of apply_rope is neither a function"),
     ],
 )
 def test_what_cannot_be_registered_says_why(

@@ -80,5 +80,5 @@ def test_every_token_counts(backend: ModuleType, keys: str, values: str, seed: i
 def test_rows_within_chunks_are_refused(seed: int) -> None:
     keys = case_of("low-rank-int4", "3", torch.float32).keys
     for name, begin, end in (("begin", BEGIN + 4, END), ("end", BEGIN, END - 1)):
-        with pytest.raises(ValueError, match=rf"{name} \[.*\] are not at chunks of 8 tokens"):
+        with pytest.raises(ValueError, match=rf"{name} \[.*\] are not multiples of the chunk size 8"):
             every_chunk(keys, begin, end)

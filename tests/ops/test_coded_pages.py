@@ -91,13 +91,16 @@ def test_lanes_find_steps_of_values(library: ctypes.CDLL, seed: int) -> None:
         ({"value_codec": CodecId.LLOYD_2BIT, "centred": True, "rope_dim": 64}, None),
         ({"head_dim": 64}, "head dim 64 is not 128"),
         ({"key_codec": CodecId.DENSE}, "codec 0 of keys is not one of"),
-        ({"value_codec": CodecId.ROTATED_3BIT}, "codec 2 of values goes with no codec 5 of keys"),
+        ({"value_codec": CodecId.ROTATED_3BIT}, "codec 2 of values has no kernel with codec 5 of keys"),
         ({"key_codec": CodecId.POLAR_INT4, "value_codec": CodecId.POLAR_INT4}, None),
         ({"key_codec": CodecId.TQ3_0, "value_codec": CodecId.TQ3_0, "centred": True}, None),
         ({"key_codec": CodecId.KVARN_4BIT, "value_codec": CodecId.KVARN_2BIT}, None),
-        ({"key_codec": CodecId.KVARN_4BIT}, "codec 6 of values goes with no codec 14 of keys"),
-        ({"key_codec": CodecId.TQ3_0, "value_codec": CodecId.POLAR_INT4}, "codec 8 of values goes with no codec 9"),
-        ({"centred": True, "rope_dim": 20}, "RoPE rotates 20 dimensions, no multiple of 8"),
+        ({"key_codec": CodecId.KVARN_4BIT}, "codec 6 of values has no kernel with codec 14 of keys"),
+        (
+            {"key_codec": CodecId.TQ3_0, "value_codec": CodecId.POLAR_INT4},
+            "codec 8 of values has no kernel with codec 9",
+        ),
+        ({"centred": True, "rope_dim": 20}, "RoPE rotates 20 dimensions of centred keys, no multiple of 8"),
     ],
 )
 def test_what_the_kernel_supports(changes: dict[str, int], reason: str | None) -> None:

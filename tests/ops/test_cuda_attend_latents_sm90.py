@@ -178,8 +178,8 @@ def test_nothing_selected(seed):
     ("keys", "values", "rank", "error", "reason"),
     [
         ("rows", "rows", 64, ValueError, "takes latents, not DenseRows"),
-        ("int4", "rows", 64, ValueError, "in no buffer, not DenseRows"),
-        ("int4", "buffered 4-bit codes", 64, ValueError, "in no buffer, not BufferedRows"),
+        ("int4", "rows", 64, ValueError, "outside a buffer, not DenseRows"),
+        ("int4", "buffered 4-bit codes", 64, ValueError, "outside a buffer, not BufferedRows"),
         ("int8", "4-bit codes", 64, RuntimeError, "keys in codec 18, not 17"),
         ("int4", "4-bit codes", 192, RuntimeError, "not made for rank 192"),
     ],

@@ -145,7 +145,7 @@ def test_captured_in_a_graph_it_gives_the_same_bits(seed: int) -> None:
 
 def test_other_sources_are_refused(seed: int) -> None:
     q, keys, values, *lengths = problem(2, 4, 96)
-    with pytest.raises(ValueError, match="takes those of a basis in 8 bits, not LatentKeys"):
+    with pytest.raises(ValueError, match="needs mixed latents with a basis in 8 bits, not LatentKeys"):
         cuda_mixed_sm90.attend_coded(q, keys.decoded(), values, *lengths)
     with pytest.raises(ValueError, match="takes values in vq-4x256, not dense"):
         cuda_mixed_sm90.attend_coded(q, keys, DenseRows(values.codes, values.pages), *lengths)

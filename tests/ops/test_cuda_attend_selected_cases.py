@@ -30,9 +30,9 @@ CASE = Case(
     ("change", "reason"),
     [
         ({"dtype": torch.float16}, "float16 is not bfloat16"),
-        ({"num_query_heads": 136}, "17 query heads a kv head are more than 16"),
+        ({"num_query_heads": 136}, "17 query heads per kv head are more than 16"),
         ({"chunk": 32}, "chunk size 32 is not 1, 2, 4, 8 or 16"),
-        ({"rope_dim": 24}, "RoPE rotates 24 of 128 dimensions, in halves: not a multiple of 16"),
+        ({"rope_dim": 24}, "RoPE rotates 24 of 128 dimensions in halves; the kernel needs a multiple of 16"),
         ({"interleaved": True}, "in neighbours"),
         ({"rank": 48}, "rank 48"),
         ({"head_dim": 80, "rope_dim": 80}, "head dim 80"),
@@ -53,7 +53,7 @@ def test_what_there_is_no_kernel_for_is_refused_by_name(change, reason):
     [
         ("2-bit codes", {}, "no kernel for keys in codec 16 with values in codec 3"),
         ("rows", {"interleaved": True}, "RoPE rotates 64 of 64 dimensions, in neighbours"),
-        ("rows", {"rotary_dim": 24}, "RoPE rotates 24 of 64 dimensions, in halves"),
+        ("rows", {"rotary_dim": 24}, "RoPE rotates 24 of 64 dimensions in halves"),
         ("rows", {"rank": 48}, "rank 48 is not a multiple of 32 up to 256"),
     ],
 )

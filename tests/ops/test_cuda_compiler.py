@@ -53,7 +53,7 @@ def test_for_cuda_12_pypi_has_none_and_that_is_told(machine: Path) -> None:
     put_nvcc(machine / "cu13", "13.0.88")
     with pytest.raises(CompilerNotFound, match=r"of CUDA 12, which torch was built with, is not installed") as told:
         find_compiler(12)
-    assert "not of that version: nvcc 13.0.88 of PyPI's packages" in str(told.value)
+    assert "compilers of other versions: nvcc 13.0.88 of PyPI's packages" in str(told.value)
     assert "NVIDIA's toolkit of CUDA 12" in str(told.value)
     assert "pip install" not in str(told.value)
 

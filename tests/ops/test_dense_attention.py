@@ -201,7 +201,7 @@ def test_blocks_and_a_causal_last_block_merge_into_causal_attention(
 def test_what_has_no_kernels_is_refused() -> None:
     q, k, _, pack = packed([3], 2, 2, 16)
     for options in ({"causal": False}, {"return_lse": True, "window": 5}, {"return_lse": True, "pack": pack}):
-        with pytest.raises(TypeError, match="return_lse=True goes with causal alone"):
+        with pytest.raises(TypeError, match="return_lse=True is only for calls with causal alone"):
             reference.dense_attention(q, k, k, **options)
 
 

@@ -106,8 +106,8 @@ def test_pytorch_takes_what_a_gpu_would_be_given(seed: int, rows: int, with_bias
     ("dtype", "n", "k", "reason"),
     [
         (torch.float16, 16, 16, "gives torch.bfloat16, not torch.float16"),
-        (torch.bfloat16, 24, 16, "takes multiples of 16, not 24 x 16"),
-        (torch.bfloat16, 16, 40, "takes multiples of 16, not 16 x 40"),
+        (torch.bfloat16, 24, 16, "needs multiples of 16, not 24 x 16"),
+        (torch.bfloat16, 16, 40, "needs multiples of 16, not 16 x 40"),
     ],
 )
 def test_a_gpu_says_what_it_does_not_take(dtype: torch.dtype, n: int, k: int, reason: str) -> None:

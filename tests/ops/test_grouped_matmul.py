@@ -42,7 +42,9 @@ def test_each_row_is_multiplied_with_its_experts_matrix(counts: tuple[int, ...],
 
 def test_what_the_kernel_does_not_take_is_refused() -> None:
     x, weight, offsets = made((1, 1), 24, 36)
-    with pytest.raises(ValueError, match="takes multiples of 8 and up to 1023 experts, not 2 of 24 x 36"):
+    with pytest.raises(
+        ValueError, match="needs sizes in multiples of 8 and at most 1023 experts, not 2 experts of 24 x 36"
+    ):
         cuda.grouped_matmul(x, weight, offsets)
 
 

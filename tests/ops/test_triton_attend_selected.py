@@ -55,7 +55,7 @@ if TRITON_RUNS:
 
     def test_other_sources_are_refused() -> None:
         for form in ({"keys": "rows"}, {"keys": "low-rank", "buffered": True}):
-            with pytest.raises(ValueError, match="takes latents, and values in no buffer, not"):
+            with pytest.raises(ValueError, match="takes latents, and values outside a buffer, not"):
                 triton.attend_selected(*Case(**form).arguments)
 
     def test_codes_of_whole_pages_are_refused() -> None:

@@ -11,7 +11,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / rms(x) * weight over the last dimension, [..., n] in the dtype of ``x`` [..., n].
 
     ``weight`` [n] has the dtype of ``x``, as in most models' reference implementations, or float32, as in Gemma's. x /
-    rms(x) is rounded to the dtype of ``weight`` before they are multiplied.
+    rms(x) is rounded to the dtype of ``weight`` before the multiplication.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -25,7 +25,8 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 ALPHA = 1.702
-"""Factor within the sigmoid of ``clamped_silu``. With it the activation is close to GELU (arXiv:1606.08415)."""
+"""Factor within the sigmoid of ``clamped_silu``. With this factor, the activation is close to GELU
+(arXiv:1606.08415)."""
 
 LIMIT = 7.0
 """``clamped_silu`` clamps ``gate`` to at most this, and ``up`` to the range from -LIMIT to LIMIT."""
@@ -39,8 +40,8 @@ def gated_activation(gate_up: Tensor, activation: str, offsets: Tensor | None = 
         activation: ``silu``; ``gelu_pytorch_tanh``, GELU's approximation with tanh (arXiv:1606.08415); or
             ``clamped_silu`` of gpt-oss, clamp(gate) * sigmoid(1.702 * clamp(gate)) * (clamp(up) + 1)
             (arXiv:2508.10925).
-        offsets: int32 [E + 1], as for ``grouped_matmul``. If given, ``gate_up`` is [S, 2n], and rows from
-            ``offsets[-1]`` on are arbitrary, in the result too.
+        offsets: int32 [E + 1], as for ``grouped_matmul``. If given, ``gate_up`` is [S, 2n]. Rows of ``gate_up`` and of
+            the result from ``offsets[-1]`` on are arbitrary.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
@@ -59,7 +60,8 @@ STEP = 1 / 448
 """1 / the format's largest number."""
 
 MIN_SCALE = 2.0**-126
-"""Minimum scale: the smallest normal float32. Even rows of zeros can be divided by it."""
+"""Minimum scale: the smallest normal float32. A row of zeros gets this scale, so that it can be divided by its
+scale."""
 
 
 def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +73,7 @@ def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Codes, float8_e4m3fn [T, D], rounded to nearest, ties to even; scales, float32 [T, 1]. Code times scale differs
-        from the number by at most 1/16 of it, or by 2^-10 times the scale if that is more.
+        from the original number by at most 1/16 of this number or 2^-10 times the scale, whichever is more.
     """
     wide = x.float()
     scale = (wide.abs().amax(1, keepdim=True) * STEP).clamp(min=MIN_SCALE)

@@ -12,7 +12,7 @@ from shadowkv.ops.activation_rows.reference import ALPHA, FP8, LIMIT, MIN_SCALE,
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Same as the reference. The last dimension must be contiguous. ``x`` [T, H, d] may be a view of the queries or
-    keys in a product that holds queries, keys and values."""
+    keys in the output of a fused QKV projection."""
     size, block = x.shape[-1], triton.next_power_of_2(x.shape[-1])
     rows = x if x.ndim == 3 else x.reshape(1, -1, size)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -28,8 +28,8 @@ def _warps(block: int) -> int:
 
 @triton.jit(do_not_specialize=["inner"])
 def _rms_norm(x, weight, out, outer_stride, inner_stride, inner, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Normalises one row. Rows are in groups of ``inner``: ``inner_stride`` lies between rows, ``outer_stride`` between
-    groups."""
+    """Normalises one row. A group has ``inner`` rows, which are ``inner_stride`` elements apart. Groups are
+    ``outer_stride`` elements apart."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     place = x + (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
@@ -76,8 +76,8 @@ clamping)."""
 
 
 def gated_activation(gate_up: Tensor, activation: str, offsets: Tensor | None = None) -> Tensor:
-    """Same as the reference, but ``clamped_silu`` rounds only the product. Arbitrary rows are neither read nor
-    written."""
+    """Same as the reference, but ``clamped_silu`` rounds only the final product. Rows from ``offsets[-1]`` on are
+    neither read nor written."""
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     grid = out.numel() // size, triton.cdiv(size, GATED_BLOCK)
@@ -115,7 +115,7 @@ def _multiply(
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     else:
         inner = ALPHA * gate
-    gated = (gate / (1 + tl.exp(-inner))).to(up.dtype) * up  # rounded in between like PyTorch, except clamped_silu
+    gated = (gate / (1 + tl.exp(-inner))).to(up.dtype) * up  # rounds twice like PyTorch, but once in clamped_silu
     tl.store(out + row * SIZE + column, gated.to(out.dtype.element_ty), mask=column < size)
 
 

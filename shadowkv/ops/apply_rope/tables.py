@@ -1,8 +1,8 @@
 """Rotary position embedding: a model's frequencies, with every scaling that supported models use, and the tables of
 cosines and sines.
 
-The cache applies RoPE, because it compresses keys before RoPE (ShadowKV, arXiv:2410.21465, section 3.1). RoFormer:
-arXiv:2104.09864; YaRN: arXiv:2309.00071; LongRoPE: arXiv:2402.13753; Llama 3.1: its release notes.
+The cache applies RoPE, because it compresses keys before RoPE (ShadowKV, arXiv:2410.21465, section 3.1). Sources:
+RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071; LongRoPE, arXiv:2402.13753; the release notes of Llama 3.1.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class RopeConfig:
         attention_factor: multiplier of cos and sin (YaRN, LongRoPE); None derives it from ``factor``.
         factors: LongRoPE's divisor of each frequency, from its short or its long set. Loading a model chooses the set.
         truncate: whether YaRN's ramp starts and ends at whole dimensions.
-        proportion: share of the pairs of dimensions that rotate, with ``proportional`` scaling (Gemma 4). They are the
-            first ones, and have the frequencies that they would have if all rotated.
+        proportion: share of the pairs of dimensions that rotate, with ``proportional`` scaling (Gemma 4). The first
+            pairs rotate. Their frequencies are the same as if all pairs rotated.
     """
 
     head_dim: int

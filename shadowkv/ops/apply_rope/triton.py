@@ -10,8 +10,8 @@ from torch import Tensor
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
 MANY = 2048
-"""From this many tokens on, a program rotates several heads, and reads cosines and sines once for all of them. Fewer
-tokens are spread over more programs."""
+"""From this many tokens on, a program rotates several heads, and reads cosines and sines once for all of them. With
+fewer tokens, a program rotates one head, so that there are more programs."""
 
 
 def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool = False) -> Tensor:
@@ -19,7 +19,7 @@ def apply_rope(x: Tensor, positions: Tensor, rotary: RotaryTables, inverse: bool
     rows, heads, dim = x.shape[:-2].numel(), x.shape[-2], x.shape[-1]
     flat, config = x.reshape(rows, heads, dim), rotary.config
     out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
-    # Flattened positions can still have stride 0: those of one token that are expanded to several layers.
+    # Flattened positions can still have stride 0, if one token's position is expanded to several layers.
     positions = positions.reshape(-1).contiguous()
     scale = 1 / config.magnitude**2 if inverse else 1.0
     tokens, together = (16, 4) if rows >= MANY else (2, 1)

@@ -21,7 +21,7 @@ VALUES_OF = {
     CodecId.TQ3_0: (CodecId.TQ3_0,),
     CodecId.KVARN_4BIT: (CodecId.KVARN_2BIT,),
 }
-"""Value codecs that have kernels, by key codec."""
+"""For each key codec: the value codecs for which there is a kernel."""
 DIM = 128
 
 QUERIES = 4
@@ -46,7 +46,7 @@ def supports(case: Case) -> list[str]:
     reasons = unless_one_of(case.head_dim, (DIM,), "head dim")
     reasons += _unknown_pair(case.key_codec, case.value_codec)
     whole = not case.centred or case.rope_dim % 8 == 0
-    return reasons + unless(whole, f"centred keys of which RoPE rotates {case.rope_dim} dimensions, no multiple of 8")
+    return reasons + unless(whole, f"RoPE rotates {case.rope_dim} dimensions of centred keys, no multiple of 8")
 
 
 def attend_coded(
@@ -55,7 +55,8 @@ def attend_coded(
     """Same as the reference, but some operands are rounded to 16 bits. Can be captured in a CUDA graph.
 
     Queries are rounded in units of their largest entry. A page's softmax weights are multiplied by the scales of its
-    values, and the products are rounded in units of the largest product. Levels are multiplied as ``whole_levels``.
+    values, and the products are rounded in units of the largest product. Levels are the integers of
+    ``RowCodec.whole_levels``.
 
     Rows have 128 dimensions and a pair of codecs in ``VALUES_OF``. The rows of a head in a page are contiguous. Page
     ids, states and positions are read on the device and not checked: wrong ones read out of bounds.
@@ -93,7 +94,7 @@ def splits(units: int, entries: int, processors: int, centred: bool) -> int:
     """Returns the number of thread blocks that share the pages of a unit. A unit is up to ``QUERIES`` query heads of
     one kv head and sequence.
 
-    Blocks run in waves. There are enough waves that at most a tenth of the places for blocks stay empty, up to
+    Blocks run in waves. If more than a tenth of the places for blocks would stay empty, there are more waves, up to
     ``MAX_WAVES``. Each warp has at least two pages.
     """
     warps, places = WARPS[centred], processors * RESIDENT_BLOCKS[centred]
@@ -106,8 +107,8 @@ def splits(units: int, entries: int, processors: int, centred: bool) -> int:
 def level_bytes(codec: RowCodec) -> tuple[int, float]:
     """Packs the levels of a codec's first eight codes into the bytes of an integer. Returns the integer and the step.
 
-    A byte b stands for the level of b steps if all levels fit into a byte, otherwise for 2 b + 1 steps. The kernel
-    derives the levels of further codes. Codecs without levels yield 0 and 1.
+    If all levels fit into a byte, a byte b means b steps. Otherwise it means 2 b + 1 steps. The kernel derives the
+    levels of further codes from these. For codecs without levels, the result is 0 and 1.
     """
     levels = codec.whole_levels(DIM)
     if levels is None:
@@ -123,7 +124,7 @@ def _unknown_pair(keys: int, values: int) -> list[str]:
     wanted = {int(codec): others for codec, others in VALUES_OF.items()}.get(keys)
     if wanted is None:
         return [f"codec {keys} of keys is not one of lloyd-4bit, -3bit and -2bit, polar-int4, tq3_0 and kvarn-4bit"]
-    return unless(values in wanted, f"codec {values} of values goes with no codec {keys} of keys")
+    return unless(values in wanted, f"codec {values} of values has no kernel with codec {keys} of keys")
 
 
 def _form(rows: CodedRows) -> tuple[Any, ...]:
@@ -134,8 +135,8 @@ def _form(rows: CodedRows) -> tuple[Any, ...]:
 
 
 def _mean(rope_q: Tensor, keys: CodedRows) -> tuple[Any, ...]:
-    """Returns the kernel's arguments for centred keys: queries without the codec's rotation, mean keys, and RoPE. They
-    are None, 1 and False for other keys."""
+    """Returns the kernel's arguments for centred keys: queries without the codec's rotation, mean keys, and RoPE. For
+    other keys, the tensors are None, and RoPE's magnitude and ``interleaved`` are 1 and False."""
     if not isinstance(keys, CentredKeys):
         return *[None] * 6, 1.0, False
     rotary = keys.rotary

@@ -1,5 +1,5 @@
-"""Attention over all dense rows of compressed pages in CUDA: the kernel of ``paged_window_attention``, which reads a
-range of tokens in each page (``csrc/kernels/paged_attention/``)."""
+"""Attention over all dense rows of compressed pages in CUDA. It calls the kernel of ``paged_window_attention``, which
+reads a range of tokens in each page (``csrc/kernels/paged_attention/``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def supports(case: Case) -> list[str]:
 def attend_coded(
     q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, for dense bfloat16 rows whose keys and values have one table of pages. Can be captured in
+    """Same as the reference, for dense bfloat16 rows whose keys and values share one table of pages. Can be captured in
     a CUDA graph.
 
     The head dim is 64, 96, 128 or 256. Pages and lengths are read on the device and are not checked.
@@ -46,8 +46,8 @@ def attend_coded(
 
 
 def ranges_of_pages(begin: Tensor, end: Tensor, pages: int) -> tuple[Tensor, Tensor]:
-    """Returns, for each of a row's pages, the first token from ``begin`` on and the last before ``end``, plus 1. Both
-    are counted from the page's start, int64 [B, pages]. A page without such tokens has the same number twice."""
+    """Returns where the tokens from ``begin`` up to ``end`` start and stop in each page of a row, int64 [B, pages]
+    each. Both numbers are counted from the page's start. They are equal for a page without such tokens."""
     first = PAGE * torch.arange(pages, device=begin.device)
     starts = (begin[:, None] - first).clamp(0, PAGE)
     return starts, (end[:, None] - first).clamp(0, PAGE).maximum(starts)

@@ -22,8 +22,8 @@ MAX_GROUP = 8
 """Maximum number of query heads per kv head that the kernel supports."""
 
 CONSUMERS = {True: 3, False: 2}
-"""Consumer warpgroups of a thread block, by whether a kv head has at most four query heads. Each consumer warpgroup
-attends to one page at a time."""
+"""Number of consumer warpgroups per thread block. The key says whether a kv head has at most four query heads. Each
+consumer warpgroup attends to one page at a time."""
 
 FILLING = 4
 """Time that a thread block takes to load its basis and codebook. The unit is the time that a consumer warpgroup takes
@@ -44,19 +44,19 @@ def supports(case: Case) -> list[str]:
     reasons += unless_one_of(case.head_dim, (DIM,), "head dim")
     reasons += unless_one_of(case.rank, RANKS, "rank")
     reasons += unless(case.num_kv_heads % 2 == 0, f"{case.num_kv_heads} kv heads are an odd number")
-    reasons += unless(case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}")
+    reasons += unless(case.group <= MAX_GROUP, f"{case.group} query heads per kv head are more than {MAX_GROUP}")
     reasons += unless(not case.host_values, "values are on the host, and the kernel reads whole pages")
     halves = case.rope_dim == case.head_dim and not case.interleaved
-    return reasons + unless(halves, "RoPE rotates not all dimensions, or not in halves")
+    return reasons + unless(halves, "RoPE does not rotate all dimensions in halves")
 
 
 def attend_coded(
     q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, but factors of products are float16. Can be captured in a CUDA graph after a first call
-    with the same ``keys.rotary``.
+    """Same as the reference, but the operands of matrix products are float16. Can be captured in a CUDA graph after a
+    first call with the same ``keys.rotary``.
 
-    These are float16: keys, queries after RoPE relative to each page, softmax weights, and entries of the codebook.
+    These operands are keys, queries after RoPE relative to each page, softmax weights, and entries of the codebook.
     Basis entries under 6e-5 lose bits, keys over 65504 overflow. Values are rotated back by the codec's own Hadamard
     matrix. ``values.rotation`` is not read.
 
@@ -68,10 +68,10 @@ def attend_coded(
         RuntimeError: shapes, dtypes or strides that do not fit.
     """
     if not isinstance(keys, LatentKeys) or keys.basis_step is None or keys.widths is None or keys.mean is None:
-        raise ValueError(f"attend_coded for mixed latents takes those of a basis in 8 bits, not {type(keys).__name__}")
+        raise ValueError(f"attend_coded needs mixed latents with a basis in 8 bits, not {type(keys).__name__}")
     if not isinstance(values, CodedRows) or values.codec.id != CodecId.VQ_4X256 or values.states is None:
         kind = values.codec.name if isinstance(values, CodedRows) else "dense"
-        raise ValueError(f"attend_coded for mixed latents takes values in vq-4x256, not {kind}")
+        raise ValueError(f"attend_coded with mixed latents takes values in vq-4x256, not {kind}")
     batch, query_heads, dim = q.shape
     heads, entries = keys.basis.shape[2], keys.pages.shape[1]
     if not batch or not entries:
@@ -93,8 +93,8 @@ def attend_coded(
 def splits(units: int, entries: int, consumers: int, processors: int) -> int:
     """Returns the number of thread blocks that share the pages of a unit. A unit is a pair of kv heads of one sequence.
 
-    This is the number with the least estimated time. A multiprocessor runs one block at a time, and each block first
-    fills its shared memory, which takes ``FILLING``.
+    The number is the one with the least estimated time. A multiprocessor runs one block at a time. Each block first
+    fills its shared memory, which takes the time ``FILLING``.
     """
     most = max(1, entries // (2 * consumers))
 

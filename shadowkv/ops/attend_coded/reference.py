@@ -81,7 +81,7 @@ def mean_scores(q: Tensor, keys: CentredKeys, place: Tensor) -> Tensor:
 
     Args:
         q: [B, H, G, d], after RoPE.
-        place: int64 [n], tokens of the rows.
+        place: int64 [n], indices of tokens, counted from the first token of each row.
     """
     along, across, rest = rope_products(q, keys.mean[keys.states].unsqueeze(2).to(q.dtype), keys.rotary)
     # Tokens past a row's end may have positions that the tables do not have. These tokens are masked.
@@ -111,7 +111,8 @@ def rotation_of(source: KeySource) -> Tensor | None:
 
 
 def _rows(source: KeySource, pages: slice) -> Tensor:
-    """Decodes some pages to rows float32 [B, H, n, d]. Coded rows stay multiplied by ``rotation_of``."""
+    """Decodes some pages to rows float32 [B, H, n, d]. The rows are not rotated back if ``rotation_of`` returns a
+    rotation."""
     page_ids = source.pages[:, pages]
     if isinstance(source, LatentKeys):
         heads, chunk = heads_and_chunk(source)

@@ -32,7 +32,7 @@ class EveryChunk(ModuleType):
     def supports(self, case: Case) -> list[str]:
         """Why this backend cannot serve ``case``."""
         if self.__name__ == "cuda_selected" and not case.rank:  # other kernels read all rows faster
-            return [f"codec {case.key_codec} of keys is not one of latents"]
+            return [f"codec {case.key_codec} of keys is not for latents"]
         reasons: list[str] = self._selected.supports(case)
         return reasons
 
@@ -51,12 +51,12 @@ class EveryChunk(ModuleType):
 
 
 def every_chunk(keys: KeySource, begin: Tensor, end: Tensor) -> Tensor:
-    """Returns the numbers int64 [B, H, k] of the chunks from ``begin`` up to ``end``, followed by -1s. Raises
+    """Returns the numbers of the chunks from ``begin`` up to ``end``, followed by -1s: int64 [B, H, k]. Raises
     ValueError as ``EveryChunk.attend_coded`` does."""
     heads, chunk = heads_and_chunk(keys)
     for name, place in (("begin", begin), ("end", end)):
         if place.device.type == "cpu" and (place % chunk).any():
-            raise ValueError(f"{name} {place.tolist()} are not at chunks of {chunk} tokens")
+            raise ValueError(f"{name} {place.tolist()} are not multiples of the chunk size {chunk}")
     count = keys.pages.shape[1] * PAGE // chunk
     chunks = torch.arange(count, device=begin.device).expand(len(begin), -1) + (begin // chunk)[:, None]
     chunks = chunks.masked_fill(chunks >= (end // chunk)[:, None], -1)

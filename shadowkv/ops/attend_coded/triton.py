@@ -2,8 +2,8 @@
 heads of this kv head. It attends to one page at a time.
 
 Scores of mean keys need no cosine and sine per token. A token's angle is the angle of the page's first token plus that
-of the token's offset in the page. The first angle rotates the factors of ``rope_products`` once per page. Cosines and
-sines of the 64 offsets are the same for all pages.
+of the token's offset in the page. The angle of the first token rotates the factors of ``rope_products`` once per page.
+Cosines and sines of the 64 offsets are the same for all pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.triton_sizes import LARGEST_HEAD, TOKENS, dot_size
 
 WAVES = 4
-"""Thread blocks per multiprocessor. It is more than one to even out ragged lengths."""
+"""Thread blocks per multiprocessor. Several blocks even out ragged lengths."""
 
 MIN_PAGES = 4
 """Minimum number of pages per thread block."""
@@ -34,7 +34,7 @@ MIN_PAGES = 4
 
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
-    reasons = unless(case.key_codec not in FIXED_WIDTH_LATENTS, f"codec {case.key_codec} of keys is one of latents")
+    reasons = unless(case.key_codec not in FIXED_WIDTH_LATENTS, f"codec {case.key_codec} of keys is for latents")
     reasons += unless(case.head_dim <= LARGEST_HEAD, f"head dim {case.head_dim} is above {LARGEST_HEAD}")
     return reasons + unknown_codecs(case.key_codec, case.value_codec, TOKENWISE + PAGEWISE)
 
@@ -75,7 +75,7 @@ def attend_coded(
         VALUE_FORMAT=value_form.format, VALUE_BITS=value_form.bits, VALUE_COLUMNS=value_form.columns,
         VALUE_SCALES=value_form.scales, VALUE_SCALED=value_form.scaled, VALUE_ENTRIES=value_form.row_entries,
         HALF=half, HALF_BLOCK=dot_size(half), num_warps=4,
-        num_stages=3 if exact == torch.float16 else 1,  # float32 would not fit shared memory
+        num_stages=3 if exact == torch.float16 else 1,  # more would not fit into shared memory in float32
     )  # fmt: skip
     return value_form.merged(out, lse, q.dtype)
 
@@ -184,7 +184,8 @@ def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.con
     values = tl.where(lives[:, None], values, 0.0)
     if SCALED:
         scale = tl.where(lives, scale, 0.0)
-        # In units of the largest scale, so that small weights do not vanish in float16 if the scales are small too.
+        # Weights are in units of the largest scale: the product of a small weight and a small scale could vanish in
+        # float16.
         largest = tl.max(scale, 0)
         largest = tl.where(largest > 0, largest, 1.0)
         weights *= (scale / largest)[None, :]

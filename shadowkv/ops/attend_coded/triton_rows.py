@@ -47,13 +47,13 @@ class StoredForm:
     Args:
         source: the stored rows.
         dim: the head dim.
-        exact: dtype of the factors in the kernel's products.
+        exact: dtype of the operands of the kernel's matrix products.
 
     Attributes:
         format: ``FORMAT`` for ``decoded_rows``.
         bits: bits per code.
         columns: columns of a decoded row, a power of two.
-        table: the value of each code, in units of the scale or the step, in ``exact``.
+        table: the value of each code, in units of the scale or the step, with dtype ``exact``.
         row_entries: entries of the table per row of the batch, 0 if all rows share one table.
         scales: number of scales per token. A token's scales are contiguous.
         scaled: whether the kernel multiplies a decoded row by the token's first scale.
@@ -131,8 +131,8 @@ class StoredForm:
 
 @cache
 def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
-    """Returns the dimension of each column, int64 [columns], if codes are stored in lanes. It is ``dim`` for padding
-    columns. The result is cached, because captured steps would otherwise compute it in every layer."""
+    """Returns the dimension that each column holds, int64 [columns], for codes that are stored in lanes. A padding
+    column has ``dim``. The result is cached, because captured steps would otherwise compute it in every layer."""
     places = 8 // (1 if bits == 3 else bits)
     lane_bytes = dim // 8 // places
     byte = torch.arange(triton.next_power_of_2(8 * lane_bytes), device=device)[:, None]
@@ -142,7 +142,7 @@ def _lane_order(dim: int, bits: int, device: torch.device) -> Tensor:
 
 @cache
 def _halves_order(dim: int, device: torch.device) -> Tensor:
-    """Returns what ``_lane_order`` does, if each byte holds one dimension of the first half and one of the second."""
+    """As ``_lane_order``, for codes of which each byte holds one dimension of the first half and one of the second."""
     byte = torch.arange(dot_size(dim) // 2, device=device)[:, None]
     return (byte + torch.tensor([0, dim // 2], device=device)).masked_fill(byte >= dim // 2, dim).flatten()
 
@@ -175,7 +175,7 @@ def decoded_rows(
     elif FORMAT == "planes" or FORMAT == "selectors":
         row = page + head * (TOKENS * DIM * 3 // 8) + token[:, None] * (DIM * 3 // 8)
         byte, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
-        LANE_BYTES: tl.constexpr = DIM // 64  # in the plane of upper bits, half of those in the lower
+        LANE_BYTES: tl.constexpr = DIM // 64  # bytes in the plane of upper bits; the other plane has twice as many
         at = byte // LANE_BYTES * (2 * LANE_BYTES) + 2 * (byte % LANE_BYTES)
         first = _loaded(row, at, DIM // 4, COLUMNS // 4).to(tl.int32)
         second = _loaded(row, at + 1, DIM // 4, COLUMNS // 4).to(tl.int32)
@@ -204,7 +204,8 @@ def decoded_rows(
 
 @triton.jit
 def _loaded(row, at, USED: tl.constexpr, ALL: tl.constexpr):
-    """Loads elements ``at`` of rows. Elements from ``USED`` on are 0. If there are none, the load has no mask."""
+    """Loads elements ``at`` of rows. Elements from ``USED`` on are 0. If ``USED`` equals ``ALL``, the load has no
+    mask."""
     if USED == ALL:
         return tl.load(row + at)
     else:
@@ -231,8 +232,8 @@ def _stepped(codes, scales, token, FORMAT: tl.constexpr, DIM: tl.constexpr, COLU
     """Computes rows of variance-normalised pages (``baselines.kvarn``) from their codes.
 
     With "steps of channels", each channel has a step and a minimum, and the caller applies the tokens' scales. With
-    "steps of tokens", each token has a step and a minimum, and each channel has a scale. A token's scales are its own
-    numbers, then an equal share of the numbers of all channels.
+    "steps of tokens", each token has a step and a minimum, and each channel has a scale. The stored scales of a token
+    are first the token's own numbers, then an equal share of the numbers of all channels.
     """
     OF_TOKEN: tl.constexpr = 1 if FORMAT == "steps of channels" else 2
     SHARE: tl.constexpr = (3 - OF_TOKEN) * DIM // TOKENS

@@ -73,7 +73,7 @@ def _values(values: ValueSource) -> tuple[Any, ...]:
 
 def _rows(source: DenseRows | CodedRows) -> tuple[Any, ...]:
     """Returns the codec's id, the rows or codes and their pages; then the scales and their pages, the codec's rotation
-    and its levels, None for dense rows."""
+    and its levels. For dense rows, the last four are None."""
     if isinstance(source, DenseRows):
         return CodecId.DENSE, source.rows, source.pages, *[None] * 4
     scale = source.scale.unflatten(2, source.codes.shape[2:4])

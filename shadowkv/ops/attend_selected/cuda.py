@@ -55,7 +55,7 @@ def supports(case: Case) -> list[str]:
     try:
         needed = memory(case.key_codec, case.value_codec, case.head_dim, case.rank)
     except RuntimeError as error:
-        return [*reasons, str(error).partition("\n")[0].split(", ", 2)[-1]]  # without function and line
+        return [*reasons, str(error).partition("\n")[0].split(", ", 2)[-1]]  # C++'s message without function and line
     if needed > case.block_memory:
         reasons.append(f"a block needs {needed} bytes of shared memory, and can have {case.block_memory}")
     return reasons
@@ -65,7 +65,7 @@ def unfit_queries(case: Case) -> list[str]:
     """Why the CUDA kernels of this op do not support the queries and chunk sizes of ``case``."""
     return [
         *unless_one_of(case.dtype, (torch.bfloat16,)),
-        *unless(1 <= case.group <= MAX_GROUP, f"{case.group} query heads a kv head are more than {MAX_GROUP}"),
+        *unless(1 <= case.group <= MAX_GROUP, f"{case.group} query heads per kv head are more than {MAX_GROUP}"),
         *unless_one_of(case.chunk, CHUNKS, "chunk size"),
     ]
 
@@ -125,7 +125,7 @@ def other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
     pairs = "neighbours" if interleaved else "halves"
     return unless(
         rope_dim % ROPE_DIMS == 0 and not interleaved,
-        f"RoPE rotates {rope_dim} of {dim} dimensions, in {pairs}: not a multiple of {ROPE_DIMS}, in halves",
+        f"RoPE rotates {rope_dim} of {dim} dimensions in {pairs}; the kernel needs a multiple of {ROPE_DIMS} in halves",
     )
 
 
@@ -141,8 +141,8 @@ def _check(keys: KeySource, values: ValueSource) -> None:
 
 
 def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
-    """Returns the kernel's arguments for keys: the codec's id and the rows; then basis, mean, states, first positions
-    and ``_angles`` of latents, None for other keys."""
+    """Returns the kernel's arguments for keys: the codec's id and the rows; then, for latents, basis, mean, states,
+    first positions and ``_angles``. For other keys, these are None."""
     match keys:
         case DenseRows():
             return CodecId.DENSE, keys.rows, *[None] * 6
@@ -171,20 +171,20 @@ def splits(units: int, tokens: int, processors: int) -> int:
     """Returns the number of thread blocks that share the tokens of a unit. A unit is up to ``QUERIES`` query heads of
     one kv head and sequence.
 
-    Blocks are as many as the device can hold at a time, but each warp gets at least one tile. If there are more units
-    than that, they are not split: each block reads the basis of 40 KiB, which costs more than an uneven last wave. 384
-    units of 1024 tokens take 90 us on an H200, and 100 us if they are split.
+    There are as many blocks as the device can hold at a time, but each warp gets at least one tile. If there are more
+    units than the device can hold blocks, units are not split: each block reads the basis of 40 KiB, which costs more
+    than an uneven last wave. 384 units of 1024 tokens take 90 us on an H200, and 100 us if units are split.
     """
     return max(1, min(-(-tokens // (WARPS * TILE)), BLOCKS_PER_PROCESSOR * processors // units))
 
 
 _angles_of: WeakKeyDictionary[RotaryTables, tuple[Tensor, Tensor]] = WeakKeyDictionary()
-"""Results of ``_angles``. Captured graphs read them by address, so they live as long as their tables."""
+"""Results of ``_angles``. They are kept as long as their RoPE tables, because captured graphs read them by address."""
 
 
 def _angles(rotary: RotaryTables) -> tuple[Tensor, Tensor]:
-    """Returns the cosines and sines of every eighth position, and those of the first eight positions. The kernel
-    computes those of other positions from these.
+    """Returns the cosines and sines of every eighth position, and of the first eight positions. From both, the kernel
+    computes the cosines and sines of all positions.
 
     Both tensors are float16 [n, d / 4, 2, 2] for n positions: the cosines of two dimensions, then their sines. They are
     not multiplied by RoPE's magnitude. Dimensions that do not rotate have cosine 1 and sine 0.

@@ -40,11 +40,11 @@ def supports(case: Case) -> list[str]:
         *unfit_queries(case),
         *unless_one_of(case.head_dim, DIMS, "head dim"),
         *unless(case.key_codec == CodecId.LATENT_INT4, f"codec {case.key_codec} of keys is not low-rank-int4"),
-        *unless(case.value_codec in KERNELS, f"codec {case.value_codec} of values is not one of equal steps"),
+        *unless(case.value_codec in KERNELS, f"codec {case.value_codec} of values does not have equal steps"),
         *unless_one_of(case.rank, RANKS, "rank"),
         *unless(
             2 * case.latent_width == case.rank + STRONG,
-            f"latents of {case.latent_width} bytes have not {STRONG} dimensions in 8 bits and the others in 4",
+            f"latents of {case.latent_width} bytes do not have {STRONG} dimensions in 8 bits and the others in 4",
         ),
         *unless(not case.host_values, "values are on the host"),
         *other_rope(case.rope_dim, case.head_dim, case.interleaved),
@@ -127,7 +127,7 @@ def _coded(values: ValueSource) -> CodedRows:
     """Returns ``values`` if the kernel supports their codec and pages; raises ValueError otherwise."""
     if not isinstance(values, CodedRows) or values.codec.id not in KERNELS:
         kind = values.codec.name if isinstance(values, CodedRows) else type(values).__name__
-        raise ValueError(f"attend_selected on Hopper takes values of equal steps in no buffer, not {kind}")
+        raise ValueError(f"attend_selected on Hopper takes values in equal steps and outside a buffer, not {kind}")
     if values.pages_of_scales.data_ptr() != values.pages.data_ptr():
         raise ValueError("scales of values are not in the pages of their codes")
     return values
@@ -139,7 +139,8 @@ def blocks_for(tiles: int, processors: int) -> int:
 
 
 _frequencies_of: WeakKeyDictionary[RotaryTables, Tensor] = WeakKeyDictionary()
-"""Results of ``frequencies``. Captured graphs read them by address, so they live as long as their tables."""
+"""Results of ``frequencies``. They are kept as long as their RoPE tables, because captured graphs read them by
+address."""
 
 
 def frequencies(rotary: RotaryTables) -> Tensor:

@@ -35,8 +35,8 @@ def attend_selected(
         selected: int64 [B, H, k], chunk numbers, then -1s if fewer than k chunks are selected.
         log_weight: float32 [B, H, k], the natural logarithm of the number of chunks that each selected chunk stands
             for. It is arbitrary where ``selected`` is -1. None means that each chunk stands for itself.
-        most: int64 [B], an upper bound on the number of selected chunks of each row. Kernels divide the work by it.
-            None means ``k``.
+        most: int64 [B], an upper bound on the number of selected chunks of each row. Kernels use it to distribute the
+            work among thread blocks. None means ``k``.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf where no chunk is

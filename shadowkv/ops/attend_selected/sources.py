@@ -1,9 +1,10 @@
 """Keys and values of compressed tokens in their stored forms: the arguments of the ops that attend to them.
 
 There are B rows, one per sequence, each with P compressed pages; H kv heads; and C chunks of c tokens in a page of 64.
-The first axis N of every page array is indexed by page ids. It counts granules, so that a page id is the page's first
-granule (``shadowkv.kvcache.memory.arenas``). Token p of a row is in page ``pages[row, p // 64]``, at p % 64 = chunk * c
-+ offset. d is the head dim, r the rank of latents, w the stored elements of a token, and s the scales of a token.
+The first axis N of every page array counts granules and is indexed by page ids. A page id is the number of the page's
+first granule (``shadowkv.kvcache.memory.arenas``). Token p of a row is in page ``pages[row, p // 64]``, at p % 64 =
+chunk * c + offset. d is the head dim, r the rank of latents, w the stored elements of a token, and s the scales of a
+token.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class BufferedRows:
     """Values whose selected chunks ``fetch_chunks`` has copied into a buffer.
 
     Attributes:
-        source: the values from which chunks were copied. Only their scales are read from there.
+        source: the values from which chunks were copied. Attention reads only their scales from ``source``.
         rows: [slots, H, M, c, w], copies of chunks of the values' rows or codes. A slot has M entries per head.
         slots: int64 [B], the slot of each sequence.
         entries: int64 [B, H, k], the entry that holds each selected chunk, -1 where no chunk is selected.

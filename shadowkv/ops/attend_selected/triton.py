@@ -32,7 +32,7 @@ VALUES = (CodecId.DENSE, *TOKENWISE)
 def supports(case: Case) -> list[str]:
     """Why this backend cannot serve ``case``."""
     return [
-        *unless(case.key_codec in KEYS, f"codec {case.key_codec} of keys is not one of latents"),
+        *unless(case.key_codec in KEYS, f"codec {case.key_codec} of keys is not for latents"),
         *unless(case.value_codec in VALUES, f"codec {case.value_codec} of values is unknown"),
         *unless(not case.fetched_bytes, "values are in a buffer"),
         *unless(case.head_dim <= LARGEST_HEAD, f"head dim {case.head_dim} is above {LARGEST_HEAD}"),
@@ -58,7 +58,7 @@ def attend_selected(
     batch, query_heads, dim = q.shape
     if not isinstance(keys, LatentKeys) or isinstance(values, BufferedRows):
         given = f"{type(keys).__name__} and {type(values).__name__}"
-        raise ValueError(f"attend_selected in Triton takes latents, and values in no buffer, not {given}")
+        raise ValueError(f"attend_selected in Triton takes latents, and values outside a buffer, not {given}")
     if isinstance(values, CodedRows) and values.codec.id not in VALUES:
         raise ValueError(f"attend_selected in Triton does not know codec {values.codec.name!r} ({values.codec.id})")
     keys, (heads, chunks) = keys.decoded(), selected.shape[1:]

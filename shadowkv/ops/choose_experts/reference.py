@@ -8,7 +8,7 @@ from torch import Tensor
 from shadowkv.ops.choose_experts.routing import Routing
 
 BEST_OF_GROUP = 2
-"""A group's score is the sum of the scores of this many of its experts, the best ones."""
+"""A group's score is the sum of the scores of its best experts. This is the number of experts in the sum."""
 
 
 def choose_experts(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -31,6 +31,6 @@ def choose_experts(logits: Tensor, correction: Tensor | None, routing: Routing) 
         ranked = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
     experts = ranked.topk(routing.per_token, -1).indices
     weights = scores.gather(-1, experts)
-    if routing.normalised:  # if scores are sigmoids, all of a token's may be 0
+    if routing.normalised:  # all sigmoid scores of a token may be 0
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return weights * routing.scale, experts

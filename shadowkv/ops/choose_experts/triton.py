@@ -66,7 +66,7 @@ def _choose(
         best = tl.argmax(ranked, 0)
         place = tl.where(expert == best, j, place)
         ranked = tl.where(expert == best, float("-inf"), ranked)
-    if NORMALISED:  # if scores are sigmoids, all of a token's may be 0
+    if NORMALISED:  # all sigmoid scores of a token may be 0
         scores = scores / tl.maximum(tl.sum(tl.where(place < K, scores, 0.0), 0), 1.1754943508222875e-38)
     tl.store(weights + token * K + place, scores * scale, mask=place < K)
     tl.store(chosen + token * K + place, expert, mask=place < K)

@@ -1,1 +1,2 @@
-"""Scores of chunks by their mean keys or by bounds on their keys; outliers, which their mean key represents worst."""
+"""Scores chunks by their mean keys or by bounds on their keys, and finds the chunks that their mean key represents
+worst."""

@@ -21,7 +21,7 @@ def chunk_mean_scores(
         excluded: bool [N, H, C], views over all pages, true for chunks that may not be selected.
         pages: int64 [B, P].
         num_chunks: int64 [B], chunks of each row.
-        scale: float32 [N, H], factor of the landmarks of a page and head. None if the landmarks have none.
+        scale: float32 [N, H], factor of the landmarks of a page and head. None if the landmarks have no factor.
 
     Returns:
         Scores float32 [B, H, G, P * C], -inf where a chunk may not be selected, and their log-sum-exps over T disjoint
@@ -37,7 +37,7 @@ def chunk_mean_scores(
 
 
 def mask_logits(logits: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor) -> tuple[Tensor, Tensor]:
-    """Sets ``logits`` float32 [B, H, G, P * C] to -inf where a chunk may not be selected. Returns them and their
+    """Sets ``logits`` float32 [B, H, G, P * C] to -inf where a chunk may not be selected. Returns the result and its
     log-sum-exps [B, H, G, 1]. The other arguments are those of ``chunk_mean_scores``."""
     bits = excluded[pages].transpose(1, 2).flatten(2)
     bits = bits | (torch.arange(bits.shape[-1], device=bits.device) >= num_chunks[:, None, None])
@@ -52,8 +52,8 @@ def min_max_scores(
 
     Args:
         q: [B, H_q, d], query heads of B sequences, after RoPE.
-        bounds: [N, H, 2, C, d], the smallest and the largest entry per dimension of the keys of each of C chunks, views
-            over all N pages and their H kv heads.
+        bounds: [N, H, 2, C, d], views over all N pages and their H kv heads. For each of C chunks and each dimension:
+            the smallest and the largest entry of the chunk's keys.
         excluded: bool [N, H, C], views over all pages, true for chunks that may not be selected.
         pages: int64 [B, P], page ids of each row.
         num_chunks: int64 [B], chunks of each row.
@@ -69,8 +69,8 @@ def min_max_scores(
 
 
 def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
-    """Finds the chunks that are represented worst by their mean key. A chunk is as bad as the lowest cosine similarity
-    of its mean with one of its keys.
+    """Finds the chunks that are represented worst by their mean key. Chunks are compared by the lowest cosine
+    similarity between their mean key and any of their keys.
 
     Args:
         rope_keys: [S, H, d], keys of S tokens after RoPE. S is a multiple of ``chunk``.

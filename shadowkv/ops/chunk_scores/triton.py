@@ -1,7 +1,8 @@
 """Scores of chunks, and outliers, in Triton.
 
-One kernel scores each chunk by its landmark, or by its smallest and largest key per dimension. It reads each of these
-vectors once. Another kernel finds outliers. It reads the keys once and makes no float32 copies of them.
+One kernel scores each chunk by its landmark, or by the smallest and the largest entry of its keys per dimension. It
+reads each of these vectors once. Another kernel finds outliers. It reads the keys once and makes no float32 copies of
+them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
 TILE = 128
-"""Chunks multiplied at a time."""
+"""Number of chunks that a program scores at a time."""
 
 BITS_SCALE = 2.0**8
 """Ratio of a float8_e4m3fn number to the float16 number with the same upper bits: their exponent biases are 7 and 15.
-GPUs below compute capability 8.9 have no instruction that converts float8. There, the kernel shifts the bits to those
-of a float16 number, which takes longer."""
+GPUs below compute capability 8.9 have no instruction that converts float8. There, the kernel shifts the bits to their
+places in a float16 number, which takes longer."""
 
 PROGRAMS = 4096
 """A program takes several tiles only if there would otherwise be more programs than this."""
@@ -42,7 +43,7 @@ def score_chunks(
     q: Tensor, vectors: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Computes ``chunk_mean_scores`` or ``min_max_scores``. ``vectors`` [N, H, 1, C, d] are the chunks' mean keys. In
-    ``vectors`` [N, H, 2, C, d], plane 0 holds the smallest and plane 1 the largest key per dimension.
+    ``vectors`` [N, H, 2, C, d], plane 0 holds the smallest entry per dimension, and plane 1 the largest.
 
     All views over pages are contiguous but for their first axis.
     """

@@ -49,7 +49,8 @@ def append_tokens(
 def gather_context(
     rope_keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor, sources: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the K rows of keys and of values, [K, H, d] each, that packed sequences attend to: cached and new tokens.
+    """Returns the keys and the values of the K tokens that packed sequences attend to, cached and new ones, [K, H, d]
+    each.
 
     Args:
         rope_keys, values: [T, H, d], keys (after RoPE) and values of the T new tokens.

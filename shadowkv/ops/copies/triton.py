@@ -164,8 +164,8 @@ BUS_BLOCKS = 16
 
 
 def write_rows(rows: Tensor, field: Tensor, pages: Tensor, across_bus: bool) -> None:
-    """Same as the reference. The last dimension of ``rows`` is contiguous, and so are all but the first two of
-    ``field``."""
+    """Same as the reference. The last dimension of ``rows`` is contiguous. In ``field``, all dimensions but the first
+    two are contiguous."""
     if rows.dtype == torch.uint8 and all(_is_made_of_words(x) for x in (rows, field)):
         rows, field = rows.view(torch.int64), field.view(torch.int64)
     layers, count, _, heads, dim = rows.shape

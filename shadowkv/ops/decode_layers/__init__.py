@@ -1,1 +1,1 @@
-"""Runs several decoder layers of a decode step in one call. They attend to exact pages."""
+"""Runs several decoder layers of a decode step in one call. The layers attend to exact pages."""

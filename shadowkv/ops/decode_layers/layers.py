@@ -32,7 +32,8 @@ class Layer:
     Attributes:
         attention_norm, post_attention_norm, mlp_norm, post_mlp_norm: weights [D] of norms, where D is the hidden size.
             None if the layer lacks the norm.
-        qkv, out, gate_up, down: projections. Gate and up have as many rows each as the MLP has hidden units.
+        qkv, out, gate_up, down: projections. ``gate_up`` has the gate's rows first, then those of up. Gate and up have
+            one row each per hidden unit of the MLP.
         query_norm, key_norm: weights [d] of norms over the head dim d. None if the layer lacks the norm.
         k_pages, v_pages: [N, H, 64, d], views over all pages.
     """

@@ -1,4 +1,4 @@
-"""Decoder layers of a decode step in PyTorch. They call the references of other ops."""
+"""Decoder layers of a decode step in PyTorch, computed by the references of other ops."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SYNCHRONISES = True
 def decode_layers(
     x: Tensor, attended: Tensor | None, layers: Layers, tokens: NewTokens, to_attention: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes a decode step through consecutive layers with attention to exact pages. It writes the new tokens' keys
-    and values to these pages.
+    """Computes a decode step through consecutive layers with attention to exact pages. The new tokens' keys and values
+    are written to these pages.
 
     Args:
         x: [B, D], the residual stream of at least one sequence. It is not changed.
         attended: [B, H_q, d], the result of the first layer's attention. The computation then starts after this
-            attention. None starts before the first layer.
+            attention. With None, it starts before the first layer.
         layers: the layers, and their tensors.
         tokens: the new tokens, and the exact pages that they attend to.
         to_attention: whether to stop after the last layer's attention, instead of after the last layer.
@@ -41,13 +41,13 @@ def decode_layers(
     for number, layer in enumerate(layers):
         if number or attended is None:
             q, attended, lse = _attend(x, layer, layers, tokens)
-        assert attended is not None, "the first layer has none"
+        assert attended is not None, "attention is either given or computed"
         if to_attention and number + 1 == len(layers.layers):
             break
         x = x + _normed(_project(attended.flatten(1), layer.out), layer.post_attention_norm, layers.eps)
         hidden = gated_activation(_project(rms_norm(x, layer.mlp_norm, layers.eps), layer.gate_up), "silu")
         x = x + _normed(_project(hidden, layer.down), layer.post_mlp_norm, layers.eps)
-    assert attended is not None, "there is a layer"
+    assert attended is not None, "there is at least one layer"
     return x, q, attended, lse
 
 

@@ -34,8 +34,8 @@ WORKSPACE = 128 * 2**20
 """Bytes for partial results, as the library recommends."""
 
 PLANS = 8
-"""Plans that are kept. Each takes 8 MiB on the device and 8 MiB on the host. A batch can have several packs. Every
-layer computes them one after another, each with its own plan."""
+"""Number of plans that are kept. Each takes 8 MiB on the device and 8 MiB on the host. A batch can have several packs.
+Every layer computes them one after another, each with its own plan."""
 
 MIN_CAPABILITY = (8, 0)
 """Lowest compute capability whose tensor cores have bfloat16."""
@@ -69,13 +69,12 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> tuple[Tensor, Tensor]:
     """Computes attention of q [n, H_q, d] over k, v [m, H, d], with or without a window. Returns out [n, H_q, d] and
-    its log-sum-exp, float32 [n, H_q]. It needs no plan on the host, and can
-    be captured in a CUDA graph."""
+    its log-sum-exp, float32 [n, H_q]. The call needs no plan on the host, and can be captured in a CUDA graph."""
     from flashinfer import single_prefill_with_kv_cache
 
     before = -1 if window is None else window - 1  # positions that a query sees before its own; -1 means all
     out, lse = single_prefill_with_kv_cache(q, k, v, causal=causal, window_left=before, return_lse=True)
-    return out, lse * math.log(2)  # the library's are in base 2
+    return out, lse * math.log(2)  # the library's log-sum-exp is in base 2
 
 
 causal, partial, windowed = from_one_sequence(attend)
@@ -91,8 +90,8 @@ def _compiler_missing() -> list[str]:
         whole = find_compiler(None).origin != PYPI  # PyPI's packages lack curand's headers, which the library includes
     except CompilerNotFound:
         whole = False
-    places = "of $CUDA_HOME, on the path or in /usr/local/cuda"
-    return unless(whole, f"flashinfer compiles its kernels with a CUDA toolkit, {places}: there is none")
+    places = "in $CUDA_HOME, on the path or in /usr/local/cuda"
+    return unless(whole, f"flashinfer compiles its kernels with a CUDA toolkit, and there is none {places}")
 
 
 @lru_cache(PLANS)
@@ -111,7 +110,7 @@ def _planned(
     workspace, copied = _workspace(device)
     copied.synchronize()  # the new plan may reuse a dropped plan's pinned memory, whose copy may still run
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-    # On the host, where the library reads them.
+    # The library reads these on the host.
     starts, key_starts = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (lengths, keys))
     wrapper.plan(starts, key_starts, query[0], kv_heads, query[1], causal=True, q_data_type=dtype, kv_data_type=dtype)
     copied.record()

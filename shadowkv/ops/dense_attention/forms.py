@@ -1,4 +1,5 @@
-"""``DenseAttention``: the op's four forms behind one call, and the packed sequences that it takes."""
+"""Defines ``DenseAttention``, which calls one of the op's four forms, and ``Packed``, which describes packed
+sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class Packed(NamedTuple):
         cu_seqlens: int32 [S + 1], the start of each sequence's queries, from 0 to n.
         lengths: number of queries of each sequence, so that the host need not wait for ``cu_seqlens``. None if only the
             device knows the numbers, as in a CUDA graph.
-        cu_seqlens_k: int32 [S + 1], the start of each sequence's keys, from 0 to at most m. A sequence's queries are
+        cu_seqlens_k: int32 [S + 1], the start of each sequence's keys, from 0 to at most m. A sequence's queries have
             its last positions. None if sequences have as many keys as queries.
     """
 
@@ -82,7 +83,7 @@ class DenseAttention:
         Args:
             pack: the starts of packed sequences; None for one sequence.
             window: number of positions that each position sees: its own and those just before it. None for all.
-            sinks: float32 [H_q], the score of one more position in every softmax, whose value is 0.
+            sinks: float32 [H_q], the score of an additional position in every softmax. The position's value is 0.
             causal: False lets every query see all m positions.
             return_lse: whether to return the log-sum-exp too, float32 [n, H_q].
 
@@ -92,7 +93,7 @@ class DenseAttention:
         """
         if return_lse or not causal:
             if not return_lse or pack is not None or window is not None or sinks is not None:
-                raise TypeError("return_lse=True goes with causal alone, and causal=False only with return_lse=True")
+                raise TypeError("return_lse=True is only for calls with causal alone, and causal=False needs it")
             return self.partial(q, k, v, causal)
         if window is not None or sinks is not None:
             return self.windowed(q, k, v, len(k) if window is None else window, sinks, pack)
@@ -115,12 +116,12 @@ def of_each(
 def from_one_sequence(
     attend: Callable[..., tuple[Tensor, Tensor]],
 ) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:
-    """Returns the forms ``causal``, ``partial`` and ``windowed`` by a library's attention of one sequence.
+    """Makes the forms ``causal``, ``partial`` and ``windowed`` from a library's attention of one sequence.
 
     Args:
         attend: computes attention of q [n, H_q, d] over k, v [m, H, d], given whether it is causal, and the window or
-            None. Returns the result [n, H_q, d] and its log-sum-exp, float32 [n, H_q], by which sinks are added. It is
-            called for each packed sequence.
+            None. Returns the result [n, H_q, d] and its log-sum-exp, float32 [n, H_q], which is needed to add sinks.
+            For packed sequences, it is called once per sequence.
     """
 
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

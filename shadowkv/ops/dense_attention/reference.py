@@ -1,4 +1,5 @@
-"""Dense attention in PyTorch. The form with a log-sum-exp is written out; the others call PyTorch's fused kernels."""
+"""Dense attention in PyTorch. The form with a log-sum-exp computes the softmax itself; the others call PyTorch's fused
+kernels."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from shadowkv.ops.dense_attention.forms import DenseAttention, Packed, of_each
 
 NEEDS_LENGTHS = ("packed", "windowed")
-"""Forms for which the host must know the lengths of packed sequences. A CUDA graph would keep the lengths of its
-capture."""
+"""Forms for which the host must know the lengths of packed sequences. A CUDA graph would keep the lengths that it was
+captured with."""
 
 SCORES_AT_ONCE = 2**24
 """Maximum number of scores, over all query heads, that ``partial`` holds in memory at once: 64 MB in float32."""
 
 QUERIES_AT_ONCE = 256
-"""Number of queries that ``windowed`` computes at a time. The smaller it is, the fewer scores outside of windows are
-computed in vain. On one core, 2,048 queries with a window of 512 took half as long as with 1,024 queries at a time.
+"""Number of queries that ``windowed`` computes at a time. The smaller this number, the fewer unneeded scores outside of
+windows are computed. On one core, 2,048 queries with a window of 512 took half as long as with 1,024 queries at a time.
 With a window of 4,096 both took equally long."""
 
 
@@ -47,7 +48,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
-    """As ``causal``, for each packed sequence: [n, H_q, d] of q [n, H_q, d] over k, v [m, H, d]."""
+    """As ``causal``, for each packed sequence of q [n, H_q, d] and k, v [m, H, d]. Returns the results [n, H_q, d]."""
     return of_each(causal, q, k, v, pack)
 
 

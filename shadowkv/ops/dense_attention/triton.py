@@ -26,8 +26,8 @@ def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """Same as the reference, for head dims up to 256. Keys before the windows of a tile of queries are not read. Can be
-    captured in a CUDA graph."""
+    """Same as the reference, for head dims up to 256. Keys that are before the windows of all queries of a tile are not
+    read. Can be captured in a CUDA graph."""
     return _launch(q, k, v, window, sinks, pack)
 
 
@@ -66,7 +66,8 @@ def _attend(
     first query. If sequences are packed, the kernel computes ``before`` itself."""
     tile, head = tl.program_id(0), tl.program_id(1)
     if PACKED:
-        # The tiles of sequence i start at cu_seqlens[i] // ROWS + i. The sequence has as many as it needs, or one more.
+        # The tiles of sequence i start at cu_seqlens[i] // ROWS + i. The sequence has as many tiles as it needs, or one
+        # more.
         sequence = 0
         last = count - 1
         while sequence < last:
@@ -103,7 +104,7 @@ def _attend(
             most, total, sums, True, True, DIM, DIM_BLOCK, KEYS,
         )  # fmt: skip
     else:
-        seen_by_all = tl.minimum(from_here // KEYS * KEYS, end)  # whole blocks of keys that the whole tile sees
+        seen_by_all = tl.minimum(from_here // KEYS * KEYS, end)  # end of the whole blocks that all queries see
         most, total, sums = _add(
             x, keys, values, k_row, v_row, position, 0, seen_by_all, end, window, scale,
             most, total, sums, False, False, DIM, DIM_BLOCK, KEYS,

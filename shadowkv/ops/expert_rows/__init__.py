@@ -1,1 +1,2 @@
-"""Sorts choices of tokens by expert, for products with experts' matrices, and sums the results of a token's experts."""
+"""Sorts the choices of tokens by expert, for products with the experts' matrices, and sums the results of each token's
+experts."""

@@ -34,7 +34,8 @@ def sum_experts(out: Tensor, row: Tensor, weights: Tensor, offsets: Tensor | Non
         out: [T k, D], a row for each of the k experts of T tokens, in the order of ``sort_by_expert``.
         row: [T, k], whole numbers, the row of each of a token's k choices.
         weights: float32 [T, k].
-        offsets: int32 [count + 1]. If given, rows of ``out`` from ``offsets[-1]`` on are arbitrary and do not count.
+        offsets: int32 [count + 1]. If given, rows of ``out`` from ``offsets[-1]`` on are arbitrary and are left out of
+            the sum.
 
     Returns:
         [T, D] in the dtype of ``out``.

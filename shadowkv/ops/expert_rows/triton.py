@@ -1,6 +1,6 @@
 """Sorts choices by expert, and sums experts' rows by their weights, in Triton. A choice's row is the number of choices
-that come before it in the order. Up to ``SPAN`` choices need one kernel. With more, another kernel first counts the
-experts of each span."""
+that come before it in the order. Up to ``SPAN`` choices need one kernel. With more, another kernel first counts how
+often each expert is chosen in each span."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 SPAN = 4096
-"""Number of choices that are compared with each other. The work per choice grows with it."""
+"""Number of choices that are compared with each other. The work per choice grows with this number."""
 
 ROWS, OTHERS = 64, 128
-"""Choices or experts per program, and choices that they are compared with at a time."""
+"""Number of choices or experts per program, and number of choices that a program compares them with at a time."""
 
 
 def sort_by_expert(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -89,8 +89,8 @@ def _sort(
 
 @triton.jit
 def _number(experts, place, choices, first, count):
-    """Returns the experts of choices minus ``first``, ``count`` for experts of other ranks, and ``count + 1`` past the
-    last choice."""
+    """Returns the expert of each choice minus ``first``, or ``count`` if the expert is on another rank. Past the last
+    choice, the result is ``count + 1``."""
     value = tl.load(experts + place, mask=place < choices, other=0).to(tl.int32) - first
     value = tl.where((value < 0) | (value >= count), count, value)
     return tl.where(place < choices, value, count + 1)

@@ -1,7 +1,7 @@
 """The fetch buffer in PyTorch. Selected chunks that are not in the buffer are copied from host memory.
 
 About two of three selected chunks were also selected in the previous step. ShadowKV (arXiv:2410.21465) keeps the chunks
-of one step. Here, a chunk stays until its entry is needed and is the least recently used one.
+of one step. Here, a chunk stays until its entry is the least recently used one and is needed for another chunk.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ SYNCHRONISES = True
 """Missing chunks are determined on the host."""
 
 SHORT_ROW = 1024
-"""Chunks of fewer bytes are short rows. The GPU's address translation limits how fast they are copied, not the bus.
-Chunks of 384 B are limited in this way, chunks of 2 KiB are not."""
+"""Chunks of fewer bytes than this are short rows. The GPU's address translation, not the bus, limits how fast they are
+copied. Chunks of 384 B are limited in this way, chunks of 2 KiB are not."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ChunkBuffer:
 
     @classmethod
     def empty(cls, slots: int, entries: int, chunks: int, like: Tensor) -> ChunkBuffer:
-        """Makes an empty buffer with ``entries`` per slot and head, for sequences of at most ``chunks`` chunks.
+        """Makes an empty buffer with ``entries`` entries per slot and head, for sequences of at most ``chunks`` chunks.
 
         Args:
             like: [N, H, C, c, w], the ``host`` of ``fetch_chunks``. The rows get its dtype, device and sizes.
@@ -92,7 +92,7 @@ def fetch_chunks(
             per slot and head.
         buffer: updated in place.
         stream: on a GPU, the stream that copies, after all prior work of the current stream. Readers must wait for this
-            stream. It must be the same for every call with this buffer. None is the current stream.
+            stream. Every call with this buffer must use the same stream. None is the current stream.
         overlapped: on a GPU, whether other work of similar length runs at the same time. Copies of short rows then use
             fewer thread blocks.
 

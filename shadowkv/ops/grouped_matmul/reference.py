@@ -20,8 +20,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor, total_experts: in
         weight: [E, N, K], a matrix for each of E experts.
         offsets: int32 [E + 1]. The rows of expert e are ``offsets[e]`` to ``offsets[e + 1]``. The first number is 0,
             the last is at most S.
-        total_experts: number of experts on all ranks, among which the S rows are divided; None for E. A kernel's tiles
-            depend on it, the result does not.
+        total_experts: number of experts on all ranks, among which the S rows are divided; None for E. Kernels choose
+            their tiles by this number; the result does not depend on it.
 
     Returns:
         [S, N] in the dtype of ``x``. Rows from ``offsets[-1]`` on are arbitrary.

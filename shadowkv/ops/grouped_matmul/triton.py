@@ -16,7 +16,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 TILES = ((16, 64, 128, 4, 4), (32, 128, 128, 3, 8), (64, 128, 64, 4, 4), (128, 128, 64, 3, 8))
 """For each tile: rows, columns of the result, columns of x per iteration, pipeline stages and warps. The kernel uses
 the first tile that has at least twice as many rows as an expert has on average, or else the last tile. On an H200, with
-the experts of Qwen3-30B-A3B, each tile was the fastest of about fifteen, or within 3 % of it."""
+the experts of Qwen3-30B-A3B, each tile was the fastest of about fifteen, or within 3 % of the fastest."""
 
 
 def supports(case: Case) -> list[str]:
@@ -30,7 +30,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor, total_experts: in
 
 
 def multiply_in_tiles(x: Tensor, weight: Tensor, offsets: Tensor, total_experts: int | None = None) -> Tensor:
-    """``grouped_matmul`` of x [S, K], weight [E, N, K] and offsets [E + 1] in a 16-bit dtype, [S, N]. Sums are in
+    """As ``grouped_matmul``, for ``x`` [S, K] and ``weight`` [E, N, K] in a 16-bit dtype. Returns [S, N]. Sums are in
     float32."""
     (rows, columns), (experts, size, _) = x.shape, weight.shape
     out = x.new_empty(rows, size)

@@ -1,4 +1,5 @@
-"""Products of sorted rows with experts' quantised matrices: a loop over experts, in C++ for blocks of GGUF files."""
+"""Products of sorted rows with experts' quantised matrices: a loop over experts. Matrices in GGUF's block formats are
+multiplied in C++."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def grouped_quantised_matmul(x: Tensor, weight: PackedExperts, offsets: Tensor) 
     """
     if offsets.shape != (weight.experts + 1,) or offsets.dtype != torch.int32:
         raise ValueError(
-            f"offsets have shape {tuple(offsets.shape)} and {offsets.dtype}: {weight.experts} experts need "
-            f"{weight.experts + 1} in int32"
+            f"offsets have shape {tuple(offsets.shape)} and dtype {offsets.dtype}: {weight.experts} experts need "
+            f"{weight.experts + 1} offsets in int32"
         )
     return launch(x, weight, offsets)

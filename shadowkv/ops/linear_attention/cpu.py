@@ -1,4 +1,4 @@
-"""The causal convolution and the gated delta rule in C++, token by token, ``csrc/cpu/recurrence/``."""
+"""The causal convolution and the gated delta rule in C++, token by token (``csrc/cpu/recurrence/``)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def gated_delta_rule(
 ) -> Tensor:
     """Same as the reference, for float32 or bfloat16 numbers and states.
 
-    Prompts are computed token by token, too. The state stays in the core's caches, and chunks would need more products.
-    Results are bitwise equal for any number of threads.
+    Prompts are computed token by token, too: the state stays in the core's caches, and computing in chunks would need
+    more products. Results are bitwise equal for any number of threads.
     """
     return torch.ops.shadowkv.gated_delta_rule(
         q, k, v, log_decay, beta, states, spans.lengths, spans.read, spans.write, EPS

@@ -36,9 +36,9 @@ def gated_delta_rule(
     """Same as the reference. The last dimension of ``q``, ``k`` and ``v`` is contiguous, and so is each row of
     ``states``.
 
-    For prompts, the library rounds three things to the dtype of ``v``: unit vectors, the states between chunks, and
-    what each chunk adds to the state. The sum itself is in float32. Keys have at most 256 dimensions. Decode steps can
-    be captured in a CUDA graph.
+    For prompts, the library rounds three things to the dtype of ``v``: the normalised queries and keys, the states
+    between chunks, and each chunk's contribution to the state. The state accumulates these contributions in float32.
+    Keys have at most 256 dimensions. Decode steps can be captured in a CUDA graph.
     """
     if spans.lengths is None:
         return step(q, k, v, log_decay, beta, states, spans)

@@ -1,7 +1,8 @@
 """The causal convolution and the gated delta rule in PyTorch.
 
-The state of the convolution is the last inputs of a sequence. The state of the rule forgets and corrects itself. The
-rule is computed token by token for a step, in chunks for a prompt (arXiv:2412.06464, section 3).
+The state of the convolution consists of a sequence's last inputs. The state of the rule decays and is corrected at
+every token. The rule is computed token by token in a decode step, and in chunks for a prompt (arXiv:2412.06464, section
+3).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def gated_delta_rule(
         log_decay: float32 [T, H], at most 0.
         beta: float32 [T, H], between 0 and 1.
         states: float32 or bfloat16 [N, H, dk, dv]. Spans start from the rows ``spans.read``. The rows ``spans.write``
-            are written. Within a span a state is float32; in bfloat16 it is rounded after the span's last token.
+            are written. Within a span, a state is float32. A bfloat16 state is rounded after the span's last token.
         spans: the sequences that the tokens belong to, and the rows of their states.
 
     Returns:

@@ -1,5 +1,5 @@
 """The causal convolution in one Triton launch, and decode steps of the gated delta rule, in which one launch reads and
-writes each state once. The rule's prompts use PyTorch."""
+writes each state once. For prompts, the rule is computed in PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shadowkv.ops.linear_attention.reference import EPS, in_chunks
 from shadowkv.ops.recurrence import CHUNK, Spans
 
 CHANNELS = {False: 64, True: 256}
-"""Channels per program, by whether every span is one token (a decode step)."""
+"""Channels per program. The key says whether every span is one token (a decode step)."""
 
 
 def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
@@ -40,9 +40,9 @@ def _convolve(
     STEP: tl.constexpr, CHAINED: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolves one chunk of a span. The program of a span's first chunk also writes the new state, because it is the
-    only one that reads the old state. The tokens of a chain (``Spans.chained``) need not wait for each other: all of
-    them read the state before the chain."""
+    """Convolves one chunk of a span. The program of a span's first chunk also writes the new state, because no other
+    program reads the old state. The tokens of a chain (``Spans.chained``) need not wait for each other: all of them
+    read the state before the chain."""
     part = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     if STEP:
@@ -133,7 +133,7 @@ def _step(
     state_row, tokens, heads, eps, CHAINED: tl.constexpr,
     GROUP: tl.constexpr, KEY_SIZE: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Computes one token, or with ``CHAINED`` those of a chain, whose first token's program computes all of them."""
+    """Computes one token. With ``CHAINED``, the program of a chain's first token computes all tokens of the chain."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     place = head.to(tl.int64) * (KEY_SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
@@ -160,7 +160,8 @@ def _step(
 
 @triton.jit
 def _chain(read, write, token, tokens):
-    """Returns the number of tokens of the chain that begins at a token. It is 0 if the chain begins before."""
+    """Returns the number of tokens of the chain that begins at a token. Returns 0 if the chain begins at an earlier
+    token."""
     count = 1 - _follows(read, write, token, token > 0).to(tl.int64)
     while _follows(read, write, token + count, (count > 0) & (token + count < tokens)):
         count += 1

@@ -1,12 +1,14 @@
 """Truncated SVDs on a GPU by subspace iteration on Gram matrices. Unlike with ``torch.linalg.eigh``, the host never
 waits.
 
-Simultaneous iteration with Cholesky-QR (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4) orders the rows
-like a Gram-Schmidt process, strongest first. Cholesky-QR squares the condition number of its input, which is too much
-for float32. So rows are first scaled to length 1: they are then nearly orthonormal once they are near eigenvectors. And
-a shift is added to the diagonal, which a second pass corrects (Fukaya et al., arXiv:1809.11085). Additional passes run
-only after the last two products. Before the last two, the rows only have to span the right subspace, for which nearly
-orthonormal rows are enough.
+The rows of the basis are iterated together (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4). Like
+Gram-Schmidt, Cholesky-QR orders the rows by eigenvalue, largest first. Cholesky-QR squares the condition number of its
+input, which is too much for float32. So rows are first scaled to length 1. When they have converged to near
+eigenvectors, they are nearly orthonormal, and their condition number is small. In addition, a shift is added to the
+diagonal of the rows' inner products. A second pass of Cholesky-QR corrects the shift's effect (Fukaya et al.,
+arXiv:1809.11085). Each iteration multiplies by the Gram matrix and then orthonormalises once; only the last two
+iterations orthonormalise more than once. In earlier iterations, the rows only have to span the right subspace, for
+which nearly orthonormal rows are enough.
 
 A pass calls ``whiten_rows`` in CUDA for up to 256 rows if that kernel is built, and PyTorch's Cholesky factor
 otherwise. The number of rows is the rank of one group of kv heads.
@@ -24,25 +26,26 @@ from shadowkv.ops.whiten_rows import cuda as kernel
 from shadowkv.ops.whiten_rows import reference
 
 ROWS_AT_ONCE = 16384
-"""Keys that are centred at a time. Their copy, 32 MB for 1024 dimensions in bfloat16, stays in the L2 cache."""
+"""Number of keys that are centred at a time. Their copy, 32 MB for 1024 dimensions in bfloat16, stays in the L2
+cache."""
 
 FLOOR = 1e-6
 """Each eigenvalue is increased by this share of the sum of all eigenvalues. So keys have a basis even if their rank is
 lower than ``rank``, or if all are zero."""
 
 SHIFTS = (1e-5,), (1e-5,), (1e-5,), (1e-5,), (1e-5, 1e-5), (1e-5, 1e-5, 1e-7)
-"""One tuple per product with the Gram matrix, and in it one shift per orthonormalisation pass after the product. Rows
-have length 1, and the shift is added to the diagonal of their products. Shifts are needed because a product makes all
-rows similar if a few directions dominate. With these shifts, the lost energy is within 2 % of the least possible loss,
-or within 1e-5 of the total. This holds for rank 160 of 1024, and for squared singular values that fall as slowly as 1 /
-sqrt(i) or as fast as exp(-i / 15)."""
+"""One tuple per product with the Gram matrix. A tuple has one shift per orthonormalisation pass after the product. The
+shift is added to the diagonal of the rows' inner products, which is 1. It is needed because multiplying by the Gram
+matrix makes all rows similar if a few directions dominate. With these shifts, the lost energy is within 2 % of the
+least possible loss, or within 1e-5 of the total. This holds for rank 160 of 1024, and for squared singular values that
+fall as slowly as 1 / sqrt(i) or as fast as exp(-i / 15)."""
 
 missing = gpu_missing
 
 
 def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as the reference, except that centred keys are rounded to the keys' dtype. The basis is rounded likewise
-    before latents are computed."""
+    """Same as the reference, except that centred keys are rounded to the keys' dtype. The basis is also rounded to this
+    dtype before latents are computed."""
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     step = max(1, ROWS_AT_ONCE // len(keys))
     for block in keys.split(step, dim=1):
@@ -65,8 +68,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _leading(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Returns the leading eigenvectors, float32 [M, rank, n], of symmetric matrices ``gram`` [M, n, n], and each one's
-    share of the trace, [M, rank]. Overwrites ``gram``."""
+    """Returns the leading eigenvectors, float32 [M, rank, n], of symmetric matrices ``gram`` [M, n, n], and the share
+    of the trace that each eigenvalue has, [M, rank]. Overwrites ``gram``."""
     gram /= gram.diagonal(dim1=1, dim2=2).sum(1).clamp(min=1e-30)[:, None, None]
     gram.diagonal(dim1=1, dim2=2).add_(FLOOR)
     basis = _start(gram.shape[1], rank, gram.device).expand(len(gram), -1, -1)

@@ -19,9 +19,10 @@ def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple
         mean: [M, n], or None.
 
     Returns:
-        The basis, float32 [M, rank, n], with orthonormal rows, strongest first. For each row of the basis, the mean
-        square and the largest absolute value of its latents, which are its products with the keys: float32 [M, rank]
-        each. The mean squared norm of the keys, float32 [M].
+        Four tensors. The first is the basis, float32 [M, rank, n], with orthonormal rows, strongest first. Latents are
+        the products of its rows with the keys. The second and the third have the mean square and the largest absolute
+        value of each row's latents, float32 [M, rank] each. The fourth has the mean squared norm of the keys, float32
+        [M].
     """
     gram = keys.new_zeros(len(keys), keys.shape[2], keys.shape[2], dtype=torch.float32)
     for block in keys.split(ROWS_AT_ONCE, dim=1):

@@ -51,11 +51,11 @@ def attend(op: str, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, *tokens: Ten
 
 
 def splits(pairs: int, entries: int, dim: int, processors: int, resident_blocks: Mapping[int, int]) -> int:
-    """Number of thread blocks that share the pages of each of ``pairs`` pairs of sequence and kv head.
+    """Number of thread blocks that share the pages of a pair of sequence and kv head, if there are ``pairs`` of these.
 
-    Blocks come in whole waves. Each has at least as much work as 45 pages of head dim 128. If there is too little work
-    for one wave, each multiprocessor leaves the place of one block empty, which is faster: one sequence of 61440 tokens
-    takes 62 us on an H200, and 64 us if all places are used.
+    Blocks come in whole waves. Each block has at least as much work as 45 pages of head dim 128. If there is too little
+    work for one wave, each multiprocessor leaves the place of one block empty, which is faster: one sequence of 61440
+    tokens takes 62 us on an H200, and 64 us if all places are used.
     """
     resident = resident_blocks[dim]
     waves = min(MAX_WAVES, pairs * entries * dim // (processors * resident * 45 * 128))

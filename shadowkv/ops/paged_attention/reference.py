@@ -1,5 +1,5 @@
-"""Paged decode attention in PyTorch. It computes a partial softmax per page and merges those of each sequence
-(split-KV, FlashDecoding). So the work depends on the number of pages and not on the longest sequence."""
+"""Paged decode attention in PyTorch. It computes a partial softmax per page and merges the results of each sequence's
+pages (split-KV, FlashDecoding). So the work depends on the number of pages and not on the longest sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SYNCHRONISES = True
 """The host waits for the device, because it counts the pages in use."""
 
 GATHERED_AT_ONCE = 4096
-"""Pages gathered at a time, to bound the copies."""
+"""Number of pages gathered at a time, to limit the memory of copies."""
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

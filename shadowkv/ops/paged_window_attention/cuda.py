@@ -1,5 +1,5 @@
-"""Decode attention over the pages of a window in CUDA: the kernel of ``paged_attention``, which can also skip tokens at
-the start of a page (``csrc/kernels/paged_attention/``)."""
+"""Decode attention over the pages of a window in CUDA. It uses the kernel of ``paged_attention``, which can also skip
+tokens at the start of a page (``csrc/kernels/paged_attention/``)."""
 
 from __future__ import annotations
 

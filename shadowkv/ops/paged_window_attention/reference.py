@@ -15,8 +15,8 @@ def paged_window_attention(
         q: [B, H_q, d], query heads of B sequences, after RoPE.
         k, v: [N, H, 64, d], kv heads of 64 tokens per page, views over all N pages.
         pages: int64 [B, E], E page ids per sequence.
-        starts, counts: int64 [B, E]. Tokens ``starts`` to ``counts`` of each page are valid. A page is skipped if its
-            count is not above its start.
+        starts, counts: int64 [B, E]. In each page, the tokens from ``starts`` up to, but without, ``counts`` are valid.
+            A page is skipped if its count is not above its start.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf for a row without

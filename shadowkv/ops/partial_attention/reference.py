@@ -18,7 +18,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         sinks: float32 [H_q].
 
     Returns:
-        out and lse with the sinks, of the same shapes. Without tokens, out is 0 and lse is the sinks.
+        out and lse with the sinks, in the shapes of the arguments. Without tokens, out is 0 and lse equals the sinks.
     """
     return (out.float() * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
 

@@ -36,8 +36,8 @@ def project_latents(
     pages: Tensor,
     widths: Tensor | None = None,
 ) -> None:
-    """Same as the reference. The last dimension of ``keys`` is contiguous, and so are all but the first two of
-    ``basis``, ``mean``, ``step`` and ``widths``. Pages of mixed widths start at multiples of 4 bytes.
+    """Same as the reference. The last dimension of ``keys`` is contiguous. In ``basis``, ``mean``, ``step`` and
+    ``widths``, all dimensions but the first two are contiguous. Pages of mixed widths start at multiples of 4 bytes.
 
     Raises:
         ValueError: another codec, or too many rank dimensions of mixed widths.

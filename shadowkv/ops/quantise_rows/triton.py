@@ -30,8 +30,8 @@ _levels: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 
 
 def arranged(rotation: Tensor, sources: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Returns the columns ``sources`` of a rotation [d, d]. A source of -1 gives a column of zeros. Rows of zeros are
-    added up to K rows, a power of two. Cached for the rotation's lifetime.
+    """Selects the columns ``sources`` of a rotation [d, d]. A source of -1 gives a column of zeros. Rows of zeros are
+    appended until there are K rows, a power of two. Cached for the rotation's lifetime.
 
     Returns:
         bfloat16 [2, K, columns], two parts whose sum is close to the columns; and the exact columns, float32 [K,
@@ -85,8 +85,8 @@ def quantise_rows(
     scale: Tensor,
     scale_pages: Tensor,
 ) -> None:
-    """Same as the reference. It supports 8-bit floats of any number of dimensions, and codes in lanes and vector codes
-    of up to 128 dimensions. The last dimension of ``rows`` is contiguous.
+    """Same as the reference. Rows in 8-bit floats can have any number of dimensions. Rows with codes in lanes or vector
+    codes can have up to 128. The last dimension of ``rows`` is contiguous.
 
     Raises:
         ValueError: another codec, or more dimensions.
@@ -113,7 +113,7 @@ def quantise_rows(
     if vectors:
         largest, codebook = state
         entries, size = codebook.shape[3:]
-        # The first dimension of every vector, then the second of every vector, and so on.
+        # Columns are ordered: the first dimension of every vector, then the second of every vector, and so on.
         sources = tuple(size * vector + place for place in range(size) for vector in range(dim // size))
         parts, exact = arranged(rotation, sources)
         _quantise_vectors[(pages, layers, heads)](
@@ -126,7 +126,8 @@ def quantise_rows(
     per = codec.row_multiple // 8
     lane_bytes = dim // 8 // per
     block = triton.next_power_of_2(lane_bytes)
-    # Dimensions in the order of their place within a byte, then of their byte: 8 lanes of ``lane_bytes`` bytes.
+    # Columns are ordered by their code's place within a byte, then by lane, then by byte. A lane has ``lane_bytes``
+    # bytes.
     sources = tuple(
         8 * (per * byte + place) + lane if byte < lane_bytes else -1
         for place in range(per) for lane in range(8) for byte in range(block)
@@ -280,7 +281,7 @@ def _quantise_rows(
             tl.store(target + at, low.to(tl.uint8), mask=within < LANE_BYTES)
             tl.store(target + at + 1, high.to(tl.uint8), mask=within < LANE_BYTES)
             target += DIM // 4
-            # The upper bits of a lane may be in any order across its bytes.
+            # The upper bits of a lane may be in any order across its bytes. ``places`` says where each bit is.
             here = within[:, None, :]
             bit = tl.load(places + here * PER + place, mask=here < LANE_BYTES, other=8 * LANE_BYTES)
             for i in tl.static_range(LANE_BYTES):
@@ -311,11 +312,12 @@ def _quantise_fp8(
 @triton.jit
 def e4m3_of(x):
     """Rounds float32 numbers to 8-bit floats (e4m3) and returns their codes as int32. Ties go to even codes. Magnitudes
-    above the largest become the largest. It uses arithmetic, because not all GPUs have an instruction for it."""
+    above the format's largest number become this number. The function uses arithmetic, because not all GPUs have an
+    instruction for the conversion."""
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
-    # From 2^-6 on, a code is the upper bits with another exponent bias. Below, it counts steps of 2^-9. Adding 2^14,
-    # where float32 has steps of this size, leaves the count in the lowest bits.
+    # From 2^-6 on, a code is the upper bits of the float32 with another exponent bias. Below 2^-6, a code is a number
+    # of steps of 2^-9. At 2^14, float32 has steps of this size, so adding 2^14 leaves this number in the lowest bits.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, small, normal)

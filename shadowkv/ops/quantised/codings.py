@@ -102,8 +102,9 @@ def code(rows: QuantisedRows) -> Coded:
 def _with_zeros(codes: Tensor, scales: Tensor, minima: Tensor, found: Coding) -> Coded:
     """Converts numbers code · scale + minimum to (code - zero point) · scale.
 
-    Zero points are stored in fewer bits than float32 has, so they are kept small: if one is above the middle of the
-    codes, the group's codes are counted down from the highest. In groups with scale 0, all numbers are the minimum.
+    Zero points are stored in fewer bits than float32 has, so they are kept small: if a zero point is above the middle
+    of the codes, the group's codes are counted down from the highest. In groups with scale 0, all numbers are the
+    minimum.
     """
     assert found.group is not None
     top, flat = 2**found.bits - 1, scales == 0

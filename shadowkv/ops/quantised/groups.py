@@ -94,7 +94,8 @@ class GroupForm:
         return numbers.mul_(self._spread(scale, columns))
 
     def cut_form(self, columns: int, start: int, stop: int) -> GroupForm | None:
-        """As ``Form.cut_form``. If a border cuts a group, groups become smaller and repeat their scales."""
+        """As ``Form.cut_form``. If ``start`` or ``stop`` is within a group, groups are divided into smaller ones, which
+        repeat the scales."""
         if start * self.bits % 8 or stop * self.bits % 8:
             return None
         return self if self.group is None else replace(self, group=self._fitting(columns, start, stop))

@@ -40,8 +40,8 @@ class Form(Protocol):
         ...
 
     def cut(self, tensors: tuple[Tensor, ...], start: int, stop: int) -> tuple[Tensor, ...]:
-        """Returns columns ``start`` to ``stop`` of tensors [N, width], in the form that ``cut_form`` returns. Call it
-        only if that is not None."""
+        """Returns columns ``start`` to ``stop`` of tensors [N, width], in the form that ``cut_form`` returns. Call this
+        only if ``cut_form`` returns a form."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""Matrix products with quantised weights, which stay as a model's files store them, and rows of these as float32."""
+"""Multiplies by quantised weights, which keep the format of a model's files, and dequantises their rows to float32."""

@@ -1,5 +1,5 @@
-"""Matrix products with quantised weights on a CPU, and rows dequantised: in C++ for blocks of GGUF files in ``FORMATS``
-(``csrc/cpu/quantised_matmul/``), like the reference for other forms.
+"""Matrix products with quantised weights, and dequantised rows, on a CPU. The block formats of GGUF files in
+``FORMATS`` are computed in C++ (``csrc/cpu/quantised_matmul/``), other forms like the reference.
 
 C++ multiplies without dequantised copies. It is used for few tokens, or with AVX-512 for any number of tokens.
 """
@@ -40,12 +40,12 @@ dequantised tiles is used. In float32, the two are equally fast from 128 to 512 
 core)."""
 
 MAX_FUSED_OTHERS = 96
-"""The same for dtypes that ``MAX_FUSED`` does not list, such as float32."""
+"""The same maximum for dtypes that ``MAX_FUSED`` does not list, such as float32."""
 
 
 def quantised_matmul(x: Tensor, weight: QuantisedRows) -> Tensor:
     """Same as the reference, but weights in blocks are not rounded. With AVX-512, activations are rounded to 16 bits
-    with a scale per 32 of them: each changes by at most 1/65,278 of the largest of its 32."""
+    with a scale per 32 of them. Each activation changes by at most 1/65,278 of the largest of its 32."""
     if in_blocks(weight.form) and _fused(x):
         (blocks,) = weight.tensors
         product: Tensor = torch.ops.shadowkv.quantised_matmul(x.float(), blocks, weight.form.name)

@@ -1,4 +1,4 @@
-"""Matrix products with quantised weights on a GPU, of one matrix or of experts, by the kernels of
+"""Matrix products with quantised weights on a GPU, for one matrix or for the matrices of experts, with the kernels of
 github.com/vllm-project/humming.
 
 The library compiles kernels for every shape with NVRTC and keeps them in ``~/.humming/cache``.
@@ -48,15 +48,16 @@ MULTIPLE = 8
 """K and N must be multiples of this: 8 bfloat16 activations take 16 bytes."""
 
 BATCHES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
-"""Each entry has a kernel of its own. It is tuned for that number of tokens and serves all smaller batches, down to the
-previous entry. One more kernel serves larger batches. The library can make about forty kernels, which differ in their
-tiles of tokens, but each takes seconds to compile."""
+"""Each entry is a number of tokens that a kernel is tuned for. The kernel serves batches of up to this number of tokens
+and of more than the previous entry. One more kernel serves larger batches. The library can make about forty kernels,
+which differ in their tiles of tokens, but each takes seconds to compile."""
 
 MANY = 4096
 """Number of tokens that the last kernel is tuned for."""
 
 FEW_OF_EXPERTS = (8, 64)
-"""A kernel is tuned for each of these total numbers of rows of all experts. Steps of few sequences have them."""
+"""A kernel is tuned for each of these numbers of rows, summed over all experts. Decode steps of few sequences have
+about as many rows."""
 
 OF_EACH = (2, 8, 16, 32, 64, 128)
 """A kernel is tuned for each of these numbers of rows per expert. Experts are assumed to be chosen equally often, those
@@ -70,7 +71,7 @@ LOCKS = 4096
 multiprocessors need fewer."""
 
 NUMBERS_AT_ONCE = 2**24
-"""Numbers that are converted at a time. Each takes about 20 bytes meanwhile."""
+"""How many numbers are converted at a time. Each takes about 20 bytes during the conversion."""
 
 
 def missing() -> list[str]:
@@ -138,7 +139,7 @@ def launch(x: Tensor, weight: Packed, offsets: Tensor | None = None) -> Tensor:
     """Returns x Wᵀ, bfloat16 [T, N], of ``x`` bfloat16 [T, K]. Experts need ``offsets`` int32 [E + 1], as in
     ``grouped_quantised_matmul``."""
     if x.dtype != torch.bfloat16 or x.shape[1] != weight.columns:
-        raise ValueError(f"x has shape {tuple(x.shape)} and {x.dtype}: needs K = {weight.columns} in bfloat16")
+        raise ValueError(f"x has shape {tuple(x.shape)} and {x.dtype}, but needs K = {weight.columns} and bfloat16")
     if not len(x):
         return x.new_empty(0, weight.rows)
     tensors, kernels = weight.tensors, _kernels(weight.layer, x.device.index, _total_experts(weight))
@@ -155,7 +156,7 @@ _importing = Lock()
 @cache
 def _import_library() -> None:
     """Imports the library without torch._dynamo, which takes seven seconds to load. A decorator in the library, for
-    torch.compile, would load it. torch.compile is not used here."""
+    torch.compile, would load torch._dynamo. torch.compile is not used here."""
     with _importing:
         decorator = torch.compiler.assume_constant_result
         torch.compiler.assume_constant_result = lambda function: function
@@ -177,9 +178,9 @@ def pack_rows(rows: QuantisedRows) -> PackedRows:
 
 @torch.no_grad()
 def pack_experts(rows: QuantisedRows, experts: int, total_experts: int | None = None) -> PackedExperts:
-    """As ``pack_rows``, for rows [E N, K], one expert after another. ``total_experts`` are those on all ranks; None for
-    E. Besides rows and result, it needs memory for as many experts as have ``NUMBERS_AT_ONCE`` numbers together, but
-    for at least one."""
+    """As ``pack_rows``, for rows [E N, K], one expert after another. ``total_experts`` is the number of experts on all
+    ranks; None for E. Experts are packed a few at a time: as many as have ``NUMBERS_AT_ONCE`` numbers together, but at
+    least one. Besides rows and result, packing needs memory for these."""
     layout, packed = _Layout.of(rows, experts, COLUMNS_OF_EXPERTS), dict[str, Tensor]()
     at_once = max(1, NUMBERS_AT_ONCE // (layout.rows * layout.columns))
     for first in range(0, experts, at_once):
@@ -310,8 +311,9 @@ def _kernels(layer: str, device: int, total_experts: int) -> Tensor:
 
 
 def _sizes(layer: str, total_experts: int) -> dict[int, int]:
-    """Returns the numbers of tokens that a layer has kernels for, ascending, each with the number that its kernel is
-    tuned for. For experts, these are the total numbers of rows, and the expected numbers of this rank's rows."""
+    """Returns, for each kernel of a layer, the largest number of tokens that it serves, ascending, and the number that
+    it is tuned for. The last kernel serves larger numbers too. For experts, the first number counts the rows of all
+    ranks, and the second the rows that this rank is expected to have."""
     experts = json.loads(layer)["num_experts"]
     if not experts:
         return {tokens: tokens for tokens in (*BATCHES, MANY)}
@@ -352,7 +354,7 @@ def compile_kernels(packed: Iterable[Packed]) -> None:
     """Compiles the kernels for packed rows [N, K] and experts [E, N, K], and loads them into the GPU, so that graphs
     can capture them. It compiles on all CPU cores and shows a progress bar if the output is a terminal."""
     layers = {weight.layer: weight for weight in packed}
-    if not layers:  # then the library need not be installed
+    if not layers:  # without weights, the library need not be installed
         return
     from humming.utils.cpu import get_parallel_build_workers
 

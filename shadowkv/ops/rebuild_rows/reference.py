@@ -19,14 +19,14 @@ def rebuild_rows(
     """Writes the plain rows of whole pages, of one sequence or of several segments.
 
     Args:
-        source: source of the pages, whose table has one row, [1, P]. ``states`` and ``first`` of the source have one
-            entry; with ``rows``, R entries.
+        source: source of the pages. Its page table has one row, [1, P]. Its ``states`` and ``first`` have one entry, or
+            R entries if ``rows`` is given.
         first: index of the first page in the table.
         out: [H, m, d], rows of m tokens by kv head, any float dtype, m a multiple of 64. Written.
         across_bus: whether the source is in host memory, behind a bus that a few thread blocks saturate.
-        rows: int64 [m / 64], for each page, which of the R entries of ``states`` and ``first`` is its own. That entry
-            of ``first`` is the position that the table's page 0 would have. Pages below 0 are not needed; their rows of
-            ``out`` are arbitrary. None if all pages have the only entry.
+        rows: int64 [m / 64], for each page, the index of its entry in ``states`` and ``first``. That entry of ``first``
+            is the position that the table's page 0 would have. A negative index marks a page that is not needed, whose
+            rows of ``out`` are arbitrary. None if there is only one entry.
     """
     heads, chunk = heads_and_chunk(source)
     if rows is None:
@@ -41,7 +41,8 @@ def rebuild_rows(
 def _by_page(
     source: LatentKeys | DenseRows | CodedRows, first: int, rows: Tensor
 ) -> LatentKeys | DenseRows | CodedRows:
-    """The same pages from ``first`` on, each as a sequence of one page with the state of its entry of ``rows``."""
+    """Turns each page from ``first`` on into a sequence of one page. The page's number in ``rows`` is the index of its
+    state and first position."""
     pages = slice(first, first + len(rows))
     changed: dict[str, Any] = {"pages": source.pages[0, pages, None]}
     if isinstance(source, LatentKeys | CentredKeys):

@@ -81,7 +81,7 @@ def _rebuild_coded_rows(
     source: CodedRows, pages: Tensor, rows: Tensor, several: bool, first: int, out: Tensor, grid: tuple[int], tiles: int
 ) -> None:
     codec, (heads, _, dim) = source.codec, out.shape
-    # float16, because it has three more bits of mantissa than bfloat16 for entries of the rotation.
+    # Entries of the rotation are float16, because it has three more bits of mantissa than bfloat16.
     exact = out.dtype if out.dtype == torch.float32 else torch.float16
     levels = places = rotation = step = source.codes
     scale_pages, bits = pages, 8
@@ -131,7 +131,7 @@ def _copy_rows(
 
 @triton.jit
 def _entry(entries, page, SEVERAL: tl.constexpr):
-    """The entry of the states and first positions that is a page's own; below 0 for a page that is not needed."""
+    """The index of a page's entry in the states and first positions; negative for a page that is not needed."""
     if SEVERAL:
         return tl.load(entries + page).to(tl.int32)
     else:
@@ -204,8 +204,8 @@ def _codes(row, dim, places, there, BITS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _float_of_e4m3(x):
-    """Converts codes of 8-bit floats (e4m3), as int32, to float32. It uses arithmetic, because not all GPUs have an
-    instruction for it."""
+    """Converts codes of 8-bit floats (e4m3), as int32, to float32. The function uses arithmetic, because not all GPUs
+    have an instruction for the conversion."""
     size = x & 0x7F
     normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
@@ -218,8 +218,8 @@ def decoded_latents(
     rows, rank, wanted, bits, bit,
     RANK: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
-    """Loads latents of dimensions ``rank`` [n] of m tokens, which start at the pointers ``rows`` [m, 1]. Latents that
-    are not ``wanted`` are arbitrary. ``bits`` and ``bit`` are this row of the results of ``places_of_bits``."""
+    """Loads the rank dimensions ``rank`` [n] of m latents, which start at the pointers ``rows`` [m, 1]. Results that
+    are not ``wanted`` are arbitrary. ``bits`` and ``bit`` point to this row in the results of ``places_of_bits``."""
     if MIXED:  # codes offset by half their range, lowest bits first, across at most two bytes
         width = tl.load(bits + rank, mask=rank < RANK, other=0)
         begin = tl.load(bit + rank, mask=rank < RANK, other=0)

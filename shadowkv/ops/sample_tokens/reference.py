@@ -27,8 +27,8 @@ def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     - of these, the tokens that are at least ``min_p`` times as likely as the first.
 
     The weights of the kept tokens are summed in order of token id. The sampled token is the first one with which the
-    sum exceeds ``uniform`` times the total. It depends on its row alone. It is the same in every backend, because
-    weights are whole numbers (``weights.py``).
+    sum exceeds ``uniform`` times the total. The sampled token depends on its row alone. It is the same in every
+    backend, because weights are whole numbers (``weights.py``).
 
     Args:
         logits: float32 [B, V], V from 1 to 2**22, rows contiguous. -inf is never sampled if any logit is finite.
@@ -75,7 +75,7 @@ def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Ten
         high, low = values.amax(), values.amin()
         if low / 2 >= high / 2:
             break
-        # Halved, because the difference of two large numbers can be infinite.
+        # Values are halved, because the difference of two large numbers can be infinite.
         bucket = ((high / 2 - values / 2) / (high / 2 - low / 2)).clamp_(max=1).mul_(BUCKETS - 1).int()
         sums = measure.new_zeros(BUCKETS).scatter_add_(0, bucket.long(), measure).cumsum(0)
         place = int(torch.searchsorted(sums, target))

@@ -27,8 +27,7 @@ LONG_BLOCK = 4096
 
 BY_VALUE = 4
 """Number of passes that divide the range of values into four parts of equal width. Later passes divide it into four
-parts that contain equally many floats. At most 16 of these later
-passes are needed."""
+parts that contain equally many floats. At most 16 of these later passes are needed."""
 
 COLDEST = tl.constexpr(weights.COLDEST)
 LARGEST = tl.constexpr(weights.LARGEST)
@@ -96,7 +95,7 @@ def _sample_tokens(
         low = tl.minimum(low, high - 1)
         count, total = _measure(logits, size, largest, scale, _value(low), BLOCK)
         least, ties, kept = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-        for by_mass in range(2):  # top-k, then top-p of the rest
+        for by_mass in range(2):  # top-k, then top-p of the kept tokens
             if by_mass == 0:
                 target, filters = top_k, (top_k > 0) & (top_k < count)
             else:
@@ -218,14 +217,14 @@ def _enclose(
     BLOCK: tl.constexpr,
     LONG_BLOCK: tl.constexpr,
 ):
-    """Adds up tokens from the largest logit down. Finds the value at which their number, or with ``by_mass`` their
-    weight, reaches ``target``.
+    """Finds the logit at which the number of tokens, counted from the largest logit down, reaches ``target``. With
+    ``by_mass``, the tokens' weights are summed instead.
 
-    The value is above ``low`` and at most ``high``, which are given as numbers (``_order``). ``count`` tokens are above
+    The logit is above ``low`` and at most ``high``, which are given as numbers (``_order``). ``count`` tokens are above
     ``low``.
 
     Returns:
-        The value; how many tokens have it; how many of these are needed to reach ``target``; and the total weight of
+        The logit; how many tokens have it; how many of these are needed to reach ``target``; and the total weight of
         all tokens up to the last needed one.
     """
     above, mass, turn = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), 0  # tokens above high, and their weight

@@ -30,10 +30,11 @@ def scaled_matmul(
     if dtype != torch.bfloat16:
         raise ValueError(f"scaled_matmul on a GPU gives torch.bfloat16, not {dtype}")
     if out_features % MULTIPLE or in_features % MULTIPLE:
-        raise ValueError(f"scaled_matmul on a GPU takes multiples of {MULTIPLE}, not {out_features} x {in_features}")
+        raise ValueError(f"scaled_matmul on a GPU needs multiples of {MULTIPLE}, not {out_features} x {in_features}")
     if not len(codes):
         return codes.new_empty(0, out_features, dtype=dtype)
-    # Summed in the tensor cores' own precision, like vLLM. This loses less than rounding to three bits of mantissa.
+    # Sums have the tensor cores' own precision, as in vLLM. Their error is less than that of rounding to three bits of
+    # mantissa.
     out = torch._scaled_mm(
         codes, weight.t(), scale_a=scale, scale_b=weight_scale.t(), out_dtype=dtype, use_fast_accum=True
     )

@@ -46,8 +46,8 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """Same as ``triton.score_blocks``. Scores of padding rows are not written. Nor are those of the first blocks, which
-    every tile attends to.
+    """Same as ``triton.score_blocks``. Scores of padding rows are not written, and neither are scores of the first
+    blocks, which every tile attends to.
 
     ``sampled`` is read on the device and not checked.
     """

@@ -15,15 +15,15 @@ BLOCK = 128
 """Number of keys in a block, and of queries in a tile."""
 
 SAMPLED, SPREAD = 8, 4
-"""Number of queries of a tile whose attention decides how its blocks are sampled, and how many of these are evenly
-spaced."""
+"""Number of sampled queries per tile, whose attention decides how the tile's blocks are sampled; and how many of these
+queries are evenly spaced."""
 
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """Numbers of blocks that a tile always attends to: the first ones, and those just before its own."""
 
 MIN_BLOCKS = 16
 """Minimum expected number of blocks that a tile samples. Without it, heads that attend mostly to the first tokens would
-sample none or a single block."""
+sample no block or a single one."""
 
 FACTORS, HALVINGS = 40, 10
 """The factor that turns shares into probabilities is searched from 1 to 2^``FACTORS``. The range of its log2 is halved
@@ -40,8 +40,8 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
     expected sums are exact (Horvitz and Thompson 1952). Sampling is systematic (Madow 1949).
 
     The factor is the smallest that meets two conditions. For every sampled query, the sampled sum of softmax weights
-    has a standard deviation of at most ``error`` of the whole sum, computed as if blocks were sampled independently.
-    And the expected number of sampled blocks is at least ``MIN_BLOCKS``, if so many have a share of at least
+    has a standard deviation of at most ``error`` times the whole sum, computed as if blocks were sampled independently.
+    And the expected number of sampled blocks is at least ``MIN_BLOCKS``, if that many blocks have a share of at least
     2^-``FACTORS``. So a tile needs more blocks if attention is spread out, but hardly more in longer prompts.
 
     Args:
@@ -106,7 +106,7 @@ def systematic(probability: Tensor, offset: Tensor) -> Tensor:
 
     A running sum starts with ``offset``, int64 [H_q, 1] in units of 2^-32, and adds each block's probability. A block
     is selected if its probability makes the sum pass a whole number. Blocks of probability 1 are always selected, and
-    not added.
+    are not added to the sum.
     """
     part = torch.where(probability < 1, probability * 2**32, 0).long()
     total = part.cumsum(-1) + offset
@@ -126,9 +126,9 @@ def offsets(seed: int, query_heads: int, position: int, device: torch.device) ->
 def sample_queries(q: Tensor) -> Tensor:
     """Chooses the rows of ``q`` [n, H_q, d] that represent each tile, int32 [H_q, tiles, ``SAMPLED``].
 
-    The first ``SPREAD`` rows are evenly spaced and end with the tile's last query. They are typical of its queries.
-    Each further row is the query farthest from those already chosen (Gonzalez 1985). These include queries unlike the
-    others.
+    The first ``SPREAD`` rows are evenly spaced and end with the tile's last query. They are typical of the tile's
+    queries. Each further row is the query farthest from those already chosen (Gonzalez 1985). Such rows include queries
+    that are unlike the others.
     """
     n, query_heads, _ = q.shape
     tiles = -(-n // BLOCK)

@@ -42,16 +42,16 @@ def supports(case: Case) -> list[str]:
 
 
 def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
-    """Same as the reference, except for blocks at which the sum of probabilities nearly passes a whole number. Products
-    are summed in float32."""
+    """Same as the reference, except for blocks at which the sum of probabilities is very close to a whole number.
+    Products are summed in float32."""
     scores, sampled = score_buffer(q, k), sample_queries(q)
     score_blocks(q, k, sampled, scores)
     return draw_blocks(scores, score_attended(q, k, sampled), q, k, error, whole, seed)
 
 
 def tiles_together(group: int) -> int:
-    """Number of tiles that are scored together. Each has ``SAMPLED`` queries of each of a kv head's ``group`` query
-    heads."""
+    """Number of tiles that are scored together. For each of a kv head's ``group`` query heads, a tile has ``SAMPLED``
+    queries."""
     return max(1, 128 // (group * SAMPLED))
 
 
@@ -70,8 +70,8 @@ def score_buffer(q: Tensor, k: Tensor) -> Tensor:
 
 
 def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
-    """Scores the blocks that a tile may leave out, and some others. A score is log2 of the sum of exponentials of one
-    sampled query's logits over the keys of one block.
+    """Scores the blocks that a tile may leave out, and some others. There is a score for each sampled query and block:
+    log2 of the sum of the exponentials of the query's logits over the block's keys.
 
     Args:
         q, k: [n, H_q, d] and [m, H, d], as for ``select_blocks``. The last dimension is contiguous.
@@ -90,9 +90,9 @@ def score_blocks(q: Tensor, k: Tensor, sampled: Tensor, scores: Tensor) -> None:
 
 
 def score_attended(q: Tensor, k: Tensor, sampled: Tensor) -> Tensor:
-    """Scores the keys that a tile always attends to, float32 [H_q, tiles, ``SAMPLED``]. A score is log2 of the sum of
-    exponentials of one sampled query's logits over those keys, up to the query's own position. Arguments as for
-    ``score_blocks``."""
+    """Scores the keys that a tile always attends to, float32 [H_q, tiles, ``SAMPLED``]. There is a score for each
+    sampled query: log2 of the sum of the exponentials of its logits over those keys, up to the query's own position.
+    Arguments as for ``score_blocks``."""
     n, query_heads, dim = q.shape
     heads, tiles = k.shape[1], triton.cdiv(n, BLOCK)
     group = query_heads // heads
@@ -262,7 +262,7 @@ def _draw(
     tile, query_head = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(0)
     first = m - n + tile * BLOCK
-    end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1  # blocks of which its last query sees at least a part
+    end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1  # blocks that its last query sees, at least in part
     free_end = tl.maximum(first // BLOCK - LOCAL + 1, SINK)
     if (tile + 1) * BLOCK > n - whole:
         free_end = SINK + 0 * free_end

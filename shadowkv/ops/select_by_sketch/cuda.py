@@ -26,8 +26,8 @@ def supports(case: Case) -> list[str]:
     """Why the kernels cannot serve a case: one thread block must be able to select from all runs of the longest
     context.
 
-    An H200 cannot do this for contexts of more than 3.5 million tokens, or if it examines more than 55,040 runs for
-    single tokens.
+    An H200 cannot do this for contexts of more than 3.5 million tokens, or, with ``chunk=1``, if more than 55,040 runs
+    are kept (``reference.most_kept``).
     """
     groups = (case.block_memory - COUNTS_BYTES) // 4  # groups of 8 values take 4 bytes each
     kept = reference.most_kept(PAGE // RUN * case.max_pages, case.max_selected, case.chunk)
@@ -37,8 +37,8 @@ def supports(case: Case) -> list[str]:
 
 
 def region_bytes(columns: int, chunk: int, k: int) -> int:
-    """Bytes of workspace per row and kv head. Through it, the kernels pass on the kept runs, their weights, the scores
-    of their chunks, and 16 bytes more."""
+    """Bytes of workspace per row and kv head. The kernels pass data to each other through the workspace: the kept runs,
+    their weights, the scores of their chunks, and 16 bytes more."""
     keep = reference.most_kept(PAGE // RUN * columns, k, chunk)
     return sum(-(-size // 16) * 16 for size in (2 * keep * (RUN // chunk), 8 * keep, 4 * keep)) + 16
 

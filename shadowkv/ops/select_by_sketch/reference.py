@@ -1,4 +1,5 @@
-"""Selection in two levels in PyTorch: first the runs with the best sign scores, then their best chunks by all bits.
+"""Selection in two levels in PyTorch: first the runs with the best sign scores, then the best chunks of these runs by
+all bits of the sketch.
 
 The rest can be sampled (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). With sampling, some of the examined
 runs are drawn at random by their sign scores, and some of the selected chunks by their scores. The weight of each
@@ -19,10 +20,10 @@ from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN, decode_scale
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 KEPT_SHARE = 11
-"""At least one in this many runs is kept: all bits of its tokens are examined."""
+"""At least one in this many runs is kept. All bits of the tokens in kept runs are examined."""
 
 KEPT_OVER_BUDGET = 6
-"""Kept runs have at least this many times as many tokens as the budget."""
+"""Together, the kept runs have at least this many tokens per token of the budget."""
 
 KEPT_LEAST = 720
 """Least number of kept runs. How well samples represent the rest depends on their number more than on their share."""
@@ -32,9 +33,9 @@ SAMPLED_SHARE = 4
 
 RUN_SHARPNESS = 0.5
 CHUNK_SHARPNESS = 0.7
-"""A run or a chunk is sampled in proportion to the exponential of its logit times the factor for runs or for chunks.
-Both factors are below 1, because logits are estimates, and tokens with low ones may matter. On attention of RULER
-prompts, 0.3 to 0.7 and 0.6 to 0.85 work equally well."""
+"""Factors of the logits of runs and of chunks in sampling: the probability is proportional to exp(factor * logit). Both
+factors are below 1, because logits are estimates, and tokens with low logits may matter. On attention of RULER prompts,
+0.3 to 0.7 for runs and 0.6 to 0.85 for chunks work equally well."""
 
 
 def kept_runs(num_pages: Tensor, budget: Tensor, chunk: int) -> Tensor:
@@ -57,20 +58,22 @@ def _kept_of(runs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def sampled_runs(num_pages: Tensor, kept: Tensor, sampling: Sampling | None) -> Tensor:
-    """Returns how many of the ``kept`` runs of each row are sampled. Arguments and result are int64 [B]. It is a
-    quarter for rows that sample. It is 0 for other rows, and for rows that keep all runs of their ``num_pages`` pages.
+    """Returns how many of the ``kept`` runs of each row are sampled. Arguments and result are int64 [B]. The result is
+    a quarter of the kept runs for rows that sample. It is 0 for other rows, and for rows that keep all runs of their
+    ``num_pages`` pages.
 
-    On attention of RULER prompts with 64 dimensions, sampling a half instead reduces the output's error by 4 %. But a
-    half misses 9.3 % of the tokens that have 5 % of a head's attention. A quarter misses 6.1 % of them, and no sampling
-    4.8 %.
+    On attention of RULER prompts with 64 dimensions, sampling a half of the kept runs instead reduces the output's
+    error by 4 %. But it misses 9.3 % of the tokens that have 5 % of a head's attention. Sampling a quarter misses 6.1 %
+    of these tokens, and no sampling 4.8 %.
     """
     some = torch.zeros_like(kept) if sampling is None else sampling.counts
     return torch.where((some > 0) & (kept < PAGE // RUN * num_pages), kept // SAMPLED_SHARE, 0)
 
 
 def mean_length(queries: SketchQueries, heads: int) -> Tensor:
-    """Returns the factor that makes sign scores, which are the best of any query, logits, float32 [B, H]. It is
-    approximate: the mean over the query heads of a kv head."""
+    """Returns the factor that turns sign scores into logits, float32 [B, H]. A sign score is the best one of all query
+    heads of a kv head, and these heads have different factors. The result is the mean of the factors, so the logits are
+    approximate."""
     return queries.length.unflatten(1, (heads, -1)).mean(-1)
 
 
@@ -88,9 +91,9 @@ def select_by_sketch(
     sampling: Sampling | None = None,
     layer: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Selects the best chunks, and samples others. A chunk's logit is the largest product of any of its tokens'
-    sketches with any query of its kv head, as in a softmax. So a long query, whose softmax is sharp, weighs more than a
-    short one.
+    """Selects the best chunks, and samples others. A chunk's logit is the largest logit of any of its tokens for any
+    query of its kv head, estimated from the sketches. Queries are not scaled to length 1 here. So a long query, whose
+    softmax is sharp, weighs more than a short one.
 
     Only ``kept_runs`` runs of 8 tokens are examined. Of these, ``sampled_runs`` are drawn at random. The others have
     the best ``coarse`` scores.
@@ -112,11 +115,11 @@ def select_by_sketch(
         layer: number of the layer. Each layer uses different random numbers.
 
     Returns:
-        Chunk numbers, int64 [B, H, k], ascending, then -1s. And the logarithm of how many chunks each one stands for,
-        float32 [B, H, k], 0 or more, arbitrary for -1; None without ``sampling``. The selection does not depend on
-        other rows of the batch. It may differ between backends: they break ties differently, also those of ``coarse``
-        scores, and may treat scores within a factor of 1 + 2**-10 as equal. Which chunks are sampled depends on the
-        last bits of sums.
+        Two results. The first has chunk numbers, int64 [B, H, k], ascending, then -1s. The second is None without
+        ``sampling``. Otherwise it has the logarithm of the number of chunks that each selected chunk stands for,
+        float32 [B, H, k]: at least 0, and arbitrary for -1. The selection does not depend on other rows of the batch.
+        It may differ between backends: they break ties differently, including ties of ``coarse`` scores, and may treat
+        scores within a factor of 1 + 2**-10 as equal. Which chunks are sampled depends on the last bits of sums.
     """
     heads, device = signs.shape[1], coarse.device
     if not coarse.shape[-1]:

@@ -21,9 +21,9 @@ missing = partial(cuda_missing, "select_top_chunks", "select_top_chunks")
 
 def supports(case: Case) -> list[str]:
     """Why the kernel cannot serve a case."""
-    group = unless(case.group <= GROUP, f"{case.group} query heads a kv head are more than {GROUP}")
+    group = unless(case.group <= GROUP, f"{case.group} query heads per kv head are more than {GROUP}")
     return group + unless(
-        not case.mass, "the policy stops at a share of the softmax (mass), which the CUDA kernel does not do"
+        not case.mass, "the policy stops at a share of the softmax (mass), which the CUDA kernel does not support"
     )
 
 
@@ -35,7 +35,7 @@ def select_top_chunks(logits: Tensor, lse: Tensor, budget: Tensor, k: int, mass:
     """
     (batch, heads), chunks = logits.shape[:2], logits.shape[3]
     if mass is not None:
-        raise ValueError(f"chunks are selected by their number in CUDA, not by mass={mass}")
+        raise ValueError(f"select_top_chunks in CUDA does not support mass={mass}, only a number of chunks")
     if not chunks:
         return torch.full((batch, heads, k), -1, device=logits.device)
     words = -(-chunks // 32) * 34  # a 32-bit key per chunk and two bit sets

@@ -1,9 +1,9 @@
 """The 2-bit key sketch, and the scores of its sign plane, in PyTorch.
 
 A random rotation makes the coordinates of every key nearly Gaussian, so that one uniform quantiser with 4 levels fits
-all keys (TurboQuant, arXiv:2504.19874). A key's scale makes its product with its own sketch exact. The two bits are
-stored in two planes: signs are read for all tokens, the other bits only for runs with good sign scores
-(``select_by_sketch``).
+all keys (TurboQuant, arXiv:2504.19874). A key's scale is chosen so that the product of the key with its own sketch is
+exact. The two bits are stored in two planes: signs are read for all tokens, the other bits only for runs with good sign
+scores (``select_by_sketch``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEP = 0.9957
 Gaussian."""
 
 RUN = 8
-"""Tokens of a run, which share a sign score."""
+"""Number of tokens in a run. They share a sign score."""
 
 SCALE_SHIFT = 7
 """A scale's code, shifted left by this, is a float16. The code has 5 bits of exponent, 3 of mantissa and no sign."""
@@ -59,10 +59,10 @@ def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def encode_scale(scale: Tensor) -> Tensor:
-    """Encodes scales in one byte, the upper 8 of the lower 15 bits of a float16.
+    """Encodes each scale in one byte: the upper 8 of the lower 15 bits of a float16.
 
-    One byte, because a step reads the scales of all tokens. The error of 3 bits of mantissa is far less than that of
-    signs.
+    A scale has only one byte, because a step reads the scales of all tokens. A mantissa of 3 bits causes far less error
+    than the signs.
 
     Args:
         scale: float32 [...].
@@ -100,8 +100,8 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     and the query, times its scale. A run's score is the largest score of its tokens, for any query of its kv head.
 
     Queries are scaled to length 1, so that the query heads of a kv head are comparable without a softmax. On real
-    prompts, these scores choose an eighth of the runs. These runs have as much attention weight as the eighth that
-    exact softmax weights choose.
+    prompts, the eighth of the runs that these scores choose has as much attention weight as the eighth that exact
+    softmax weights choose.
 
     Args:
         queries: of B sequences and H_q query heads.

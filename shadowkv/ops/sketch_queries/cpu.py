@@ -21,7 +21,8 @@ def supports(case: Case) -> list[str]:
 
 
 def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
-    """Same as the reference, except that coordinates near the middle of two whole numbers may be rounded differently.
+    """Same as the reference, except that coordinates near the middle between two whole numbers may be rounded
+    differently.
 
     The head dim is a multiple of 8 up to 256.
     """

@@ -12,8 +12,8 @@ from shadowkv.ops.extension import cuda_missing
 from shadowkv.ops.sketch_queries.reference import PLANES, SketchQueries, plane_bytes
 
 PLANE_BYTES, GROUP = (8, 16, 32), 16
-"""Supported plane sizes in bytes, and most query heads per kv head. Head dims up to 128 and from 200 to 256 have these
-sizes."""
+"""Supported plane sizes in bytes, and maximum number of query heads per kv head. Head dims up to 128 and from 200 to
+256 have these sizes."""
 
 missing = partial(cuda_missing, "sketch_queries", "sketch_queries")
 
@@ -21,11 +21,12 @@ missing = partial(cuda_missing, "sketch_queries", "sketch_queries")
 def supports(case: Case) -> list[str]:
     """Why this kernel and those of ``sign_scores`` and ``select_by_sketch`` cannot serve a case."""
     sizes = unless(plane_bytes(case.head_dim) in PLANE_BYTES, f"head dim {case.head_dim} is not in 8-128 or 200-256")
-    return sizes + unless(case.group <= GROUP, f"{case.group} query heads a kv head are more than {GROUP}")
+    return sizes + unless(case.group <= GROUP, f"{case.group} query heads per kv head are more than {GROUP}")
 
 
 def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
-    """Same as the reference, except that coordinates near the middle of two whole numbers may be rounded differently.
+    """Same as the reference, except that coordinates near the middle between two whole numbers may be rounded
+    differently.
 
     The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head. Queries are
     float32, bfloat16 or float16. ``states`` and ``maps`` may be read while the previous kernel is still running, so

@@ -1,5 +1,5 @@
-"""Queries for a key sketch in PyTorch. They are multiplied by their sequence's map and quantised, and have the order of
-the sketch's bits."""
+"""Queries for a key sketch in PyTorch. They are multiplied by their sequence's map, quantised, and put into the order
+of the sketch's bits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 PLANES = 4
-"""Bits per number of the queries that are multiplied with signs. Taking only the signs of keys causes 40 times the
-error of these 4 bits."""
+"""Bits per number in queries that are multiplied with signs. Reducing keys to signs causes 40 times the error that
+reducing queries to 4 bits causes."""
 
 
 def plane_bytes(dim: int) -> int:
@@ -22,7 +22,7 @@ def plane_bytes(dim: int) -> int:
 class SketchQueries:
     """Queries that were scaled to length 1, multiplied by the map, and rounded to whole numbers.
 
-    They are ordered like a key's planes: bit j of byte b of a plane belongs to the same dimension as ``whole[j, b]``.
+    Their order is that of a key's planes: bit j of byte b of a plane belongs to the dimension of ``whole[j, b]``.
 
     Attributes:
         whole: int8 [B, H_q, 8, S] with S = ``plane_bytes(d)``, from -127 to 127; 0 for padding bytes of a plane.
@@ -32,7 +32,7 @@ class SketchQueries:
         planes: uint8 [B, H_q, 4, S], bit planes of the whole numbers divided by 16 and rounded, from -8 to 7. Bit j of
             byte b of row p is bit p of the number from ``whole[..., j, b]``.
         plane_sum: int32 [B, H_q], sum of the numbers in ``planes``.
-        length: float32 [B, H_q], length of the queries times d**-0.5, the factor of scores in a softmax.
+        length: float32 [B, H_q], length of each query times d**-0.5, which is the factor of scores in a softmax.
     """
 
     whole: Tensor
@@ -55,7 +55,8 @@ class SketchQueries:
 
 
 def in_sixteenths(whole: Tensor) -> Tensor:
-    """Whole numbers from -127 to 127, float32 [...], divided by 16 and rounded, halves up: float32 [...], -8 to 7."""
+    """Divides whole numbers from -127 to 127, float32 [...], by 16 and rounds them, halves up. Returns float32 [...]
+    from -8 to 7."""
     return ((whole + 8) / 16).floor().clamp(max=7)
 
 

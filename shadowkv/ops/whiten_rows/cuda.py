@@ -26,7 +26,7 @@ def shared_bytes(rows: int) -> int:
 
 
 def supports(case: Case) -> list[str]:
-    """Why the kernel cannot serve a case. It must support the second moments of queries, which have one row per
+    """Why the kernel cannot serve a case. The kernel must support the second moments of queries, which have one row per
     dimension of a head."""
     need = shared_bytes(case.head_dim)
     return [
@@ -47,7 +47,8 @@ def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
     """Same as the reference, for up to 256 contiguous rows.
 
     Rounding can make products of similar rows not positive definite. Some rows then keep their components along earlier
-    rows. The kernel treats a remainder of at most 2e-6 of a row's square as rounding.
+    rows. If at most 2e-6 of a row's squared norm is left after subtracting its components along earlier rows, the
+    kernel treats the rest as rounding error.
     """
     out = torch.empty_like(rows)
     torch.ops.shadowkv_cuda.whiten_rows(rows, products, shift, out)
