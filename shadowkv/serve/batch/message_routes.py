@@ -73,7 +73,7 @@ class DeletedMessageBatch(Answer):
 
 
 class MessageRequest(Body):
-    """One request of a batch: ``params`` is a body of ``/v1/messages``, which is checked when it is answered."""
+    """One request of a batch: ``params`` is a body of ``/v1/messages``, which is checked when the batch runs."""
 
     custom_id: Annotated[str, Field(min_length=1, max_length=64)]
     params: dict[str, Any]
@@ -147,7 +147,7 @@ async def _ended(request: Request, store: RecordStore, id: str) -> Record:
 
 
 def _keep(store: RecordStore, owner: str, requests: list[MessageRequest]) -> Record:
-    """Stores a batch with its requests, in the form of a batch file."""
+    """Stores a batch, and its requests as a batch file."""
     id = f"msgbatch_{secrets.token_hex(16)}"
     lines = [
         msgspec.json.encode(

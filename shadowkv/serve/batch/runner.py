@@ -2,7 +2,7 @@
 
 Each API key has one batch in progress at a time. A batch uses at most half of the sequences that the engine can run.
 Batches and their answers so far are in the storage folder. If that folder outlives the server (--storage-dir), the next
-server continues them.
+server continues the batches.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class BatchRunner:
                 await self._fail(record, folder, error)
         except (OSError, ValueError) as error:
             logger.error("batch %s cannot be answered: %s", record.id, error)
-            await self._fail(record, folder, ApiError("its files cannot be read or written", code="storage_failed"))
+            await self._fail(record, folder, ApiError("batch files cannot be read or written", code="storage_failed"))
 
     async def _answer_in(self, record: Record, folder: Path) -> None:
         source = await asyncio.to_thread(self._source, record)
@@ -185,8 +185,8 @@ class BatchRunner:
             value["counts"].update(total=run.total, completed=answered + run.done - run.failed, failed=run.failed)
             return True
 
-        # This also leaves room for what the batch becomes in the end. A batch of messages becomes a file of results,
-        # which is shorter than its requests and their records together. Other batches become at most two files.
+        # The size also reserves room for the output files. A batch of messages becomes one file of results, which is
+        # shorter than the requests and their records together. Other batches become at most two files.
         beside = source.stat().st_size if record.kind == "message_batch" else 2 * MIN_BYTES
         value: dict[str, Any] = (await self._change(record, count, beside + run.written)).value
         return value

@@ -24,11 +24,12 @@ from shadowkv.serve.bodies.parameters import unknown
 T = TypeVar("T")
 
 SHORT_BYTES = 2**18
-"""Maximum size of a body that is read in this process: it holds the interpreter's lock for milliseconds."""
+"""Maximum size of a body that is read in this process. Parsing such a body holds the interpreter's lock for
+milliseconds."""
 
 PROCESSES = 2
-"""Number of reader processes, started for the first long bodies. While one body takes long, the other process reads the
-rest; one tenant uses at most one process."""
+"""Number of reader processes, which are started for the first long bodies. While one process reads a long body, the
+other one reads the bodies of other tenants: a tenant uses at most one process."""
 
 IDLE_SECONDS = 60.0
 """Seconds after which an idle process ends, which frees the memory that its longest body took."""
@@ -64,8 +65,8 @@ class BodyReader:
         self._closed = False
 
     async def read(self, raw: bytes | bytearray, model: type[B], tenant: str = "") -> B:
-        """Returns the request in a body. Tenants take turns: one with many bodies does not hold up the others. Raises
-        ApiError."""
+        """Returns the request in a body. Tenants take turns, so that a tenant with many bodies does not hold up the
+        others. Raises ApiError."""
         if len(raw) <= SHORT_BYTES:
             return await in_thread(tenant, partial(read_body, raw, model))
         return await self.apart(raw, partial(read_body, model=model), tenant)

@@ -145,7 +145,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        # Starlette raises it again after the answer, and the server logs it.
+        # Starlette raises the exception again after the answer, and the server logs it.
         response = error_response(ApiError(INTERNAL_ERROR, status=500), request.url.path)
         if (record := current_record()) is not None:  # this response does not pass the middleware that adds the id
             response.headers["X-Request-Id"] = record.id

@@ -1,5 +1,5 @@
-"""Sends responses: whole, as an error with its status, or as server-sent events. When a client disconnects, its work is
-cancelled at once, so that its resources are free before the next token."""
+"""Sends responses: whole, as an error with its status, or as server-sent events. When a client disconnects, the work on
+its request is cancelled at once, and the request's resources are free before the next token."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PROMPTLY = 0.05
 full queue, the response has the error's status."""
 
 TURNS = 8
-"""Minimum number of turns of the event loop to wait for the first chunk, even if they take longer than ``PROMPTLY``. An
-immediate refusal needs no more."""
+"""Minimum number of turns of the event loop to wait for the first chunk, even if the turns take longer than
+``PROMPTLY``. If a request is refused immediately, the error arrives within these turns."""
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

@@ -102,7 +102,7 @@ class BodyRoute(APIRoute):
 
 
 class Answer(BaseModel):
-    """Base of response models: it forbids other fields."""
+    """Base of response models: it forbids extra fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -128,13 +128,13 @@ class Error(Answer):
 def documented(
     answer: type[BaseModel] | None, *statuses: int, text: str | None = None, error: type[BaseModel] = Error
 ) -> dict[str, Any]:
-    """FastAPI's arguments for a route whose answers are sent as they are: models only describe them.
+    """FastAPI's arguments for a route. Its answers are sent unchecked: the models only describe them in the schema.
 
     Args:
-        answer: the JSON body of a 200.
+        answer: the JSON body of a 200; None if the body has no model.
         statuses: the other statuses, from ``STATUSES``.
         error: the body of the other statuses.
-        text: another media type of a 200: a stream of server-sent events, or metrics.
+        text: a media type besides JSON that a 200 can have: server-sent events, or the text of metrics.
     """
     well: dict[str, Any] = {} if answer is None else {"model": answer}
     if text is not None:
