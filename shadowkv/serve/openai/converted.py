@@ -37,8 +37,8 @@ class Converted(Body):
     """A body that is converted to a completion or a chat.
 
     Attributes:
-        target: what it is converted to.
-        names: this API's names of the parameters of ``target``, where they differ.
+        target: the class of the completion or chat.
+        names: this API's names of the parameters of ``target``, where the names differ.
     """
 
     target: ClassVar[type[GenerationRequest]]
