@@ -137,7 +137,7 @@ def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
         if connections > allowed:
             reason = f"needs {needed} open files, and the system allows {hard} (ulimit -Hn)"
             if not or_fewer:
-                text = f"limit_concurrency={connections} {reason}; raise that, or pass at most {allowed}"
+                text = f"limit_concurrency={connections} {reason}; raise this limit, or pass at most {allowed}"
                 raise SettingsError(text, ["limit_concurrency"])
             logger.warning("--limit-concurrency %d %s: %d is used", connections, reason, allowed)
         connections, needed = allowed, hard

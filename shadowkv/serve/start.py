@@ -84,7 +84,7 @@ def bind_file(file: str | Path) -> Iterator[socket.socket]:
                 Path(file).unlink()
             listener.bind(str(file))
         except BlockingIOError as error:
-            raise ValueError(f"cannot listen on --uds {file}: another server has it") from error
+            raise ValueError(f"cannot listen on --uds {file}: another server uses it") from error
         except OSError as error:
             raise ValueError(f"cannot listen on --uds {file}: {error.strerror or error}") from error
         stack.callback(Path(file).unlink, missing_ok=True)

@@ -205,8 +205,8 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
 
 
 def _user(blocks: list[Block]) -> list[dict[str, Any]]:
-    """The chat messages of a user message. Tool results become separate messages, in order with the text between
-    them."""
+    """The chat messages of a user message. Each tool result becomes a separate message; the order of results and text
+    is kept."""
     messages: list[dict[str, Any]] = []
     texts: list[TextBlock | DocumentBlock] = []
     for block in blocks:

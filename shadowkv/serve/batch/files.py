@@ -62,7 +62,7 @@ class BatchFiles:
 
     @property
     def target(self) -> Path:
-        """The output file; if ``output`` is a symbolic link, the file that it points to, so that the link stays."""
+        """The output file. If ``output`` is a symbolic link, this is the link's target, so that the link stays."""
         return Path(os.path.realpath(self.output))
 
     @property
@@ -187,8 +187,8 @@ def _rename(source: Path, target: Path) -> None:
 
 def _answers(record: dict[str, Any], request: str | None) -> bool:
     """Whether a record is a successful answer to the request that now has its custom_id. ``request`` is the record id
-    of that request, or None if no request has the custom_id: the answer is then kept. So are answers of earlier
-    versions, whose ids are random."""
+    of that request, or None if no request has the custom_id. An answer without a request is kept, and so is an answer
+    of an earlier version, whose id is random."""
     name, response, request_then = record["custom_id"], record.get("response"), str(record.get("id"))
     changed = request is not None and request_then.startswith(DIGEST) and request_then != request
     return name is not None and response is not None and response.get("status_code") == 200 and not changed

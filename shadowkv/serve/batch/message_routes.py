@@ -28,7 +28,7 @@ from shadowkv.serve.storage.store import Record, RecordStore, storage_failed
 
 URL = f"{MESSAGES_URL}/batches"
 MAX_REQUESTS = 10_000
-"""Maximum number of requests in a batch (Anthropic: 100,000); the body's size limits them, too."""
+"""Maximum number of requests in a batch (Anthropic: 100,000). The maximum size of a body limits the number, too."""
 
 
 class MessageCounts(Answer):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""Seconds between two looks for new batches, and for cancellations of running ones."""
+"""Seconds between two checks for new batches and for cancelled ones."""
 
 BATCH_SECONDS = 24 * 3600
 """Time limit of a batch, as in both APIs; requests without an answer then expire."""
@@ -77,7 +77,7 @@ class BatchRunner:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A context in which batches are answered. Batches that are unfinished at its end stay open."""
+        """A context in which batches are answered. Batches that are unfinished when the context ends stay open."""
         task = asyncio.create_task(self._run()) if self._store.is_on else None
         try:
             yield
@@ -162,8 +162,8 @@ class BatchRunner:
         return path
 
     async def _watch(self, record: Record, source: Path, run: BatchRun, answering: asyncio.Task[None]) -> str:
-        """Waits for the answers and counts them, until all are there, the batch is cancelled, or its time is over.
-        Returns the final status."""
+        """Waits for the answers and counts them, until all requests are answered, the batch is cancelled, or its time
+        is over. Returns the final status."""
         while not answering.done():
             await asyncio.wait((answering,), timeout=POLL_SECONDS)
             value = await self._count(record, source, run)

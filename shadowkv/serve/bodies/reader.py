@@ -136,8 +136,8 @@ class _Process:
         return self._killed.is_set() or not self.is_running
 
     def read(self, raw: bytes | bytearray, work: Callable[[bytes], T], seconds: float) -> T | ApiError:
-        """Returns the process's result for a body. If the process sends none, it is killed, and the returned ApiError
-        says why."""
+        """Returns the process's result for a body. If there is no result, kills the process and returns an ApiError
+        that gives the reason."""
         if self._process is None:
             self._process, self._connection = start_process("shadowkv.serve.bodies.reader_process")
         late = Event()
@@ -149,7 +149,7 @@ class _Process:
         timer = Timer(seconds, stop)
         timer.start()
         try:
-            if self._killed.is_set():  # killed while it started
+            if self._killed.is_set():  # the process was killed while it started
                 raise EOFError
             self._connection.send((self._memory, work))
             self._connection.send_bytes(raw)

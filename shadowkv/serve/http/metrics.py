@@ -62,7 +62,7 @@ FIGURES = {
     "time_to_first_token_seconds_count": "first_tokens",
     "time_to_first_token_seconds_sum": "first_token_seconds",
 }
-"""Samples that ``Metrics.figures`` returns, and their names there."""
+"""Samples that ``Metrics.figures`` returns, and their names in its result."""
 
 LOWER = ("host", "disk")
 TIERS_OF = {
@@ -169,7 +169,7 @@ class Metrics(ConnectionMetrics):
         counter("num_preemptions", "Always 0: no sequence is ever preempted.")
         text = "Preemptions of a request that ended: always 0."
         self._preemptions = histogram("request_num_preemptions", text, CHOICES)
-        text = "Tokens of an engine step: generated tokens, and computed tokens of prompts whose prefill ended in it."
+        text = "Tokens of an engine step: generated tokens, and computed tokens of prompts whose prefill it completed."
         self._step_tokens = histogram("iteration_tokens_total", text, STEP_TOKENS)
         gauge = Gauge(
             f"{prefix}:longest_request_tokens",
@@ -217,7 +217,7 @@ class Metrics(ConnectionMetrics):
 
         try:
             yield see
-        except (EngineBusy, RequestError) as error:  # never started
+        except (EngineBusy, RequestError) as error:  # usually before the request has started
             if isinstance(error, EngineBusy):
                 self._refused.inc()
             reason = reason or ("abort" if last is not None else "")
@@ -350,7 +350,7 @@ class _EngineFigures(Collector):
             counter = CounterMetricFamily(f"{self._prefix}:spec_decode_{name}", text, labels=["model_name"])
             counter.add_metric([self._model], count)
             yield counter
-        text = "Accepted tokens by their place in the draft."
+        text = "Accepted tokens, counted separately for each place in the draft."
         name = f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos"
         counter = CounterMetricFamily(name, text, labels=["model_name", "position"])
         for position, count in enumerate(stats.num_accepted_tokens_per_pos):

@@ -92,7 +92,7 @@ class RequestLog:
         finally:
             if gone and not complete:
                 record.cut = CLIENT_GONE
-            elif begun and not complete:  # an answer that has not begun is sent by outer handlers
+            elif begun and not complete:  # if the answer has not begun, outer handlers send an error
                 record.cut = record.cut or INTERNAL
             # Probes and the page send a request every few seconds: successful ones are neither counted nor logged.
             if not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
@@ -105,9 +105,9 @@ class RequestLog:
 
 def _line(scope: Scope, record: RequestRecord) -> str:
     """The request's log line: fields without names, then ``name=value`` fields. Fields contain no blanks, so that a
-    client cannot forge one."""
+    client cannot forge a field."""
     client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
-    path = scope.get("raw_path", b"").decode("latin-1")  # still quoted, and without the query
+    path = scope.get("raw_path", b"").decode("latin-1")  # the path is still quoted, and has no query
     fields = [_field(client), _field(scope["method"]), _field(path), str(record.status), f"id={record.id}"]
     if record.generation is not None:
         usage = record.generation.usage()

@@ -84,8 +84,8 @@ class Events:
     sign_of_life: bytes = b": keep-alive\n\n"
 
     async def encoded(self, first: asyncio.Future[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
-        """Yields all events. ``first`` is the first chunk, which has been requested before. An error becomes an event
-        before the end, since the status has already been sent."""
+        """Yields all events. ``first`` is the first chunk, which has already been requested. An error becomes an event,
+        since the status has already been sent."""
         try:
             yield self._event(await first)
             async for chunk in self.chunks:
@@ -158,7 +158,7 @@ class EventStream(Response):
 Write = Callable[[bytes], Awaitable[None]]
 
 BODY_WRITER = "shadowkv.body_writer"
-"""Key of the ``BodyWriter``'s write function in a request's ASGI scope, if its connection has one."""
+"""Key in a request's ASGI scope for the write function of the connection's ``BodyWriter``, if there is one."""
 
 
 async def _write(send: Send, data: bytes) -> None:

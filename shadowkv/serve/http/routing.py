@@ -46,7 +46,7 @@ EVENT_STREAM = "text/event-stream"
 class _Request(Request):
     model: type[Body]
 
-    async def body(self) -> bytes:  # a bytearray works as well
+    async def body(self) -> bytes:  # the result is a bytearray, which works as well
         # The body grows as it arrives: joining the pieces of 32 MiB at the end would block the event loop for a while.
         if not hasattr(self, "_body"):
             received = bytearray()
@@ -64,7 +64,7 @@ class _Request(Request):
             raise BodyRefused(as_api_error(error)) from error
         finally:
             if isinstance(raw, bytearray) and not self.model.is_read_again:
-                raw.clear()  # FastAPI holds it until the request is answered
+                raw.clear()  # FastAPI holds the body until the request is answered
         if body is None:
             raise ClientDisconnect
         return body
@@ -128,7 +128,7 @@ class Error(Answer):
 def documented(
     answer: type[BaseModel] | None, *statuses: int, text: str | None = None, error: type[BaseModel] = Error
 ) -> dict[str, Any]:
-    """FastAPI's arguments for a route. Its answers are sent unchecked: the models only describe them in the schema.
+    """FastAPI's arguments for a route. The route's answers are sent unchecked: the models only describe them.
 
     Args:
         answer: the JSON body of a 200; None if the body has no model.

@@ -73,7 +73,7 @@ def _is_key(key: str) -> bool:
 class ServerSettings:
     """Settings of the HTTP server. Times are in seconds.
 
-    A setting has vLLM's name for it, if vLLM has the setting. The other names are uvicorn's (``timeout_keep_alive``,
+    Settings that vLLM also has are named as in vLLM. The other names are uvicorn's (``timeout_keep_alive``,
     ``limit_concurrency``, ``h11_max_incomplete_event_size``) or nginx's (the other time-outs).
 
     ``allowed_hosts`` prevents DNS rebinding. Otherwise, another site could make its own name resolve to 127.0.0.1, and
@@ -87,7 +87,7 @@ class ServerSettings:
     port: int = setting(
         8000,
         SERVER,
-        "port to listen on; 0 takes any free one",
+        "port to listen on; 0 selects any free port",
         check=Check(lambda port: 0 <= port < 2**16, "must be between 0 and 65535"),
     )
     uds: str | None = setting(

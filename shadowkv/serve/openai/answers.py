@@ -78,8 +78,8 @@ ChatFinishReason = Literal["stop", "length", "tool_calls", "repetition"]
 class LayerSelections(Answer):
     """Attention of one group of layers to selected tokens.
 
-    ``layer`` selected tokens for the layers [first, end) in ``layers``. ``cells`` are the cells of those tokens;
-    ``weights`` are their shares of the attention to all selected tokens.
+    ``layer`` is the layer that selected tokens for the layers [first, end) in ``layers``. ``cells`` are the cells of
+    those tokens; ``weights`` are the cells' shares of the attention to all selected tokens.
     """
 
     layers: list[int]
@@ -92,8 +92,8 @@ class TokenSelections(Answer):
     """The tokens that one token of an answer attended to, out of the ``length`` tokens before it.
 
     Cell n has ``cell`` tokens and starts at position n x ``cell``. ``exact`` lists ranges [first, end) of positions
-    that every layer attended to in addition. ``groups`` has the attention to the remaining tokens: to the selected
-    ones, or, if ``everything`` is true, to all of them.
+    that every layer attended to without selection. ``groups`` has the attention to the remaining tokens: to the
+    selected ones or, if ``everything`` is true, to all of them.
     """
 
     length: int

@@ -60,8 +60,8 @@ class Converted(Body):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The given parameters of ``SHARED``."""
-        # The set of given fields also names unknown fields, which are dropped by now.
+        """The parameters of ``SHARED`` that the request sets."""
+        # ``model_fields_set`` also names unknown fields, which have already been dropped.
         return {name: getattr(self, name) for name in SHARED & self.model_fields_set & type(self).model_fields.keys()}
 
     @abstractmethod

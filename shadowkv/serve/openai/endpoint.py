@@ -93,7 +93,7 @@ class Endpoint(ABC):
         return None
 
     def tool_parser(self, request: Any) -> ToolParser | None:
-        """The parser of tool calls in a choice's text; None if the text has none."""
+        """The parser of tool calls in a choice's text; None if no calls are parsed."""
         return None
 
     def reasoning_parser(self, request: Any, prompt: list[int]) -> ReasoningParser | None:
@@ -118,7 +118,7 @@ class Responder:
     """Answers requests within the server's limits, and aborts them when the client disconnects.
 
     Attributes:
-        engines: engines by model name.
+        engines: all engines; keys are the model names that clients use.
         served_name: the model that answers if a request names none.
         metrics: counts the work of ``served_name`` alone.
     """

@@ -90,7 +90,7 @@ class ToolCall(Body):
     id: Name
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of streamed calls, which clients assemble and send back
+    index: int | None = None  # streamed calls have an index, which clients may send back
 
     def for_template(self) -> dict[str, Any]:
         """The call in the form that chat templates expect."""
@@ -142,7 +142,7 @@ class Message(Body):
 
 
 def _within_limits(value: Any) -> Any:
-    """Checks the size of all messages together, before any is validated."""
+    """Checks the size of all messages together, before any message is validated."""
     if isinstance(value, list):
         messages = [message for message in value if isinstance(message, dict)]
         contents = [message.get("content") for message in messages]

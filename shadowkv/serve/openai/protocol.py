@@ -408,7 +408,7 @@ class CompletionRequest(GenerationRequest):
     @classmethod
     def _need_prompt(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("prompt") is None and data.get("prompt_embeds") == []:
-            words = "Either prompt or prompt_embeds must be provided and non-empty"  # vLLM's
+            words = "Either prompt or prompt_embeds must be provided and non-empty"  # vLLM's message
             raise refusal("prompt", f"{words}. This server supports prompt, but not prompt_embeds")
         return data
 
@@ -431,7 +431,7 @@ class CompletionRequest(GenerationRequest):
     def prompt_alternatives(self) -> int | None:
         if self.prompt_logprobs is not None or not self.echo:
             return self.prompt_logprobs
-        # With max_tokens=0, the engine treats 0 as a request to score the prompt.
+        # With max_tokens=0, the engine treats prompt_logprobs=0 as a request to score the prompt.
         return 0 if self.logprobs is None and self.max_tokens == 0 else self.logprobs
 
 
@@ -469,7 +469,7 @@ class ChatRequest(GenerationRequest, Conversation):
             raise refusal("tool_choice", f"tool_choice names {chosen.name!r}, which is not in tools")
         if names and chosen.kind != "none" and super().output_schema is not None:
             name = "response_format" if self.structured is None else "structured_outputs"
-            reason = f"{name} leaves no room for calls of tools; leave it out, or pass tool_choice 'none'"
+            reason = f"{name} leaves no room for tool calls; leave {name} out, or pass tool_choice 'none'"
             raise refusal(name, reason)
         if chosen.is_forced and (self.min_tokens or self.ignore_eos):
             raise refusal("tool_choice", f"tool_choice {chosen} ends the output: leave min_tokens and ignore_eos out")

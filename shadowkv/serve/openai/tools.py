@@ -58,7 +58,7 @@ class Tool(Body):
 
 
 def within_limits(value: Any) -> Any:
-    """Checks the size of all tools together, before any is validated."""
+    """Checks the size of all tools together, before any tool is validated."""
     return bounded(MAX_TOOLS_CHARS, value)
 
 

@@ -27,7 +27,7 @@ class ResponseOutput:
     """The answer to one job, which has one choice.
 
     Attributes:
-        answer: the response, as far as it is complete.
+        answer: the response so far. An item's text or arguments are filled in when the item ends.
     """
 
     def __init__(self, job: Job) -> None:

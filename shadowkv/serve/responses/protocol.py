@@ -28,7 +28,7 @@ NAMES = MappingProxyType({"messages": "input", "max_tokens": "max_output_tokens"
 
 
 class Format(Body):
-    """Format of the answer; ``schema`` belongs to type ``json_schema``."""
+    """Format of the answer; only the type ``json_schema`` has a ``schema``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None

@@ -140,7 +140,7 @@ class RecordStore:
 
     @contextmanager
     def _transaction(self, folder: Path | None = None) -> Iterator[sqlite3.Connection]:
-        """A transaction; raises ApiError if the database fails."""
+        """A context with a transaction; raises ApiError if the database fails."""
         root = folder or self._root
         try:
             database = sqlite3.connect(root / "records.sqlite", timeout=BUSY_SECONDS, isolation_level=None)

@@ -90,7 +90,7 @@ def properties(parameters: Any) -> Mapping[str, Any]:
 
 def argument_types(parameters: Any, name: str) -> frozenset[str]:
     """JSON types that a function's ``parameters`` (a JSON schema) allow for the argument ``name``; empty if the schema
-    has none."""
+    names no types."""
     types, seen = set[str](), set[str]()
     parts: list[Any] = [properties(parameters).get(name)]
     while parts:

@@ -37,7 +37,7 @@ class Gemma4(ToolParser):
             self._drop()
 
     def _function(self) -> Reading[bool]:
-        """Reads a call within its marks; False if it is not a call."""
+        """Reads a call between its marks. Returns False if the text is not a call."""
         if not (yield from self._passed("call:")):
             return False
         name = yield from self._up_to(NOT_IN_NAMES)
@@ -49,7 +49,7 @@ class Gemma4(ToolParser):
 
     def _arguments(self) -> Reading[None]:
         """Reads the arguments, and emits their JSON."""
-        levels, before = list[str](), ""  # marks that close what is open, and JSON to write before the next value
+        levels, before = list[str](), ""  # closing marks of open objects and lists; JSON to write before the next value
         while True:
             yield from self._blanks()
             sign = yield from self._next()

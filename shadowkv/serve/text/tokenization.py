@@ -1,5 +1,5 @@
-"""Tokenization for the server. A text that is too long is refused before it is tokenized, or after a part of it has
-been. Long texts take turns."""
+"""Tokenization for the server. A text that is too long is refused before it is tokenized, or as soon as the tokens of a
+part show this. Long texts take turns."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _in_flight: set[Event] = set()
 
 async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
     """Runs ``work`` on a thread that the tenants share, and returns its result. ``size`` is the number of characters or
-    token ids to process. If it exceeds ``LONG``, at most ``TURNS`` such calls run at a time, and ``work`` is stopped
-    when the caller is cancelled. Raises ApiError if ``drop_long`` stops it."""
+    token ids to process. If ``size`` exceeds ``LONG``, at most ``TURNS`` such calls run at a time, and ``work`` is
+    stopped when the caller is cancelled. Raises ApiError if ``drop_long`` stops ``work``."""
     if size <= LONG:
         return await in_thread(tenant, work)
     async with _turns.of(tenant):
