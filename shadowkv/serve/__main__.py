@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess
 
 CONCURRENCY = 2
-"""Batch requests in flight per sequence that the engine can run. The surplus waits in the engine, already tokenized."""
+"""Batch requests in flight, as a multiple of the sequences that the engine can run. The surplus waits in the engine,
+already tokenized."""
 
 
 def main(
@@ -44,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags of a command line; ends the process with a one-line error if they are not valid."""
     parser = Parser(prog="shadowkv serve", description=__doc__)
     add_arguments(parser)
-    text = "number of HTTP processes in front of the engine; limits hold for all together (default: %(default)s)"
+    text = "number of HTTP processes in front of the engine; limits hold for their total (default: %(default)s)"
     parser.add_argument("--api-server-count", type=int, default=1, metavar="N", help=text)
     add_batch_files(parser.add_argument_group("batch mode, instead of a server"), required=False)
     args = parse_arguments(parser, argv)
@@ -67,7 +68,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
     with ExitStack() as stack, stops_repeated():
         try:
             config, settings = EngineConfig.from_args(args), ServerSettings.from_args(args)
-            # Errors that are cheap to find are found before the model is loaded.
+            # Whatever can be checked cheaply is checked before the model is loaded.
             if args.input is not None:
                 files = BatchFiles(args.input, args.output, args.resume)
                 stack.enter_context(files.held())
@@ -75,9 +76,10 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
                 settings = with_surroundings(settings)
                 listener = stack.enter_context(bound_socket(settings))
             process = start(config, settings.compare)
-            stack.callback(process.stop, STOP_SECONDS)  # does nothing after ``serve`` has stopped it
-            if args.input is None and args.api_server_count == 1:  # otherwise ``Workers`` sets up shared metrics first
-                import_module("shadowkv.serve.app")  # takes a second, while the engine loads
+            stack.callback(process.stop, STOP_SECONDS)  # has no effect if ``serve`` has already stopped the process
+            # With several processes, ``Workers`` must set up shared metrics before this import.
+            if args.input is None and args.api_server_count == 1:
+                import_module("shadowkv.serve.app")  # the import takes a second; the engine loads meanwhile
             engine = process.clients[0]
             settings.check_template(engine.tokenizer.chat_template)
             name = settings.served_name(engine.model_name)

@@ -66,7 +66,7 @@ def build_app(
         served_name: the model's name in answers; ``settings`` has other names that requests can use.
         compared: a second engine of the same model, with another policy. Requests choose it by the model name
             ``{served_name}@{policy}``. None: there is one engine.
-        counts: counts of open connections and requests, in this process and others; None if this is the only one.
+        counts: counts of open connections and requests in all processes; None if this is the only process.
     """
     settings = settings or ServerSettings()
     bodies = BodyReader(settings.max_body_bytes)
@@ -79,8 +79,7 @@ def build_app(
     tracing = None if settings.otlp_traces_endpoint is None else Tracing.to(settings.otlp_traces_endpoint)
 
     async def drop() -> None:
-        """Refuses all bodies that are being read or wait to be read, and all texts that are being tokenized or wait for
-        that."""
+        """Refuses all bodies and long texts that are still being read or tokenized, or that wait for their turn."""
         bodies.close()
         documents.close()
         drop_long()
@@ -149,8 +148,8 @@ def add_middleware(
 
 
 def ready_app(engines: Sequence[EngineClient], served_name: str, settings: ServerSettings, counts: Counts) -> FastAPI:
-    """Builds the application for a process that does nothing else. It serves ``engines[0]``. If there is a second
-    engine, the page compares the answers of both."""
+    """Builds the application for a process that does nothing else. The application serves ``engines[0]``. If there is a
+    second engine, the page compares the answers of both."""
     app = build_app(engines[0], served_name, settings, *engines[1:], counts=counts)
     give_back_large_blocks()
     gc.collect()

@@ -41,8 +41,9 @@ def run_until_stopped(run: Callable[[argparse.Namespace], int], args: argparse.N
 
 
 def exit_on_signals() -> None:
-    """Makes SIGINT, SIGTERM and SIGHUP raise an exception that ends the process, until a server handles them. An
-    ignored signal stays ignored: the command was started in the background or to outlive its terminal (nohup)."""
+    """Makes SIGINT, SIGTERM and SIGHUP raise an exception that ends the process, until a server installs its own
+    handlers. A signal that is already ignored stays ignored: the command was started in the background, or with nohup
+    to outlive its terminal."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop.handle)
@@ -53,10 +54,11 @@ def stops_repeated() -> Iterator[None]:
     """A context in which no signal that ends the process is lost.
 
     Python drops a signal's exception if it is raised in a finalizer, a callback or C code, as in imports. The signal is
-    therefore raised again after half a second, unless its exception is still propagating. Whatever handles the signal
-    by then gets it. If an import has turned the exception into another error, this context raises the original one.
+    therefore raised again after half a second, unless its exception is still propagating. The handler that is installed
+    by then receives it. If an import has turned the exception into another error, this context raises the original
+    exception.
 
-    This must be the first context that an exception leaves, so that no signal interrupts the release of resources.
+    This must be the innermost context: outer contexts then release their resources without an interruption by a signal.
     """
     _stop.repeats = True
     try:
@@ -119,8 +121,8 @@ def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
     """Raises the limit of open files to what ``connections`` connections need; returns how many connections are
     possible.
 
-    If the system allows fewer, raises SettingsError. With ``or_fewer``, logs a warning instead and returns how many it
-    allows.
+    If the system allows fewer connections, raises SettingsError. With ``or_fewer``, logs a warning instead and returns
+    the number that the system allows.
     """
     try:
         import resource
@@ -135,7 +137,7 @@ def allow_open_files(connections: int, *, or_fewer: bool = False) -> int:
         if connections > allowed:
             reason = f"needs {needed} open files, and the system allows {hard} (ulimit -Hn)"
             if not or_fewer:
-                text = f"limit_concurrency={connections} {reason}; raise that, or pass at most {allowed}"
+                text = f"limit_concurrency={connections} {reason}; raise this limit, or pass at most {allowed}"
                 raise SettingsError(text, ["limit_concurrency"])
             logger.warning("--limit-concurrency %d %s: %d is used", connections, reason, allowed)
         connections, needed = allowed, hard

@@ -37,7 +37,7 @@ def add_batch_files(batch: argparse._ArgumentGroup, required: bool) -> None:
     text = "file of requests in OpenAI's batch format (.jsonl)"
     batch.add_argument("--input", type=Path, required=required, metavar="FILE", help=text)
     batch.add_argument("--output", type=Path, required=required, metavar="FILE", help="file to write the answers to")
-    text = "skip requests that --output, or its .partial file, has answers to"
+    text = "skip requests that already have an answer in --output or in its .partial file"
     batch.add_argument("--resume", action="store_true", help=text)
 
 
@@ -55,9 +55,9 @@ def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse
 
 
 def with_surroundings(settings: ServerSettings) -> ServerSettings:
-    """Completes the settings from this machine: the names that requests may use for it, and the number of connections
+    """Completes the settings from this machine: the host names that requests may use, and the number of connections
     that the limit of open files allows. Raises ValueError if files or libraries that a flag needs are missing, or if
-    ``limit_concurrency`` exceeds that number."""
+    ``limit_concurrency`` exceeds the allowed number of connections."""
     settings.check_files_and_libraries()
     connections = allow_open_files(settings.max_connections, or_fewer=settings.limit_concurrency is None)
     return replace(settings.listening(), limit_concurrency=connections)
@@ -65,26 +65,26 @@ def with_surroundings(settings: ServerSettings) -> ServerSettings:
 
 @contextmanager
 def bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
-    """The socket that the settings name, bound while the model loads and until the server ends. It does not listen yet,
-    so that clients are refused until the server is ready. Raises ValueError if it cannot be bound."""
+    """A context with a socket that is bound to the address in the settings. The socket does not listen yet, so that
+    clients are refused until the server is ready. Raises ValueError if the address cannot be bound."""
     with bind(settings.host, settings.port) if settings.uds is None else bind_file(settings.uds) as listener:
         yield listener
 
 
 @contextmanager
 def bind_file(file: str | Path) -> Iterator[socket.socket]:
-    """A Unix domain socket at ``file``; it replaces the file of a killed server. A server holds a lock on ``FILE.lock``
-    from here until it ends, also while it loads or drains and nobody can connect."""
+    """A context with a Unix domain socket at ``file``. The file of a killed server is replaced. A lock on ``FILE.lock``
+    is held for the whole context, even while the server loads or drains and nobody can connect."""
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(open(f"{file}.lock", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            if Path(file).is_socket() and not _is_answered(file):  # no other program listens on it
+            if Path(file).is_socket() and not _is_answered(file):  # no other program listens on this socket
                 Path(file).unlink()
             listener.bind(str(file))
         except BlockingIOError as error:
-            raise ValueError(f"cannot listen on --uds {file}: another server has it") from error
+            raise ValueError(f"cannot listen on --uds {file}: another server uses it") from error
         except OSError as error:
             raise ValueError(f"cannot listen on --uds {file}: {error.strerror or error}") from error
         stack.callback(Path(file).unlink, missing_ok=True)
@@ -113,7 +113,7 @@ def bind(host: str, port: int) -> socket.socket:
             listener.bind(address)
         except OSError as error:
             raise ValueError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-        stack.pop_all()  # bound: the caller closes it
+        stack.pop_all()  # the socket is bound: the caller closes it
     return listener
 
 

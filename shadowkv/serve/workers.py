@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
-"""Seconds that a process has to end after ``shutdown_timeout``: clients read the rest of their answers."""
+"""Seconds after ``shutdown_timeout`` until a process is killed, so that clients can read the rest of their answers."""
 
 DRAIN = "drain"
-"""Message that makes a process accept no more connections and end once its requests have. Any other message says why
-the engine has ended, and ends the process, too."""
+"""Message that tells a process to accept no more connections, and to end when its last request has ended. Any other
+message says why the engine has ended; the process then ends, too."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class WorkerLaunch:
 
     Attributes:
         sockets: folder of the engines' sockets.
-        shared: folder of the counts that all HTTP processes share. The first process removes it. If that process was
-            killed, the others do.
+        shared: folder of the counts that all HTTP processes share. The first process removes the folder. If the first
+            process was killed, the others remove it.
         row: the process's row in ``Counts``.
     """
 
@@ -66,15 +66,15 @@ class _Worker:
     clients: list[str]
 
     def send(self, text: str) -> None:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             self.control.send(text)
 
 
 class Workers:
     """The additional HTTP processes, which serve clients on the same socket as this one. Leaving the context ends them.
 
-    They end with this process, however it ends. A process that ends by itself is not restarted: its requests are
-    aborted, and the other processes continue.
+    The additional processes also end if this process is killed. A process that ends by itself is not restarted: its
+    requests are aborted, and the other processes continue.
 
     Args:
         count: number of all HTTP processes, including this one.
@@ -157,7 +157,7 @@ class Workers:
             worker.send(text)
 
     def drain(self) -> None:
-        """Makes the processes accept no more connections, and end once their requests have."""
+        """Tells the processes to accept no more connections, and to end when their last requests have ended."""
         self._draining_since = self._draining_since or monotonic()
         self._tell_all(DRAIN)
 

@@ -102,7 +102,7 @@ def test_a_conversation_whose_beginning_is_gone_says_which_response_it_lacks(sen
     second = ask(send, "Oslo?", previous_response_id=first).json()["id"]
     send("DELETE", f"{URL}/{first}")
     error = error_of(ask(send, previous_response_id=second), 404)
-    assert error["message"].startswith(f"response {second!r} cannot be continued: {first!r}, an earlier one")
+    assert error["message"].startswith(f"response {second!r} cannot be continued: {first!r}, earlier in")
     assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
     error = error_of(ask(send, previous_response_id=first), 404)
     assert error["message"].startswith(f"there is no response {first!r} of this API key: send the whole")

@@ -85,7 +85,7 @@ def test_where_few_files_may_be_open(monkeypatch, capsys, caplog, hard, flags, l
     assert command.main(["--port", "0", *flags]) == (2 if limit is None else 0)
     told = f"--limit-concurrency 2048 needs 2560 open files, and the system allows {hard} (ulimit -Hn)"
     if limit is None:
-        assert f"{told}; raise that, or pass at most 512" in error_line(capsys) and not served and not raised
+        assert f"{told}; raise this limit, or pass at most 512" in error_line(capsys) and not served and not raised
     else:
         assert served == [limit] and raised == [(min(hard, limit + FILES_BESIDE), hard)]
         assert [record.getMessage() for record in caplog.records] == (

@@ -207,8 +207,8 @@ def test_a_full_queue_is_a_status_however_late_a_busy_event_loop_comes_to_it(
         ({"temperature": "h" * 100}, "temperature: Input should be a valid number (float_type)"),
         (
             {"prompt": None, "prompt_embeds": []},
-            "prompt: Either prompt or prompt_embeds must be provided and non-empty. This server takes a prompt, and no "
-            "prompt_embeds",
+            "prompt: Either prompt or prompt_embeds must be provided and non-empty. This server supports prompt, but "
+            "not prompt_embeds",
         ),
         ({"top_p": 3}, "top_p: top_p=3.0 must be in (0, 1]"),
         ({"stop": 5}, "stop: must be a string or a list of up to 64 strings, not 5"),

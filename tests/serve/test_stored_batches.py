@@ -108,7 +108,7 @@ def test_files(client):
 @pytest.mark.parametrize(
     "form, reason",
     [
-        ({"data": {"purpose": "batch"}, "files": {"other": b"a"}}, "pass the fields"),
+        ({"data": {"purpose": "batch"}, "files": {"other": b"a"}}, "pass two fields"),
         ({"files": {"file": b"a"}}, "purpose"),
         ({"json": {}}, "multipart/form-data"),
         ({"content": b"--x", "headers": {"Content-Type": "multipart/form-data"}}, "boundary"),

@@ -23,7 +23,7 @@ def test_a_server_on_a_unix_socket(tiny_model: Path, tmp_path: Path, monkeypatch
         with httpx.Client(transport=transport, base_url="http://any-host", timeout=300) as client:
             answer = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 3})
         assert answer.json()["usage"]["completion_tokens"] == 3
-        with pytest.raises(ValueError, match=r"cannot listen on --uds s.sock: another server has it"), bind_file(file):
+        with pytest.raises(ValueError, match=r"cannot listen on --uds s.sock: another server uses it"), bind_file(file):
             pass
         assert file.is_socket()
         running.http.terminate()
@@ -43,7 +43,7 @@ def test_a_server_that_does_not_answer_yet_keeps_its_file(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     file = Path("s.sock")
     with bind_file(file):  # it loads: nobody can connect
-        with pytest.raises(ValueError, match="another server has it"), bind_file(file):
+        with pytest.raises(ValueError, match="another server uses it"), bind_file(file):
             pass
         assert file.is_socket()
     assert not file.exists()

@@ -155,7 +155,7 @@ class Turn(Body):
 
 def _asks(turns: list[Turn]) -> list[Turn]:
     if begun(turns) and not all(isinstance(block, TextBlock) for block in turns[-1].content):
-        raise wrong("a last message of the role 'assistant' is continued, and must have only text blocks")
+        raise wrong("the last message, if its role is 'assistant', is continued and must have only text blocks")
     for turn in turns:
         for block in turn.content:
             is_the_users = isinstance(block, ToolResultBlock | DocumentBlock)
@@ -205,8 +205,8 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
 
 
 def _user(blocks: list[Block]) -> list[dict[str, Any]]:
-    """The chat messages of a user message. Tool results become separate messages, in order with the text between
-    them."""
+    """The chat messages of a user message. Each tool result becomes a separate message; the order of results and text
+    is kept."""
     messages: list[dict[str, Any]] = []
     texts: list[TextBlock | DocumentBlock] = []
     for block in blocks:

@@ -26,7 +26,7 @@ class MessageOutput:
     """The answer to one job, which has one choice.
 
     Attributes:
-        answer: the message, as far as it is complete.
+        answer: the message so far. A block's text or input is filled in when the block ends.
     """
 
     def __init__(self, job: Job) -> None:

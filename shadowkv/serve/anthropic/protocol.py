@@ -40,7 +40,7 @@ MessagesTools = Annotated[
 
 
 class MessagesToolChoice(Body):
-    """Which tools the answer must call; ``name`` belongs to type "tool"."""
+    """Which tools the answer must call; only the type "tool" has a ``name``."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None

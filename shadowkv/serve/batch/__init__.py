@@ -1,1 +1,1 @@
-"""Batches: a file of requests in, a file of answers out. Both for ``shadowkv serve --input`` and for the batch APIs."""
+"""Batches: a file of requests becomes a file of answers, with ``shadowkv serve --input`` or through the batch APIs."""

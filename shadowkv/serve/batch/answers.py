@@ -29,8 +29,8 @@ BUSY_SECONDS = 0.5
 
 
 class LineAnswers:
-    """Answers the requests of batch lines with an engine, and counts them in ``metrics``, if given. ``model`` is the
-    model's name in the answers."""
+    """Answers the requests of batch lines with an engine. Counts the requests in ``metrics``, unless it is None.
+    ``model`` is the model's name in the answers."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class LineAnswers:
         return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
     async def _patiently(self, request: LineRequest) -> dict[str, Any]:
-        """Returns the answer. While the engine's queue is full, it tries again every ``BUSY_SECONDS``."""
+        """Returns the answer. While the engine's queue is full, tries again every ``BUSY_SECONDS``."""
         while True:
             with suppress(EngineBusy):
                 return await self._answer(request)

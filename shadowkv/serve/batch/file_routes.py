@@ -40,7 +40,7 @@ PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 """Purposes of the OpenAI API; they do not limit what a file can be used for."""
 
 FIELDS = 16
-"""Maximum number of fields of an upload; all but two of them have no effect."""
+"""Maximum number of fields of an upload. Only ``file`` and ``purpose`` have an effect."""
 
 
 class StoredFile(Answer):
@@ -91,7 +91,7 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
         try:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str) or not purpose:
-                raise ApiError("pass the fields file, with a file, and purpose", param="file")
+                raise ApiError("pass two fields: file, which holds a file, and purpose", param="file")
             _check_purpose(purpose, PURPOSES)
             name = (file.filename or "file")[:MAX_NAME_CHARS]
             record = await asyncio.to_thread(_keep, store, owner_of(request), file, name, purpose)

@@ -17,7 +17,8 @@ from filelock import FileLock, Timeout
 from shadowkv.wording import counted
 
 DIGEST = "batch_req_digest_"
-"""Prefix of a record's id that is a digest of its request. Earlier versions made random ids, without this prefix."""
+"""Prefix of record ids that are made from a digest of the request. Earlier versions made random ids, without this
+prefix."""
 
 
 class Sink:
@@ -61,7 +62,7 @@ class BatchFiles:
 
     @property
     def target(self) -> Path:
-        """The output file; if ``output`` is a symbolic link, the file that it points to, so that the link stays."""
+        """The output file. If ``output`` is a symbolic link, this is the link's target, so that the link stays."""
         return Path(os.path.realpath(self.output))
 
     @property
@@ -98,7 +99,8 @@ class BatchFiles:
             self._check_answers()
             yield
         finally:
-            # The file is removed while it is locked: later it could be another run's lock. No run waits for the lock.
+            # The file is removed while it is locked: after the release, it could be another run's lock. No run waits
+            # for the lock.
             with suppress(OSError):  # Windows removes the file when the lock is released
                 self.lock.unlink()
             lock.release()
@@ -159,8 +161,8 @@ class BatchFiles:
         return answered
 
     def kept(self, count: int) -> str:
-        """Returns the message for an interrupted run: how many of its lines have a record, and in which file. ``count``
-        is that number. If it is 0, the partial file is removed."""
+        """Returns the message for an interrupted run. It names the file with the answers so far, and their number,
+        ``count``. If there are none, removes the partial file."""
         if not count:
             self.partial.unlink(missing_ok=True)
             return "no answers yet"
@@ -184,8 +186,9 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _answers(record: dict[str, Any], request: str | None) -> bool:
-    """Whether a record is a successful answer. If ``request``, the id of a request's record, is given, the answer must
-    be to that request."""
+    """Whether a record is a successful answer to the request that now has its custom_id. ``request`` is the record id
+    of that request, or None if no request has the custom_id. An answer without a request is kept, and so is an answer
+    of an earlier version, whose id is random."""
     name, response, request_then = record["custom_id"], record.get("response"), str(record.get("id"))
     changed = request is not None and request_then.startswith(DIGEST) and request_then != request
     return name is not None and response is not None and response.get("status_code") == 200 and not changed

@@ -104,8 +104,8 @@ class BatchLines:
 
 
 def _requests(files: BatchFiles) -> dict[str, str]:
-    """Returns the digest of each request in the file by its custom_id. If several requests have the same custom_id, the
-    first one counts; the others are refused."""
+    """Returns the digests of the file's requests; the keys are the custom_ids. If several requests have the same
+    custom_id, the first one counts; the others are refused."""
     digests: dict[str, str] = {}
     with files.input.open("rb") as source:
         for line in source:

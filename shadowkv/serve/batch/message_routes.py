@@ -28,7 +28,7 @@ from shadowkv.serve.storage.store import Record, RecordStore, storage_failed
 
 URL = f"{MESSAGES_URL}/batches"
 MAX_REQUESTS = 10_000
-"""Maximum number of requests in a batch (Anthropic: 100,000); the body's size limits them, too."""
+"""Maximum number of requests in a batch (Anthropic: 100,000). The maximum size of a body limits the number, too."""
 
 
 class MessageCounts(Answer):
@@ -73,7 +73,7 @@ class DeletedMessageBatch(Answer):
 
 
 class MessageRequest(Body):
-    """One request of a batch: ``params`` is a body of ``/v1/messages``, which is checked when it is answered."""
+    """One request of a batch: ``params`` is a body of ``/v1/messages``, which is checked when the batch runs."""
 
     custom_id: Annotated[str, Field(min_length=1, max_length=64)]
     params: dict[str, Any]
@@ -147,7 +147,7 @@ async def _ended(request: Request, store: RecordStore, id: str) -> Record:
 
 
 def _keep(store: RecordStore, owner: str, requests: list[MessageRequest]) -> Record:
-    """Stores a batch with its requests, in the form of a batch file."""
+    """Stores a batch, and its requests as a batch file."""
     id = f"msgbatch_{secrets.token_hex(16)}"
     lines = [
         msgspec.json.encode(

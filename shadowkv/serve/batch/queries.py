@@ -35,8 +35,9 @@ async def listed(
 
     Args:
         shown: converts a record to its form in the answer.
-        after: name of the query parameter with an id; the page begins after its record.
-        before: name of the query parameter with an id; the page ends before its record. None: no such parameter.
+        after: name of the query parameter with the id of a record; the page begins after that record.
+        before: name of the query parameter with the id of a record; the page ends before that record. None: the route
+            has no such parameter.
         purpose: restricts a list of files to one purpose; None lists all.
     """
     query = request.query_params

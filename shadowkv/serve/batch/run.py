@@ -2,8 +2,8 @@
 
 A line ``{"custom_id", "method": "POST", "url", "body"}`` becomes a line ``{"id", "custom_id", "response", "error"}``;
 the order can change. Records are written as they complete, to a ``.partial`` file that is renamed at the end. An
-interrupted run can be resumed: ``custom_id`` tells which requests have been answered, and ``id``, a digest of the
-request, whether they are unchanged. Failed and changed requests are answered again.
+interrupted run can be resumed: ``custom_id`` shows which requests have been answered. ``id``, a digest of the request,
+shows whether a request has changed since. Failed and changed requests are answered again.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class BatchRun:
     Attributes:
         urls, line_limit: as for ``BatchLines``.
         shows_progress: whether a progress bar (or lines in a log) is written.
-        total: lines that are not empty.
-        done: records that this run has written.
-        skipped: lines that earlier runs have answered.
-        failed: records of this run that are no answers.
-        tokens: generated tokens.
-        reasons: for each reason of failures, their number, and a text with the custom_id of the first.
+        total: number of lines that are not empty.
+        done: number of records that this run has written.
+        skipped: number of lines that earlier runs have answered.
+        failed: number of this run's records that are errors.
+        tokens: number of generated tokens.
+        reasons: for each reason, the number of failures, and a text with the custom_id of the first failure.
         start: when the run began, in seconds of ``monotonic``.
     """
 
@@ -74,8 +74,8 @@ class BatchRun:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A context in which records can be written. When it is left without an error, every line must have a record:
-        the partial file becomes the output."""
+        """A context in which records can be written. If it is left without an error, the partial file becomes the
+        output: every line must have a record by then."""
         with self.files.input.open("rb") as source:
             self.total = sum(1 for line in source if line.strip())
         with (
@@ -134,13 +134,13 @@ class BatchRun:
         self.reasons[reason] = count + 1, first
 
     def why(self) -> Iterator[str]:
-        """Yields a line per reason for failures: the number of failures, and the custom_id of the first, if it has
-        one."""
+        """Yields a line per reason for failures: the number of failures, the custom_id of the first failure if it has
+        one, and the reason."""
         for reason, (count, first) in self.reasons.items():
             yield f"{count} failed{first}: {reason}"
 
     def kept(self) -> str:
-        """Returns the message for an interrupted run: how many of its lines have a record, and in which file."""
+        """Returns the message for an interrupted run: the number of answers so far, and the file that holds them."""
         return self.files.kept(len(self.lines.answered) + self.done)
 
 

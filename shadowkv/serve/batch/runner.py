@@ -2,7 +2,7 @@
 
 Each API key has one batch in progress at a time. A batch uses at most half of the sequences that the engine can run.
 Batches and their answers so far are in the storage folder. If that folder outlives the server (--storage-dir), the next
-server continues them.
+server continues the batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""Seconds between two looks for new batches, and for cancellations of running ones."""
+"""Seconds between two checks for new batches and for cancelled ones."""
 
 BATCH_SECONDS = 24 * 3600
 """Time limit of a batch, as in both APIs; requests without an answer then expire."""
@@ -77,7 +77,7 @@ class BatchRunner:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A context in which batches are answered. Batches that are unfinished at its end stay open."""
+        """A context in which batches are answered. Batches that are unfinished when the context ends stay open."""
         task = asyncio.create_task(self._run()) if self._store.is_on else None
         try:
             yield
@@ -123,7 +123,7 @@ class BatchRunner:
                 await self._fail(record, folder, error)
         except (OSError, ValueError) as error:
             logger.error("batch %s cannot be answered: %s", record.id, error)
-            await self._fail(record, folder, ApiError("its files cannot be read or written", code="storage_failed"))
+            await self._fail(record, folder, ApiError("batch files cannot be read or written", code="storage_failed"))
 
     async def _answer_in(self, record: Record, folder: Path) -> None:
         source = await asyncio.to_thread(self._source, record)
@@ -162,8 +162,8 @@ class BatchRunner:
         return path
 
     async def _watch(self, record: Record, source: Path, run: BatchRun, answering: asyncio.Task[None]) -> str:
-        """Waits for the answers and counts them, until all are there, the batch is cancelled, or its time is over.
-        Returns the final status."""
+        """Waits for the answers and counts them, until all requests are answered, the batch is cancelled, or its time
+        is over. Returns the final status."""
         while not answering.done():
             await asyncio.wait((answering,), timeout=POLL_SECONDS)
             value = await self._count(record, source, run)
@@ -185,8 +185,8 @@ class BatchRunner:
             value["counts"].update(total=run.total, completed=answered + run.done - run.failed, failed=run.failed)
             return True
 
-        # This also leaves room for what the batch becomes in the end. A batch of messages becomes a file of results,
-        # which is shorter than its requests and their records together. Other batches become at most two files.
+        # The size also reserves room for the output files. A batch of messages becomes one file of results, which is
+        # shorter than the requests and their records together. Other batches become at most two files.
         beside = source.stat().st_size if record.kind == "message_batch" else 2 * MIN_BYTES
         value: dict[str, Any] = (await self._change(record, count, beside + run.written)).value
         return value

@@ -1,4 +1,4 @@
-"""Errors in the formats that clients expect, with their status.
+"""Errors in the formats that clients expect, each with its HTTP status.
 
 OpenAI's API has ``{"error": {"message", "type", "param", "code"}}``. Anthropic's paths have ``{"type": "error",
 "error": {"type", "message"}}``. llama.cpp's own paths have llama.cpp's types, and the status as the code.
@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 TAG = "\0"
-"""Prefix of the tags of pydantic unions. pydantic puts these tags into the paths of its errors; the prefix marks them,
-so that they are left out."""
+"""Prefix of the tags of pydantic unions. pydantic puts these tags into the paths of its errors. Parts of a path that
+begin with the prefix are not shown to clients."""
 
 MAX_REASONS = 5
 """Maximum number of reasons to report: the first ones are the informative ones."""
@@ -33,7 +33,7 @@ MESSAGES_KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Anthropic's error types by status; two more cover all other statuses."""
+"""Anthropic's error types by status. ``ApiError.body`` adds the two types for all other statuses."""
 
 OWN_KINDS = frozenset(("refused", "wrong", "unsupported"))
 """pydantic error types of this package's validators. Messages do not repeat them, since they add nothing."""
@@ -48,7 +48,8 @@ LLAMA_KINDS = {
     501: "not_supported_error",
     503: "unavailable_error",
 }
-"""llama.cpp's error types by status; two more cover all other statuses, and one a prompt that is too long."""
+"""llama.cpp's error types by status. ``ApiError.body`` adds the two types for all other statuses, and the type for a
+prompt that is too long."""
 
 MAX_CHARS = 800
 """Maximum length of a message and of a parameter's name, since both can quote the request."""
@@ -106,8 +107,8 @@ def _short(text: str) -> str:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """Returns one error for all of pydantic's errors. ``param`` is the parameter of the first one. ``code`` is
-    pydantic's type of the first one, or None for a type of this package."""
+    """Returns one error for all of pydantic's errors. ``param`` is the parameter of the first error. ``code`` is
+    pydantic's type of the first error, or None if the type is one of this package's own."""
     reasons = []
     for error in errors[:MAX_REASONS]:
         param, reason = _param(error), error["msg"] + _given(error)
@@ -125,7 +126,7 @@ def _given(error: Any) -> str:
     value = error.get("input")
     if error["type"] in ("value_error", "missing") or not isinstance(value, int | float | str):
         return ""
-    if isinstance(value, str) and len(value) > LONGEST_GIVEN:  # it may be megabytes
+    if isinstance(value, str) and len(value) > LONGEST_GIVEN:  # the value may have megabytes
         return ""
     text = json.dumps(value, ensure_ascii=False)
     return f", not {text}" if len(text) <= LONGEST_GIVEN else ""

@@ -187,8 +187,8 @@ def validated(value: Any, model: type[B]) -> B:
 
 
 def parse_json(raw: bytes | bytearray) -> Any:
-    """The value of a JSON text as RFC 8259 defines it: UTF-8, no NaN, no duplicate keys, nothing that could not be
-    written back. Raises JSONDecodeError."""
+    """The value of a JSON text as RFC 8259 defines it: UTF-8, without NaN, duplicate keys, halves of surrogate pairs or
+    numbers beyond the range of floating point. Raises JSONDecodeError."""
     try:
         text = raw.decode("utf-8-sig")
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)

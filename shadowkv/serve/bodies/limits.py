@@ -1,8 +1,8 @@
 """Limits of the API's parameters, each with its reason.
 
-``--max-body-mib`` limits a whole body, the model's context a prompt. The limits below are far above what clients send.
-Without them, a body of a few MiB could keep the server busy for minutes. The OpenAPI schema (``/openapi.json``) shows
-them as ``maxItems`` and ``maxLength``.
+``--max-body-mib`` limits a whole body, and the model's context limits a prompt. The limits below are far above what
+clients send. Without them, a body of a few MiB could keep the server busy for minutes. The OpenAPI schema
+(``/openapi.json``) shows the limits as ``maxItems`` and ``maxLength``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MAX_TOKEN_ID = 2**31 - 1
 """Maximum token id: ids are stored, and sent between processes, in 32 bits."""
 
 MAX_TEXT_CHARS = 2**23
-"""Characters of all prompts or messages of a request: two million tokens of English. When the server receives a text
-from the process that read it, it holds the interpreter's lock for about 3 ns per character."""
+"""Characters of all prompts or messages of a request: two million tokens of English. Long bodies are read in another
+process. Receiving a text from that process holds the interpreter's lock for about 3 ns per character."""
 
 MAX_KEYS = 2**16
 """Keys of one JSON object."""
@@ -68,7 +68,7 @@ MAX_BIASED_CHARS = 8_192
 """Characters of all texts in llama.cpp's ``logit_bias``: their tokenization blocks the server."""
 
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
-"""Pairs of ``metadata``, which an answer repeats, and characters of keys and values, as in the OpenAI API."""
+"""Pairs of ``metadata``, and characters of each key and of each value, as in the OpenAI API. Answers repeat them."""
 
 MAX_SNAPSHOTS = 4_096
 """Snapshots that a request names: a chat has one per turn."""

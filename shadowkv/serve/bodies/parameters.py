@@ -40,7 +40,7 @@ UNSUPPORTED = frozenset(
     + ("custom_logit_processor", "custom_params", "ebnf", "input_ids", "lora_path", "regex", "session_params")
     + ("stop_regex",)
 )
-"""Parameters of this API or others that change the answer, and are refused where they are not supported."""
+"""Parameters of this API or others that change the answer. Where they are not supported, they are refused."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -113,7 +113,7 @@ logger = logging.getLogger("shadowkv.serve.unknown")  # the name that the log sh
 
 
 def complete(schema: dict[str, Any]) -> None:
-    """pydantic's ``json_schema_extra`` of every body: it adds ranges, null for omitted fields, and the parameters that
+    """pydantic's ``json_schema_extra`` of every body: it adds ranges, null for optional fields, and the parameters that
     are not fields."""
     properties = schema["properties"]
     for name, value in properties.items():

@@ -24,11 +24,12 @@ from shadowkv.serve.bodies.parameters import unknown
 T = TypeVar("T")
 
 SHORT_BYTES = 2**18
-"""Maximum size of a body that is read in this process: it holds the interpreter's lock for milliseconds."""
+"""Maximum size of a body that is read in this process. Parsing such a body holds the interpreter's lock for
+milliseconds."""
 
 PROCESSES = 2
-"""Number of reader processes, started for the first long bodies. While one body takes long, the other process reads the
-rest; one tenant uses at most one process."""
+"""Number of reader processes, which are started for the first long bodies. While one process reads a long body, the
+other one reads the bodies of other tenants: a tenant uses at most one process."""
 
 IDLE_SECONDS = 60.0
 """Seconds after which an idle process ends, which frees the memory that its longest body took."""
@@ -64,8 +65,8 @@ class BodyReader:
         self._closed = False
 
     async def read(self, raw: bytes | bytearray, model: type[B], tenant: str = "") -> B:
-        """Returns the request in a body. Tenants take turns: one with many bodies does not hold up the others. Raises
-        ApiError."""
+        """Returns the request in a body. Tenants take turns, so that a tenant with many bodies does not hold up the
+        others. Raises ApiError."""
         if len(raw) <= SHORT_BYTES:
             return await in_thread(tenant, partial(read_body, raw, model))
         return await self.apart(raw, partial(read_body, model=model), tenant)
@@ -135,8 +136,8 @@ class _Process:
         return self._killed.is_set() or not self.is_running
 
     def read(self, raw: bytes | bytearray, work: Callable[[bytes], T], seconds: float) -> T | ApiError:
-        """Returns the process's result for a body. If the process sends none, it is killed, and the returned ApiError
-        says why."""
+        """Returns the process's result for a body. If there is no result, kills the process and returns an ApiError
+        that gives the reason."""
         if self._process is None:
             self._process, self._connection = start_process("shadowkv.serve.bodies.reader_process")
         late = Event()
@@ -148,7 +149,7 @@ class _Process:
         timer = Timer(seconds, stop)
         timer.start()
         try:
-            if self._killed.is_set():  # killed while it started
+            if self._killed.is_set():  # the process was killed while it started
                 raise EOFError
             self._connection.send((self._memory, work))
             self._connection.send_bytes(raw)

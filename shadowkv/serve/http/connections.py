@@ -31,7 +31,7 @@ from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.wording import counted
 
 MIN_BODY_RATE = 500
-"""Minimum rate of a body, in bytes per second averaged over ``client_body_timeout``; Apache's MinRate is the same."""
+"""Minimum rate of a body, in bytes per second averaged over ``client_body_timeout``. It is Apache's default MinRate."""
 
 UNSENT_BYTES = 2**14
 """Maximum number of unsent bytes of an answer that the operating system buffers. With a larger buffer it takes longer
@@ -79,7 +79,7 @@ class ConnectionConfig(uvicorn.Config):
 
 
 class Connection(H11Protocol):
-    """One connection. Its client either has to send the rest of a request or reads an answer; both have a time
+    """One connection. Its client either has to send the rest of a request, or reads an answer. Both have a time
     limit."""
 
     config: ConnectionConfig
@@ -162,8 +162,8 @@ class Connection(H11Protocol):
     # -- what the client sends -------------------------------------------------------------------------------------
 
     def _owes(self) -> Owed | None:
-        """What the client has to send: another request (if it wants), the rest of a header, the rest of a body, or
-        nothing (None)."""
+        """What the server waits for: a further request, the rest of a header, the rest of a body, or nothing
+        (None)."""
         if self.transport.is_closing():
             return None
         if self.cycle is None or self.cycle.response_complete:
@@ -171,8 +171,8 @@ class Connection(H11Protocol):
         return "body" if self.cycle.more_body else None
 
     def _watch_reading(self) -> None:
-        """Starts a timer if the client now has to send something else than before. For ``request``, uvicorn's
-        keep-alive timer is used."""
+        """If ``_owes`` has changed, stops the old timer and starts a new one. While the server waits for a further
+        request, uvicorn's keep-alive timer runs instead."""
         owed = self._owes(), self.cycle
         if owed == self._owed:
             return
@@ -228,7 +228,7 @@ class Connection(H11Protocol):
         if seconds:
             self._write_clock = self.loop.call_later(seconds, check)
 
-    # -- their number ----------------------------------------------------------------------------------------------
+    # -- the number of connections ---------------------------------------------------------------------------------
 
     def _count(self) -> None:
         self.config.counts.connections = len(self.connections)
@@ -273,8 +273,8 @@ class Connection(H11Protocol):
         await response(scope, receive, send)
 
     def _cut(self, reason: str, status: int, message: str) -> None:
-        """Closes a connection whose client has yet to send something. A request that has begun and has no answer yet
-        gets an error."""
+        """Closes this connection, which waits for its client. A request that has begun and has no answer yet gets an
+        error."""
         self.config.metrics.cut(reason)
         self.config.owing.pop(self, None)
         _stop(self._read_clock)
@@ -306,7 +306,7 @@ class Connection(H11Protocol):
 class BodyWriter:
     """Writes an answer's body in chunks (RFC 9112, 7.1), after its header has been sent.
 
-    h11 takes ten times as long to do this, and its state does not change within a body.
+    h11 takes ten times as long. It can be bypassed, because its state does not change within a body.
     """
 
     def __init__(self, connection: Connection) -> None:

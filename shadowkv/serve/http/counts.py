@@ -40,7 +40,7 @@ class Counts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that started the others. It also does the work that must be done only once."""
+        """Whether this is the process that started the others, which also does the work that must be done only once."""
         return self._row == 0
 
     @property
@@ -53,8 +53,8 @@ class Counts:
         self._table[self._row * self._width] = of_this_process
 
     def begin(self, key: int, limit: int) -> bool:
-        """Counts a request of a key, unless the key already has ``limit`` requests; 0 sets no limit. Returns whether it
-        was counted."""
+        """Counts a request of a key, unless the key already has ``limit`` requests; 0 sets no limit. Returns whether
+        the request was counted."""
         self._table[self._row * self._width + 1 + key] += 1
         if limit and self._total(1 + key) > limit:
             self.end(key)

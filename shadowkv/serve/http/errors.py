@@ -136,7 +136,7 @@ def handle_errors(app: FastAPI) -> None:
     async def on_http(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         response = error_response(ApiError(message, status=error.status_code), request.url.path)
-        response.headers.update(error.headers or {})  # Allow, for a method that the path lacks (RFC 9110, 15.5.6)
+        response.headers.update(error.headers or {})  # the header Allow of a 405 (RFC 9110, 15.5.6)
         return response
 
     @app.exception_handler(BodyTooLarge)
@@ -145,7 +145,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        # Starlette raises it again after the answer, and the server logs it.
+        # Starlette raises the exception again after the answer, and the server logs it.
         response = error_response(ApiError(INTERNAL_ERROR, status=500), request.url.path)
         if (record := current_record()) is not None:  # this response does not pass the middleware that adds the id
             response.headers["X-Request-Id"] = record.id

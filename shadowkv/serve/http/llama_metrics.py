@@ -18,7 +18,7 @@ def _own(name: str) -> Value:
 
 
 def _drafted(name: str) -> Value:
-    """0 without speculative decoding."""
+    """A figure of speculative decoding; 0 if drafts are off."""
     return lambda figures: figures.get(name, 0.0)
 
 
@@ -41,7 +41,7 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
     ("tokens_predicted_total", "Tokens generated.", _own("generation_tokens_total")),
     (
         "tokens_predicted_seconds_total",
-        "Seconds from first tokens to last ones, of requests that ended.",
+        "Seconds from the first to the last token, summed over requests that ended.",
         _own("request_decode_time_seconds_sum"),
     ),
     ("n_decode_total", "Engine steps that generated tokens.", _own("iteration_tokens_total_count")),
@@ -58,19 +58,19 @@ COUNTERS: tuple[tuple[str, str, Value], ...] = (
 GAUGES: tuple[tuple[str, str, Value], ...] = (
     (
         "prompt_tokens_seconds",
-        "Computed prompt tokens per second of work on prompts, since the start.",
+        "Computed prompt tokens per second of work on prompts, averaged since the start.",
         _ratio(_computed, "request_prefill_time_seconds_sum"),
     ),
     (
         "predicted_tokens_seconds",
-        "Tokens per second of a request after its first one, since the start.",
+        "Tokens per second of a request after its first token, averaged since the start.",
         _ratio(_after_the_first, "request_decode_time_seconds_sum"),
     ),
     ("requests_processing", "Requests that own a sequence.", _own("num_requests_running")),
     ("requests_deferred", "Requests in the queue.", _own("num_requests_waiting")),
     (
         "n_busy_slots_per_decode",
-        "Tokens generated per step, since the start.",
+        "Tokens generated per step, averaged since the start.",
         _ratio(_own("generation_tokens_total"), "iteration_tokens_total_count"),
     ),
 )

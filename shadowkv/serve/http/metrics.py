@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 20)
 REQUEST_SECONDS = (0.01, 0.03, 0.1, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
-"""Histogram buckets, in seconds. The highest are minutes, since a prefill of a million tokens takes that long."""
+"""Histogram buckets, in seconds. The highest buckets are minutes, since a prefill of a million tokens takes minutes."""
 
 PREFIX_GAUGES = {
     "used_bytes": ("used_bytes", "Bytes that sequences or copies use; on the device, running sequences included."),
@@ -62,14 +62,14 @@ FIGURES = {
     "time_to_first_token_seconds_count": "first_tokens",
     "time_to_first_token_seconds_sum": "first_token_seconds",
 }
-"""Samples that ``Metrics.figures`` returns, and their names there."""
+"""Samples that ``Metrics.figures`` returns, and their names in its result."""
 
 LOWER = ("host", "disk")
 TIERS_OF = {
     **dict.fromkeys(("copied_bytes", "refused_copies", "restored_bytes"), LOWER),
     **dict.fromkeys(("corrupt_files", "write_errors", "read_errors", "pinned_bytes", "other_files"), ("disk",)),
 }
-"""Tiers that a metric applies to, if not to all."""
+"""Tiers of the metrics that do not apply to all tiers."""
 
 
 class ConnectionMetrics:
@@ -88,7 +88,7 @@ class ConnectionMetrics:
             self._shown = CollectorRegistry()
             self._together = MultiProcessCollector(self._shown)
         self._model = model
-        text = "Connections that the server closed, by the limit that they exceeded."
+        text = "Connections that the server closed, counted separately for each reason."
         labels = ["model_name", "reason"]
         self._cut = Counter(f"{prefix}:connections_cut", text, labels, registry=self.registry)
         for reason in ("header_timeout", "body_timeout", "send_timeout", "limit_concurrency", "server_stopping"):
@@ -98,7 +98,7 @@ class ConnectionMetrics:
             f"{prefix}:connections", text, ["model_name"], registry=self.registry, multiprocess_mode="livesum"
         )
         self.connections = gauge.labels(model)
-        text = "Requests by the status of their responses, without successful probes."
+        text = "Requests, counted separately for each response status. Successful probes are not counted."
         labels = ["model_name", "status"]
         self._requests = Counter(f"{prefix}:http_requests", text, labels, registry=self.registry)
         for status in (200, 500, 503):
@@ -118,7 +118,8 @@ class ConnectionMetrics:
 
 
 class Metrics(ConnectionMetrics):
-    """One server's metrics: of requests, connections and, if it has a single process, that process."""
+    """Metrics of one server: of its requests and connections and, if the server is a single process, of that
+    process."""
 
     def __init__(
         self, engine: EngineClient, model: str, shared: bool = False, prefix: str = METRICS_PREFIXES[0]
@@ -151,28 +152,28 @@ class Metrics(ConnectionMetrics):
         self._prefill = histogram("request_prefill_time_seconds", "From the start of prefill to the first token.")
         self._decode = histogram("request_decode_time_seconds", "From the first token to the last one.")
         self._inference = histogram("request_inference_time_seconds", "From the start of prefill to the last token.")
-        text = "From the first token to the last one, by the number of tokens after the first."
+        text = "Time from the first token to the last, divided by the number of tokens after the first."
         self._per_token = histogram("request_time_per_output_token_seconds", text, TOKEN_SECONDS)
         self._prompts = histogram("request_prompt_tokens", "Prompt tokens of a request that ended.", TOKENS)
         self._answers = histogram("request_generation_tokens", "Tokens generated for a request that ended.", TOKENS)
         text = "Prompt tokens of a request that ended, without those found in the prefix cache."
         self._computed = histogram("request_prefill_kv_computed_tokens", text, TOKENS)
-        self._asked_choices = histogram("request_params_n", "Choices that a request asks for, of each prompt.", CHOICES)
+        self._asked_choices = histogram("request_params_n", "Choices per prompt that a request asks for.", CHOICES)
         text = "max_tokens of requests that set it."
         self._asked_tokens = histogram("request_params_max_tokens", text, TOKENS)
         self._cached = counter("prompt_tokens_cached", "Prompt tokens that were found in the prefix cache.")
-        text = "Prompt tokens, by whether they were computed or found in the prefix cache."
+        text = "Prompt tokens, counted separately if computed and if found in the prefix cache."
         self._by_source = counter("prompt_tokens_by_source", text, "source")
         for source in SOURCES:
             self._by_source.labels(model, source)
         counter("num_preemptions", "Always 0: no sequence is ever preempted.")
         text = "Preemptions of a request that ended: always 0."
         self._preemptions = histogram("request_num_preemptions", text, CHOICES)
-        text = "Tokens of an engine step: generated tokens, and computed tokens of prompts whose prefill it ended."
+        text = "Tokens of an engine step: generated tokens, and computed tokens of prompts whose prefill it completed."
         self._step_tokens = histogram("iteration_tokens_total", text, STEP_TOKENS)
         gauge = Gauge(
             f"{prefix}:longest_request_tokens",
-            "Tokens of the longest request that ended, of prompt and answer.",
+            "Prompt and answer tokens of the longest request that ended.",
             ["model_name"],
             registry=self.registry,
             multiprocess_mode="max",
@@ -216,7 +217,7 @@ class Metrics(ConnectionMetrics):
 
         try:
             yield see
-        except (EngineBusy, RequestError) as error:  # never started
+        except (EngineBusy, RequestError) as error:  # usually before the request has started
             if isinstance(error, EngineBusy):
                 self._refused.inc()
             reason = reason or ("abort" if last is not None else "")
@@ -349,7 +350,7 @@ class _EngineFigures(Collector):
             counter = CounterMetricFamily(f"{self._prefix}:spec_decode_{name}", text, labels=["model_name"])
             counter.add_metric([self._model], count)
             yield counter
-        text = "Accepted tokens by their place in the draft."
+        text = "Accepted tokens, counted separately for each place in the draft."
         name = f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos"
         counter = CounterMetricFamily(name, text, labels=["model_name", "position"])
         for position, count in enumerate(stats.num_accepted_tokens_per_pos):

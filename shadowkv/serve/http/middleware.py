@@ -92,9 +92,9 @@ class RequestLog:
         finally:
             if gone and not complete:
                 record.cut = CLIENT_GONE
-            elif begun and not complete:  # an answer that has not begun is sent by outer handlers
+            elif begun and not complete:  # if the answer has not begun, outer handlers send an error
                 record.cut = record.cut or INTERNAL
-            # Probes and the page poll every few seconds.
+            # Probes and the page send a request every few seconds: successful ones are neither counted nor logged.
             if not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
                 scope["app"].state.metrics.answered(record.status)
                 if self._log:
@@ -105,9 +105,9 @@ class RequestLog:
 
 def _line(scope: Scope, record: RequestRecord) -> str:
     """The request's log line: fields without names, then ``name=value`` fields. Fields contain no blanks, so that a
-    client cannot forge one."""
+    client cannot forge a field."""
     client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
-    path = scope.get("raw_path", b"").decode("latin-1")  # still quoted, and without the query
+    path = scope.get("raw_path", b"").decode("latin-1")  # the path is still quoted, and has no query
     fields = [_field(client), _field(scope["method"]), _field(path), str(record.status), f"id={record.id}"]
     if record.generation is not None:
         usage = record.generation.usage()
@@ -143,8 +143,8 @@ class RootPath:
 
 
 class Unprefixed:
-    """ASGI middleware that also serves some paths without their ``/v1``, for clients that expect llama.cpp or have a
-    base URL without it."""
+    """ASGI middleware that also serves some paths without their ``/v1``, for clients that expect llama.cpp or whose
+    base URL lacks the ``/v1``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -156,8 +156,8 @@ class Unprefixed:
 
 
 class HeadAsGet:
-    """ASGI middleware that answers HEAD wherever there is GET, which FastAPI's routes do not. The answer has the same
-    status and headers, and no body."""
+    """ASGI middleware that answers HEAD requests for all paths that support GET. FastAPI's routes do not. The answer
+    has the status and headers of a GET, and no body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -201,7 +201,7 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, path = dict(scope["headers"]), scope["path"]
-        named = headers.get(b"host")  # every browser sends it
+        named = headers.get(b"host")  # every browser sends this header
         if self._hosts and named is not None and (host := _host(named)) not in self._hosts:
             hosts = ", ".join(sorted(self._hosts))
             error = ApiError(f"this server is {hosts}, not {host!r} (--allowed-hosts)", status=403, code="unknown_host")
@@ -210,7 +210,8 @@ class Guard:
             set_prompt_owner(scope.get(PROMPT_OWNER))
             set_tenant(scope.get(TENANT) or tenant_of_address(scope))
             return await self._unless_too_large(scope, receive, send)
-        given, bare = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")  # sent by Anthropic's clients
+        # Anthropic's clients send x-api-key.
+        given, bare = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")
         key = _matching_key(given, bare, self._keys)
         if key is None:
             wrong = "the API key is wrong"
@@ -248,7 +249,7 @@ class Guard:
             if message["type"] == "http.request":
                 size, before = len(message.get("body", b"")), left
                 left -= size
-                if left < 0 <= before:  # once: the rest is discarded
+                if left < 0 <= before:  # raises only once: the rest of the body is discarded
                     raise BodyTooLarge(413, self._too_large)
             return message
 
@@ -266,7 +267,8 @@ def _host(header: bytes) -> str:
 
 def _matching_key(credentials: bytes, bare: bytes, keys: Sequence[bytes]) -> int | None:
     """Returns the index of the key in ``keys`` that a request has; None if no key matches. ``credentials`` is the value
-    of its Authorization header, whose scheme is case-insensitive (RFC 9110, 11.1); ``bare`` that of x-api-key."""
+    of the Authorization header, whose scheme is case-insensitive (RFC 9110, 11.1). ``bare`` is the value of the
+    x-api-key header."""
     scheme, _, given = credentials.partition(b" ")
     given = given.lstrip(b" ") if scheme.lower() == b"bearer" else b""
     # Comparing takes the same time for all keys of one length, and every key is compared.

@@ -1,5 +1,5 @@
-"""Sends responses: whole, as an error with its status, or as server-sent events. When a client disconnects, its work is
-cancelled at once, so that its resources are free before the next token."""
+"""Sends responses: whole, as an error with its status, or as server-sent events. When a client disconnects, the work on
+its request is cancelled at once, and the request's resources are free before the next token."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PROMPTLY = 0.05
 full queue, the response has the error's status."""
 
 TURNS = 8
-"""Minimum number of turns of the event loop to wait for the first chunk, even if they take longer than ``PROMPTLY``. An
-immediate refusal needs no more."""
+"""Minimum number of turns of the event loop to wait for the first chunk, even if the turns take longer than
+``PROMPTLY``. If a request is refused immediately, the error arrives within these turns."""
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -84,8 +84,8 @@ class Events:
     sign_of_life: bytes = b": keep-alive\n\n"
 
     async def encoded(self, first: asyncio.Future[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
-        """Yields all events. ``first`` is the first chunk, which has been requested before. An error becomes an event
-        before the end, since the status has already been sent."""
+        """Yields all events. ``first`` is the first chunk, which has already been requested. An error becomes an event,
+        since the status has already been sent."""
         try:
             yield self._event(await first)
             async for chunk in self.chunks:
@@ -158,7 +158,7 @@ class EventStream(Response):
 Write = Callable[[bytes], Awaitable[None]]
 
 BODY_WRITER = "shadowkv.body_writer"
-"""Key of the ``BodyWriter``'s write function in a request's ASGI scope, if its connection has one."""
+"""Key in a request's ASGI scope for the write function of the connection's ``BodyWriter``, if there is one."""
 
 
 async def _write(send: Send, data: bytes) -> None:

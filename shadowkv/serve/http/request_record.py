@@ -29,7 +29,7 @@ class Generation(Protocol):
     Attributes:
         model: the model's name to clients.
         choices: the requests to the engine.
-        last_outputs: the latest output of each choice, by its index.
+        last_outputs: the latest output of each choice; keys are the choices' indices.
     """
 
     model: str
@@ -47,11 +47,11 @@ class RequestRecord:
 
     Attributes:
         id: the client's ``X-Request-Id`` if it is valid, or a new one.
-        began: its arrival, in seconds of ``time.monotonic``.
-        began_ns: its arrival, in nanoseconds since 1970.
+        began: time of arrival, in seconds of ``time.monotonic``.
+        began_ns: time of arrival, in nanoseconds since 1970.
         status: the answer's status; 500 until the answer begins.
-        cut: one word that says why the answer is incomplete; its status may be 200 nevertheless. None for a complete
-            answer, also for a complete error.
+        cut: one word that says why the answer is incomplete, even though the status may be 200. None if the client
+            gets a complete answer or a complete error.
         generation: the generation for the request, if any.
     """
 

@@ -46,7 +46,7 @@ EVENT_STREAM = "text/event-stream"
 class _Request(Request):
     model: type[Body]
 
-    async def body(self) -> bytes:  # a bytearray works as well
+    async def body(self) -> bytes:  # the result is a bytearray, which works as well
         # The body grows as it arrives: joining the pieces of 32 MiB at the end would block the event loop for a while.
         if not hasattr(self, "_body"):
             received = bytearray()
@@ -64,7 +64,7 @@ class _Request(Request):
             raise BodyRefused(as_api_error(error)) from error
         finally:
             if isinstance(raw, bytearray) and not self.model.is_read_again:
-                raw.clear()  # FastAPI holds it until the request is answered
+                raw.clear()  # FastAPI holds the body until the request is answered
         if body is None:
             raise ClientDisconnect
         return body
@@ -102,7 +102,7 @@ class BodyRoute(APIRoute):
 
 
 class Answer(BaseModel):
-    """Base of response models: it forbids other fields."""
+    """Base of response models: it forbids extra fields."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -128,13 +128,13 @@ class Error(Answer):
 def documented(
     answer: type[BaseModel] | None, *statuses: int, text: str | None = None, error: type[BaseModel] = Error
 ) -> dict[str, Any]:
-    """FastAPI's arguments for a route whose answers are sent as they are: models only describe them.
+    """FastAPI's arguments for a route. The route's answers are sent unchecked: the models only describe them.
 
     Args:
-        answer: the JSON body of a 200.
+        answer: the JSON body of a 200; None if the body has no model.
         statuses: the other statuses, from ``STATUSES``.
         error: the body of the other statuses.
-        text: another media type of a 200: a stream of server-sent events, or metrics.
+        text: a media type besides JSON that a 200 can have: server-sent events, or the text of metrics.
     """
     well: dict[str, Any] = {} if answer is None else {"model": answer}
     if text is not None:

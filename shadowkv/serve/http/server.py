@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
 
     Args:
         app: its state has ``settings``, ``metrics`` and ``counts``, as ``build_app`` sets them.
-        stops: called when the drain time is over; they end what is still in progress.
+        stops: functions that end the work still in progress; they are called when the drain time is over.
         ready: called once connections are accepted.
         draining: called once no more connections are accepted.
 
@@ -72,7 +72,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(WAITING_CONNECTIONS)  # uvicorn's own, lower backlog also limits how many it accepts at once
+            # The lower backlog in uvicorn's configuration stays: uvicorn accepts that many connections at once.
+            listener.listen(WAITING_CONNECTIONS)
         self._ready()
 
     @contextmanager
@@ -96,10 +97,10 @@ class Server(uvicorn.Server):
             listener.close()
         self._draining()
         for connection in list(self.server_state.connections):
-            connection.shutdown()  # idle ones at once, the others after their answers
+            connection.shutdown()  # closes idle connections at once, the others after their answers
         tasks, end = self.server_state.tasks, monotonic() + self._drain
         if tasks and self._drain:
-            with suppress(OSError):  # if the terminal is closed
+            with suppress(OSError):  # the terminal may be closed
                 in_flight = counted(len(tasks), "request")
                 print(f"stopping: {self._drain:g} s for {in_flight} to end", file=sys.stderr, flush=True)
         while tasks and monotonic() < end:

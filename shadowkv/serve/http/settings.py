@@ -29,8 +29,8 @@ KEY_VARIABLE = "SHADOWKV_API_KEY"
 """Environment variable of API keys, one per line: a command line is visible to every user of the machine."""
 
 METRICS_PREFIXES = ("shadowkv", "vllm", "llamacpp")
-"""Prefixes of metrics' names, for dashboards and autoscalers made for these servers. llama.cpp also has metrics of its
-own (``llama_metrics.py``)."""
+"""Prefixes of metrics' names, for dashboards and autoscalers made for these servers. With ``llamacpp``, the page has
+llama.cpp's metrics instead of vLLM's (``llama_metrics.py``)."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Loopback names of this machine."""
@@ -46,8 +46,8 @@ LOGS, LIMITS, STORAGE = "logs and metrics", "limits", "storage"
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Parses one argument of a flag that takes several: a name, or as in vLLM a JSON list of names. Raises
-    ArgumentTypeError."""
+    """Parses one argument of a flag that can have several. The argument is a name or, as in vLLM, a JSON list of names.
+    Raises ArgumentTypeError."""
     if not text.startswith("["):
         return (text,)
     try:
@@ -73,21 +73,21 @@ def _is_key(key: str) -> bool:
 class ServerSettings:
     """Settings of the HTTP server. Times are in seconds.
 
-    Names are vLLM's if it has the setting, otherwise uvicorn's (``timeout_keep_alive``, ``limit_concurrency``,
-    ``h11_max_incomplete_event_size``) or nginx's (the other time-outs).
+    Settings that vLLM also has are named as in vLLM. The other names are uvicorn's (``timeout_keep_alive``,
+    ``limit_concurrency``, ``h11_max_incomplete_event_size``) or nginx's (the other time-outs).
 
-    ``allowed_hosts`` prevents DNS rebinding. Without it, another site could make its own name resolve to 127.0.0.1, and
+    ``allowed_hosts`` prevents DNS rebinding. Otherwise, another site could make its own name resolve to 127.0.0.1, and
     a browser would let that site's pages use a local server.
 
     Raises:
-        SettingsError: values that are not valid; the message lists every one.
+        SettingsError: some values are not valid; the message lists all of them.
     """
 
     host: str = setting("127.0.0.1", SERVER, "address to listen on")
     port: int = setting(
         8000,
         SERVER,
-        "port to listen on; 0 takes any free one",
+        "port to listen on; 0 selects any free port",
         check=Check(lambda port: 0 <= port < 2**16, "must be between 0 and 65535"),
     )
     uds: str | None = setting(
@@ -129,7 +129,7 @@ class ServerSettings:
     reasoning_parser: str | None = setting(
         None,
         API,
-        "format in which the model writes its reasoning, which responses then return apart from the answer "
+        "format of the model's reasoning; responses then return the reasoning separately from the answer "
         "(default: openai_gptoss if the chat template is that of gpt-oss, otherwise none)",
         choices=tuple(REASONING_PARSERS),
     )
@@ -154,22 +154,22 @@ class ServerSettings:
     max_concurrent_requests_per_key: int = setting(
         0,
         ACCESS,
-        "concurrent requests of one API key; others get a 429; 0 sets no limit",
+        "maximum number of concurrent requests of one API key; further requests get a 429; 0 sets no limit",
         metavar="N",
         check=NOT_NEGATIVE,
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
         ACCESS,
-        "host names that requests may use for this server; '*' allows all (default: if there are no API keys and "
-        "--host is this machine itself, the names of this machine; otherwise all)",
+        "host names that requests may use for this server; '*' allows all (default: localhost, 127.0.0.1 and ::1 if "
+        "--host is one of these and there are no API keys, otherwise all)",
         parse=parse_names,
         metavar="HOST",
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
         CORS,
-        "origins whose web pages may send requests; '*' allows all, localhost those of this machine on any port "
+        "origins whose web pages may send requests; '*' allows all, and localhost allows this machine on any port "
         "(default: none)",
         parse=parse_names,
         metavar="ORIGIN",
@@ -221,7 +221,7 @@ class ServerSettings:
     )
     client_header_timeout: float = _seconds(20.0, "maximum time for the header of a request to arrive; 0 sets no limit")
     client_body_timeout: float = _seconds(
-        30.0, "time over which a request body must arrive at 500 bytes per second or faster; 0 sets no limit"
+        30.0, "time over which a request body must average at least 500 bytes per second; 0 sets no limit"
     )
     send_timeout: float = _seconds(
         60.0, "time after which a client that reads nothing of its response is disconnected; 0 sets no limit"
@@ -232,8 +232,9 @@ class ServerSettings:
     limit_concurrency: int | None = setting(
         None,
         LIMITS,
-        "maximum number of open connections; beyond it incomplete requests are dropped first, and then new ones get a "
-        f"503 (default: {DEFAULT_CONNECTIONS}, or fewer where the limit of open files is lower)",
+        "maximum number of open connections; when it is exceeded, the server closes a connection that waits for its "
+        "client; if there is none, new requests get a 503 "
+        f"(default: {DEFAULT_CONNECTIONS}, or fewer where the limit of open files is lower)",
         metavar="N",
         check=POSITIVE,
     )
@@ -266,7 +267,7 @@ class ServerSettings:
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs):
             bad.append("ssl_keyfile, ssl_ca_certs and ssl_cert_reqs have no meaning without ssl_certfile")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            bad.append(f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, to check certificates against")
+            bad.append(f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs to check client certificates against")
         calls, thoughts = self.tool_call_parser, self.reasoning_parser
         own = FORMATS[calls].thoughts if calls in FORMATS else None
         of_thoughts = OF_FORMATS.get(thoughts or "")
@@ -331,7 +332,7 @@ class ServerSettings:
             reason = "the chat template does not show the model's format of tool calls"
             raise ValueError(f"--enable-auto-tool-choice: {reason}; add --tool-call-parser {'|'.join(FORMATS)}")
         if known is not None and known.thoughts is not None and self.reasoning_parser not in (None, known.thoughts):
-            reason = f"the chat template has a format of its own; leave it out, or pass {known.thoughts}"
+            reason = f"the chat template has another format; leave the flag out, or pass {known.thoughts}"
             raise ValueError(f"--reasoning-parser {self.reasoning_parser}: {reason}")
 
     def check_files_and_libraries(self) -> None:

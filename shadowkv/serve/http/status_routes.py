@@ -64,7 +64,7 @@ def status_routes(
     Args:
         has_metrics: whether ``/metrics`` is enabled.
         engine: the engine whose health is the server's.
-        engines: all engines, by the model names that clients use.
+        engines: all engines; keys are the model names that clients use.
     """
     router = APIRouter()
     about = {"object": "model", "created": int(time.time()), "owned_by": "shadowkv"}

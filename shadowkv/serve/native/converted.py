@@ -10,7 +10,7 @@ class NativeCompletion(CompletionRequest):
     """A completion whose default length is the number of tokens that the server reserves.
 
     Attributes:
-        pieces: for each prompt, how many items of ``prompt`` are joined to it; empty if each item is a prompt.
+        pieces: for each prompt, the number of items of ``prompt`` that form it; empty if each item is a prompt.
     """
 
     pieces: tuple[int, ...] = ()

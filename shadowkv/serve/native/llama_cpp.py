@@ -1,4 +1,4 @@
-"""llama.cpp's ``/completion``: an answer has the text, why it ended, the settings and the timings."""
+"""llama.cpp's ``/completion``: an answer has the text, the reason for its end, the settings and the timings."""
 
 from __future__ import annotations
 
@@ -122,14 +122,14 @@ def _pieces(prompt: Any) -> list[Any]:
 
 
 def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
-    """Splits llama.cpp's ``logit_bias`` into OpenAI's object, and the entries that give their tokens as a text. Entries
-    are pairs, in a list or an object: a token id or a text, and a number. false means minus infinity and becomes
-    -100."""
+    """Splits llama.cpp's ``logit_bias``. Returns the entries with token ids, as in OpenAI's ``logit_bias``, and the
+    entries with texts. An entry is a pair of a list, or a member of an object: a token id or a text, then a number or
+    false. false means minus infinity and becomes -100."""
     if value is None:
         return None, []
     if not isinstance(value, list | dict):
         raise refusal(
-            "logit_bias", "logit_bias must be a list of pairs of a token or a text and a number, or an object"
+            "logit_bias", "logit_bias must be a list of pairs [token id or text, number or false], or an object"
         )
     if len(value) > MAX_LOGIT_BIASES:
         raise refusal("logit_bias", f"{len(value)} tokens are too many; at most {MAX_LOGIT_BIASES} are allowed")
@@ -137,7 +137,9 @@ def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
     texts: list[tuple[str, float]] = []
     for pair in value.items() if isinstance(value, dict) else value:
         if not (isinstance(pair, list | tuple) and len(pair) == 2 and type(pair[0]) in (int, str)):
-            raise refusal("logit_bias", "logit_bias must be pairs of a token, or a text, and a number, or false")
+            raise refusal(
+                "logit_bias", "each entry of logit_bias must be a pair: a token id or a text, then a number or false"
+            )
         token, bias = pair[0], -100 if pair[1] is False else pair[1]
         if isinstance(token, int) or (token.isascii() and token.isdigit()):
             biases[str(token)] = bias

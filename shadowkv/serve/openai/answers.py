@@ -28,8 +28,8 @@ class CompletionTokensDetails(Answer):
 
 
 class Usage(Answer):
-    """Token counts. ``completion_tokens_details`` is present where the server separates reasoning from text, and with
-    ``prediction``."""
+    """Token counts. ``completion_tokens_details`` is present if the server separates reasoning from text, or if the
+    request has a ``prediction``."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -78,8 +78,8 @@ ChatFinishReason = Literal["stop", "length", "tool_calls", "repetition"]
 class LayerSelections(Answer):
     """Attention of one group of layers to selected tokens.
 
-    ``layer`` selected tokens for the layers [first, end) in ``layers``. ``cells`` are the cells of those tokens;
-    ``weights`` are their shares of the attention to all selected tokens.
+    ``layer`` is the layer that selected tokens for the layers [first, end) in ``layers``. ``cells`` are the cells of
+    those tokens; ``weights`` are the cells' shares of the attention to all selected tokens.
     """
 
     layers: list[int]
@@ -92,8 +92,8 @@ class TokenSelections(Answer):
     """The tokens that one token of an answer attended to, out of the ``length`` tokens before it.
 
     Cell n has ``cell`` tokens and starts at position n x ``cell``. ``exact`` lists ranges [first, end) of positions
-    that every layer attended to in addition. ``groups`` has the attention to the remaining tokens: to the selected
-    ones, or, if ``everything`` is true, to all of them.
+    that every layer attended to without selection. ``groups`` has the attention to the remaining tokens: to the
+    selected ones or, if ``everything`` is true, to all of them.
     """
 
     length: int
@@ -132,7 +132,7 @@ class PromptLogprob(Answer):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""One entry per prompt token, keyed by token id; null for the first token."""
+"""One entry per prompt token: an object whose keys are token ids. The entry of the first token is null."""
 
 
 class Ended(Answer):
@@ -266,15 +266,15 @@ class Tokenized(Answer):
 
 
 class Detokenized(Answer):
-    """Answer of ``/detokenize``. ``prompt`` is vLLM's name of the text. ``content`` is llama.cpp's, present if the
-    request names no model, as llama.cpp's requests do not."""
+    """Answer of ``/detokenize``. ``prompt`` is vLLM's name of the text. ``content`` is llama.cpp's name. It is present
+    if the request names no model, because llama.cpp's clients name none."""
 
     prompt: str
     content: str = ""
 
 
 class RestoredPrompt(Answer):
-    """Answer of ``/cache/restore``: the prompt's tokens, the bytes of its files, and the seconds it took."""
+    """Answer of ``/cache/restore``: number of the prompt's tokens, bytes of its files, and duration in seconds."""
 
     name: str
     tokens: int

@@ -122,7 +122,7 @@ def conversation_tokens(
 
 
 async def count_tokens(endpoint: Chat, chat: GenerationRequest, most: int, request: Request) -> Response:
-    """Responds with the number of tokens of a chat's prompt; refuses a chat of many more than ``most`` tokens."""
+    """Responds with the number of tokens of a chat's prompt; refuses a prompt with many more than ``most`` tokens."""
     assert isinstance(chat, ChatRequest)
 
     async def count() -> Response:

@@ -26,7 +26,7 @@ from shadowkv.serve.text.tokenization import check_prompt, encode
 from shadowkv.serve.text.tool_parser import CallPart
 
 NO_PARTS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-"""Message fields that are null, except for ``reasoning`` if the answer has some."""
+"""Message fields that are null. Only ``reasoning`` is set, if the answer has reasoning."""
 
 
 class Choices(Endpoint):
@@ -272,7 +272,7 @@ def _few_messages(value: Any) -> Any:
 
 
 class ChatBatchRequest(ChatRequest):
-    """Body of ``/v1/chat/completions/batch``: a chat's, except that ``messages`` is a list of conversations."""
+    """Body of ``/v1/chat/completions/batch``: like that of a chat, but ``messages`` is a list of conversations."""
 
     messages: Annotated[  # type: ignore[assignment]
         list[Annotated[Turns, Field(min_length=1)]],
@@ -300,7 +300,7 @@ class ChatBatchRequest(ChatRequest):
         """One request per conversation; all share the other parameters."""
         others = {name: getattr(self, name) for name in ChatRequest.model_fields if name != "messages"}
         return [
-            ChatRequest.model_construct(self.model_fields_set, messages=chat, **others)  # checked as part of this
+            ChatRequest.model_construct(self.model_fields_set, messages=chat, **others)  # already validated with self
             for chat in self.messages
         ]
 

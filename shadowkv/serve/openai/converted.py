@@ -37,8 +37,8 @@ class Converted(Body):
     """A body that is converted to a completion or a chat.
 
     Attributes:
-        target: what it is converted to.
-        names: this API's names of the parameters of ``target``, where they differ.
+        target: the class of the completion or chat.
+        names: this API's names of the parameters of ``target``, where the names differ.
     """
 
     target: ClassVar[type[GenerationRequest]]
@@ -60,8 +60,8 @@ class Converted(Body):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The given parameters of ``SHARED``."""
-        # The set of given fields also names unknown fields, which are dropped by now.
+        """The parameters of ``SHARED`` that the request sets."""
+        # ``model_fields_set`` also names unknown fields, which have already been dropped.
         return {name: getattr(self, name) for name in SHARED & self.model_fields_set & type(self).model_fields.keys()}
 
     @abstractmethod

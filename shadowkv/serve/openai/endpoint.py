@@ -1,5 +1,5 @@
-"""Endpoints that generate text. ``Endpoint`` defines what differs between them: prompts and answers. ``Responder`` does
-what they share: it makes a job for the engine from a checked body, and a response from the job."""
+"""Endpoints that generate text. A subclass of ``Endpoint`` makes one API's prompts and answers. ``Responder`` does the
+work that all endpoints share: it makes a job for the engine from a checked body, and a response from the job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Endpoint(ABC):
         settings: the server's settings, which name the parsers of tool calls and reasoning.
 
     Attributes:
-        names: this endpoint's names of the parameters of a ``GenerationRequest``, where they differ.
+        names: this endpoint's names of the parameters of a ``GenerationRequest``, where the names differ.
     """
 
     url: ClassVar[str]
@@ -67,7 +67,7 @@ class Endpoint(ABC):
         return request
 
     def new_id(self, body: Any, request_id: str | None) -> str:
-        """The id of an answer: the endpoint's prefix with ``request_id``, or with a random id if that is None."""
+        """The id of an answer: the endpoint's prefix with ``request_id``, or with a random id if there is none."""
         return f"{self.id_prefix}{request_id or uuid.uuid4().hex}"
 
     @abstractmethod
@@ -76,8 +76,8 @@ class Endpoint(ABC):
 
     @abstractmethod
     def prompts(self, request: Any, limit: int) -> list[list[int]]:
-        """Token ids of every prompt. Raises ApiError for a prompt with many more tokens than ``limit``; a slightly
-        longer one may pass."""
+        """Token ids of every prompt. Raises ApiError for a prompt with many more tokens than ``limit``; a prompt that
+        is slightly longer may pass."""
 
     def opening(self, request: Any, prompt: list[int]) -> list[int]:
         """Token ids to append to a prompt: an opening of the answer that the grammar does not let the model write
@@ -85,7 +85,7 @@ class Endpoint(ABC):
         return []
 
     def predicted(self, request: Any) -> str:
-        """Text that the answers may have, from which tokens are drafted too."""
+        """Text that the answers may contain. Tokens are also drafted from this text."""
         return ""
 
     def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
@@ -93,7 +93,7 @@ class Endpoint(ABC):
         return None
 
     def tool_parser(self, request: Any) -> ToolParser | None:
-        """The parser of tool calls in a choice's text; None if the text has none."""
+        """The parser of tool calls in a choice's text; None if no calls are parsed."""
         return None
 
     def reasoning_parser(self, request: Any, prompt: list[int]) -> ReasoningParser | None:
@@ -118,7 +118,7 @@ class Responder:
     """Answers requests within the server's limits, and aborts them when the client disconnects.
 
     Attributes:
-        engines: engines by model name.
+        engines: all engines; keys are the model names that clients use.
         served_name: the model that answers if a request names none.
         metrics: counts the work of ``served_name`` alone.
     """
@@ -135,7 +135,7 @@ class Responder:
             job = await self.job(endpoint, body)
             if body.stream:
                 return EventStream(endpoint.stream(job), self.settings.keep_alive_interval)
-            # Log-probabilities of a long prompt take megabytes; the json module takes ten times as long for them.
+            # Log-probabilities of a long prompt take megabytes. The json module would encode them ten times slower.
             content = encode_json(await endpoint.answer(job))
             return Response(content, headers=await load_report(request, job.engine), media_type="application/json")
 
@@ -176,8 +176,8 @@ def check_model(requested: str | None, model: str) -> None:
 async def prepare(
     engine: EngineClient, endpoint: Endpoint, body: TextRequest, model: str, deadline: float | None = None
 ) -> Job:
-    """The request's job, not yet started; raises ApiError, and DeadlineExceeded if its schema is not compiled by
-    ``deadline``, in seconds of ``time.monotonic``."""
+    """The request's job, not yet started. Raises ApiError. Raises DeadlineExceeded if the request's schema is not
+    compiled by ``deadline``, in seconds of ``time.monotonic``."""
     check_model(body.model, model)
     try:
         job = await _prepare(engine, endpoint, body, model, deadline)
@@ -258,8 +258,8 @@ def engine_request(
     tenant: str = "",
     priority: int = 0,
 ) -> ClientRequest:
-    """Makes a request to the engine. It is scheduled as one of ``tenant``, and shares cached prompts only with requests
-    of the same ``owner``. Raises ApiError if it could never be served."""
+    """Makes a request to the engine. The request is scheduled as one of ``tenant``, and shares cached prompts only with
+    requests of the same ``owner``. Raises ApiError if the engine could never serve the request."""
     if owner is not None:
         params = replace(params, cache_salt=f"{owner}/{params.cache_salt or ''}")
     try:

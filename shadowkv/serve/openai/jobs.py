@@ -64,7 +64,7 @@ class Job:
         echo: for each prompt, the text that its choices begin with; None without an echo.
         deadline: when the request times out, in seconds of ``time.monotonic``; None sets no limit.
         thinking_tokens: reasoning tokens of all choices so far.
-        last_outputs: the latest output of each choice, by its index.
+        last_outputs: the latest output of each choice; keys are the choices' indices.
         prompt_scores: log-probabilities of each choice's prompt tokens, if requested.
     """
 
@@ -208,8 +208,9 @@ class Job:
         return Piece(index, text, finish_reason=reason, calls=calls, thought=thought)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts so far. The choices of one prompt share its tokens. Reasoning tokens are counted separately,
-        too, where the server separates reasoning from text; drafted tokens are where the request has a prediction."""
+        """Token counts so far. The tokens of a prompt are counted once for all of its choices. If the server separates
+        reasoning from text, there is also a count of reasoning tokens. If the request has a prediction, there are
+        counts of accepted and of rejected drafted tokens."""
         prompts = [output for index, output in self.last_outputs.items() if index % self.request.n == 0]
         thinks = any(reasoning is not None for reasoning in self.reasoning)
         details = {"reasoning_tokens": self.thinking_tokens} if thinks else {}
@@ -227,8 +228,8 @@ class Job:
 
     def metrics_of(self, index: int) -> dict[str, float]:
         """Times of a choice, in milliseconds, under vLLM's names: from the start of prefill to the first token, from
-        there to the last token, and in the queue. Also the mean time between tokens, if there are at least two, and the
-        tokens per second since the start of prefill."""
+        the first token to the last, and in the queue. Also the mean time between tokens, if there are at least two, and
+        the tokens per second since the start of prefill."""
         output = self.last_outputs[index]
         times, tokens = output.times, output.completion_tokens
         scheduled = times.arrival if times.scheduled is None else times.scheduled
@@ -327,7 +328,7 @@ class RemotePrefill:
     both servers share; the decode server computes whatever is missing.
 
     Args:
-        engine: the engine that serves the request, in its role.
+        engine: the engine that serves the request.
         params: the request's ``kv_transfer_params``.
     """
 
@@ -344,7 +345,8 @@ class RemotePrefill:
             logger.warning("prompts of %d tokens have not arrived in time; the missing ones are computed", tokens)
 
     async def send(self, prompts: Sequence[ClientRequest]) -> None:
-        """Waits until other servers can find the computed prompts: on request, and always on a prefill server."""
+        """Saves the computed prompts for other servers, and waits until these can find them. Does nothing unless the
+        request asks for it or this is a prefill server."""
         if self._params.do_remote_decode or self._engine.role == "prefill":
             sent = await asyncio.gather(*map(self._hand_over, prompts))
             self._sent = list(dict.fromkeys(name for names in sent for name in names))

@@ -19,7 +19,7 @@ LOWEST = -9999.0
 
 @lru_cache(maxsize=1 << 16)
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text in the middle of a sentence; part of a character is U+FFFD.
+    """A token's text in the middle of a sentence; for a part of a character, the text is U+FFFD.
 
     The token is decoded twice in a row, and the second text is taken, because decoders strip a leading space.
     """
@@ -58,8 +58,8 @@ def _with_fewer(step: TokenLogprobs, most: int | None) -> TokenLogprobs:
 def prompt_logprobs(
     tokenizer: Tokenizer, scores: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Log-probabilities of a prompt in vLLM's form: for each position a dictionary by token id, which begins with the
-    prompt's own token. That token has the ``rank`` None if it is not among the reported most likely tokens."""
+    """Log-probabilities of a prompt in vLLM's form: for each position a dictionary with token ids as keys. The first
+    key is the prompt's own token. Its ``rank`` is None if it is not among the reported most likely tokens."""
     return [None if step is None else _by_id(tokenizer, step) for step in scores]
 
 

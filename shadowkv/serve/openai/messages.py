@@ -43,8 +43,8 @@ TextParts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=T
 
 
 class Prediction(Body):
-    """``prediction``: text that the answer may have. It makes the answer faster where the server drafts tokens
-    (``--speculative-config``), and never changes it."""
+    """``prediction``: text that the answer may contain. If the server drafts tokens (``--speculative-config``), a
+    prediction makes the answer faster. It never changes the answer."""
 
     type: Literal["content"]
     content: Annotated[TextParts, BeforeValidator(_as_parts, json_schema_input_type=Text | TextParts)]
@@ -90,7 +90,7 @@ class ToolCall(Body):
     id: Name
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of streamed calls, which clients assemble and send back
+    index: int | None = None  # streamed calls have an index, which clients may send back
 
     def for_template(self) -> dict[str, Any]:
         """The call in the form that chat templates expect."""
@@ -142,7 +142,7 @@ class Message(Body):
 
 
 def _within_limits(value: Any) -> Any:
-    """Checks the size of all messages together, before any is validated."""
+    """Checks the size of all messages together, before any message is validated."""
     if isinstance(value, list):
         messages = [message for message in value if isinstance(message, dict)]
         contents = [message.get("content") for message in messages]
@@ -221,7 +221,7 @@ class Conversation(Body):
 
     def _check_continued(self) -> None:
         if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-            reason = "no message follows one that is continued: leave add_generation_prompt out"
+            reason = "continue_final_message continues the last message, so leave add_generation_prompt out"
             raise refusal("add_generation_prompt", reason)
         last = (self.messages or [{"role": ""}])[-1]
         if last["role"] != "assistant" or "tool_calls" in last:
@@ -240,8 +240,8 @@ class Conversation(Body):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Variables that the template gets besides messages and tools. ``reasoning_effort`` is one, as in vLLM; effort
-        "none" also sets ``enable_thinking`` to false, for templates that have that switch instead."""
+        """Variables that the template gets besides messages and tools. One is ``reasoning_effort``, as in vLLM. The
+        effort "none" also sets ``enable_thinking`` to false, for templates that have that switch instead."""
         effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
             effort["enable_thinking"] = False
@@ -257,8 +257,8 @@ class Conversation(Body):
 
 
 def template_input(conversation: Conversation, template: str | None) -> tuple[list[Turn], dict[str, Any]]:
-    """Returns the messages and the other variables for the chat template: the conversation's own template, or
-    ``template`` (Jinja source) if it has none."""
+    """Returns the messages and the other variables for the chat template. This is the conversation's own template, or
+    ``template`` (Jinja source) if the conversation has none."""
     turns, tools = _with_names(conversation.messages or []), conversation.tools
     variables = conversation.template_variables
     if conversation.chat_template is not None:
@@ -272,8 +272,8 @@ def template_input(conversation: Conversation, template: str | None) -> tuple[li
 
 
 def describe_tools(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
-    """Messages for a template without tools. The system message explains the tools; calls become the text of an answer
-    (``output_schema.calls_schema``), and their results become user messages."""
+    """Messages for a template without tools. The system message explains the tools. Calls become text of the assistant,
+    in the format of ``output_schema.calls_schema``. Results of calls become user messages."""
     turns = [_describe_call(turn) for turn in turns]
     if not tools:
         return turns

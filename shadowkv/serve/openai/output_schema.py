@@ -121,9 +121,9 @@ def _object(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) -> str:
-    """Returns the JSON schema of an answer that calls tools, as JSON text. As in vLLM, for a named function it is the
-    schema of the arguments. Otherwise it describes a list of objects with ``name`` and ``parameters``; the list has one
-    item unless calls can be ``parallel``."""
+    """Returns the JSON schema of an answer that calls tools, as JSON text. As in vLLM, an answer that calls a named
+    function consists of the arguments. Any other answer is a list of objects with ``name`` and ``parameters``; the list
+    has one item unless calls can be ``parallel``."""
     functions = [tool["function"] for tool in tools if choice.name in (None, tool["function"]["name"])]
     if choice.name is not None and functions:
         return json.dumps(functions[0]["parameters"])

@@ -65,7 +65,7 @@ Prompt = Text | TokenPrompt | Annotated[list[Text | TokenPrompt], Field(min_leng
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 RULES = {
-    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},  # vLLM's, before structured_outputs
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},  # vLLM's older names
     **{"regex": "regex", "ebnf": "grammar"},  # SGLang's
     **{"grammar": "grammar", "json_schema": "json"},  # llama.cpp's
 }
@@ -175,8 +175,9 @@ SnapshotName = Annotated[str, Field(pattern=f"^{SNAPSHOT_NAME}$")]
 
 class KVTransferParams(Body):
     """How a request is split between servers. With ``do_remote_decode``, another server continues the prompt. With
-    ``do_remote_prefill``, another server has computed it and saved it as ``remote_snapshots``. ``prompt_token_ids`` are
-    a chat's prompt, if another server has rendered the messages. Fields of vLLM's connectors are dropped unread."""
+    ``do_remote_prefill``, another server has computed the prompt and saved it as ``remote_snapshots``.
+    ``prompt_token_ids`` are a chat's prompt, if another server has rendered the messages. Fields of vLLM's connectors
+    are dropped unread."""
 
     prompt_token_ids: TokenIds | None = None
     do_remote_decode: bool = False
@@ -269,7 +270,7 @@ class GenerationRequest(Sampling):
         if "truncation_side" in self.model_fields_set and self.truncate_prompt_tokens is None:
             raise refusal("truncation_side", "truncation_side is only allowed with truncate_prompt_tokens")
         if self.best_of not in (None, self.n):
-            raise refusal("best_of", "best_of is not supported; leave it out or pass the same as n")
+            raise refusal("best_of", "best_of is not supported; leave it out, or pass the value of n")
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "stream_options is only allowed with stream")
         rules = ("response_format", "structured_outputs", *RULES)
@@ -298,7 +299,8 @@ class GenerationRequest(Sampling):
         return self.prompt_logprobs
 
     def truncated(self, prompt: list[int], max_model_len: int, default_max_tokens: int) -> list[int]:
-        """Cuts a prompt to its last ``truncate_prompt_tokens`` tokens, or to its first (``truncation_side``).
+        """Cuts a prompt to its last ``truncate_prompt_tokens`` tokens, or to its first ones if ``truncation_side`` is
+        "right".
 
         -1 leaves room for the answer. If the request does not limit the answer, that room is ``default_max_tokens``,
         but at most half of the context. Raises ApiError if ``truncate_prompt_tokens`` exceeds the context.
@@ -345,7 +347,7 @@ class GenerationRequest(Sampling):
 
     @property
     def parses_calls(self) -> bool:
-        """Whether the model decides itself if it calls tools. It then writes calls in its own format."""
+        """Whether the model decides itself if it calls tools, and writes the calls in its own format."""
         return False
 
     @property
@@ -356,7 +358,8 @@ class GenerationRequest(Sampling):
     def sampling(
         self, defaults: Mapping[str, float] = MappingProxyType({}), room: int | None = None
     ) -> list[SamplingParams]:
-        """Sampling parameters for each choice of a prompt; seeds of the other choices come from ``choice_seed``.
+        """Sampling parameters for each choice of a prompt. The first choice has the request's seed; ``choice_seed``
+        makes the seeds of the others.
 
         Args:
             defaults: the parameters that the model's authors recommend, used where the request has none.
@@ -405,8 +408,8 @@ class CompletionRequest(GenerationRequest):
     @classmethod
     def _need_prompt(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("prompt") is None and data.get("prompt_embeds") == []:
-            words = "Either prompt or prompt_embeds must be provided and non-empty"  # vLLM's
-            raise refusal("prompt", f"{words}. This server takes a prompt, and no prompt_embeds")
+            words = "Either prompt or prompt_embeds must be provided and non-empty"  # vLLM's message
+            raise refusal("prompt", f"{words}. This server supports prompt, but not prompt_embeds")
         return data
 
     @model_validator(mode="after")
@@ -428,7 +431,7 @@ class CompletionRequest(GenerationRequest):
     def prompt_alternatives(self) -> int | None:
         if self.prompt_logprobs is not None or not self.echo:
             return self.prompt_logprobs
-        # With max_tokens=0, the engine treats 0 as a request to score the prompt.
+        # With max_tokens=0, the engine treats prompt_logprobs=0 as a request to score the prompt.
         return 0 if self.logprobs is None and self.max_tokens == 0 else self.logprobs
 
 
@@ -463,10 +466,10 @@ class ChatRequest(GenerationRequest, Conversation):
         if chosen.is_forced and not names:
             raise refusal("tool_choice", f"tool_choice {chosen} needs tools to choose from")
         if chosen.name is not None and chosen.name not in names:
-            raise refusal("tool_choice", f"tool_choice names {chosen.name!r}, which is none of tools")
+            raise refusal("tool_choice", f"tool_choice names {chosen.name!r}, which is not in tools")
         if names and chosen.kind != "none" and super().output_schema is not None:
             name = "response_format" if self.structured is None else "structured_outputs"
-            reason = f"{name} leaves no room for calls of tools; leave it out, or pass tool_choice 'none'"
+            reason = f"{name} leaves no room for tool calls; leave {name} out, or pass tool_choice 'none'"
             raise refusal(name, reason)
         if chosen.is_forced and (self.min_tokens or self.ignore_eos):
             raise refusal("tool_choice", f"tool_choice {chosen} ends the output: leave min_tokens and ignore_eos out")
@@ -565,7 +568,7 @@ SaveName = Annotated[
 def _one_prompt(value: Any) -> list[str | Tokens]:
     prompts = prompts_of(value)
     if len(prompts) > 1:
-        raise wrong(f"pass one prompt, and not {len(prompts)}: a name saves one")
+        raise wrong(f"pass one prompt, not {len(prompts)}: a name is for one prompt")
     return prompts
 
 

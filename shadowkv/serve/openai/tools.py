@@ -32,7 +32,7 @@ FunctionName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 def _parameters(value: dict[str, Any]) -> dict[str, Any]:
     if value.get("type", "object") != "object":
-        raise wrong(f"type must be 'object', because arguments have names, and not {str(value['type'])[:40]!r}")
+        raise wrong(f"type must be 'object', not {str(value['type'])[:40]!r}, because arguments have names")
     return {"type": "object", **value} if value else NOTHING
 
 
@@ -58,7 +58,7 @@ class Tool(Body):
 
 
 def within_limits(value: Any) -> Any:
-    """Checks the size of all tools together, before any is validated."""
+    """Checks the size of all tools together, before any tool is validated."""
     return bounded(MAX_TOOLS_CHARS, value)
 
 

@@ -20,7 +20,7 @@ class ByType:
 
     Attributes:
         unsupported: the unsupported types in words, for the error message.
-        default: the type of a value that names none.
+        default: the type of a value without the field ``type``.
     """
 
     unsupported: str

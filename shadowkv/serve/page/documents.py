@@ -62,7 +62,7 @@ def _pdf(raw: bytes) -> Document:
     except ImportError:
         raise _unreadable("PDFs need pypdfium2, which the server lacks; install it there with pip") from None
     try:
-        with PdfDocument(raw) as opened:  # no password, or one that only restricts changes
+        with PdfDocument(raw) as opened:  # fails if a password is needed to read the file
             pages, length = [], 0
             for page in opened:
                 pages.append(_page_text(page))

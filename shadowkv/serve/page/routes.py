@@ -157,7 +157,7 @@ def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, c
 
     @router.get(STATS_PATH, **documented(ServerStats, 401, 500, 503))
     async def get_stats() -> Response:
-        # A segment's id does not show its owner, so none are listed if API keys have separate caches.
+        # A segment's id does not show its owner, so no segments are listed if API keys have separate caches.
         segments, count = ([], 0) if prompt_owner() else await engine.segments(MAX_SEGMENTS)
         stats = await engine.stats()
         tiers: dict[str, Any] = {name: asdict(use) for name, use in stats.tiers.items()}

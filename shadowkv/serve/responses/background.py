@@ -29,7 +29,7 @@ heartbeat."""
 
 
 class Background:
-    """Answers the background responses that this process has received. ``store`` has all of them."""
+    """Answers the background responses that this process has received. ``store`` has those of all processes."""
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
@@ -37,8 +37,8 @@ class Background:
         self._answering: dict[str, asyncio.Task[None]] = {}
 
     async def begin(self, owner: str, items: list[Any], output: ResponseOutput) -> dict[str, Any]:
-        """Starts a response to the input ``items`` and returns it, still without an answer. Raises ApiError if it
-        cannot be stored, or if the owner has too many unfinished ones."""
+        """Starts a response to the input ``items`` and returns it, still without an answer. Raises ApiError if the
+        response cannot be stored, or if the owner has too many unfinished responses."""
         if [*self._owners.values()].count(owner) >= MAX_OF_AN_OWNER:
             reason = f"at most {MAX_OF_AN_OWNER} responses can run in the background at once"
             raise ApiError(reason, status=429, code="rate_limit_exceeded")
@@ -119,7 +119,7 @@ class Background:
 
     async def _keep(self, record: Record, output: ResponseOutput) -> None:
         """Stores a response with its answer, or as failed and without output if there is no room for the answer."""
-        with suppress(ApiError):  # it was deleted, or the disk fails
+        with suppress(ApiError):  # the response was deleted, or the disk fails
             try:
                 await self._change(record, output.answer, UNFINISHED, 0)
             except ApiError as error:
@@ -131,8 +131,8 @@ class Background:
     async def _change(
         self, record: Record, response: dict[str, Any], states: tuple[str, ...], content: int | None = None
     ) -> dict[str, Any]:
-        """Replaces the record's response by ``response``, if its status is in ``states``. Returns the response that is
-        stored then. ``content`` as for ``RecordStore.change``."""
+        """Replaces the record's response by ``response``, if the old response's status is in ``states``. Returns the
+        response that is stored afterwards. ``content`` as for ``RecordStore.change``."""
 
         def change(value: dict[str, Any]) -> bool:
             if value["response"]["status"] in states:

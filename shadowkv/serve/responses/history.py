@@ -1,4 +1,5 @@
-"""Stored responses as conversations: each has its own input, and the id of the response that it continues."""
+"""Stored responses as conversations. A response is stored with its own input, and with the id of the response that it
+continues."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class History:
             turns.append(msgspec.json.encode(value)[1:-1])
             size += len(turns[-1])
             if size > self._limit:
-                raise _too_long(f"it has more than the {self._limit} bytes of the longest body")
+                raise _too_long(f"it has more than {self._limit} bytes, the limit for a body")
             id = record["response"]["previous_response_id"]
         whole = {**decode_body(_plain(raw)), "input": msgspec.Raw(b"[" + b",".join(filter(None, turns[::-1])) + b"]")}
         return msgspec.json.encode(whole)
@@ -64,10 +65,8 @@ class History:
                 raise
             text = f"there is no response {previous[:80]!r} of this API key"
             if id != previous:
-                text = (
-                    f"response {previous[:80]!r} cannot be continued: {id[:80]!r}, an earlier one of its conversation,"
-                )
-                text += " has been deleted, or evicted"
+                text = f"response {previous[:80]!r} cannot be continued: {id[:80]!r}, earlier in its conversation,"
+                text += " has been deleted or evicted"
             raise ApiError(
                 f"{text}: send the whole conversation as input",
                 status=404,

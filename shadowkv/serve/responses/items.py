@@ -19,7 +19,7 @@ NO_TEXT = "images, audio and calls of built-in tools"
 
 
 class ItemText(Body):
-    """A text part of a message to the model, or of the model's message; ``text`` is its type in chats."""
+    """A text part of a message. The type ``text`` is accepted, too, because chats use it."""
 
     type: Literal["input_text", "output_text", "text"]
     text: Text
@@ -69,7 +69,7 @@ class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    phase: Literal["commentary", "final_answer"] | None = None  # of assistant messages; templates have no use for it
+    phase: Literal["commentary", "final_answer"] | None = None  # only of assistant messages; has no effect
 
 
 class CallItem(Item):

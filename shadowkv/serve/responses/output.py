@@ -27,21 +27,21 @@ class ResponseOutput:
     """The answer to one job, which has one choice.
 
     Attributes:
-        answer: the response, as far as it is complete.
+        answer: the response so far. An item's text or arguments are filled in when the item ends.
     """
 
     def __init__(self, job: Job) -> None:
         assert isinstance(job.body, ResponsesRequest)
         self._job, self._sequence = job, 0
-        self._keep = None if job.body.background else job.body.keep  # a background response is already stored
+        self._keep = None if job.body.background else job.body.keep  # ``Background`` stores background responses
         self._functions = job.body.functions
         self._item: dict[str, Any] | None = None
         self._sent: list[str] = []  # pieces of the item's text, joined at its end
         self._scores: list[dict[str, Any]] = []  # log-probabilities of the item's tokens
         self._is_thinking = self._thinks()
-        self._new_scores: list[dict[str, Any]] = []  # of tokens whose text is not sent yet
+        self._new_scores: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is not sent yet
         self._call = -1
-        self._tokens: list[int] = []  # of the answer, if requested
+        self._tokens: list[int] = []  # token ids of the answer, if requested
         self.answer = _asked(job, job.body)
 
     async def events(self) -> AsyncGenerator[Event, None]:

@@ -28,7 +28,7 @@ NAMES = MappingProxyType({"messages": "input", "max_tokens": "max_output_tokens"
 
 
 class Format(Body):
-    """Format of the answer; ``schema`` belongs to type ``json_schema``."""
+    """Format of the answer; only the type ``json_schema`` has a ``schema``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
@@ -46,7 +46,7 @@ class Format(Body):
 
     @property
     def repeated(self) -> dict[str, Any]:
-        """The format as answers repeat it."""
+        """The format in the form in which responses echo it."""
         if self.type != "json_schema":
             return {"type": self.type}
         about = {"name": self.name or "", "description": self.description, "strict": bool(self.strict)}
@@ -61,7 +61,7 @@ class TextConfig(Body):
     """``text``."""
 
     format: Format = Format()
-    verbosity: Literal["low", "medium", "high"] | None = None  # no model has a use for it
+    verbosity: Literal["low", "medium", "high"] | None = None  # has no effect
 
 
 class Reasoning(Body):
@@ -110,7 +110,7 @@ INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 
 def _known(value: str) -> str:
     if value not in INCLUDABLE:
-        raise wrong(f"include takes {' and '.join(map(repr, INCLUDABLE))}; the latter has no effect")
+        raise wrong(f"include can have {' and '.join(map(repr, INCLUDABLE))}; the latter has no effect")
     return value
 
 
@@ -156,7 +156,7 @@ class ResponsesRequest(ConvertedChat, Sampling):
 
     @property
     def functions(self) -> dict[str, tuple[FunctionTool, str | None]]:
-        """All functions and their namespaces, by their full names, which the model sees."""
+        """Maps the full name of each function, which the model sees, to the function and its namespace."""
         return functions_of(self.tools)
 
     @property
@@ -165,7 +165,7 @@ class ResponsesRequest(ConvertedChat, Sampling):
         return self._keep if self.store else None
 
     def kept_by(self, keep: Keep) -> None:
-        """Sets the function that stores the answer. It is not called if the request has ``store`` false."""
+        """Sets the function that stores the answer. The function is not called if the request's ``store`` is false."""
         self._keep = keep
 
     def as_chat(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from shadowkv.serve.openai.tools import WORDS, Function, FunctionName, within_li
 from shadowkv.serve.openai.unions import ByType
 
 SEPARATOR = "__"
-"""Separates namespace and name in a function's full name, which the model sees; the same as in vLLM."""
+"""Separates namespace and name in a function's full name, which the model sees. vLLM uses this separator, too."""
 
 
 class FunctionTool(Function):
@@ -23,7 +23,7 @@ class FunctionTool(Function):
 
     @property
     def repeated(self) -> dict[str, Any]:
-        """The tool as answers repeat it."""
+        """The tool in the form in which responses echo it."""
         return {"strict": None, "description": None, **self.model_dump(exclude_none=True)}
 
 
@@ -37,7 +37,7 @@ class NamespaceTool(Body):
 
     @property
     def repeated(self) -> dict[str, Any]:
-        """The tool as answers repeat it."""
+        """The tool in the form in which responses echo it."""
         about = {"type": self.type, "name": self.name, "description": self.description}
         return {**about, "tools": [tool.repeated for tool in self.tools]}
 
@@ -51,7 +51,8 @@ def full_name(namespace: str | None, name: str) -> str:
 
 
 def functions_of(tools: Iterable[Tool]) -> dict[str, tuple[FunctionTool, str | None]]:
-    """All functions and their namespaces, by their full names; raises PydanticCustomError if two names are equal."""
+    """Maps the full name of each function to the function and its namespace. Raises PydanticCustomError if two full
+    names are equal."""
     functions: dict[str, tuple[FunctionTool, str | None]] = {}
     for tool in tools:
         namespace = tool.name if isinstance(tool, NamespaceTool) else None

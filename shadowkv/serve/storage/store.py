@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 Kind = Literal["file", "response", "batch", "message_batch"]
 
 MIN_BYTES = 4096
-"""Minimum number of bytes that a record counts for: one without content takes room, too."""
+"""Minimum number of bytes that a record counts for: a record without content takes room, too."""
 
 NOT_FOUND = 404
 """Status of the error for a record that is gone."""
@@ -40,7 +40,8 @@ OUTPUT = "batch_output"
 """Purpose of the files that batches write."""
 
 BUSY_SECONDS = 30.0
-"""Maximum time that a process waits for another one's transaction, in seconds; each takes milliseconds."""
+"""Maximum time that a process waits for another process's transaction, in seconds. A transaction takes
+milliseconds."""
 
 TABLES = (
     "CREATE TABLE IF NOT EXISTS records (owner TEXT, kind TEXT, id TEXT, created REAL, used REAL, bytes INTEGER, "
@@ -110,7 +111,7 @@ class RecordStore:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is stored."""
+        """Whether this server stores anything."""
         return bool(self.limit)
 
     @property
@@ -139,7 +140,7 @@ class RecordStore:
 
     @contextmanager
     def _transaction(self, folder: Path | None = None) -> Iterator[sqlite3.Connection]:
-        """A transaction; raises ApiError if the database fails."""
+        """A context with a transaction; raises ApiError if the database fails."""
         root = folder or self._root
         try:
             database = sqlite3.connect(root / "records.sqlite", timeout=BUSY_SECONDS, isolation_level=None)
@@ -168,13 +169,14 @@ class RecordStore:
         is_open: bool = False,
         room_of: Record | None = None,
     ) -> Record:
-        """Stores a record and returns it. It replaces a record with the same id.
+        """Stores a record and returns it. An existing record with the same id is replaced.
 
         Args:
             value: written as JSON.
             content: bytes of a file beside the record.
             is_open: whether the record is unfinished work.
-            room_of: another record of the owner that has reserved room for this one. Its size shrinks by this record's.
+            room_of: another record of the owner, which has reserved room for this one. The size of that record shrinks
+                by the size of this one.
 
         Raises ApiError if the owner's limit leaves no room.
         """
@@ -331,7 +333,7 @@ class RecordStore:
 
 def _not_found(kind: Kind, id: str) -> ApiError:
     text = f"{kind.replace('_', ' ').capitalize()} with id {id[:80]!r} not found"
-    reason = "this API key has none of that id; it may have been deleted or evicted"
+    reason = "this API key has no such record; it may have been deleted or evicted"
     return ApiError(f"{text}: {reason}", status=NOT_FOUND, code=f"{kind}_not_found")
 
 

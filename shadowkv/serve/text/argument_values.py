@@ -25,7 +25,8 @@ STRING = frozenset(("string",))
 OPTIONAL_STRING = frozenset(("string", "null"))
 
 WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
-"""Words for JSON values, in any case: templates also show models Python's words."""
+"""Words for JSON values, compared without regard to case. Python's words (True, None) are included because chat
+templates show them to models."""
 
 ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 """Exceptions that parsing a text as a value can raise."""
@@ -89,7 +90,7 @@ def properties(parameters: Any) -> Mapping[str, Any]:
 
 def argument_types(parameters: Any, name: str) -> frozenset[str]:
     """JSON types that a function's ``parameters`` (a JSON schema) allow for the argument ``name``; empty if the schema
-    has none."""
+    names no types."""
     types, seen = set[str](), set[str]()
     parts: list[Any] = [properties(parameters).get(name)]
     while parts:

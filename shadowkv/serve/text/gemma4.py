@@ -17,7 +17,7 @@ NOT_IN_NAMES, AFTER_KEYS, AFTER_VALUES = "{}<> \t\r\n", ":,{}[]", ",}]"
 
 
 class Gemma4Reasoning(ReasoningParser):
-    """Extracts reasoning. The prompt can end with an empty one, if the model shall not think."""
+    """Extracts reasoning. If the model shall not think, the prompt can end with an empty block of reasoning."""
 
     begin, end = "<|channel>thought", "<channel|>"
 
@@ -37,7 +37,7 @@ class Gemma4(ToolParser):
             self._drop()
 
     def _function(self) -> Reading[bool]:
-        """Reads a call within its marks; False if it is not a call."""
+        """Reads a call between its marks. Returns False if the text is not a call."""
         if not (yield from self._passed("call:")):
             return False
         name = yield from self._up_to(NOT_IN_NAMES)
@@ -49,7 +49,7 @@ class Gemma4(ToolParser):
 
     def _arguments(self) -> Reading[None]:
         """Reads the arguments, and emits their JSON."""
-        levels, before = list[str](), ""  # marks that close what is open, and JSON to write before the next value
+        levels, before = list[str](), ""  # closing marks of open objects and lists; JSON to write before the next value
         while True:
             yield from self._blanks()
             sign = yield from self._next()
@@ -86,7 +86,7 @@ class Gemma4(ToolParser):
         self._drop()
 
     def _key(self) -> Reading[str | None]:
-        """Reads a key and the colon after it; None if there is none."""
+        """Reads a key and the colon after it; None if no colon follows."""
         if (yield from self._passed(QUOTE)):
             key = yield from self._up_to("<")
             yield from self._passed(QUOTE)
@@ -95,7 +95,8 @@ class Gemma4(ToolParser):
         return key if (yield from self._passed(":")) else None
 
     def _plain(self, before: str) -> Reading[bool]:
-        """Reads a string, number or word, and emits ``before`` and its JSON. Returns whether it was whole."""
+        """Reads a string, number or word, and emits ``before`` and the value's JSON. Returns whether the value was
+        complete."""
         if not (yield from self._sees(QUOTE)):
             value = yield from self._up_to(AFTER_VALUES)
             if (yield from self._next()) == "":

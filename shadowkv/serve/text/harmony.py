@@ -1,4 +1,4 @@
-"""Parsers of Harmony, the answer format of gpt-oss: several messages, each with a channel that says what it is.
+"""Parsers of Harmony, the answer format of gpt-oss: several messages, each with a channel that shows its purpose.
 
 An example: ``<|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>commentary to=functions.name
 <|constrain|>json<|message|>arguments<|call|>``. The prompt ends with ``<|start|>assistant``. The token that ends the
@@ -64,7 +64,7 @@ class Messages(TextReader):
     """Base of the parsers: reads an answer message by message."""
 
     def _header(self) -> Reading[Header | None]:
-        """Reads the header of the next message; None if the answer ends before its text."""
+        """Reads the header of the next message; None if the answer ends before the message's text begins."""
         for beginning in HEADERS:
             if (yield from self._sees(beginning)):
                 break

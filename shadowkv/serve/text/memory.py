@@ -6,7 +6,7 @@ import ctypes
 
 M_MMAP_THRESHOLD, LARGE_BLOCK = -3, 2**17
 """The parameter of ``mallopt`` (malloc.h), and its value: the size in bytes from which a block comes straight from the
-system. The value is the default, which would otherwise grow with freed blocks."""
+system. The value is the C library's default. Unless it is set, the library raises it when large blocks are freed."""
 
 _library = ctypes.CDLL(None)
 

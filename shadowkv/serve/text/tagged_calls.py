@@ -53,7 +53,7 @@ class TaggedCalls(ToolParser):
 
     @abstractmethod
     def _function(self) -> Reading[bool]:
-        """Reads a call within its outer tags; False if it is not a call."""
+        """Reads a call between its outer tags. Returns False if the text is not a call."""
 
     def _begin_call(self, name: str) -> None:
         self._open(name)
@@ -74,7 +74,7 @@ class TaggedCalls(ToolParser):
             self._write(writer.end())
 
     def _to_value_end(self, emit: Callable[[str], None]) -> Reading[bool]:
-        """Passes a value on to ``emit`` up to the tag that ends it; False if the answer ends first."""
+        """Passes a value on to ``emit``, up to the tag that ends the value. Returns False if the answer ends first."""
         self._drop()
         while True:
             tag = self._end.search(self._text, self._at)

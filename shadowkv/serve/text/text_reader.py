@@ -61,7 +61,7 @@ class TextReader(ABC):
         return self._text.startswith(literal, self._at)
 
     def _passed(self, literal: str) -> Reading[bool]:
-        """Reads ``literal``, and any white space after it, if it comes next. Returns whether it did."""
+        """If ``literal`` comes next, reads it and any white space after it. Returns whether ``literal`` came next."""
         if not (yield from self._sees(literal)):
             return False
         self._at += len(literal)

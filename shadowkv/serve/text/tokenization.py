@@ -1,5 +1,5 @@
-"""Tokenization for the server. A text that is too long is refused before it is tokenized, or after a part of it, and
-long texts take turns."""
+"""Tokenization for the server. A text that is too long is refused before it is tokenized, or as soon as the tokens of a
+part show this. Long texts take turns."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ not wait."""
 
 FIRST_PART, NEXT_PART = 8, 4
 """The first part of a text has ``FIRST_PART`` characters per allowed token; each later part is ``NEXT_PART`` times as
-long. English has four to five characters per token, so one part is enough. Runs of one character have up to a
-hundred."""
+long. English has four to five characters per token, so one part is enough. Runs of one character have up to a hundred
+characters per token."""
 
 MARGIN = 1.25
 """Tolerance for the token count of a part of a text. A part can have a few tokens more than it has within the whole
@@ -48,8 +48,8 @@ _in_flight: set[Event] = set()
 
 async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
     """Runs ``work`` on a thread that the tenants share, and returns its result. ``size`` is the number of characters or
-    token ids to process. If it exceeds ``LONG``, at most ``TURNS`` such calls run at a time, and ``work`` is stopped
-    when the caller is cancelled. Raises ApiError if ``drop_long`` stops it."""
+    token ids to process. If ``size`` exceeds ``LONG``, at most ``TURNS`` such calls run at a time, and ``work`` is
+    stopped when the caller is cancelled. Raises ApiError if ``drop_long`` stops ``work``."""
     if size <= LONG:
         return await in_thread(tenant, work)
     async with _turns.of(tenant):
@@ -136,6 +136,6 @@ def too_long(reason: str, param: str, tokens: int, limit: int) -> ApiError:
 
 
 def tokenize_limit(max_model_len: int) -> int:
-    """Maximum number of tokens that ``/tokenize`` returns: the context, or more for short contexts, to show how long a
-    text is."""
+    """Maximum number of tokens that ``/tokenize`` returns: the length of the context. If the context is short, the
+    maximum is higher, so that the answer shows how much too long a text is."""
     return max(max_model_len, TOKENIZE_TOKENS)

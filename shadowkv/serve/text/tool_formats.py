@@ -142,7 +142,7 @@ class ToolFormat:
 
     Attributes:
         parser: the parser of the format.
-        signs: strings that, if all are in a chat template, show that the model writes the format.
+        signs: strings that a chat template contains if the model writes this format.
         others: strings of other formats that have the same signs. A template with one of these strings does not have
             this format.
         new_id: makes ids of calls.
@@ -192,7 +192,7 @@ GENERIC = ToolFormat(Generic, ())
 """The format for chat templates without tools: the system message asks models to write it."""
 
 OF_FORMATS = {known.thoughts: name for name, known in FORMATS.items() if known.thoughts is not None}
-"""vLLM's names of formats' own reasoning parsers -> names of the formats."""
+"""Maps vLLM's names of reasoning parsers to names of formats, for formats with their own reasoning parser."""
 
 REASONING_PARSERS = (*TAGGED, *OF_FORMATS)
 

@@ -1,5 +1,5 @@
-"""Base of the parsers of tool calls in generated text, which arrives in pieces. They emit names and arguments as soon
-as they are known."""
+"""Base of the parsers of tool calls in generated text, which arrives in pieces. The parsers emit a call's name and
+arguments as soon as they are known."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ToolParser(TextReader):
     """Parses one answer.
 
     A text that only looks like the start of a call is text. White space beside a call is dropped. Arguments stay as the
-    model wrote them, and are cut off where the answer is.
+    model wrote them. If the answer is cut off inside arguments, the arguments end there, too.
 
     Args:
         new_id: makes ids of calls.
@@ -80,7 +80,7 @@ class ToolParser(TextReader):
             self._parts[-1].arguments += arguments
 
     def _calls(self, separator: str) -> Reading[bool]:
-        """Reads as many calls and separators as follow; returns whether there is a call."""
+        """Reads all calls and separators that follow; returns whether there is a call."""
         before = self.calls
         while (yield from self._next()) == "{" and (yield from self._call()):
             yield from self._blanks()

@@ -1,18 +1,18 @@
-// One answer as it comes: how far the prompt is read, its text in pieces, each with what its tokens attended to, and
-// what can be done with it. Its record is what the chat keeps of it.
+// One answer while it arrives: the progress of its prompt, its text in pieces with the attention of each piece's
+// tokens, and its buttons. The answer's record is what the chat stores.
 
 import { button, copy, count, duration, make, tokens } from "./elements.js";
 import { inPieces, rendered } from "./markdown.js";
 import { repeatsItself } from "./repetition.js";
 
-const TOLD = 1500; // milliseconds that a button says what it has done
+const TOLD = 1500; // milliseconds for which a button says that it has worked
 
 export class Answer {
   /**
    * Args:
-   *   record: { title, text, thought, meta, end, compressed, compared }; `end` is "" for a whole answer, "repeated" for one in a
-   *     loop, "length", "stopped" or "broken" for one that can be continued, and "answering" while it is written.
-   *   chosen: called with the answer and the number of a piece that is clicked.
+   *   record: { title, text, thought, meta, end, compressed, compared }. `end` is "" for a complete answer, "repeated"
+   *     for one in a loop, "length", "stopped" or "broken" if it can be continued, and "answering" while it arrives.
+   *   chosen: called with the answer and the number of a piece when a user clicks the piece.
    */
   constructor(record, chosen) {
     this.record = record;
@@ -43,7 +43,7 @@ export class Answer {
     this.offer();
   }
 
-  /** Says which cache the answer is from, where that says something: where it was compressed, or beside another one. */
+  /** Shows the cache policy of the answer, if the cache was compressed or two answers are compared. */
   name() {
     const { title, compressed, compared } = this.record;
     const says = Boolean(title && (compressed || compared));
@@ -55,7 +55,7 @@ export class Answer {
     return this.pieces.map((piece) => piece.text).join("");
   }
 
-  /** What all tokens up to now attended to. */
+  /** The places that the answer's tokens so far attended to. */
   get selections() {
     return this.pieces.flatMap((piece) => piece.selections);
   }
@@ -64,18 +64,18 @@ export class Answer {
     return !["", "repeated"].includes(this.record.end) && this.record.text !== "";
   }
 
-  /** Whether its text, or its thoughts, go round in circles. */
+  /** Whether the answer's text, or its reasoning if there is no text, repeats itself. */
   get repeatsItself() {
     return repeatsItself(this.record.text || this.record.thought);
   }
 
-  /** Takes the texts of its prompt's tokens, and the number of the first one that is not the chat template's. */
+  /** Sets the texts of the prompt's tokens, and the number of the first token that is not the chat template's. */
   reads(strings, firstSent) {
     this.strings = strings;
     this.firstSent = firstSent;
   }
 
-  /** Begins to write; what is there already is continued. */
+  /** Prepares the answer for new text, which is appended to the text that it has. */
   begin() {
     this.began = performance.now();
     this.first = null;
@@ -90,7 +90,7 @@ export class Answer {
     this.tools.replaceChildren();
   }
 
-  /** How far the prompt is read, as the server's `prompt_progress` says. */
+  /** Shows the progress of the prompt, from the server's `prompt_progress`. */
   progress({ total, cache, processed, time_ms: time }) {
     this.bar.max = total;
     this.bar.value = processed;
@@ -101,7 +101,8 @@ export class Answer {
     this.told.textContent = `reading the prompt: ${count(processed)} of ${tokens(total)}${found}${speed}${left}`;
   }
 
-  /** More text, and what tokens attended to: those of a half character or stop string come before their text. */
+  /** Adds text, reasoning, and the attention of new tokens. A token's attention can arrive before its text: the server
+   * holds back parts of characters and of stop strings. */
   add(text, thought, selections = []) {
     this.first ??= performance.now();
     this.reading.hidden = true;
@@ -118,7 +119,7 @@ export class Answer {
     this.record.text += text;
   }
 
-  /** Shows what has come. */
+  /** Shows the text that has arrived. */
   render() {
     const { thought } = this.record;
     this.thoughts.hidden = !thought;
@@ -135,7 +136,7 @@ export class Answer {
     this.body.replaceChildren(fragment);
   }
 
-  /** Marks a piece as the one that is looked at; -1 is none. */
+  /** Marks the piece whose attention is shown; -1 marks none. */
   choose(number) {
     this.chosen = number;
     this.pieces.forEach((piece, other) => {
@@ -143,7 +144,7 @@ export class Answer {
     });
   }
 
-  /** Ends it: `end` as in the record, with the reason in words, and the server's count of tokens. */
+  /** Ends the answer: `end` as in the record, the reason in words, and the server's token counts. */
   finish(end, reason, usage) {
     this.record.end = end;
     this.body.classList.remove("busy");
@@ -167,7 +168,8 @@ export class Answer {
     this.offer();
   }
 
-  /** The buttons of an answer that has ended; `again` and `on` ask anew, or for more, where it is the last one. */
+  /** Shows the buttons of an answer that has ended. For the last answer, `again` regenerates it and `on` continues it.
+   * */
   offer(again, on) {
     const copying = button("Copy", async () => {
       await copy(this.record.text.trim());
@@ -188,7 +190,7 @@ function alike(one, other) {
   return length;
 }
 
-/** Marks where two answers diverge, as soon as they do; gives that in words. */
+/** Marks the place where two answers diverge, and returns a description of it; empty if they do not diverge so far. */
 export function markDivergence([one, other], ended) {
   const texts = [one.text, other.text];
   const length = alike(...texts);

@@ -1,4 +1,4 @@
-// Calls to the server. The key is kept in this variable only.
+// Calls to the server. The API key is kept only in the variable `key`.
 
 let key = "";
 
@@ -6,7 +6,7 @@ export function useKey(value) {
   key = value;
 }
 
-/** A refusal by the server, with its message. */
+/** The server refused a request; has the server's message. */
 export class Refused extends Error {
   constructor(message, status) {
     super(message);
@@ -14,22 +14,23 @@ export class Refused extends Error {
   }
 }
 
-/** The server cannot be reached, or went away in the middle of an answer. */
+/** The server cannot be reached, or the connection broke in the middle of an answer. */
 export class Gone extends Error {}
 
-/** The request was cancelled. */
+/** Whether an error means that the request was cancelled. */
 export function isStop(error) {
   return error.name === "AbortError";
 }
 
-/** Sends a request; its response has a status below 400. Without the key, or with a wrong one, the page asks for it. */
+/** Sends a request and returns the response if its status is below 400. If the key is missing or wrong, the page asks
+ * for it. */
 export async function call(path, options = {}) {
   const headers = new Headers(options.headers);
   const sent = key;
   if (key) headers.set("Authorization", `Bearer ${key}`);
   let response;
   try {
-    // Relative to the page, which a proxy may serve below a path of its own (--root-path).
+    // The path is relative to the page, because a proxy may serve the page under a path prefix (--root-path).
     response = await fetch(`.${path}`, { ...options, headers, cache: "no-store" });
   } catch (error) {
     if (isStop(error)) throw error;
@@ -38,7 +39,7 @@ export async function call(path, options = {}) {
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
-  const refused = response.status === 401 && sent === key; // a refused earlier key is of no interest
+  const refused = response.status === 401 && sent === key; // if the key has changed since, the refusal is outdated
   if (refused) window.dispatchEvent(new CustomEvent("key-needed", { detail: Boolean(key) }));
   throw new Refused(message, response.status);
 }
@@ -52,13 +53,13 @@ export function post(path, body, signal) {
   return call(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
-/** Text and pages of a file. */
+/** Returns the text of a file and its number of pages. */
 export async function readDocument(file, signal) {
   const headers = { "Content-Type": "application/octet-stream" };
   return (await call("/page/document", { method: "POST", headers, body: file, signal })).json();
 }
 
-/** Chunks of a streamed answer; ends with an exception unless the server has marked it complete. */
+/** Yields the chunks of a streamed answer. Throws if the stream ends without the server's end mark. */
 export async function* stream(path, body, signal) {
   const response = await post(path, { ...body, stream: true }, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -70,7 +71,7 @@ export async function* stream(path, body, signal) {
       const events = (left + value).split("\n\n");
       left = events.pop();
       for (const event of events) {
-        if (!event.startsWith("data: ")) continue; // a keep-alive
+        if (!event.startsWith("data: ")) continue; // a keep-alive comment
         const data = event.slice("data: ".length);
         if (data === "[DONE]") return;
         const chunk = JSON.parse(data);

@@ -1,4 +1,4 @@
-// Asking: what goes to the server for a turn of the chat, and what comes back.
+// Asks questions: sends the requests for a turn of the chat, and receives the answers.
 
 import { follow, look, lookAway, setUpAttended, usePolicy } from "./attended/attended.js";
 import { Gone, isStop, post, stream } from "./api.js";
@@ -10,13 +10,13 @@ import { setUpSettings, showSettings } from "./settings.js";
 import { Turn } from "./turns.js";
 import { tellWait, timeBeginning, timed } from "./wait.js";
 
-const REDRAW = 150; // milliseconds, at least, and so many times as long as it takes:
-const REST = 4;
-const KEEP = 1000;
-const RESERVE = 128; // tokens, at least, for a question, its template and the answer
-const CHARACTERS = 3; // of a token, where it was not counted
-const SOUGHT = 60; // characters that a prompt is searched for
-const NEAR = 60; // pixels below the screen that an answer's end may be, to be followed
+const REDRAW = 150; // minimum milliseconds between two redraws of an answer
+const REST = 4; // minimum time between two redraws, as a multiple of the time that a redraw takes
+const KEEP = 1000; // milliseconds between two saves of an answer that arrives
+const RESERVE = 128; // tokens reserved for the question, the chat template and the answer
+const CHARACTERS = 3; // characters per token, for texts whose tokens were not counted
+const SOUGHT = 60; // length of the text by which the first message is found in a prompt, in characters
+const NEAR = 60; // pixels that the end of an answer may be below the window for the page to follow it
 
 let served = null; // { name, policy, compared, chats, limit }
 let stopping = null, turns = [];
@@ -49,7 +49,7 @@ export function setUpQuestions() {
   });
 }
 
-/** Shows the chat that is open now; returns whether its last answer was broken off by a reload. */
+/** Shows the open chat; returns whether a reload of the page has interrupted one of its answers. */
 export function showChat() {
   lookAway();
   tell("ask-error", "");
@@ -70,7 +70,7 @@ export function showChat() {
   return cut;
 }
 
-/** Tokens of the chat so far. */
+/** Number of tokens of the chat so far, estimated for turns without an answer. */
 function used() {
   let sum = 0;
   for (const { question, documents, answers } of chat.turns) {
@@ -80,12 +80,12 @@ function used() {
   return Math.ceil(sum);
 }
 
-/** Tokens that there are for documents of the next question. */
+/** Number of tokens that are left for documents of the next question. */
 function room() {
   return served ? served.limit - used() - RESERVE : Infinity;
 }
 
-/** Whether anything can be asked now, and why not. */
+/** Enables or disables the buttons, and shows why nothing can be asked now. */
 function update() {
   const more = waitingDocuments().reduce((sum, one) => sum + (one.tokens ?? 0), 0);
   const tooLong = more > room();
@@ -99,7 +99,7 @@ function update() {
   byId("stop").disabled = !stopping;
 }
 
-/** Buttons of the last answer, to ask for it anew or for more of it. */
+/** Shows the buttons of all answers. Only the first answer of the last turn can be regenerated or continued. */
 function offer() {
   for (const turn of turns.slice(0, -1)) for (const answer of turn.answers) answer.offer();
   const turn = turns.at(-1);
@@ -110,8 +110,8 @@ function offer() {
 
 const title = (model) => policyInWords(model === served.name ? served.policy : model.split("@").pop());
 
-/** What is sent for turns of the chat: messages, or a text where the model has no chat template. The part that was sent
- * before comes first and is the same, so it is found in the cache. */
+/** Makes the prompt for turns of the chat: messages, or a text if the model has no chat template. A prompt begins with
+ * the previous prompt, unchanged, so that the server finds that part in its cache. */
 function promptOf(all) {
   const contents = all.map(({ question, documents }) => {
     const named = documents.map((one) => (documents.length > 1 ? `${one.name}:\n\n` : "") + (one.text ?? textOf(one)));
@@ -139,14 +139,14 @@ async function tokenized(body) {
   return { count: number, tokens: pieces.map(({ id }) => id), strings: pieces.map(({ piece }) => piece) };
 }
 
-/** The first token of a prompt that is of what was sent: before it a chat template may have words of its own. */
+/** Number of the first token of a prompt that is not the chat template's, which may begin with words of its own. */
 function firstSent(strings, { messages }) {
   const at = messages ? strings.join("").indexOf(messages[0].content.trim().slice(0, SOUGHT)) : 0;
   let length = 0;
   return Math.max(0, strings.findIndex((text) => (length += text.length) > at));
 }
 
-/** Tokens that an answer to a prompt may have; raises an error where there is no room for any. */
+/** Maximum number of tokens of an answer to a prompt; throws if the prompt leaves no room for an answer. */
 function mostTokens(length) {
   if (length < served.limit) return Math.min(chat.length, served.limit - length);
   throw new Error(`That is too long: the prompt has ${tokens(length)}, and this model takes ${count(served.limit)} with the answer.`);
@@ -182,18 +182,18 @@ async function again(turn) {
   await busily(async () => answer(turn, await tokenized(promptOf(chat.turns))));
 }
 
-/** Answers a turn, whose prompt was counted, by the served model and perhaps by the one to compare. */
+/** Answers a turn, whose prompt has been tokenized, with the served model and, if chosen, with the one to compare. */
 async function answer(turn, counted) {
   const models = [served.name, ...(byId("compare").checked && served.compared ? [served.compared] : [])];
   const [path, prompt] = [served.chats ? "/v1/chat/completions" : "/v1/completions", promptOf(chat.turns)];
   const most = mostTokens(counted.count);
   turn.anew(models.map(title));
   turn.answers[0].reads(counted.strings, firstSent(counted.strings, prompt));
-  await save(); // so that a reload while the prompt is read finds an answer to ask for anew
+  await save(); // if the page is reloaded while the prompt is read, the answer can then be regenerated
   await writing(turn, models.map((model) => [path, { ...prompt, model, max_tokens: most }]));
 }
 
-/** More of an answer that was cut off: its tokens so far are a part of the prompt. */
+/** Continues an answer that was cut off. The answer's tokens so far become part of the prompt. */
 async function goOn(turn) {
   await busily(async () => {
     const before = await tokenized(promptOf(chat.turns));
@@ -205,7 +205,7 @@ async function goOn(turn) {
   });
 }
 
-/** Does something that Stop ends, and says what went wrong with it. */
+/** Runs `work`, which the button Stop can end, and shows its errors. */
 async function busily(work) {
   if (stopping || !served) return;
   stopping = new AbortController();
@@ -215,10 +215,10 @@ async function busily(work) {
   try {
     await work();
   } catch (error) {
-    if (error instanceof Gone) tell("ask-error", `${error.message} What has come is kept; go on once it is back.`);
+    if (error instanceof Gone) tell("ask-error", `${error.message} The text so far is kept; go on when it is back.`);
     else if (!isStop(error)) tell("ask-error", error.message);
   } finally {
-    stopping.abort(); // the other one of two answers
+    stopping.abort(); // ends the other answer, if two are compared and one has failed
     stopping = null;
     if (chat.turns.length) await save();
     holdChats(false);
@@ -227,7 +227,7 @@ async function busily(work) {
   }
 }
 
-/** Writes the answers to requests, one for each, into a turn. */
+/** Sends the requests of a turn, and writes the answer to each request into the turn. */
 async function writing(turn, requests) {
   lookAway();
   offer();
@@ -243,13 +243,13 @@ async function writing(turn, requests) {
   )));
 }
 
-/** How an answer ended, by `finish_reason`: its `end`, and what is said of it. */
+/** For each `finish_reason` of an unfinished answer: the `end` in its record, and the words that the page shows. */
 const ENDS = {
   length: ({ max_tokens: most }) => ["length", `cut off after ${tokens(most)}`],
   repetition: () => ["repeated", "stopped, because it repeats itself: ask in other words, or use a larger model"],
 };
 
-/** Draws an answer, and keeps its end in view where it was there before. */
+/** Draws an answer. If its end was in view before, it stays in view. */
 function drawn(turn, draw) {
   const { bottom } = turn.element.getBoundingClientRect();
   const isSeen = bottom > 0 && bottom < window.innerHeight + NEAR;

@@ -1,19 +1,19 @@
-// The chats: what was asked and answered, kept over a reload.
+// The chats: questions and answers, which are kept when the page is reloaded.
 
 import { byId, download, tell } from "./elements.js";
 import { showList } from "./list.js";
 import { all, one, openStore, put, remove } from "./store.js";
 
-const TITLE = 60; // characters
+const TITLE = 60; // maximum characters of a title that is made from a question
 
 /**
- * The one that is open: { id, changed, title, system, length, temperature, turns }, where a turn has its `question`, its
- * `documents` ({ id, name, pages, tokens }) and its `answers` ({ title, text, thought, meta, end, used, compressed, compared }).
+ * The open chat: { id, changed, title, system, length, temperature, turns }. A turn has a `question`, its `documents`
+ * ({ id, name, pages, tokens }) and its `answers` ({ title, text, thought, meta, end, used, compressed, compared }).
  */
 export let chat = empty();
 
-const texts = new Map(); // of documents, by their ids
-let listed = []; // all that are kept, the newest first
+const texts = new Map(); // from ids of the open chat's documents to their texts
+let listed = []; // all stored chats, the newest first
 let opened = () => {};
 let held = false;
 
@@ -25,7 +25,7 @@ function empty() {
 /** Text of a document of the open chat. */
 export const textOf = (document) => texts.get(document.id) ?? "";
 
-/** Adds a turn, with documents that have a `text`. */
+/** Adds a turn to the open chat; each of `documents` has a `text`. */
 export async function addTurn(question, documents) {
   for (const { id, text } of documents) texts.set(id, text);
   chat.title ||= question.replaceAll(/\s+/g, " ").slice(0, TITLE);
@@ -37,7 +37,7 @@ export async function addTurn(question, documents) {
   await save();
 }
 
-/** Keeps the open chat as it is now. */
+/** Stores the open chat as it is now. */
 export async function save() {
   chat.changed = Date.now();
   if (!listed.includes(chat)) listed.unshift(chat);
@@ -53,7 +53,7 @@ async function tried(keeping) {
   }
 }
 
-/** `whenOpened` is called whenever another chat is open; opens the newest one. */
+/** Opens the newest chat. `whenOpened` is called whenever another chat has been opened. */
 export async function setUpChats(whenOpened) {
   opened = whenOpened;
   byId("new").addEventListener("click", () => open(empty()));
@@ -99,7 +99,7 @@ function list() {
   byId("new").disabled = held || !chat.turns.length;
 }
 
-/** While an answer is being written the chat stays open. */
+/** With `hold`, no other chat can be opened, because an answer is being written. */
 export function holdChats(hold) {
   held = hold;
   list();
@@ -107,7 +107,7 @@ export function holdChats(hold) {
 
 const fileName = (title) => title.replaceAll(/[^\p{L}\p{N} -]/gu, "").trim() || "chat";
 
-/** A chat as Markdown; of documents the names. */
+/** A chat as Markdown, with only the names of its documents. */
 function asMarkdown({ title: name, system, turns }) {
   const parts = [`# ${name}`];
   if (system) parts.push(`System prompt:\n\n> ${system.replaceAll("\n", "\n> ")}`);

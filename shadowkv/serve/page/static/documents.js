@@ -1,25 +1,25 @@
-// Documents for the next question: files that the server reads, or text that was pasted. Once sent, they stay in the
-// chat where they are: what the model has read of it is not read anew.
+// Documents for the next question: files that the server reads, or pasted texts. A document that was sent stays at its
+// place in the chat, so that the server finds it in its cache.
 
 import { isStop, post, readDocument } from "./api.js";
 import { button, byId, make, show, tell, tokens } from "./elements.js";
 
 const MOST_BYTES = 20 * 2 ** 20;
-const LONG_PASTE = 1000; // characters, from which on a text is no question
-const [LONG_WORD, MANY] = [30, 0.05]; // letters, and a share of all letters
+const LONG_PASTE = 1000; // minimum characters of a pasted text that becomes a document
+const [LONG_WORD, MANY] = [30, 0.05]; // maximum letters of a normal word, and share of letters in longer words
 
-let waiting = []; // { id, name, pages, text, tokens }; without tokens it is being read or counted
+let waiting = []; // { id, name, pages, text, tokens }; a document without `tokens` is still being read or tokenized
 let changed = () => {};
 let room = () => Infinity;
 let counting = () => {};
 
-/** Those for the next question. */
+/** The documents for the next question. */
 export const waitingDocuments = () => waiting;
 
-/** Whether one is not read yet. */
+/** Whether a document is still being read. */
 export const isReading = () => waiting.some((one) => one.tokens === undefined);
 
-/** Takes them all, as they are sent. */
+/** Returns all documents for the next question and removes them from the page, because they are sent. */
 export function takeDocuments() {
   const taken = waiting;
   waiting = [];
@@ -27,14 +27,14 @@ export function takeDocuments() {
   return taken;
 }
 
-/** Puts some back, which were not sent after all. */
+/** Puts documents back that could not be sent. */
 export function putBack(documents) {
   waiting = [...documents, ...waiting];
   present();
 }
 
-/** `whenChanged` is called after every change; `roomLeft` gives the tokens that there are for all of them; `whenCounted` is
- * called with the tokens of each. */
+/** `whenChanged` is called after every change. `roomLeft` returns the number of tokens that all documents together may
+ * have. `whenCounted` is called with the token ids of each document. */
 export function setUpDocuments(whenChanged, roomLeft, whenCounted) {
   [changed, room, counting] = [whenChanged, roomLeft, whenCounted];
   const drop = byId("drop");
@@ -100,7 +100,7 @@ function failed(one, error) {
   tell("document-error", `${one.name}: ${error.message}`);
 }
 
-/** As much of the beginning as fits, cut by its tokens, which the server returns as text. */
+/** Cuts a document to the beginning that fits. The server returns the text of each token, so that the cut is exact. */
 async function cut(one) {
   const others = waiting.reduce((sum, other) => (other === one ? sum : sum + (other.tokens ?? 0)), 0);
   const body = { prompt: one.text, add_special_tokens: false, with_pieces: true };
@@ -141,7 +141,8 @@ function entry(one, tooLong) {
   return item;
 }
 
-/** Whether many of its letters are in very long words, as when a PDF's spaces are lost; in scripts that have spaces. */
+/** Whether many letters of a text are in very long words, as in a PDF whose spaces are lost. Only scripts with spaces
+ * count. */
 export function looksJoined(text) {
   let [letters, inLong] = [0, 0];
   for (const [{ length }] of text.matchAll(/[\p{Script=Latin}\p{Script=Cyrillic}\p{Script=Greek}]+/gu)) {
@@ -151,7 +152,7 @@ export function looksJoined(text) {
   return inLong > MANY * letters;
 }
 
-/** "3 pages, 1,200 tokens". */
+/** The size of a document in words: "3 pages, 1,200 tokens". */
 export function sizeInWords({ pages, tokens: length }) {
   if (length === undefined) return "is being read …";
   return `${pages ? `${pages} ${pages === 1 ? "page" : "pages"}, ` : ""}${tokens(length)}`;

@@ -7,7 +7,7 @@ const numbers = new Intl.NumberFormat("en");
 /** A number formatted for reading. */
 export const count = (number) => numbers.format(Math.round(number));
 
-/** "1 token", "1,200 tokens". */
+/** A number of tokens in words: "1 token", "1,200 tokens". */
 export const tokens = (number) => `${count(number)} ${number === 1 ? "token" : "tokens"}`;
 
 /** A time to wait, in words. */
@@ -27,21 +27,21 @@ const WORDS = {
   "turboquant-3": "cache in 3 bits",
 };
 
-/** A cache policy's name, with what it means where that is known. */
+/** A cache policy's name, with its meaning if `WORDS` has one. */
 export const policyInWords = (name) => (name in WORDS ? `${name} (${WORDS[name]})` : name);
 
 export function show(id, visible) {
   byId(id).hidden = !visible;
 }
 
-/** Shows a message in a line that is visible only while it has one. */
+/** Shows a message in a line; an empty message hides the line. */
 export function tell(id, text) {
   const line = byId(id);
   if (line.textContent !== text) line.textContent = text;
   line.hidden = !text;
 }
 
-/** An element with classes and text. */
+/** Makes an element with classes and a text. */
 export function make(tag, classes, text = "") {
   const element = document.createElement(tag);
   if (classes) element.className = classes;
@@ -49,7 +49,7 @@ export function make(tag, classes, text = "") {
   return element;
 }
 
-/** A button that calls `pressed`. */
+/** Makes a button that calls `pressed`. */
 export function button(text, pressed, classes = "") {
   const element = make("button", classes, text);
   element.type = "button";
@@ -57,12 +57,13 @@ export function button(text, pressed, classes = "") {
   return element;
 }
 
-/** Puts a text on the clipboard; the second way is for pages that are neither local nor encrypted. */
+/** Copies a text to the clipboard. Pages that are neither local nor encrypted have no `navigator.clipboard`: they copy
+ * from a hidden field instead. */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return;
-  } catch { /* it is not there, or not allowed */ }
+  } catch { /* navigator.clipboard is missing or not allowed */ }
   const area = make("textarea", "away");
   area.value = text;
   document.body.append(area);
@@ -71,7 +72,7 @@ export async function copy(text) {
   area.remove();
 }
 
-/** Has the browser save a text as a file. */
+/** Makes the browser save a text as a file. */
 export function download(name, text) {
   const link = make("a");
   link.href = URL.createObjectURL(new Blob([text], { type: "text/markdown" }));

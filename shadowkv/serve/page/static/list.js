@@ -1,10 +1,10 @@
-// The list of chats: which is open, a search through all, and what can be done with the open one.
+// The list of chats: a search in all chats, and buttons for the open one.
 
 import { button, byId, make, show } from "./elements.js";
 
 let renaming = false;
 
-/** Whether a chat has all the words that are searched for, in its title, questions, answers or names of documents. */
+/** Whether a chat contains all of `words`, in its title, questions, answers or names of documents. */
 function has({ title, turns }, words) {
   const said = turns.flatMap(({ question, documents, answers }) => (
     [question, ...documents.map(({ name }) => name), ...answers.map(({ text }) => text)]
@@ -14,16 +14,16 @@ function has({ title, turns }, words) {
 }
 
 /**
- * Shows them.
+ * Shows the list of chats.
  *
  * Args:
- *   chats: in their order.
- *   chosen: the open one.
- *   held: whether another one must not be opened now.
- *   acts: { open, rename, forget, exported }, called with a chat, and `rename` with its new title.
+ *   chats: all chats, in the order of the list.
+ *   chosen: the open chat.
+ *   held: whether no other chat may be opened now.
+ *   acts: { open, rename, forget, exported }: functions to call with a chat; `rename` also gets the new title.
  */
 export function showList(chats, chosen, held, acts) {
-  if (renaming) return; // it is shown once that has ended
+  if (renaming) return; // the list is shown when renaming has ended
   const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
   const found = words.length ? chats.filter((chat) => has(chat, words)) : chats;
   const shown = () => showList(chats, chosen, held, acts);
@@ -47,7 +47,7 @@ function entry(chat, isOpen, held, acts, shown) {
   return item;
 }
 
-/** Puts a field in the place of a chat's title: Enter renames it, Escape does not. */
+/** Replaces a chat's title by a field. Enter renames the chat, Escape leaves its title. */
 function ask(item, chat, acts, shown) {
   renaming = true;
   const field = make("input");
@@ -63,7 +63,7 @@ function ask(item, chat, acts, shown) {
   field.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.isComposing) end(field.value.trim());
     if (event.key !== "Escape") return;
-    event.stopPropagation(); // it stops an answer elsewhere
+    event.stopPropagation(); // elsewhere, Escape stops an answer
     end("");
   });
   field.addEventListener("blur", () => end(field.value.trim()));

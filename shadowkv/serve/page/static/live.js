@@ -1,12 +1,12 @@
-// The server's panel: what it does, and where its cached prompts are, updated once a second.
+// The server's panel: current work, and the memory of cached prompts. It is updated once a second.
 
 import { Gone, get } from "./api.js";
 import { byId, count, make, tell } from "./elements.js";
 
 const SECOND = 1000;
 const GIB = 2 ** 30;
-const KEPT = 60; // seconds shown in the line of speeds
-const PATIENCE = 10 * SECOND; // for an answer, beyond which the server counts as gone
+const KEPT = 60; // number of speeds in the chart, one per second
+const PATIENCE = 10 * SECOND; // milliseconds without an answer after which the server counts as gone
 
 const TIERS = {
   device: ["Device", "where the model computes: a GPU's memory, or this computer's"],
@@ -19,7 +19,7 @@ let before = null;
 let firstTokenSeconds = null;
 let gone = false;
 const speeds = [];
-const numbers = new Map(); // of segments, in the order in which they were seen
+const numbers = new Map(); // from segments' ids to their numbers, in the order in which the segments appeared
 
 export function watchServer() {
   poll();
@@ -40,12 +40,12 @@ async function poll() {
       gone = true;
       window.dispatchEvent(new Event("server-gone"));
     }
-    if (error.status === 401) return; // continues once there is a key
+    if (error.status === 401) return; // the page starts anew when the user has entered a key
   }
   setTimeout(poll, SECOND);
 }
 
-/** What is shown here is no longer so. */
+/** Shows that the panel is no longer up to date. */
 function stands() {
   byId("speed").textContent = "–";
   tell("stale", `Everything here is as it was at ${new Date().toLocaleTimeString("en-GB")}: the server does not answer.`);
@@ -99,7 +99,7 @@ function memory(stats) {
   for (const tier of parent.children) tier.hidden = !tiers.some(([name]) => name === tier.dataset.tier);
   const left = stats.segment_count - stats.segments.length;
   tell("blocks-note", !stats.segments.length
-    ? "Prompts appear here as blocks once they are computed, and stay for those that begin alike."
+    ? "Prompts appear here as blocks once they are computed, and stay for later prompts that begin alike."
     : `A block is a run of a prompt's tokens; shaded ones are compressed.${left ? ` ${count(left)} more are kept.` : ""}`);
 }
 
@@ -117,7 +117,8 @@ function newTier(name) {
   return tier;
 }
 
-/** Segments that stay keep their element, so that only new ones are animated. */
+/** Shows segments as blocks. A segment that was shown before keeps its element, so that only new segments are animated.
+ * */
 function blocks(list, segments) {
   const there = new Map([...list.children].map((item) => [item.dataset.uid, item]));
   const items = segments.map((segment) => {

@@ -1,9 +1,10 @@
-// Markdown of answers as elements, without any markup of the model's own, each word with the piece that it came in.
+// Turns the Markdown of answers into elements, and maps each word to the piece of the answer that it came in. HTML that
+// the model writes is shown as text.
 
 import { Marked } from "./vendor/marked.esm.js";
-import "./vendor/purify.min.js"; // which makes itself known as DOMPurify
+import "./vendor/purify.min.js"; // defines the global DOMPurify
 
-const NEAR = 200; // characters of Markdown that may stand between two that are shown: an address, the rule of a table
+const NEAR = 200; // maximum characters of Markdown between two shown characters, such as the address of a link
 
 const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
@@ -12,10 +13,10 @@ const marked = new Marked({
   breaks: true,
   renderer: {
     html: ({ raw }) => escaped(raw),
-    image: ({ raw }) => escaped(raw), // nothing is loaded from elsewhere
+    image: ({ raw }) => escaped(raw), // images are not loaded from other servers
     checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
     heading({ tokens }) {
-      return `<h4>${this.parser.parseInline(tokens)}</h4>`; // under the answer's own, whatever their levels
+      return `<h4>${this.parser.parseInline(tokens)}</h4>`; // headings of all levels are below the answer's own heading
     },
   },
 });
@@ -31,14 +32,14 @@ const ALLOWED = {
   RETURN_DOM_FRAGMENT: true,
 };
 
-/** A text's elements; links open beside the page, and what would scroll sideways can be reached with the keyboard. */
+/** Returns the elements of a text. Links open in a new tab. Wide tables and code can be scrolled with the keyboard. */
 export function rendered(text) {
   let fragment;
   try {
     fragment = globalThis.DOMPurify.sanitize(marked.parse(text), ALLOWED);
   } catch (error) {
     if (!(error instanceof RangeError)) throw error;
-    return plain(text); // nested thousands of levels deep, as a model writes that repeats itself
+    return plain(text); // the text is nested thousands of levels deep, because the model repeats itself
   }
   for (const link of fragment.querySelectorAll("a")) {
     link.target = "_blank";
@@ -65,8 +66,8 @@ function plain(text) {
   return fragment;
 }
 
-/** Puts every character that is shown into a span of the piece that it is from: `spanOf` makes one, of its
- * number and the text. */
+/** Puts every shown character into a span that belongs to the character's piece of the answer. `spanOf` makes a span,
+ * from the number of a piece and a text. */
 export function inPieces(fragment, texts, spanOf) {
   const source = texts.join("");
   const ends = [];
@@ -76,8 +77,8 @@ export function inPieces(fragment, texts, spanOf) {
   const nodes = [];
   while (walker.nextNode()) nodes.push(walker.currentNode);
   for (const node of nodes) {
-    if (!node.data.trim()) continue; // between elements
-    const runs = []; // of characters of one piece
+    if (!node.data.trim()) continue; // white space between elements
+    const runs = []; // runs of characters that are from the same piece
     for (const character of node.data) {
       const found = source.slice(place, place + NEAR).indexOf(character);
       if (found >= 0) {

@@ -1,4 +1,4 @@
-// Assembles the page: what is served, the key, the theme, and a line for connection errors.
+// Assembles the page: the served model, the API key, the theme, and a line for connection errors.
 
 import { get, useKey } from "./api.js";
 import { setUpQuestions, showChat, useServer } from "./ask.js";
@@ -18,7 +18,8 @@ async function meet() {
   useServer({ name: model.id, policy, compared, limit, chats: "chat_template" in tokenizer });
 }
 
-/** What the server says of a model that is very small; a command in it, from `shadowkv` to a bracket, as code. */
+/** Shows the server's advice about a very small model. A command in the text, from `shadowkv serve` to a bracket, is
+ * shown as code. */
 function advise(text) {
   const [before, command = "", after = ""] = text.split(/(shadowkv serve[^(]*[^(\s])/);
   byId("advice").replaceChildren(before, make("code", "", command), after);
@@ -58,7 +59,7 @@ function setUpKey() {
     if (event.detail) tell("key-note", "The server does not take this key.");
     if (!dialog.open) dialog.showModal();
   });
-  dialog.addEventListener("cancel", (event) => event.preventDefault()); // nothing works without it
+  dialog.addEventListener("cancel", (event) => event.preventDefault()); // the page does not work without a key
   dialog.addEventListener("close", () => {
     useKey(byId("key").value);
     byId("key").value = "";
@@ -76,7 +77,7 @@ function setUpConnection() {
   });
 }
 
-/** The chat that is opened, and whether its answer was broken off by a reload of the page. */
+/** Shows each chat that is opened, with a notice if a reload of the page has interrupted an answer. */
 function setUpChat() {
   setUpChats(() => {
     if (showChat()) notice("The page was loaded anew in the middle of an answer, which was stopped; Continue goes on with it, Regenerate asks again.");
@@ -87,7 +88,7 @@ async function start() {
   try {
     await meet();
   } catch (error) {
-    if (error.status === 401) return; // the dialog is open
+    if (error.status === 401) return; // the dialog for the key is open
     tell("status", `${error.message} The page tries again every second.`);
     setTimeout(start, SECOND);
     return;

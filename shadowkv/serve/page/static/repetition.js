@@ -1,17 +1,18 @@
-// Answers that repeat themselves, in which small models end. The server ends them where its tokens repeat
-// (`repetition_detection`); what it lets through, such as a loop of many lines, is found here in the text.
+// Finds answers that repeat themselves, as those of small models often do. The server ends an answer whose tokens
+// repeat (`repetition_detection`). This code also finds loops that the server does not detect, such as one of many
+// lines.
 
 export const DETECTION = { min_pattern_size: 24, max_pattern_size: 128, min_count: 4 };
 
 const TIMES = 4;
-const [SHORTEST, LONGEST] = [24, 1200]; // characters of what is repeated
-const REPEATED = 300; // characters of all the rounds together: a few equal lines are no loop
+const [SHORTEST, LONGEST] = [24, 1200]; // minimum and maximum characters of the repeated text
+const REPEATED = 300; // minimum characters of all repetitions together: a few equal lines are no loop
 
-/** Whether a text ends with the same words many times over. */
+/** Whether a text ends with many repetitions of the same words. */
 export function repeatsItself(text) {
   for (let size = SHORTEST; size <= LONGEST && size * TIMES <= text.length; size += 1) {
     const end = text.length - size;
-    if (text[end - 1] !== text[text.length - 1]) continue; // most sizes end here
+    if (text[end - 1] !== text[text.length - 1]) continue; // a quick test that most sizes fail
     const piece = text.slice(end);
     const needed = Math.max(TIMES, Math.ceil(REPEATED / size));
     let times = 1;

@@ -1,9 +1,9 @@
-// How answers are written: their length, the temperature and the system prompt, of each chat its own.
+// Settings of a chat's answers: their length, the temperature and the system prompt.
 
 import { chat, save } from "./chats.js";
 import { byId, tokens } from "./elements.js";
 
-const FIELDS = { length: 1, temperature: 0 }; // with their least values
+const FIELDS = { length: 1, temperature: 0 }; // the minimum value of each field
 
 export function setUpSettings() {
   for (const [name, least] of Object.entries(FIELDS)) {
@@ -24,7 +24,7 @@ function changed() {
   showSettings();
 }
 
-/** Shows those of the open chat. */
+/** Shows the settings of the open chat. */
 export function showSettings() {
   for (const name of [...Object.keys(FIELDS), "system"]) byId(name).value = chat[name];
   const words = [`up to ${tokens(chat.length)}`, `temperature ${chat.temperature}`];

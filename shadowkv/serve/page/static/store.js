@@ -1,10 +1,11 @@
-// Chats and the texts of their documents, kept in this browser (IndexedDB). The key of the server is not.
+// Stores chats and the texts of their documents in this browser (IndexedDB). The API key is not stored.
 
 const STORES = { chats: "id", documents: "id" };
 
 let database = null;
 
-/** Opens it; false where the browser keeps nothing, as in some private windows: the page works without. */
+/** Opens the database. Returns false if the browser stores nothing, as in some private windows; the page then works
+ * without a database. */
 export async function openStore() {
   if (database) return true;
   try {
@@ -26,7 +27,7 @@ function finished(request) {
   });
 }
 
-/** Every value of a store. */
+/** All values of a store. */
 export async function all(store) {
   return database ? finished(database.transaction(store).objectStore(store).getAll()) : [];
 }
@@ -36,7 +37,7 @@ export async function one(store, key) {
   return database ? finished(database.transaction(store).objectStore(store).get(key)) : undefined;
 }
 
-/** Keeps a value in place of any with its key; fails where the browser has no more room. */
+/** Stores a value; replaces an older value with the same key. Fails if the browser has no more room. */
 export async function put(store, value) {
   if (database) await finished(database.transaction(store, "readwrite").objectStore(store).put(value));
 }

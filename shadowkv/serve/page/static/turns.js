@@ -1,11 +1,11 @@
-// A turn of a chat: what was asked, about which documents, and its answer, or two side by side.
+// A turn of a chat: the question, its documents, and one answer or two side by side.
 
 import { Answer, markDivergence } from "./answer.js";
 import { sizeInWords } from "./documents.js";
 import { make } from "./elements.js";
 
 export class Turn {
-  /** `record` is the chat's, `chosen` as for an answer; answers that were not ended by anybody are marked as stopped. */
+  /** `record` is the turn in the stored chat. `chosen` is as for `Answer`. */
   constructor(record, chosen) {
     this.record = record;
     this.chosen = chosen;
@@ -38,14 +38,14 @@ export class Turn {
     this.compare();
   }
 
-  /** Replaces the answers by empty ones with these titles. */
+  /** Replaces the answers by empty answers with these titles. */
   anew(titles) {
     const compared = titles.length > 1;
     this.record.answers = titles.map((title) => ({ title, compared, text: "", thought: "", meta: "", end: "answering" }));
     this.fill();
   }
 
-  /** Says where two answers part, or once both have ended that they do not. */
+  /** Shows where two answers diverge. If both have ended and are the same, says so. */
   compare() {
     const ended = this.answers.every(({ record }) => record.end !== "answering");
     const words = this.answers.length === 2 ? markDivergence(this.answers, ended) : "";

@@ -1,15 +1,18 @@
-// How long a prompt will take until its answer begins: said before it is asked, from how fast others were read. A token
-// takes longer the more come before it, so that a long prompt is not judged by short ones alone.
+// Estimates the time until an answer begins, before the question is asked, from the speed at which earlier prompts were
+// read. A token takes longer if more tokens come before it. The time of a long prompt is therefore not estimated from
+// short prompts alone.
 
 import { Gone, Refused, post } from "./api.js";
 import { count, duration, tell, tokens } from "./elements.js";
 
-const TIMED = 128; // tokens of a document that are read once to time it, where nothing was read before
-const FEWEST = 64; // tokens whose time says something
-const ALIKE = 1.5; // times as long, up to which a prompt says more of another one than an earlier one does
-const FAR = 2; // times as long as any that was read, from which on a prompt may take longer than is known
+const TIMED = 128; // tokens at the beginning of a document that are read to measure the speed, if no speed is known
+const FEWEST = 64; // minimum tokens for a useful measurement
+const ALIKE = 1.5; // a measurement replaces earlier ones whose `reach` differs by at most this factor
+const FAR = 2; // the estimate is "at least" if a prompt's `reach` exceeds the largest measured one by this factor
 
-let read = []; // { reach, cost }: tokens before the first and the last token that was read, and seconds a token; by `reach`
+// Measurements, sorted by `reach`. `reach` is the sum of two numbers of tokens: those before the first token that was
+// read, and those up to the last one. `cost` is in seconds per token.
+let read = [];
 let timing = false;
 
 function learn(reach, cost) {
@@ -17,12 +20,12 @@ function learn(reach, cost) {
   read = [...others, { reach, cost }].sort((one, other) => one.reach - other.reach);
 }
 
-/** Takes into account how far a prompt is read, as the server's `prompt_progress` says. */
+/** Learns from the progress of a prompt, the server's `prompt_progress`. */
 export function timed({ total, cache, processed, time_ms: time }) {
   if (processed - cache >= FEWEST && time > 0) learn(cache + total, time / 1000 / (processed - cache));
 }
 
-/** Seconds that a token takes, on a line through the shortest and the longest prompt that were read. */
+/** Estimated seconds per token, from a line through the measurements with the smallest and the largest `reach`. */
 function costAt(reach) {
   const [shortest, longest] = [read[0], read.at(-1)];
   if (shortest === longest || longest.cost <= shortest.cost) return longest.cost;
@@ -30,7 +33,7 @@ function costAt(reach) {
   return shortest.cost + slope * Math.max(0, reach - shortest.reach);
 }
 
-/** Says how long it takes until `number` tokens are read behind those `before` them; 0 says nothing. */
+/** Shows how long the server takes to read `number` tokens after `before` earlier tokens; nothing if `number` is 0. */
 export function tellWait(number, before) {
   if (!read.length || !number) {
     tell("wait", "");
@@ -43,7 +46,7 @@ export function tellWait(number, before) {
     + `${count(1 / cost)} a second.`);
 }
 
-/** Times the beginning of a text, given as token ids, where no speed is known yet. */
+/** Measures the speed with the beginning of a text, given as token ids, unless a speed is known. */
 export async function timeBeginning(model, ids) {
   if (read.length || timing || ids.length < FEWEST) return;
   timing = true;
@@ -53,7 +56,7 @@ export async function timeBeginning(model, ids) {
     await (await post("/v1/completions", { model, prompt, max_tokens: 1, cache_prompt: false })).json();
     if (!read.length) learn(prompt.length, (performance.now() - began) / 1000 / prompt.length);
   } catch (error) {
-    // Nothing is said then, and the question shows what is wrong.
+    // No time is shown then. The question will show what is wrong.
     if (!(error instanceof Gone || error instanceof Refused)) throw error;
   } finally {
     timing = false;

@@ -1,4 +1,4 @@
-// What an answer attended to, or one word of it: the strip, the prompt as it was read, and the places that got most.
+// Shows the attention of an answer, or of one of its words: the strip, the prompt's text, and the most attended places.
 
 import { byId, policyInWords, show, tell, tokens } from "../elements.js";
 import { Reader } from "./reader.js";
@@ -19,7 +19,7 @@ export function usePolicy(name) {
   policy = name;
 }
 
-/** Looks at an answer: at all of it, or at one of its pieces. */
+/** Shows the attention of a whole answer, or of one of its pieces. */
 export function look(at, piece = -1) {
   if (answer !== at) answer?.choose(-1);
   answer = at;
@@ -32,13 +32,13 @@ export function look(at, piece = -1) {
   draw();
 }
 
-/** Shows an answer while it is written, and leaves a word of it that was chosen as it is. */
+/** Shows the attention of an answer while it is written. A word that the user has chosen stays chosen. */
 export function follow(written) {
   if (answer === written) draw();
   else if (written.selections.length) look(written);
 }
 
-/** Forgets what it showed. */
+/** Hides the attention. */
 export function lookAway() {
   answer?.choose(-1);
   answer = null;
@@ -79,8 +79,8 @@ function explanation(sum) {
   const read = sum.everything
     ? `With ${policyInWords(policy)}, and at this length, it reads the whole prompt for each token.`
     : `With ${policyInWords(policy)} it reads only those places of the prompt for a token that seem to matter for it.`;
-  return "A model writes an answer token by token; a token is a word or a part of one. For each it reads what came before "
-    + `it, and gives every place of that a share of its attention, anew in each of its layers. ${read} The first `
+  return "A model writes an answer token by token; a token is a word or a part of one. For each token it reads the "
+    + `text before it. Each layer of the model gives every place of that text a share of its attention. ${read} The first `
     + `${tokens(sink)} and the newest ${end - tail}, in grey, always get much, and are left out of the shares. Click a `
     + "place to read it, or a word of the answer to see what that word attended to.";
 }

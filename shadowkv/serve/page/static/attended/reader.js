@@ -1,4 +1,4 @@
-// The prompt's text in places of a few tokens, and the list of those that were attended to most.
+// The prompt's text, divided into places of a few tokens, and the list of the most attended places.
 
 import { byId, count, make } from "../elements.js";
 import { overLayers, strongest } from "./selections.js";
@@ -19,7 +19,7 @@ export class Reader {
     });
   }
 
-  /** Shows a prompt by the text of its tokens; those before `firstSent` are the chat template's. */
+  /** Shows a prompt, given the texts of its tokens. The tokens before `firstSent` are the chat template's. */
   load(strings, cell, firstSent) {
     this.cell = cell;
     this.firstSent = firstSent;
@@ -31,7 +31,7 @@ export class Reader {
     this.element.scrollTop = 0;
   }
 
-  /** Shades places by their shares, and lists the most attended ones. */
+  /** Shades each place according to its share of the attention, and lists the most attended places. */
   shade(sum) {
     for (const place of this.shares.keys()) this.spans[place]?.style.removeProperty("--share");
     this.shares = overLayers(sum);
@@ -60,7 +60,7 @@ export class Reader {
     return ownWords(text).replaceAll(/\s+/g, " ").trim().slice(0, SNIPPET);
   }
 
-  /** Whether a place has words of what was sent: not only space, signs and what a chat template has of its own. */
+  /** Whether a place has words of the messages, and not only white space, signs and text of the chat template. */
   isSent(place) {
     const text = this.spans[place]?.textContent ?? "";
     return place * this.cell >= this.firstSent && /[\p{L}\p{N}]/u.test(ownWords(text));
@@ -89,7 +89,7 @@ export class Reader {
   }
 }
 
-/** A text without what a chat template puts between messages: marks, and the role behind one that begins a message. */
+/** A text without the marks that a chat template puts between messages, and without the role after such a mark. */
 const ownWords = (text) => text.replaceAll(/<\|[^|>]*\|>(?:(?:system|user|assistant)\b)?/g, " ");
 
 function percent(share) {

@@ -1,6 +1,6 @@
-// What tokens attended to, summed up: shares of attention by place, for each group of layers.
+// Sums up the attention of tokens: each place's share of the attention, for each group of layers.
 
-/** The mean over tokens (of `choices[].selections`), or null where there is none. */
+/** The mean over tokens, given as in `choices[].selections`; null if there are no tokens. */
 export function summed(tokens) {
   if (!tokens.length) return null;
   const last = tokens[tokens.length - 1];
@@ -17,7 +17,7 @@ export function summed(tokens) {
   return { length: last.length, cell: last.cell, exact: last.exact, everything, groups };
 }
 
-/** Shares of all layers together, by place. */
+/** Each place's share of the attention of all layers together. */
 export function overLayers(sum) {
   const shares = new Map();
   const all = sum.groups.reduce((layers, { layers: [first, end] }) => layers + end - first, 0);
@@ -27,7 +27,8 @@ export function overLayers(sum) {
   return shares;
 }
 
-/** Places with the largest shares that are not beside one another, the largest first. */
+/** The `most` places with the largest shares, the largest first. Of neighbouring places, only the one with the largest
+ * share is taken. */
 export function strongest(shares, most) {
   const chosen = [];
   for (const [cell, share] of [...shares].sort((one, other) => other[1] - one[1])) {

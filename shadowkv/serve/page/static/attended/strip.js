@@ -1,4 +1,4 @@
-// The strip over the prompt: a row for each group of layers, stronger in colour where it attended more.
+// A strip that stands for the prompt. It has a row for each group of layers; a stronger colour means more attention.
 
 import { byId, count } from "../elements.js";
 
@@ -6,7 +6,7 @@ const GAP = 3;
 const [LABEL, NARROW_LABEL] = [88, 46];
 
 export class Strip {
-  /** `picked` is called with the place that is chosen, `described` says what is there. */
+  /** `picked` is called with the place that the user chooses. `described` returns the description of a place. */
   constructor(picked, described) {
     this.element = byId("strip");
     this.canvas = this.element.querySelector("canvas");
@@ -50,7 +50,7 @@ export class Strip {
     this.picked(this.nearest(Math.min(this.cells - 1, Math.floor(share * this.cells)), near));
   }
 
-  /** The most attended place within a few pixels of a click: in a long prompt a pixel covers many. */
+  /** The most attended place within a few pixels of a click. In a long prompt, one pixel covers many places. */
   nearest(place, near) {
     let best = place;
     for (let one = Math.max(0, place - near); one <= Math.min(this.cells - 1, place + near); one += 1) {
