@@ -1,5 +1,5 @@
-"""``GatedDeltaNet``: a layer of linear attention (arXiv:2412.06464), as in Qwen3.5. ``DecoderLayer`` has it in place of
-attention."""
+"""``GatedDeltaNet``: a layer of linear attention (arXiv:2412.06464), as in Qwen3.5. ``DecoderLayer`` uses it in place
+of attention."""
 
 from __future__ import annotations
 
@@ -92,6 +92,6 @@ class GatedDeltaNet(Computing):
         if rows is not None:
             out = qkv.new_empty(len(qkv), *out.shape[1:]).index_copy_(0, rows, out)
         for rows, result in others:
-            assert rows is not None, "one round has all tokens"
+            assert rows is not None, "a round with all tokens is the only round"
             out.index_copy_(0, rows, result)
         return out

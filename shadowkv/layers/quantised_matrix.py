@@ -127,8 +127,8 @@ class QuantisedMatrix(Computing):
         return packed
 
     def pack_experts(self, experts: int, total_experts: int | None = None) -> PackedExperts:
-        """Packs the rows for ``of_experts``. They must have one form and be stored expert by expert. ``total_experts``
-        are those on all ranks; None for ``experts``."""
+        """Packs the rows for ``of_experts``. The rows must have one form and be stored expert by expert. ``experts`` is
+        the number of experts on this rank. ``total_experts`` is the number on all ranks; None if it is the same."""
         (rows,) = self._stored_row_blocks()
         assert isinstance(rows, QuantisedRows)
         self.experts = pack_experts(rows, experts, total_experts)
@@ -137,7 +137,7 @@ class QuantisedMatrix(Computing):
 
     @property
     def of_experts(self) -> list[Tensor | QuantisedRows] | PackedExperts:
-        """All rows, for products of experts."""
+        """All rows, in the form that products of experts take."""
         return [*self._stored_row_blocks()] if self.experts is None else self.experts
 
     def _multiplied(self, start: int, stop: int) -> list[Tensor | QuantisedRows | PackedRows]:
@@ -202,7 +202,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def packed_twice(self) -> int:
-        """Bytes of the rows that ``pack`` will store twice, in the form that files have."""
+        """Bytes, as files store them, of the rows that ``pack`` will store twice."""
         return self.weight.nbytes if self.borders and len(self.weight.row_blocks) == 1 else 0
 
     def forward(self, x: Tensor) -> Tensor:
