@@ -75,8 +75,8 @@ class Streams:
 @dataclass(frozen=True)
 class NGrams:
     """Sizes of the n-gram embeddings of a layer (``NGramInput``). The hash functions are those of the published code:
-    an n-gram's token ids are multiplied by odd numbers from SplitMix64 and combined by XOR. The result modulo the table's
-    number of rows, which is prime and differs between tables, gives the row.
+    an n-gram's token ids are multiplied by odd numbers from SplitMix64 and combined by XOR. The row of a table is
+    the result modulo the table's number of rows, which is a prime number that no other table has.
 
     Attributes:
         width: how many numbers a token looks up in all tables together.

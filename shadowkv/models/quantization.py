@@ -21,7 +21,7 @@ from shadowkv.models.registry import FAMILIES
 
 _PLACE = "quantization_config"
 _KEYS = {_PLACE: None, "compression_config": "compressed-tensors", "quantization": "mlx"}
-"""Key of the quantisation config in config.json -> its method if the config states none; None if that is unknown."""
+"""Key of the quantisation config in config.json -> the method of configs that do not state one; None if unknown."""
 
 SEPARATE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Separate files of GPTQ's, AWQ's and ModelOpt's quantisation configs; read only if config.json has none."""

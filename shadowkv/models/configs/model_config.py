@@ -37,14 +37,14 @@ class ModelConfig:
         num_kv_shared_layers: number of last layers that have no keys and values of their own. They attend to those of
             the last layer of their kind that has some.
         keys_are_values: whether keys, before their norm, are also the values, in layers with full attention.
-        double_wide_mlp: whether the MLP, or the shared expert, of layers without keys is twice as wide.
+        double_wide_mlp: whether the MLP, or the shared expert, is twice as wide in layers that reuse keys.
         hidden_size_per_layer_input: numbers of each token's input to a single layer (``PerLayerInputs``); 0 for none.
         vocab_size_per_layer_input: rows of the table of these inputs.
         streams: as in ``LayerSpec``.
         n_grams: sizes of the n-gram embeddings of ``n_gram_layers``; None without them.
         n_gram_layers: numbers of the layers that add n-gram embeddings.
         output_scale: as in ``LayerSpec``.
-        final_logit_softcapping: c, if logits x become c tanh(x / c); None if they do not.
+        final_logit_softcapping: c, if each logit x is replaced by c tanh(x / c); None without a cap.
         activation: activation of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
         embedding_scale: factor of embedded tokens, rounded to the dtype of the weights.
         query_scale: factor of queries, in addition to attention's 1/sqrt(head_dim). It is multiplied into the weights
@@ -242,8 +242,8 @@ class ModelConfig:
         )
 
     def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
-        """Returns the config for sequences of up to ``max_model_len`` tokens; None means ``max_position``. Windows of
-        at least this length hide nothing and are removed.
+        """Returns the config for sequences of up to ``max_model_len`` tokens; None means ``max_position``. Sliding
+        windows of at least this length hide nothing and are removed.
 
         ``another_base`` says that the user has set another RoPE base than the files have. Then only the user knows how
         long sequences can be, and ``max_model_len`` replaces ``max_position``. Raises SettingsError if
