@@ -16,7 +16,7 @@ from shadowkv.layers.spec import LayerSpec, projection
 
 
 class Cache(Protocol):
-    """The cache as the attention layer calls it. ``KVCache`` is one.
+    """The cache as the attention layer calls it. ``KVCache`` implements this protocol.
 
     Tokens of all sequences are packed. ``batch`` says which sequence each token belongs to, and which tokens need
     attention (``of_needed``). Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by

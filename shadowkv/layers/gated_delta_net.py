@@ -19,8 +19,8 @@ from shadowkv.layers.spec import CONVOLUTION, RECURRENT, LayerSpec, LinearAttent
 
 
 class GatedDeltaNet(Computing):
-    """One projection to queries, keys, values and output gates, a convolution of the first three, the gated delta rule,
-    and an output projection. The cache keeps two states for each sequence: the convolution's last inputs, and a matrix
+    """One projection to queries, keys, values and output gates; a convolution of queries, keys and values; the gated
+    delta rule; and an output projection. The cache keeps two states for each sequence: the convolution's last inputs, and a matrix
     for each head.
     """
 
@@ -85,7 +85,7 @@ class GatedDeltaNet(Computing):
             q, k, v = mixed.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
             q, k = (x.unflatten(-1, (sizes.key_heads, sizes.key_dim)) for x in (q, k))
             v = v.unflatten(-1, (sizes.value_heads, sizes.value_dim))
-            if sizes.tiled:  # the op expects a key head's value heads to be neighbours
+            if sizes.tiled:  # the op expects the value heads of a key head to be neighbours, so key heads are repeated
                 q, k = (x.repeat(1, sizes.value_heads // sizes.key_heads, 1) for x in (q, k))
             of_rounds.append((rows, self.ops.gated_delta_rule(q, k, v, decay, rate, states[RECURRENT], spans)))
         (rows, out), *others = of_rounds

@@ -40,7 +40,8 @@ class QuantisedMatrix(Computing):
     Attributes:
         parts: the tensors of all row blocks, in order. A quantised block has the tensors of its form, an unquantised
             one has one tensor [rows, K].
-        packed: pieces of rows in the layout of GPU products, each with its first row; None before ``pack``.
+        packed: pieces of rows in the layout of GPU products, each with the number of its first row; None before
+            ``pack``.
         whole: one more piece, with all rows, for products with all rows. None if ``packed`` has only one piece, or if
             the rows have several forms.
         experts: all rows as experts' matrices in the layout of GPU products; None before ``pack_experts``.
@@ -104,9 +105,9 @@ class QuantisedMatrix(Computing):
         """Packs the filled rows for GPU products. Returns the packed pieces.
 
         Args:
-            borders: first rows of ranges that are also multiplied alone. A packed piece cannot be cut, so these rows
-                are stored twice: in their own pieces, and in ``whole``.
-            looked_up: whether ``look_up`` is called too. The unpacked rows are then kept.
+            borders: first rows of ranges that are also multiplied alone. A packed piece cannot be cut. If there are
+                borders, rows are therefore stored twice: in pieces between the borders, and in ``whole``.
+            looked_up: whether ``look_up`` is also called. The unpacked rows are then kept.
         """
         cuts = sorted({*borders, self.num_rows})
         pieces, begin = list[tuple[int, Tensor | PackedRows]](), 0

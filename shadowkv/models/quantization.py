@@ -44,7 +44,7 @@ REMEDY = "use the unquantised checkpoint, or a GGUF file of the model where ther
 def read_quantization(file: Path, hf: Mapping[str, Any]) -> Format | None:
     """The format of a checkpoint; None if it is not quantised.
 
-    Raises ModelFileError, naming the method and the file that states it, for unsupported formats.
+    Raises ModelFileError for unsupported formats. The error names the method and the file that states it.
 
     Args:
         file: the checkpoint's config.json. In older repositories a separate file beside it has the quantisation config.

@@ -152,7 +152,7 @@ class Shard:
 
     @property
     def experts_inner(self) -> Span:
-        """This rank's span of the inner width, in each of its experts."""
+        """This rank's span of the inner width of each of its experts."""
         assert self.whole.experts is not None, "there are no experts"
         width = self.whole.experts.intermediate_size
         return (0, width) if self.expert_parallel else self._inner("the experts' intermediate_size", width)

@@ -19,7 +19,7 @@ MB."""
 AGAIN = "fetch it again, or use another copy of the model"
 OTHER_MODEL = "use another model"
 ALIKE = 0.65
-"""Minimum similarity to an unknown name, as ``difflib`` measures it, that a known name needs to be suggested."""
+"""A known name is suggested for an unknown one if their similarity, as ``difflib`` measures it, is at least this."""
 MAX_REASONS, MAX_REASON_CHARACTERS = 8, 1000
 
 
@@ -68,7 +68,7 @@ def naming(file: Path, remedy: str = AGAIN) -> Iterator[None]:
 
 
 def is_there(file: Path) -> bool:
-    """Whether the folder has an entry of this name, even a broken link, which raises an error when it is read."""
+    """Whether the folder has an entry of this name. A broken link counts; reading it raises an error."""
     return os.path.lexists(file)
 
 

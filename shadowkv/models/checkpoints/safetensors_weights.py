@@ -146,7 +146,7 @@ def _indexed(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(index, "weight_map is missing, empty, or not an object")
     for name in weight_map.values():
-        # Windows' rules reject both kinds of separators, and drive letters, whatever this machine's rules are.
+        # Windows' rules for paths also know backslashes and drive letters, whatever this machine's rules are.
         if not isinstance(name, str) or not name.endswith(".safetensors") or PureWindowsPath(name).name != name:
             raise ModelFileError(index, f"weight_map names {name!r}, which is not a .safetensors file of the folder")
         if not name.isprintable():

@@ -202,7 +202,7 @@ def _full_layers(hf: dict[str, Any], types: list[str]) -> dict[str, int]:
 
 
 def _experts(hf: dict[str, Any]) -> Experts:
-    """The experts beside the MLP, which is their shared expert; raises ValueError."""
+    """The experts of a layer, with the MLP as their shared expert; raises ValueError for invalid fields."""
     fields = expert_fields(
         {**hf, "num_experts_per_tok": hf.get("top_k_experts")}, "num_experts", "top_k_experts", "moe_intermediate_size"
     )
@@ -255,8 +255,8 @@ def _router(theirs: str, ours: str, experts: int, hidden: int) -> Targets:
 
 
 def _renamed(name: str) -> str:
-    """Returns the name that a weight of ``decoder_targets`` has in the files. Routed experts are beside the MLP there,
-    and the MLP is the shared expert."""
+    """Returns the name that a weight of ``decoder_targets`` has in the files. In the files, routed experts are beside the
+    MLP, and the MLP is the shared expert."""
     renamed = {".mlp.experts.": ".experts.", ".mlp.gate.": ".router.proj.", ".mlp.shared_expert.": ".mlp."}
     for ours, theirs in renamed.items():
         name = name.replace(ours, theirs)

@@ -87,7 +87,7 @@ def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
     for name in _weights(file):
         weight = _hf_name(name, file.architecture)
         if weight in shapes:
-            raise ModelFileError(file.path, f"it has {weight} twice, as {name} too")
+            raise ModelFileError(file.path, f"it has {weight} twice, once as {name}")
         shape = file.shape(name)
         shapes[weight] = (1, *shape) if _is_flat(weight, shape) else shape
         if weight.endswith(".conv1d.weight") and len(shape) == 2:

@@ -2,8 +2,8 @@
 text.
 
 This corresponds to ``split_special_tokens`` in transformers, and to llama.cpp without ``parse_special``. Added tokens
-that are not special (``<think>``, ``<tool_call>``) are recognised everywhere: they carry meaning instead of the
-structure of the conversation, and earlier messages of the assistant contain them.
+that are not special (``<think>``, ``<tool_call>``) are recognised everywhere: they belong to the content of messages,
+not to the structure of the conversation, and earlier messages of the assistant contain them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class ChatEncoder:
         return None if same else (marked, marked_tools)
 
     def encode(self, rendered: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a prompt of marked messages; ``add_special_tokens`` is as in ``TextEncoder.encode``."""
+        """Token ids of the prompt ``rendered`` from marked messages. ``add_special_tokens`` is as in
+        ``TextEncoder.encode``."""
         texts, names = self._renamed
         text = self.without_marks(self._whole.sub(lambda match: names[match.group()], rendered))
         return texts.encode(text, add_special_tokens)
@@ -113,8 +114,8 @@ class ChatEncoder:
         return value
 
     def _json_with_marks(self, value: Any) -> Any:
-        """Adds marks to all texts and keys except single words, which templates look up, for example ``required`` ones
-        in ``properties``."""
+        """Adds marks to all texts and keys except single words. Templates look such words up, for example the names in
+        ``required``, which they look up in ``properties``."""
         if isinstance(value, str):
             is_word = value.isidentifier() and not any(special in value for special in self._special)
             return value if is_word else self._text_with_marks(value)

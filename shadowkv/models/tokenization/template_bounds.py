@@ -239,7 +239,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[name] = _bounded_filter(name, function)
 
     def turns(self, iterable: Iterable[Any]) -> Iterator[Any]:
-        """The items, each of which is counted."""
+        """Iterates over the items, and counts each as a step."""
         return _counted(iterable)
 
     def written(self, *values: Any) -> str:

@@ -192,7 +192,7 @@ def _of_sentencepiece(
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, in the form of its file."""
+    """The steps of a normalizer or pre-tokenizer, in the form that tokenizer.json has."""
     if component is None:
         return []
     stated = json.loads(component.__getstate__())

@@ -19,7 +19,7 @@ from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 Block = tuple[int, int]
-"""Rows and columns that share a scale."""
+"""Numbers of rows and columns of a block, which shares a scale."""
 
 SCALES = ("weight_scale", "weight_scale_inv")
 """Names of scales beside ``weight``. Codes are multiplied by the scale, whichever name it has: an "inv" scale is the

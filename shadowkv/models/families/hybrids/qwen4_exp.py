@@ -120,7 +120,7 @@ def _n_grams(hf: dict[str, Any], sizes: dict[str, int], config: ModelConfig) -> 
     if not layers:
         return None
     tables, width = (sizes["ngram_size"] - 1) * sizes["heads_per_ngram"], hf.get("ple_embed_dim") or config.hidden_size
-    # The last layer is left out, because its attention can be computed for the last tokens alone.
+    # The last layer is left out: tokens that need no attention there go through ``append``, which adds no n-grams.
     linear = [layer + 1 for layer, kind in enumerate(config.layer_kinds[:-1]) if kind.state]
     reasons = []
     if not isinstance(layers, list) or not all(type(layer) is int and layer in linear for layer in layers):
