@@ -1,4 +1,4 @@
-"""``Computing``: base class of layers that call ops. A layer declares the names of the ops, and gets the engine's ops."""
+"""``Computing``: base class of layers that call ops. Layers declare the ops' names, and get the engine's ops."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from shadowkv.layers.spec import CONVOLUTION, RECURRENT, LayerSpec, LinearAttent
 
 class GatedDeltaNet(Computing):
     """One projection to queries, keys, values and output gates; a convolution of queries, keys and values; the gated
-    delta rule; and an output projection. The cache keeps two states for each sequence: the convolution's last inputs, and a matrix
-    for each head.
+    delta rule; and an output projection. The cache keeps two states for each sequence: the convolution's last inputs,
+    and a matrix for each head.
     """
 
     calls = ("causal_convolution", "gated_delta_rule")

@@ -255,8 +255,8 @@ def _router(theirs: str, ours: str, experts: int, hidden: int) -> Targets:
 
 
 def _renamed(name: str) -> str:
-    """Returns the name that a weight of ``decoder_targets`` has in the files. In the files, routed experts are beside the
-    MLP, and the MLP is the shared expert."""
+    """Returns the name that a weight of ``decoder_targets`` has in the files. In the files, routed experts are beside
+    the MLP, and the MLP is the shared expert."""
     renamed = {".mlp.experts.": ".experts.", ".mlp.gate.": ".router.proj.", ".mlp.shared_expert.": ".mlp."}
     for ours, theirs in renamed.items():
         name = name.replace(ours, theirs)
