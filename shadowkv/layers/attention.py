@@ -16,7 +16,7 @@ from shadowkv.layers.spec import LayerSpec, projection
 
 
 class Cache(Protocol):
-    """The cache as the attention layer calls it. ``KVCache`` is one.
+    """The cache as the attention layer calls it. ``KVCache`` implements this protocol.
 
     Tokens of all sequences are packed. ``batch`` says which sequence each token belongs to, and which tokens need
     attention (``of_needed``). Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by
@@ -26,15 +26,16 @@ class Cache(Protocol):
     """
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Any, index_keys: Tensor | None = None) -> None:
-        """Stores keys and values, each [T, H, d], of the batch's tokens, and their index keys [T, 1, d]."""
+        """Stores the keys and the values [T, H, d] of the batch's tokens. Layers with an indexer also store the tokens'
+        index keys [T, 1, d]."""
 
     def start(
         self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None, index: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
-        """Starts causal attention of queries [T, Hq, d] over their sequences, including their own tokens. With
-        ``index``, a query attends to what its index queries [T, H, d] select.
+        """Starts causal attention of the queries ``q`` [T, Hq, d]: each query attends to its sequence up to and
+        including its own token. With ``index``, a query attends to what its index queries [T, H, d] select.
 
-        The returned function finishes the attention and returns [T, Hq, d]. Before the caller calls it, the caller can
+        The returned function finishes the attention and returns [T, Hq, d]. Between the two calls, the caller can
         launch other work, while the cache waits for values from the host.
         """
         ...
@@ -97,7 +98,8 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(empty, requires_grad=False)
 
     def start(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
-        """Stores keys and values of normalised hidden states [T, D], if the layer has its own, and starts attention.
+        """Projects normalised hidden states [T, D], stores their keys and values if the layer has its own, and starts
+        attention.
 
         The returned function finishes the attention and returns [n, D], for the n tokens whose attention the batch
         needs. D is the hidden size.
@@ -121,8 +123,8 @@ class Attention(nn.Module):
         return self.group.sum(self.out(attended))
 
     def append(self, x: Tensor, cache: Cache, batch: Any) -> None:
-        """Stores keys and values of normalised hidden states [T, D] in the cache, if the layer has its own, without
-        attention."""
+        """Only stores the keys and values of normalised hidden states [T, D], without attention. Does nothing if the
+        layer reuses another layer's keys and values."""
         if not self.reuses_keys:
             self._store(x, self.qkv.rows(x, self.query_rows, self.qkv_dim), cache, batch)
 

@@ -1,4 +1,4 @@
-"""``Computing``: base class of layers that call ops. They declare the ops' names and get the engine's ops."""
+"""``Computing``: base class of layers that call ops. Layers declare the ops' names, and get the engine's ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Computing(nn.Module):
     """A module that calls ops.
 
     Attributes:
-        calls: names of the ops that the module itself calls. Modules within it declare their own.
+        calls: names of the ops that the module itself calls. Its submodules declare theirs.
         ops: the engine's ops, set before the first call (``Decoder.use``).
     """
 

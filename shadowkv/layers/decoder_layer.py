@@ -19,13 +19,14 @@ from shadowkv.layers.spec import LayerSpec
 
 
 class DecoderLayer(nn.Module):
-    """A layer in two halves: ``start``, and the function that it returns. Between them attention can wait for values
-    from the host.
+    """A layer in two halves: ``start``, and the function that ``start`` returns. Between the halves, attention can wait
+    for values from the host.
 
     Attributes:
         layer: the layer's number in the model.
-        cached_as: number of its keys and values, or of its recurrent state, in the cache.
-        reuses_keys: whether these keys and values are another layer's.
+        cached_as: the layer number under which the cache has the keys and values that this layer attends to, or its
+            recurrent state.
+        reuses_keys: whether this layer attends to an earlier layer's keys and values, and has none of its own.
     """
 
     post_attention_norm: RMSNorm | None
@@ -58,7 +59,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def _mixer(self) -> Attention | GatedDeltaNet:
-        """What mixes the tokens of a sequence."""
+        """The module that mixes the tokens of a sequence: attention, or linear attention."""
         mixer = self.attention or self.linear_attention
         assert mixer is not None
         return mixer
@@ -69,13 +70,14 @@ class DecoderLayer(nn.Module):
         """Runs the layer up to the point where attention may have to wait for the host.
 
         The returned function finishes the layer. It returns the new residual stream and the MLP's output, each [n, D],
-        for the n tokens that need attention. Of the other tokens only keys and values are computed.
+        for the n tokens that need attention. For the other tokens, only keys and values are computed.
 
         Args:
             x: residual stream [T, D]; D is the hidden size.
             added: the previous layer's output [T, D], not yet added to ``x``; None if nothing is left to add. It is
                 added in the same launch as the next norm.
-            own: computes the layers' own inputs of the tokens; None if layers have none.
+            own: computes the tokens' inputs to a single layer, from the layer's number; None if the model has no such
+                inputs.
         """
         x, normed = self._normalised(x, added)
         finish = self._mixer.start(normed, cache, batch)

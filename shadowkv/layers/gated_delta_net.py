@@ -1,5 +1,5 @@
-"""``GatedDeltaNet``: a layer of linear attention (arXiv:2412.06464), as in Qwen3.5. ``DecoderLayer`` has it in place of
-attention."""
+"""``GatedDeltaNet``: a layer of linear attention (arXiv:2412.06464), as in Qwen3.5. ``DecoderLayer`` uses it in place
+of attention."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shadowkv.layers.spec import CONVOLUTION, RECURRENT, LayerSpec, LinearAttent
 
 
 class GatedDeltaNet(Computing):
-    """One projection to queries, keys, values and output gates, a convolution of the first three, the gated delta rule,
-    and an output projection. The cache keeps two states for each sequence: the convolution's last inputs, and a matrix
-    for each head.
+    """One projection to queries, keys, values and output gates; a convolution of queries, keys and values; the gated
+    delta rule; and an output projection. The cache keeps two states for each sequence: the convolution's last inputs,
+    and a matrix for each head.
     """
 
     calls = ("causal_convolution", "gated_delta_rule")
@@ -85,13 +85,13 @@ class GatedDeltaNet(Computing):
             q, k, v = mixed.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
             q, k = (x.unflatten(-1, (sizes.key_heads, sizes.key_dim)) for x in (q, k))
             v = v.unflatten(-1, (sizes.value_heads, sizes.value_dim))
-            if sizes.tiled:  # the op expects a key head's value heads to be neighbours
+            if sizes.tiled:  # the op expects the value heads of a key head to be neighbours, so key heads are repeated
                 q, k = (x.repeat(1, sizes.value_heads // sizes.key_heads, 1) for x in (q, k))
             of_rounds.append((rows, self.ops.gated_delta_rule(q, k, v, decay, rate, states[RECURRENT], spans)))
         (rows, out), *others = of_rounds
         if rows is not None:
             out = qkv.new_empty(len(qkv), *out.shape[1:]).index_copy_(0, rows, out)
         for rows, result in others:
-            assert rows is not None, "one round has all tokens"
+            assert rows is not None, "a round with all tokens is the only round"
             out.index_copy_(0, rows, result)
         return out

@@ -44,10 +44,9 @@ class Group:
         self._peer_memory: PeerMemory | None = None
 
     def share_memory(self, device: torch.device) -> None:
-        """Makes sums use peer memory from now on, if every rank can; otherwise logs why not.
+        """From now on, sums use peer memory if every rank supports it. Otherwise the reason is logged.
 
-        Before one rank waits for another, all ranks learn whether each of them can. So a rank that cannot does not
-        block the others.
+        The ranks first tell one another whether they support it. So no rank waits for a rank that does not.
         """
         if self.size == 1 or device.type != "cuda":
             return
@@ -61,7 +60,7 @@ class Group:
             if self._all(memory is not None):
                 self._peer_memory = memory
         if self._peer_memory is None:
-            reason = "; ".join(reasons) or "another rank cannot"
+            reason = "; ".join(reasons) or "another rank cannot use peer memory"
             logger.warning("sums over ranks go through NCCL, which is slower for few tokens: %s", reason)
 
     def _all(self, holds: bool) -> bool:
@@ -94,7 +93,7 @@ class Group:
         return x
 
     def agree(self, value: Value) -> Value:
-        """Returns rank 0's value on all ranks. It must be picklable."""
+        """Returns rank 0's value on all ranks. The value must be picklable."""
         if self.size == 1:
             return value
         values: list[Value] = [value]
@@ -103,7 +102,7 @@ class Group:
         return values[0]
 
     def gather(self, value: Value) -> list[Value]:
-        """Returns the values of all ranks, in their order, on every rank. They must be picklable."""
+        """Returns the values of all ranks, in the order of the ranks, on every rank. Values must be picklable."""
         if self.size == 1:
             return [value]
         values: list[Value] = [value] * self.size
@@ -134,7 +133,7 @@ class Group:
 
     def close(self) -> None:
         """Leaves the group, without waiting for other ranks."""
-        self.abort()  # NCCL's regular shutdown needs all ranks, which can have ended
+        self.abort()  # NCCL's regular shutdown needs all ranks, but some may have ended
         torch.distributed.destroy_process_group()
 
 

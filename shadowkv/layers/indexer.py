@@ -1,7 +1,8 @@
 """The indexers of block-sparse attention (MiniMax-M3, the Qwen4 preview): small queries and keys that select what
 attention reads.
 
-The cache stores the index keys, and selects blocks of tokens by products of both (``kvcache/parts/index_native.py``).
+The cache stores the index keys. It selects blocks of tokens by the products of index queries and index keys
+(``kvcache/parts/index_native.py``).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from shadowkv.layers.spec import LayerSpec, projection
 
 
 class Indexer(nn.Module):
-    """Index queries and one index key for each token. They are RMS-normalised, except keys of a pooled indexer, which
-    the cache normalises block by block.
+    """Computes the index queries of each token and one index key. Both are RMS-normalised here, except that the cache
+    normalises the keys of a pooled indexer, block by block.
 
-    One query for each kv head with the head dim of attention, or the heads of ``shape.Indexer.pooled``.
+    A token has one index query for each kv head, with the head dim of attention. For a pooled indexer,
+    ``shape.Indexer.pooled`` gives the number and the dimensions of its index queries.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -28,7 +30,7 @@ class Indexer(nn.Module):
         self.width, self.eps = spec.heads.head_dim, spec.rms_norm_eps
         self.heads, self.dim = spec.indexer.pooled or (spec.heads.num_kv_heads, spec.heads.head_dim)
         dim = self.dim
-        if self.pooled:  # files join both
+        if self.pooled:  # files join the projections of queries and keys
             rows = self.heads * dim
             self.query_key = projection(
                 spec, "attention.indexer.query_key", spec.hidden_size, rows + dim, borders=(rows,)
@@ -41,8 +43,8 @@ class Indexer(nn.Module):
         )
 
     def queries(self, x: Tensor) -> IndexQueries:
-        """Index queries [T, H, d] before RoPE, of normalised hidden states [T, D]. d is the head dim of attention:
-        narrower heads are filled up with zeros."""
+        """Index queries [T, H, d] before RoPE, of normalised hidden states [T, D]. d is the head dim of attention.
+        Narrower index queries are padded with zeros."""
         rows = self.heads * self.dim
         queries = self.query_key.rows(x, 0, rows) if self.pooled else self.query(x)
         queries = self._wide(self.query_norm(queries.unflatten(-1, (self.heads, -1))))

@@ -1,8 +1,8 @@
 """Mixture of experts (arXiv:1701.06538): each token uses a few of many MLPs, the experts. Some models also have a
 shared expert, which all tokens use.
 
-Tokens are sorted by expert once, and both products of the experts take them in this order. No op waits for the host,
-and no shape depends on data, so that a decode step can be a CUDA graph.
+Tokens are sorted by expert once, and both matrix products of the experts use this order. No op waits for the host, and
+no shape depends on data, so that a decode step can be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shadowkv.ops.quantised.rows import QuantisedRows
 
 
 class Router(Computing):
-    """Scores the experts and chooses some for each token. If scores are sigmoids, logits are in float32, as in the
-    models that were trained with them."""
+    """Scores the experts and chooses some for each token. If scores are sigmoids, logits are in float32, as in models
+    trained with such scores."""
 
     calls = ("choose_experts",)
     correction_bias: nn.Parameter | None
@@ -48,9 +48,9 @@ class Router(Computing):
 
 
 class ExpertsProjection(Computing):
-    """y = x W_eᵀ + b_e, for rows x that are sorted by their expert e, one of this rank's ``count``. All ranks together
-    have ``total``. Rows of the weight, and biases, are stored expert by expert. They are uninitialised until a loader
-    fills them."""
+    """y = x W_eᵀ + b_e, for rows x that are sorted by their expert e. This rank has ``count`` experts, all ranks
+    together have ``total``. Weights and biases are stored expert by expert. They are uninitialised until a loader fills
+    them."""
 
     weight: nn.Parameter | QuantisedMatrix
     bias: nn.Parameter | None
@@ -77,8 +77,9 @@ class ExpertsProjection(Computing):
 
         Args:
             x: [S, in_features].
-            number: [S], the expert of each row, ascending; ``count`` for an expert on another rank.
-            offsets: int32 [count + 1], start of each expert's rows, and the end of the last expert's.
+            number: [S], number of each row's expert among this rank's experts, ascending; ``count`` for an expert on
+                another rank.
+            offsets: int32 [count + 1], where each expert's rows start, and where the last expert's rows end.
 
         Returns:
             [S, out_features].
@@ -134,7 +135,7 @@ class MixtureOfExperts(nn.Module):
     """Replaces the MLP of a layer: routed experts, and an optional shared expert for all tokens, with or without a
     gate.
 
-    Each rank has some of the experts, or a part of the inner width of all. The outputs are summed over ranks.
+    Each rank has either some whole experts, or a part of every expert's inner width. The outputs are summed over ranks.
     """
 
     shared: MLP | None
@@ -161,7 +162,8 @@ class MixtureOfExperts(nn.Module):
 
 class MixtureOfNormedExperts(MixtureOfExperts):
     """Gemma 4's mixture: the router, the routed experts and the shared expert each have norms of their own, and the
-    router scales the weight of each expert. The norms are not linear, so both outputs are summed over ranks."""
+    router scales the weight of each expert. Norms are not linear. So the outputs of the routed experts and of the
+    shared expert are summed over ranks separately, before their norms."""
 
     def __init__(self, spec: LayerSpec, experts: Experts) -> None:
         super().__init__(spec, experts)

@@ -41,11 +41,11 @@ class RMSNorm(Computing):
 
 
 class JointNorm(RMSNorm):
-    """RMSNorm over all heads of a token together. The heads are divided between ranks.
+    """RMSNorm over all heads of a token together. Each rank has some of the heads.
 
     Args:
         heads: number of heads of this rank.
-        whole: number of heads of all ranks.
+        whole: number of heads of all ranks together.
     """
 
     def __init__(

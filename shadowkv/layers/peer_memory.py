@@ -19,20 +19,20 @@ from shadowkv.ops.extension import cuda_missing
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCKS, MAX_RANKS = 64, 8
-"""Thread blocks of the kernel, and the most ranks that it supports."""
+"""Number of thread blocks of the kernel, and maximum number of ranks that it supports."""
 
 VECTOR_BYTES = 16
 FLAG_BYTES = 4 * BLOCKS * MAX_RANKS
 REGION_BYTES = 16 << 20
-"""Bytes of the largest tensor: 2,048 tokens of 4,096 numbers of 16 bits. For larger tensors NCCL is as fast. A rank has
+"""Maximum size of a tensor: 2,048 tokens with 4,096 16-bit numbers each. For larger tensors NCCL is as fast. A rank has
 two regions of this size."""
 
 
 def one_shot_bytes(ranks: int) -> int:
     """Returns the size, in bytes, up to which a tensor is summed in one shot: each rank reads all numbers of the other
-    ranks. Larger tensors take two shots: each rank first sums a share of the numbers. With two ranks, both ways read
-    equally much, and one shot waits once less. For more ranks the limits are those of vLLM's custom all-reduce, which
-    were not measured here."""
+    ranks. Larger tensors take two shots: each rank sums a share of the numbers, then writes its sums to the other
+    ranks. With two ranks, both methods transfer the same number of bytes, and one shot waits once instead of twice. For
+    more ranks the limits are those of vLLM's custom all-reduce, which were not measured here."""
     return REGION_BYTES if ranks == 2 else 512 << 10 if ranks <= 4 else 256 << 10
 
 
@@ -53,13 +53,13 @@ def missing(ranks: int) -> list[str]:
 _allocated: list[Tensor] = []
 """The symmetric memory of this process's first group; a later group gets none. PyTorch counts the exchanges of
 addresses in a process. In a second group, new processes would have other counts, and the ranks would wait for one
-another. The memory stays allocated until the end of the process, because PyTorch aborts the process if it frees such
-memory after a CUDA error."""
+another forever. The memory stays allocated until the end of the process, because PyTorch aborts the process if it frees
+such memory after a CUDA error."""
 
 
 def allocate(device: torch.device, ranks: int) -> tuple[Tensor | None, list[str]]:
-    """Allocates this rank's symmetric memory for sums over ``ranks`` GPUs. Returns it as uint8, with all flags 0; or
-    None and the reasons why that is impossible."""
+    """Allocates this rank's symmetric memory for sums over ``ranks`` GPUs. Returns the memory as uint8, with all flags
+    0, and no reasons. If that is impossible, returns None and the reasons."""
     if reasons := missing(ranks):
         return None, reasons
     if _allocated:
@@ -90,7 +90,7 @@ class PeerMemory:
         self._rank = rank
         group = torch.distributed.group.WORLD
         assert group is not None
-        with torch.cuda.device(own.device):  # pinned memory makes a context on the current device
+        with torch.cuda.device(own.device):  # pinned memory creates a context on the current device
             shared = symmetric_memory.rendezvous(own, group.group_name)
             self._buffers = torch.tensor(shared.buffer_ptrs, dtype=torch.int64)
             self._calls = torch.zeros(BLOCKS, dtype=torch.int32, device=own.device)

@@ -14,7 +14,7 @@ from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import LayerSpec, projection
 
 LayerInput = Callable[[int], Tensor]
-"""Computes the input [T, P] of a layer, given by its number in the model, for T tokens and P numbers of each."""
+"""Computes a layer's own input [T, P] from the layer's number in the model: P numbers for each of T tokens."""
 
 
 class PerLayerInputs(nn.Module):

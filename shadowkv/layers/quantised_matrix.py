@@ -40,7 +40,8 @@ class QuantisedMatrix(Computing):
     Attributes:
         parts: the tensors of all row blocks, in order. A quantised block has the tensors of its form, an unquantised
             one has one tensor [rows, K].
-        packed: pieces of rows in the layout of GPU products, each with its first row; None before ``pack``.
+        packed: pieces of rows in the layout of GPU products, each with the number of its first row; None before
+            ``pack``.
         whole: one more piece, with all rows, for products with all rows. None if ``packed`` has only one piece, or if
             the rows have several forms.
         experts: all rows as experts' matrices in the layout of GPU products; None before ``pack_experts``.
@@ -104,9 +105,9 @@ class QuantisedMatrix(Computing):
         """Packs the filled rows for GPU products. Returns the packed pieces.
 
         Args:
-            borders: first rows of ranges that are also multiplied alone. A packed piece cannot be cut, so these rows
-                are stored twice: in their own pieces, and in ``whole``.
-            looked_up: whether ``look_up`` is called too. The unpacked rows are then kept.
+            borders: first rows of ranges that are also multiplied alone. A packed piece cannot be cut. If there are
+                borders, rows are therefore stored twice: in pieces between the borders, and in ``whole``.
+            looked_up: whether ``look_up`` is also called. The unpacked rows are then kept.
         """
         cuts = sorted({*borders, self.num_rows})
         pieces, begin = list[tuple[int, Tensor | PackedRows]](), 0
@@ -127,8 +128,8 @@ class QuantisedMatrix(Computing):
         return packed
 
     def pack_experts(self, experts: int, total_experts: int | None = None) -> PackedExperts:
-        """Packs the rows for ``of_experts``. They must have one form and be stored expert by expert. ``total_experts``
-        are those on all ranks; None for ``experts``."""
+        """Packs the rows for ``of_experts``. The rows must have one form and be stored expert by expert. ``experts`` is
+        the number of experts on this rank. ``total_experts`` is the number on all ranks; None if it is the same."""
         (rows,) = self._stored_row_blocks()
         assert isinstance(rows, QuantisedRows)
         self.experts = pack_experts(rows, experts, total_experts)
@@ -137,7 +138,7 @@ class QuantisedMatrix(Computing):
 
     @property
     def of_experts(self) -> list[Tensor | QuantisedRows] | PackedExperts:
-        """All rows, for products of experts."""
+        """All rows, in the form that products of experts take."""
         return [*self._stored_row_blocks()] if self.experts is None else self.experts
 
     def _multiplied(self, start: int, stop: int) -> list[Tensor | QuantisedRows | PackedRows]:
@@ -202,7 +203,7 @@ class QuantisedLinear(nn.Module):
 
     @property
     def packed_twice(self) -> int:
-        """Bytes of the rows that ``pack`` will store twice, in the form that files have."""
+        """Bytes, as files store them, of the rows that ``pack`` will store twice."""
         return self.weight.nbytes if self.borders and len(self.weight.row_blocks) == 1 else 0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,12 +25,12 @@ class Experts:
         routing: how tokens choose experts.
         intermediate_size: inner width of an expert.
         shared_size: inner width of the shared expert, which all tokens use; 0 if there is none.
-        shared_gate: whether the shared expert's output is multiplied by a gate: the sigmoid of a learned product with
-            the token.
+        shared_gate: whether the shared expert's output is multiplied by a gate: the sigmoid of a learned projection of
+            the token's hidden state.
         biases: whether the router and both products of the routed experts have a bias.
         separate_norms: whether the router, the routed experts and the shared expert have norms of their own, and the
             router scales the weight of each expert (Gemma 4, ``MixtureOfNormedExperts``).
-        held: the experts on this rank, first and last + 1; None for all.
+        held: the experts on this rank, as a range [first, stop); None for all.
     """
 
     routing: Routing
@@ -43,7 +43,7 @@ class Experts:
 
     @property
     def here(self) -> tuple[int, int]:
-        """The experts on this rank, first and last + 1."""
+        """The experts on this rank, as a range [first, stop)."""
         return self.held or (0, self.routing.experts)
 
     @property
@@ -65,7 +65,7 @@ class Streams:
 
     Attributes:
         count: S, the number of streams.
-        rank: rank of the gate that mixes them.
+        rank: rank of the low-rank gate that mixes the streams.
     """
 
     count: int
@@ -75,19 +75,20 @@ class Streams:
 @dataclass(frozen=True)
 class NGrams:
     """Sizes of the n-gram embeddings of a layer (``NGramInput``). The hash functions are those of the published code:
-    each n-gram is mixed with odd multipliers from SplitMix64, and each table has another prime number of rows.
+    an n-gram's token ids are multiplied by odd numbers from SplitMix64 and combined by XOR. The row of a table is
+    the result modulo the table's number of rows, which is a prime number that no other table has.
 
     Attributes:
-        width: numbers of all tables together that a token looks up.
-        longest: tokens of the longest n-gram; the shortest has two.
-        tables_each: tables of the n-grams of each length.
-        kernel: weights of the convolution, ``longest`` tokens apart.
-        least_rows: rows of each table are the next primes from here on.
-        multiple: all rows of a layer together are padded to a multiple of this.
-        parts: tensors that files have these rows in.
+        width: how many numbers a token looks up in all tables together.
+        longest: number of tokens of the longest n-grams. The shortest n-grams have two tokens.
+        tables_each: number of tables for the n-grams of one length.
+        kernel: number of weights of the convolution. They apply to tokens that are ``longest`` apart.
+        least_rows: lower bound of the tables' numbers of rows, which are the primes from this number on.
+        multiple: the rows of a layer's tables together are padded to a multiple of this number.
+        parts: number of tensors that files split these rows into.
         seed, vocab_size: determine the multipliers.
-        eos_token_id: ends a text; n-grams do not reach behind it.
-        number: number of this layer among those with n-grams.
+        eos_token_id: token that ends a text. N-grams do not reach back beyond it.
+        number: number of this layer among the layers with n-grams.
     """
 
     width: int
@@ -109,7 +110,7 @@ class NGrams:
 
     @cached_property
     def primes(self) -> list[int]:
-        """Rows of each table."""
+        """Number of rows of each of the layer's tables."""
         primes, candidate = list[int](), self.least_rows
         while len(primes) < (self.number + 1) * self.tables:
             if candidate > 1 and all(candidate % divisor for divisor in range(2, math.isqrt(candidate) + 1)):
@@ -119,7 +120,7 @@ class NGrams:
 
     @property
     def rows(self) -> int:
-        """Rows of all tables together, with padding."""
+        """Number of rows of all tables together, with padding."""
         return -(-sum(self.primes) // self.multiple) * self.multiple
 
     @property
@@ -130,7 +131,8 @@ class NGrams:
         return [2 * (_splitmix64(base + _GAMMA * (back + 1)) % half) + 1 for back in range(self.longest)]
 
     def states(self, channels: int) -> tuple[StateArray, ...]:
-        """The states of a sequence in a layer; ``channels`` are the dimensions of all streams."""
+        """The arrays of a sequence's state in a layer with n-grams. ``channels`` is the number of dimensions of all
+        streams together."""
         inputs = StateArray(N_GRAM_INPUTS, (channels, (self.kernel - 1) * self.longest))
         return StateArray(N_GRAM_TOKENS, (1, self.longest - 1)), inputs
 
@@ -139,7 +141,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def _splitmix64(value: int) -> int:
-    """The next number of SplitMix64 (Steele, Lea, Flood 2014) behind a state."""
+    """Returns the number that SplitMix64 (Steele, Lea, Flood 2014) generates from the state ``value``."""
     mask = (1 << 64) - 1
     value = ((value & mask) + _GAMMA) & mask
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -161,7 +163,7 @@ class LinearAttention:
         joined: input projections that files have in one tensor, key head by key head: ``qkvz`` for queries, keys,
             values and output gates, ``ba`` for the state's gates, or both.
         gate: activation of the output gate, ``silu`` or ``sigmoid``.
-        further: arrays that the layers' state has besides (``NGrams.states``).
+        further: further arrays in the layers' state (``NGrams.states``).
     """
 
     key_heads: int
@@ -176,12 +178,12 @@ class LinearAttention:
 
     @property
     def keys(self) -> int:
-        """Dimensions of all heads of keys, or of queries."""
+        """Number of dimensions of all key heads together. All query heads together have as many."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Dimensions of all heads of values."""
+        """Number of dimensions of all value heads together."""
         return self.value_heads * self.value_dim
 
     @property
@@ -203,8 +205,9 @@ class LayerSpec:
 
     Attributes:
         heads: heads and head dimensions.
-        cached_as: number of the layer's keys and values, or of its recurrent state, in the cache.
-        reuses_keys: whether an earlier layer's keys and values are attended to, and the layer has none.
+        cached_as: the layer number under which the cache has the keys and values that the layer attends to, or its
+            recurrent state.
+        reuses_keys: whether the layer attends to an earlier layer's keys and values, and has none of its own.
         keys_are_values: whether keys, before their norm, are also the values.
         intermediate_size: I, width of the MLP.
         experts: the mixture of experts that replaces the MLP; None for an MLP.
@@ -214,13 +217,13 @@ class LayerSpec:
         row_blocks: row blocks of the weights that stay quantised as files store them, by name within the layer.
         hidden_size: D, width of the residual stream.
         rms_norm_eps: added to the mean square in every RMSNorm.
-        activation: activation of the MLP's gate, one of ``gated_activation``'s. Names are those of Hugging Face
-            configs, if they have one.
+        activation: activation of the MLP's gate, one that the op ``gated_activation`` supports. It has the name that
+            Hugging Face configs use, if they have one.
         qkv_bias: whether the query, key and value projections have a bias.
         out_bias: whether the attention's output projection has a bias.
         qk_norm: whether each head's queries and keys are RMS-normalised before RoPE.
         normed_heads: the numbers of query and kv heads of all ranks together, if all heads of a token are normalised
-            together. None if they are normalised one by one, or not at all.
+            together. None if each head is normalised by itself, or not at all.
         sinks: whether every softmax has one more position (gpt-oss). Its score is learned, one for each head. Its value
             is 0.
         output_gate: whether each head's output is multiplied by the sigmoid of a second query projection. A head's rows
@@ -235,7 +238,7 @@ class LayerSpec:
         dtype: dtype of activations and of unquantised weights.
         norm_dtype: dtype of the norms' weights: ``dtype``, or float32.
         device: device of all weights. ``meta`` allocates nothing, which is enough to count parameters.
-        group: the ranks whose outputs are summed. Sizes are those of this rank's part.
+        group: the ranks whose outputs are summed. All sizes in this spec are those of this rank's part.
     """
 
     heads: Heads

@@ -26,7 +26,7 @@ OVERRIDES = (*NUMBERS, "seed")
 def read_sampling(directory: Path) -> dict[str, float]:
     """Sampling parameters that the model's authors recommend in generation_config.json; empty without that file.
 
-    Raises ModelFileError.
+    Raises ModelFileError for invalid values.
     """
     file = directory / GENERATION_CONFIG
     if not is_there(file):
@@ -41,7 +41,7 @@ def read_sampling(directory: Path) -> dict[str, float]:
 def config_from_directory(
     path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None
 ) -> tuple[ModelConfig, Format | None]:
-    """Returns the config from config.json, and the format of the weights. The format is None if they are not quantised.
+    """Returns the config from config.json, and the format of the weights. The format is None for unquantised weights.
     The config's eos tokens include those of generation_config.json.
 
     Args:

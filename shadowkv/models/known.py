@@ -87,7 +87,7 @@ CATALOGUE: dict[str, WheelFile | HubFile | Adapted | Shape] = {
 """Name -> where the model's weights are, or ``Shape`` if there are none. catalogue/<name>.json has the config."""
 
 BETTER = "qwen2.5-coder-1.5b-instruct"
-"""A model that answers well enough for documents, and is small enough for a CPU."""
+"""A model that answers questions about documents well enough, and is small enough for a CPU."""
 
 
 def advice(name: str) -> str | None:

@@ -54,7 +54,7 @@ def _overridden(hf: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     base = {field: entries[field] for entries in objects.values() for field in _BASE if entries.get(field) is not None}
     result |= {**base, **overrides, **dict.fromkeys(ROPE_OBJECTS), rope: overrides[rope]}
     if isinstance(overrides[rope], dict) and "original_max_position_embeddings" in overrides[rope]:
-        result["original_max_position_embeddings"] = None  # it would take precedence over the object's
+        result["original_max_position_embeddings"] = None  # the file's value would take precedence
     return result
 
 
@@ -69,7 +69,7 @@ def _check(hf: dict[str, Any], overrides: Mapping[str, Any]) -> None:
         raise ValueError(f"{' and '.join(named)} are two names of one object; pass one of them")
     reasons = []
     for name in named:
-        if isinstance(overrides[name], dict):  # other types are refused later, as in a file
+        if isinstance(overrides[name], dict):  # values of other types are refused later, as in files
             reasons += unread_fields(overrides[name])
             twice = [field for field in overrides[name] if field in overrides]
             reasons += [f"{field} occurs twice, in {name} and beside it" for field in twice]

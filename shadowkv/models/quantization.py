@@ -21,7 +21,7 @@ from shadowkv.models.registry import FAMILIES
 
 _PLACE = "quantization_config"
 _KEYS = {_PLACE: None, "compression_config": "compressed-tensors", "quantization": "mlx"}
-"""Key of the quantisation config in config.json -> its method if the config states none; None if that is unknown."""
+"""Key of the quantisation config in config.json -> the method of configs that do not state one; None if unknown."""
 
 SEPARATE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Separate files of GPTQ's, AWQ's and ModelOpt's quantisation configs; read only if config.json has none."""
@@ -44,7 +44,7 @@ REMEDY = "use the unquantised checkpoint, or a GGUF file of the model where ther
 def read_quantization(file: Path, hf: Mapping[str, Any]) -> Format | None:
     """The format of a checkpoint; None if it is not quantised.
 
-    Raises ModelFileError, naming the method and the file that states it, for unsupported formats.
+    Raises ModelFileError for unsupported formats. The error names the method and the file that states it.
 
     Args:
         file: the checkpoint's config.json. In older repositories a separate file beside it has the quantisation config.

@@ -44,7 +44,7 @@ class Cut:
 
     @cached_property
     def held_from(self) -> list[int]:
-        """For each span of ``rows``, the row of the rank's parameter where it begins."""
+        """For each span of ``rows``, the row of the rank's parameter at which the span begins."""
         return [0, *accumulate(map(_length, self.rows))][:-1]
 
 
@@ -97,7 +97,7 @@ class Shard:
         return head, head + 1
 
     def query_heads(self, heads: Heads) -> Span:
-        """The query heads of this rank, in layers with ``heads``. They attend to its kv heads."""
+        """The query heads of this rank, in layers with ``heads``. They attend to this rank's kv heads."""
         first, last = self.kv_heads(heads)
         if self.size <= heads.num_kv_heads:
             return first * heads.group, last * heads.group
@@ -140,18 +140,19 @@ class Shard:
 
     @property
     def experts_note(self) -> str | None:
-        """What expert parallelism does on this rank, in a line for a start or a plan; None without it."""
+        """A line about expert parallelism on this rank, which an engine logs when it starts and a plan prints. None
+        without expert parallelism."""
         if not self.expert_parallel:
             return None
         if self.size == 1:
-            return "--enable-expert-parallel has no effect on one rank; --tensor-parallel-size sets their number"
+            return "--enable-expert-parallel has no effect on one rank; --tensor-parallel-size sets the number of ranks"
         assert self.whole.experts is not None, "there are no experts"
         first, last = self.experts
         return f"rank {self.rank} has {last - first} of {self.whole.experts.routing.experts} whole"
 
     @property
     def experts_inner(self) -> Span:
-        """This rank's span of the inner width, in each of its experts."""
+        """This rank's span of the inner width of each of its experts."""
         assert self.whole.experts is not None, "there are no experts"
         width = self.whole.experts.intermediate_size
         return (0, width) if self.expert_parallel else self._inner("the experts' intermediate_size", width)
@@ -249,11 +250,12 @@ class Shard:
 
     @cached_property
     def _cuts(self) -> dict[tuple[str, Heads, int, int], Cut | None]:
-        """Results of ``cut``, by name within a layer and what layers differ in: experts have thousands of tensors."""
+        """Results of ``cut``, by a parameter's name within its layer and by the properties in which layers differ. The
+        results are kept because experts have thousands of tensors."""
         return {}
 
     def _projected(self, layer: int) -> int:
-        """Number of projections of a layer that its own keys and values need."""
+        """Number of projections that compute a layer's own keys and values."""
         if self.whole.reuses_keys(layer):
             return 0
         return 1 if self.whole.has_keys_as_values(layer) else 2
@@ -272,7 +274,7 @@ class Shard:
             gated = 2 if whole.output_gate else 1
             of_keys = (_moved(keys, q * gated + number * kv) for number in range(self._projected(layer)))
             return Cut((_times(queries, gated), *of_keys))
-        if module == "attention.indexer.query":  # one head for each kv head; all ranks have the key head
+        if module == "attention.indexer.query":  # one head for each kv head; all ranks have the index key
             return Cut((keys,))
         if name == "attention.sinks":
             return Cut((self.query_heads(heads),))
@@ -282,7 +284,7 @@ class Shard:
             inner = _times(self.inner, wide)
             return Cut((inner, _moved(inner, wide * whole.intermediate_size)))
         if module in ("attention.out", "mlp.down"):
-            if kind == "bias":  # only one rank adds it to the sum
+            if kind == "bias":  # the outputs are summed, so only one rank has the bias
                 return Cut(((0, whole.hidden_size),) if self.rank == 0 else ())
             return Cut(((0, whole.hidden_size),), queries if module == "attention.out" else _times(self.inner, wide))
         return None
@@ -306,8 +308,8 @@ class Shard:
         return Cut(rows[name]) if name in rows else None
 
     def _cut_experts(self, module: str, kind: str, wide: int) -> Cut:
-        """Computes ``cut`` for a parameter of the shared expert, whose width in this layer is ``wide`` times that in
-        others, or for one of all experts, whose rows follow one another."""
+        """Computes ``cut`` for a parameter of the shared expert or of the routed experts. In this layer the shared
+        expert is ``wide`` times as wide as in other layers. The rows of the routed experts follow one another."""
         experts, hidden = self.whole.experts, self.whole.hidden_size
         assert experts is not None, "there are no experts"
         if module.startswith("mlp.shared."):
@@ -316,7 +318,7 @@ class Shard:
             numbers, size, inner = range(*self.experts), experts.intermediate_size, self.experts_inner
         if module.endswith(".down"):
             rows = numbers.start * hidden, numbers.stop * hidden
-            if kind == "bias":  # only one rank adds it to the sum
+            if kind == "bias":  # the outputs are summed, so only one rank has the bias
                 return Cut((rows,) if inner == (0, size) or self.rank == 0 else ())
             return Cut((rows,), None if inner == (0, size) else inner)
         if inner == (0, size):

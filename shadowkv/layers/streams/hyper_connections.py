@@ -1,5 +1,5 @@
-"""Hyper-connections: the residual is several streams, which every block mixes into one input (arXiv:2409.19606), in the
-form of the Qwen4 preview."""
+"""Hyper-connections (arXiv:2409.19606), in the form of the Qwen4 preview. There are several residual streams, and each
+block mixes them into its input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StreamMixer(nn.Module):
     stream. No other norm comes before the block.
 
     Args:
-        injects: whether the block's output goes back to the streams; False for the last mixer, behind all layers.
+        injects: whether a block follows whose output is added to the streams. False for the mixer after the last layer.
     """
 
     def __init__(self, spec: LayerSpec, injects: bool = True) -> None:
@@ -41,17 +41,17 @@ class StreamMixer(nn.Module):
         self.injection = linear(joined, self.count) if injects else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the input [T, D] of joined streams [T, S * D]."""
+        """Mixes joined streams [T, S * D] into the block's input [T, D]."""
         return self._mixed(self.norm(x))
 
     def after_add(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns ``x + added``, [T, S * D], and the input [T, D] of this sum."""
+        """Returns ``x + added``, [T, S * D], and the block's input [T, D], mixed from this sum."""
         x = x + added
         return x, self(x)
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the input [T, D] of joined streams [T, S * D], and the weight of the block's output in each stream,
-        [T, S]."""
+        """Returns the block's input [T, D], mixed from joined streams [T, S * D], and the weights [T, S] with which the
+        block's output is added to each stream."""
         assert self.injection is not None, "no block follows this mixer"
         normed = self.norm(x)
         return self._mixed(normed), 2 * (self.injection(normed) / self.count).sigmoid()
@@ -110,5 +110,6 @@ class HyperConnectedLayer(nn.Module):
 
 
 def _injected(out: Tensor, weights: Tensor) -> Tensor:
-    """What an output [T, D] adds to the streams by weights [T, S]: [T, S * D]."""
+    """Returns what is added to the joined streams, [T, S * D]: a block's output [T, D], multiplied by each stream's
+    weight [T, S]."""
     return (out.unsqueeze(-2) * weights.unsqueeze(-1)).flatten(-2).to(out.dtype)

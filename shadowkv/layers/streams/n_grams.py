@@ -1,5 +1,5 @@
-"""N-gram embeddings (``ple`` in files of the Qwen4 preview): hashed tables of the newest tokens, which some layers add
-to all residual streams."""
+"""N-gram embeddings (``ple`` in files of the Qwen4 preview). The newest tokens are hashed to rows of tables, and some
+layers add these rows to all residual streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shadowkv.ops.recurrence import Spans, in_order
 
 
 class GroupNorm(nn.Module):
-    """RMSNorm of each of S streams by itself, with one weight for all S * D dimensions."""
+    """RMSNorm that normalises each of S streams by itself. Each of the S * D dimensions has its own weight."""
 
     def __init__(self, spec: LayerSpec) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class GroupNorm(nn.Module):
 
 
 class NGramInput(Computing):
-    """Looks up the n-grams that end at each token, gates them by the streams, and convolves them over the newest
-    tokens. A sequence's state is its newest tokens and the convolution's newest inputs."""
+    """Looks up the n-grams that end at each token, gates the result by the streams, and convolves it over the newest
+    tokens. A sequence's state has its newest tokens and the convolution's newest inputs."""
 
     calls = ("causal_convolution",)
 
@@ -68,7 +68,8 @@ class NGramInput(Computing):
         self.register_buffer("multipliers", torch.tensor(sizes.multipliers, device=spec.device), persistent=False)
 
     def forward(self, x: Tensor, token_ids: Tensor, cache: Cache, batch: Any) -> Tensor:
-        """Returns what is added to the streams x [T, S * D], of token ids, int64 [T], and updates the states."""
+        """Returns what is added to the streams ``x`` [T, S * D] of tokens with the ids ``token_ids``, int64 [T].
+        Updates the states."""
         states, parts = cache.states(self.layer, batch)
         tokens, start = [], 0
         for part in parts:
@@ -81,7 +82,7 @@ class NGramInput(Computing):
         gate = gate.abs().clamp_min(1e-6).sqrt() * gate.sign()
         values = (gate.sigmoid() * self.value(embedded).unsqueeze(-2)).flatten(-2)
         normed = self.value_norm(values)
-        # The dilated convolution is a wider one with zeros between its weights.
+        # The dilated convolution is computed as a wider convolution with zeros between the weights.
         step, kernel = self.sizes.longest, self.sizes.kernel
         weight = normed.new_zeros(len(self.convolution), (kernel - 1) * step + 1)
         weight[:, ::step] = self.convolution.squeeze(1)
@@ -98,7 +99,8 @@ class NGramInput(Computing):
         return values + torch.cat(outs)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """The table's rows, int64 [T, tables], of the newest tokens [T, longest], newest last."""
+        """Returns the table's rows to look up, int64 [T, tables], for the newest tokens at each token, [T, longest],
+        newest last."""
         eos = self.sizes.eos_token_id
         mixed, seen_eos, hashed = tokens[:, -1] * self.multipliers[0], torch.zeros_like(tokens[:, -1]).bool(), []
         for back in range(1, self.sizes.longest):
@@ -109,8 +111,11 @@ class NGramInput(Computing):
         return torch.cat(hashed, dim=-1) % self.primes + self.firsts
 
     def _history(self, ids: Tensor, states: dict[str, Tensor], spans: Spans) -> Tensor:
-        """Returns the newest tokens at each of T tokens, int64 [T, longest], newest last, and updates the state. States
-        have token ids minus the id that ends a text, because they are 0 before the first token."""
+        """Returns the ``longest`` newest tokens at each of T tokens, int64 [T, longest], newest last. Updates the
+        state.
+
+        The state has token ids minus ``eos_token_id``. So its initial value, 0, stands for the end of a text.
+        """
         if spans.chained:
             return in_order(lambda token, span: self._history(token, states, span), spans, ids)
         kept, eos, longest = states[N_GRAM_TOKENS], self.sizes.eos_token_id, self.sizes.longest

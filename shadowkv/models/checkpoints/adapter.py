@@ -1,7 +1,7 @@
 """LoRA adapters in PEFT's format, merged into the weights while they load (arXiv:2106.09685).
 
-A matrix can be int8 with one scale per row. Its tensors then end in ``weight`` and ``weight_scale``, as in
-compressed-tensors. The project's own adapters are stored so, because it takes a quarter of float32's bytes.
+A matrix can be int8 with one scale per row. The names of its tensors then end in ``weight`` and ``weight_scale``, as in
+compressed-tensors. The project's own adapters are in int8, which takes a quarter of float32's bytes.
 """
 
 from __future__ import annotations

@@ -66,18 +66,18 @@ class _Part:
 
 
 class SeparateExperts:
-    """The weights of a checkpoint with one module per expert.
+    """The weights of a checkpoint, presented as one module per expert.
 
     Args:
         shapes: shapes of all weights, by their names in the files.
         forms: forms of the quantised weights.
         experts: number of experts in a layer.
         drafting: layers that draft tokens, whose weights are left out.
-        interleaved: whether the files are interleaved, as gpt-oss's safetensors files.
+        interleaved: whether rows of gate and up alternate, as in gpt-oss's safetensors files.
 
     Attributes:
         shapes: shapes of all weights that are read, with each expert's under its own name.
-        forms: forms of the quantised ones among them.
+        forms: forms of those weights in ``shapes`` that are quantised.
         left_out: names, in the files, of weights that are not read.
 
     Raises ValueError if the files have an expert's weight both separately and joined.
@@ -101,8 +101,8 @@ class SeparateExperts:
         self.forms = {weight: form for name, form in forms.items() for weight in self._parts.get(name, ())}
 
     def tensors(self, readings: Iterable[Reading], wanted: Collection[str]) -> Iterator[tuple[str, Stored]]:
-        """Reads the files' tensors ahead, those that have ``wanted`` weights. Yields the names of these weights, which
-        are names in ``shapes``, and the weights."""
+        """Reads ahead the files' tensors that have ``wanted`` weights. Yields the name of each of these weights, as
+        in ``shapes``, and the weight."""
         parts = {
             name: {weight: part for weight, part in parts.items() if weight in wanted}
             for name, parts in self._parts.items()
@@ -117,7 +117,8 @@ def _parts(name: str, shape: Shape, count: int, interleaved: bool, plain: bool) 
     per expert and module. For other tensors, the only weight is the whole tensor, and its part is None."""
     joined = _JOINED.match(name)
     dimensions = 2 if name.endswith("_bias") else 3
-    if joined is None or len(shape) != dimensions or shape[0] != count:  # errors name it as in the file
+    # A tensor of a wrong shape is not split, so that errors have its name in the file.
+    if joined is None or len(shape) != dimensions or shape[0] != count:
         for theirs, ours in _MIXTRAL.items():
             name = name.replace(theirs, ours)
         yield name, None

@@ -19,7 +19,7 @@ MB."""
 AGAIN = "fetch it again, or use another copy of the model"
 OTHER_MODEL = "use another model"
 ALIKE = 0.65
-"""Minimum similarity of a known name to an unknown one, as ``difflib`` measures it, for it to be suggested."""
+"""A known name is suggested for an unknown one if their similarity, as ``difflib`` measures it, is at least this."""
 MAX_REASONS, MAX_REASON_CHARACTERS = 8, 1000
 
 
@@ -48,8 +48,8 @@ def join_reasons(reasons: Sequence[str]) -> str:
 
 
 def unsupported(what: str, name: str, known: Iterable[str]) -> str:
-    """Returns the reason why ``name`` cannot be used. It lists the ``known`` names. If one of them is similar to
-    ``name``, it suggests that one first."""
+    """Returns the reason why ``name`` cannot be used, with a list of the ``known`` names. If a known name is similar to
+    ``name``, the reason suggests it first."""
     known = list(known)
     near = next(iter(get_close_matches(name, known, 1, ALIKE)), None)
     nearest = f"nearest: {near}; " if near else ""
@@ -68,7 +68,7 @@ def naming(file: Path, remedy: str = AGAIN) -> Iterator[None]:
 
 
 def is_there(file: Path) -> bool:
-    """Whether the folder has an entry of this name, even a broken link, which raises an error when it is read."""
+    """Whether the folder has an entry of this name. A broken link counts; reading it raises an error."""
     return os.path.lexists(file)
 
 
@@ -89,7 +89,7 @@ def read_text(file: Path) -> str:
     with file.open("rb") as opened:
         raw = opened.read(MAX_JSON_BYTES + 1)
     if len(raw) > MAX_JSON_BYTES:
-        raise ModelFileError(file, f"it has more than {MAX_JSON_BYTES >> 20} MiB, which no such file has")
+        raise ModelFileError(file, f"it has more than {MAX_JSON_BYTES >> 20} MiB, which is too much for such a file")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -97,7 +97,8 @@ def read_text(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises as ``read_text`` does, and ModelFileError with the line for invalid JSON."""
+    """The object in a JSON file. Raises what ``read_text`` raises, and ModelFileError, with the line, for invalid
+    JSON."""
     text = read_text(file)
     try:
         value = json.loads(text)

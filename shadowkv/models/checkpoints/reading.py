@@ -38,7 +38,8 @@ class Reading:
 
 
 def read_ahead(readings: Iterable[Reading]) -> Generator[tuple[str, Stored]]:
-    """Yields names and weights in the order of ``readings``. An error in reading a weight is raised at its turn."""
+    """Yields names and weights in the order of ``readings``. If a weight cannot be read, the error is raised at the
+    weight's turn."""
     threads = min(MAX_THREADS, os.cpu_count() or 1)
     queue, waiting, taken = iter(readings), deque[tuple[Reading, Future[Stored]]](), 0
     upcoming = next(queue, None)

@@ -37,8 +37,8 @@ _INDEX = "model.safetensors.index.json"
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """Opens a .safetensors file on the CPU, as a context. The library checks its header; raises ModelFileError if it is
-    not valid."""
+    """Opens a .safetensors file on the CPU, as a context. The library checks the header. Raises ModelFileError if the
+    header is not valid."""
     check_regular(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
@@ -74,7 +74,7 @@ class SafetensorsWeights:
         renamed: maps a name in the files to the weight's name; None leaves the weight out.
 
     Attributes:
-        shapes, dtypes: of every tensor, from the files' headers.
+        shapes, dtypes: shape and type of every tensor, from the files' headers, by the weight's name.
 
     Raises FileNotFoundError if the directory has no safetensors or lacks files that its index names, ModelFileError for
     files that cannot be used.
@@ -109,7 +109,7 @@ class SafetensorsWeights:
         return stop - start
 
     def read(self, name: str, pinned: bool = False) -> Tensor:
-        """One tensor, on the CPU, in pinned memory if asked for. Can be called on any thread."""
+        """One tensor, on the CPU, in pinned memory if ``pinned``. Can be called on any thread."""
         data = read_bytes(self._file_of[name], *self._places[name], pinned=pinned)
         return data.view(_TORCH_DTYPES[self.dtypes[name]]).view(self.shapes[name])
 
@@ -146,15 +146,15 @@ def _indexed(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(index, "weight_map is missing, empty, or not an object")
     for name in weight_map.values():
-        # Windows' rules know both separators and drives, whatever this machine's rules are.
+        # Windows' rules for paths also know backslashes and drive letters, whatever this machine's rules are.
         if not isinstance(name, str) or not name.endswith(".safetensors") or PureWindowsPath(name).name != name:
             raise ModelFileError(index, f"weight_map names {name!r}, which is not a .safetensors file of the folder")
         if not name.isprintable():
-            raise ModelFileError(index, f"weight_map names {name!r}")
+            raise ModelFileError(index, f"weight_map names {name!r}, which has characters that cannot be printed")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{index}: the folder lacks weight files that the index names: {join_reasons(missing)}; fetch those"
+            f"{index}: the folder lacks weight files that the index names: {join_reasons(missing)}; fetch them"
         )
     return files

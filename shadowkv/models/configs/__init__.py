@@ -1,1 +1,1 @@
-"""ModelConfig: what is known of a model besides its weights, read from the fields of a Hugging Face config."""
+"""ModelConfig: everything about a model except its weights, read from the fields of a Hugging Face config."""

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json: it checks the values of fields and reads the fields that all families share."""
+"""Reads a Hugging Face config.json: checks the values of fields, and reads the fields that all families share."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _LARGEST = {
     "max_position_embeddings": MAX_POSITIONS,
     "original_max_position_embeddings": MAX_POSITIONS,
 }
-"""Largest valid values of integers; the smallest is 1. Real models have far smaller ones, and products of such values
-fit in 63 bits."""
+"""Largest valid values of integer fields; the smallest is 1. Real models have far smaller values. Products of the
+largest values fit in 63 bits."""
 
 SLIDING = "sliding_attention"
 LAYER_TYPES = ("full_attention", SLIDING)
@@ -56,7 +56,7 @@ FIELDS = tuple(
         )
     )
 )
-"""Fields that every family reads; families' modules list others."""
+"""Fields that every family reads; the families' modules list further fields."""
 
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 _POSITIVE = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
@@ -245,10 +245,10 @@ def _kinds(types: Any, count: int, window: LayerKind, first: int) -> tuple[Layer
 
 def _max_position(stated: int, rope: RopeConfig, max_model_len: int | None) -> int:
     if rope.scaling == "yarn":
-        # Some configs give the context before the extension, others the one after it.
+        # Some configs give the context length before YaRN's extension, others the length after it.
         return max(stated, int(rope.factor * rope.original_max_position))
     if rope.scaling == "longrope" and max_model_len is not None and max_model_len <= rope.original_max_position:
-        # The short factors are in use, which are wrong for longer sequences.
+        # The short factors are in use, and they are wrong for longer sequences.
         return min(stated, rope.original_max_position)
     return stated
 

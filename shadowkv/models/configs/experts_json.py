@@ -1,4 +1,4 @@
-"""Fields of a config.json that describe experts: it checks their values and reads what families share."""
+"""Reads the fields of a config.json that describe experts: checks their values, and reads what families share."""
 
 from __future__ import annotations
 

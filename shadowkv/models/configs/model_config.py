@@ -34,19 +34,19 @@ class ModelConfig:
         draft_layers: number of layers that draft tokens. They follow the other layers, and their weights are not read.
         layer_kinds: the kind of every layer; empty if all layers have full attention.
         linear: the linear attention of the layers whose kind has a state; None if there are none.
-        num_kv_shared_layers: number of last layers that have no keys and values of their own. They attend to those of
-            the last layer of their kind that has some.
+        num_kv_shared_layers: how many of the last layers have no keys and values of their own. Each of them attends to
+            the keys and values of the last layer of its kind before these layers.
         keys_are_values: whether keys, before their norm, are also the values, in layers with full attention.
-        double_wide_mlp: whether the MLP, or the shared expert, of layers without keys is twice as wide.
+        double_wide_mlp: whether the MLP, or the shared expert, is twice as wide in layers that reuse keys.
         hidden_size_per_layer_input: numbers of each token's input to a single layer (``PerLayerInputs``); 0 for none.
         vocab_size_per_layer_input: rows of the table of these inputs.
         streams: as in ``LayerSpec``.
         n_grams: sizes of the n-gram embeddings of ``n_gram_layers``; None without them.
         n_gram_layers: numbers of the layers that add n-gram embeddings.
         output_scale: as in ``LayerSpec``.
-        final_logit_softcapping: c, if logits x become c tanh(x / c); None if they do not.
+        final_logit_softcapping: c, if each logit x is replaced by c tanh(x / c); None without a cap.
         activation: activation of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
-        embedding_scale: factor of embedded tokens, rounded to the dtype of the weights.
+        embedding_scale: factor of embedded tokens. The factor is rounded to the dtype of the weights.
         query_scale: factor of queries, in addition to attention's 1/sqrt(head_dim). It is multiplied into the weights
             of the queries' norm when they load.
         qkv_bias, attention_out_bias, qk_norm, value_norm, normed_heads, sinks, output_gate, post_norms: as in
@@ -177,7 +177,8 @@ class ModelConfig:
         return layer >= self.num_layers - self.num_kv_shared_layers
 
     def cached_as(self, layer: int) -> int:
-        """Number, in the cache, of the keys and values that a layer attends to, or of its recurrent state."""
+        """The layer number under which the cache has the keys and values that a layer attends to, or its recurrent
+        state."""
         if not self.reuses_keys(layer):
             return layer
         kinds, own = self.layer_kinds or (FULL,) * self.num_layers, self.num_layers - self.num_kv_shared_layers
@@ -242,8 +243,8 @@ class ModelConfig:
         )
 
     def with_limits(self, max_model_len: int | None, another_base: bool = False) -> ModelConfig:
-        """Returns the config for sequences of up to ``max_model_len`` tokens; None means ``max_position``. Windows of
-        at least this length hide nothing and are removed.
+        """Returns the config for sequences of up to ``max_model_len`` tokens; None means ``max_position``. Sliding
+        windows of at least this length hide nothing and are removed.
 
         ``another_base`` says that the user has set another RoPE base than the files have. Then only the user knows how
         long sequences can be, and ``max_model_len`` replaces ``max_position``. Raises SettingsError if

@@ -1,7 +1,7 @@
 """RopeConfig from a Hugging Face config, in the old and the new form.
 
 The old form has ``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` with ``type`` or ``rope_type`` at the
-top level. The new form (transformers 5) has all of it in ``rope_parameters``.
+top level. The new form (transformers 5) has all of these fields in ``rope_parameters``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rope_from_hf(
     if missing:
         raise ValueError(f"rope type {kind!r} lacks " + ", ".join(missing))
     if _SCALINGS[kind] in ("llama3", "yarn", "longrope"):
-        # Phi-3 stores the original context outside the rope fields, and that value applies.
+        # Phi-3 stores the original context outside the rope fields, and that value takes precedence.
         base["original_max_position"] = int(
             hf.get("original_max_position_embeddings")
             or scaling.get("original_max_position_embeddings")
@@ -69,8 +69,8 @@ def rope_from_hf(
 
 
 def unread_fields(scaling: dict[str, Any]) -> list[str]:
-    """Returns one reason that names all entries which the type of RoPE does not use; empty if it uses all. Raises
-    ValueError for an unknown type."""
+    """Returns a list with one reason, which names all entries that this type of RoPE does not use; an empty list if it
+    uses all entries. Raises ValueError for an unknown type."""
     kind = _kind(scaling)
     known = (*_ALWAYS_READ, *_REQUIRED[_SCALINGS[kind]], *_OPTIONAL[_SCALINGS[kind]])
     unread = [str(name) for name in scaling if name not in known]

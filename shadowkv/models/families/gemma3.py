@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
-"""Transformers' defaults: configs of models with images leave out fields that equal them."""
+"""Transformers' defaults. Configs of models with images leave out fields with these values."""
 
 _OTHERS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 _PREFIXES = {"language_model.": "", "model.language_model.": "model."}
@@ -97,7 +97,7 @@ def targets(config: ModelConfig) -> Targets:
 
 
 def text_weight(name: str) -> str | None:
-    """The text model's name of a weight; None for weights of the image encoder."""
+    """Returns a weight's name in the text model; None for weights of the image encoder."""
     if name.startswith(_OTHERS):
         return None
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")

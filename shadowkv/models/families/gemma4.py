@@ -56,8 +56,8 @@ _DEFAULTS: dict[str, Any] = {
     "enable_moe_block": False,
     "vocab_size_per_layer_input": 262144,
 }
-"""Transformers' defaults of both model types, in the form of ``plain_config``: configs leave out fields that equal
-them."""
+"""Transformers' defaults that both model types share, in the form of ``plain_config``. Configs leave out fields with
+these values."""
 
 _ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 """RoPE of full layers, if a config has none."""
@@ -82,8 +82,8 @@ _PREFIX = "model.language_model."
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
-    """ModelConfig of a ``gemma4`` or ``gemma4_unified`` config, or of their text model's config. Raises ValueError if
-    it cannot be run."""
+    """ModelConfig of a ``gemma4`` or ``gemma4_unified`` config, or of the config of such a model's text model. Raises
+    ValueError if the model cannot be run."""
     given = {name: value for name, value in hf.items() if value is not None or name == _INPUTS}
     hf = {**_defaults(str(hf.get("model_type"))), **given}
     hf[_INPUTS] = hf[_INPUTS] or 0  # 0 and null both mean none
@@ -173,9 +173,9 @@ def _layer_types(hf: dict[str, Any]) -> list[str]:
 
 
 def _full_layers(hf: dict[str, Any], types: list[str]) -> dict[str, int]:
-    """Sizes of the full layers' heads, by the name of the field for other layers. Released configs have
-    ``global_head_dim`` and ``num_global_key_value_heads``. transformers 5 also writes the fields of single layers,
-    ``per_layer_config``. Raises ValueError."""
+    """Returns the sizes of the full layers' heads, under the names of the fields that other layers have. Released
+    configs have ``global_head_dim`` and ``num_global_key_value_heads``. transformers 5 also writes
+    ``per_layer_config``, which has fields of single layers. Raises ValueError if full layers have different heads."""
     of_layers = hf.get("per_layer_config")
     if of_layers is None:
         own = hf.get("num_global_key_value_heads") if hf["attention_k_eq_v"] else None
@@ -202,7 +202,7 @@ def _full_layers(hf: dict[str, Any], types: list[str]) -> dict[str, int]:
 
 
 def _experts(hf: dict[str, Any]) -> Experts:
-    """The experts beside the MLP, which is their shared expert; raises ValueError."""
+    """The experts of a layer, with the MLP as their shared expert; raises ValueError for invalid fields."""
     fields = expert_fields(
         {**hf, "num_experts_per_tok": hf.get("top_k_experts")}, "num_experts", "top_k_experts", "moe_intermediate_size"
     )
@@ -227,7 +227,7 @@ def targets(config: ModelConfig) -> Targets:
             result |= rows(f"{theirs}.{name}_layernorm", f"{ours}.{norm}_norm", 0, hidden)
         dim = config.heads_of(layer).head_dim
         query = rows(f"{theirs}.self_attn.q_norm", f"{ours}.attention.query_norm", 0, dim)
-        # Gemma 4 does not scale scores, and attention divides them by sqrt(dim).
+        # Gemma 4 does not scale scores, but the cache divides them by sqrt(dim). The query norm makes up for this.
         result |= {name: replace(target, scale=dim**0.5) for name, target in query.items()}
         if not config.reuses_keys(layer):
             result |= rows(f"{theirs}.self_attn.k_norm", f"{ours}.attention.key_norm", 0, dim)
@@ -242,7 +242,7 @@ def targets(config: ModelConfig) -> Targets:
 
 
 def _router(theirs: str, ours: str, experts: int, hidden: int) -> Targets:
-    """Targets of the weights of the router and the norms, except the router's projection."""
+    """Targets of the router's scales and of the experts' norms. The router's projection is not among them."""
     targets: Targets = {
         # The router normalises without a weight, then multiplies by its scale and 1/sqrt(hidden).
         f"{theirs}.router.scale": Target(f"{ours}.router_norm.weight", 0, hidden, scale=hidden**-0.5),
@@ -255,8 +255,8 @@ def _router(theirs: str, ours: str, experts: int, hidden: int) -> Targets:
 
 
 def _renamed(name: str) -> str:
-    """Returns the name that a weight of ``decoder_targets`` has in the files. Routed experts are beside the MLP there,
-    and the MLP is the shared expert."""
+    """Returns the name that a weight of ``decoder_targets`` has in the files. In the files, routed experts are beside
+    the MLP, and the MLP is the shared expert."""
     renamed = {".mlp.experts.": ".experts.", ".mlp.gate.": ".router.proj.", ".mlp.shared_expert.": ".mlp."}
     for ours, theirs in renamed.items():
         name = name.replace(ours, theirs)
@@ -264,7 +264,7 @@ def _renamed(name: str) -> str:
 
 
 def text_weight(name: str) -> str | None:
-    """The text model's name of a weight; None for weights of encoders."""
+    """Returns a weight's name in the text model; None for weights of encoders."""
     if name.startswith(_OTHERS):
         return None
     return f"model.{name.removeprefix(_PREFIX)}" if name.startswith(_PREFIX) else name

@@ -54,7 +54,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 
 def targets(config: ModelConfig) -> Targets:
-    """Names in the files, as ``checkpoints.experts`` splits them, -> parameters."""
+    """Names of weights, after ``checkpoints.experts`` has split tensors of all experts -> parameters."""
     sinks = {
         f"model.layers.{layer}.self_attn.sinks": Target(f"layers.{layer}.attention.sinks", 0, config.num_query_heads)
         for layer in range(config.num_layers)

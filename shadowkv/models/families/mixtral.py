@@ -24,5 +24,5 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 
 def targets(config: ModelConfig) -> Targets:
-    """Names in the files, as ``checkpoints.experts`` splits them, -> parameters."""
+    """Names of weights, after ``checkpoints.experts`` has split tensors of all experts -> parameters."""
     return decoder_targets(config)

@@ -22,7 +22,7 @@ FIELDS = (
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``qwen3_moe`` config; raises ValueError if it cannot be run."""
-    # If a config has a window, all layers have it. No released model does.
+    # If a config has a window, all layers have it. No released model has one.
     config = qwen3.config_from_hf(hf | {"max_window_layers": 0, "layer_types": None}, max_model_len)
     fields = expert_fields(hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     normalised = fields.get("norm_topk_prob", False)

@@ -1,4 +1,5 @@
-"""ModelConfig of a GGUF file: its metadata is converted to a Hugging Face config, which the same families read."""
+"""ModelConfig of a GGUF file. The file's metadata is converted to a Hugging Face config, which the families' modules
+read."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ ARCHITECTURES = {
     "qwen35moe": "qwen3_5_moe_text",
     "qwen3next": "qwen3_next",
 }
-"""Supported GGUF architectures -> ``model_type``. ``llama`` also covers Mistral, Yi and SmolLM2, and with experts
-Mixtral."""
+"""Supported GGUF architectures -> ``model_type``. ``llama`` also covers Mistral, Yi and SmolLM2. If a
+``llama`` file has experts, it is a Mixtral model."""
 
 _LAYERS_OF_27B = 62
 
@@ -71,7 +72,7 @@ def config_from_gguf(
     file: GGUFFile, max_model_len: int | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ModelConfig:
     """Returns the ModelConfig of the file, with the user's overrides and limit. Raises ModelFileError if the model
-    cannot be run, and SettingsError if it cannot be run with overrides or is limited to too long sequences."""
+    cannot be run. Raises SettingsError if it cannot be run with ``overrides``, or if ``max_model_len`` is too long."""
     if file.architecture not in ARCHITECTURES:
         reason = unsupported("GGUF architecture", file.architecture, ARCHITECTURES)
         raise ModelFileError(file.path, reason, OTHER_MODEL)
@@ -83,7 +84,7 @@ def config_from_gguf(
         raise ModelFileError(file.path, join_reasons(wrong))
     hf["model_type"] = _model_type(file, hf)
     if hf["model_type"] == "qwen3_moe":
-        hf["norm_topk_prob"] = True  # as in llama.cpp; files do not have it
+        hf["norm_topk_prob"] = True  # as in llama.cpp; files lack this field
     if hf["model_type"] == "glm4_moe":
         _complete_glm4_moe(file, hf)
     if hf["model_type"].startswith(("qwen3_5", "qwen3_next")):
@@ -102,7 +103,7 @@ def config_from_gguf(
             file.path,
             f"{file.key('{arch}.rope.dimension_count')}={rotating} is not a number from 1 to head_dim={head_dim}",
         )
-    if file.architecture == "gemma3":  # files do not have it; it is head_dim in all models except 27B
+    if file.architecture == "gemma3":  # files lack this field, which is head_dim in all models except 27B
         hf["query_pre_attn_scalar"] = head_dim
         if hf["num_hidden_layers"] == _LAYERS_OF_27B:
             hf["query_pre_attn_scalar"] = hf["hidden_size"] // hf["num_attention_heads"]
@@ -111,7 +112,7 @@ def config_from_gguf(
         hf["rope_scaling"] = _scaling(file)
     config = overridden_config(file.path, hf, max_model_len, overrides)
     if (linear := config.linear) is not None and config.architecture == "qwen3_next":
-        of_all = any(name.endswith(".ssm_in.weight") for name in file.names)  # files of older converters
+        of_all = any(name.endswith(".ssm_in.weight") for name in file.names)  # older converters join qkvz
         config = config.with_linear(replace(linear, joined=("qkvz", "ba") if of_all else ("ba",)))
     elif linear is not None:
         config = config.with_linear(replace(linear, tiled=linear.value_heads > linear.key_heads))
@@ -148,7 +149,7 @@ def _complete_linear(file: GGUFFile, hf: dict[str, Any]) -> None:
 
 
 def drafting_layers(file: GGUFFile) -> int:
-    """Returns the number of layers that draft tokens. They are the last in the file, and not part of the model. Raises
+    """Returns the number of layers that draft tokens. They are the file's last layers, and are not loaded. Raises
     ModelFileError for an invalid number."""
     drafting = file.get("{arch}.nextn_predict_layers", int) or 0
     if not 0 <= drafting < (layers := file.get("{arch}.block_count", int) or 0):
@@ -175,5 +176,5 @@ def _scaling(file: GGUFFile) -> dict[str, Any]:
         "factor": file.value("{arch}.rope.scaling.factor"),
         "beta_fast": file.value("{arch}.rope.scaling.yarn_beta_fast"),
         "beta_slow": file.value("{arch}.rope.scaling.yarn_beta_slow"),
-        "truncate": file.architecture != "gpt-oss",  # not in files
+        "truncate": file.architecture != "gpt-oss",  # files lack this field
     }

@@ -49,7 +49,7 @@ class GGUFFile:
         self.architecture: str = architecture
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """Metadata value of ``key``, in which ``{arch}`` stands for the architecture; None if there is none.
+        """Metadata value of ``key``, in which ``{arch}`` stands for the architecture. None if the file has no such key.
 
         Raises ModelFileError if the value is not of type ``kind``.
         """
@@ -59,8 +59,8 @@ class GGUFFile:
         raise ModelFileError(self.path, f"{self.key(key)}={_short(value)} is not a value of type {kind.__name__}")
 
     def list_of(self, key: str, *kinds: type, length: int | None = None) -> list[Any]:
-        """Metadata array of ``key``, as in ``get``; also raises ModelFileError if it is missing or of another
-        length."""
+        """Metadata array of ``key``, in which ``{arch}`` stands for the architecture. Raises ModelFileError if the
+        array is missing, has entries of types other than ``kinds``, or does not have ``length`` entries."""
         value = self.value(key)
         if value is None:
             raise ModelFileError(self.path, f"{self.key(key)} is missing")
@@ -72,12 +72,12 @@ class GGUFFile:
         return value
 
     def value(self, key: str) -> Any:
-        """Metadata value of ``key`` of any type; arrays are lists."""
+        """Metadata value of ``key``, whatever its type; None if the file has no such key. Arrays become lists."""
         value = self._header.fields.get(self.key(key))
         return value.tolist() if isinstance(value, np.ndarray) else value
 
     def key(self, key: str) -> str:
-        """``key`` with the file's architecture."""
+        """``key`` with the file's architecture in place of ``{arch}``."""
         return key.replace("{arch}", getattr(self, "architecture", ""))
 
     @property
@@ -92,7 +92,8 @@ class GGUFFile:
         return self._header.tensors[name].shape
 
     def form(self, name: str) -> Form | None:
-        """Form in which ``stored`` returns a matrix, or the matrices of all experts; None if they are not quantised."""
+        """Form in which ``stored`` returns a matrix, or the matrices of all experts. None if ``stored`` returns the
+        tensor as plain numbers."""
         kind = self._header.tensors[name].kind.name
         return _FORMS.get(kind) if len(self.shape(name)) in (2, 3) else None
 

@@ -41,7 +41,7 @@ class TensorEntry:
     """Type, shape and position of a tensor in the file.
 
     Attributes:
-        kind: encoding of its values.
+        kind: encoding of the tensor's values.
         shape: rows first.
         start, stop: the byte range [start, stop) in the file.
     """
@@ -54,7 +54,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Metadata by key, with numeric arrays in numpy; and tensors by name, in the file's order."""
+    """The metadata by key, with numeric arrays as numpy arrays. The tensors by name, in the file's order."""
 
     fields: dict[str, Any]
     tensors: dict[str, TensorEntry]
@@ -93,7 +93,8 @@ def read_header(data: mmap) -> GGUFHeader:
 def _placed(
     stated: dict[str, tuple[GGMLQuantizationType, tuple[int, ...], int]], header_bytes: int, alignment: int, size: int
 ) -> dict[str, TensorEntry]:
-    """Entries of the tensors; checks that they do not overlap."""
+    """Returns the tensors' entries. Raises ValueError for tensors with incomplete blocks, and for those that are not
+    aligned, reach past the end of the file, or overlap."""
     data_start = -(-header_bytes // alignment) * alignment
     entries = {}
     for name, (kind, shape, offset) in stated.items():
@@ -175,7 +176,7 @@ class _Cursor:
         return [self.text(what) for _ in range(length)]
 
     def tensor(self, name: str) -> tuple[GGMLQuantizationType, tuple[int, ...], int]:
-        """Type, shape with the rows first, and offset of the next tensor, whose name has been read."""
+        """Type, shape (rows first) and offset of the next tensor. The tensor's name has been read already."""
         count = self.number(4, name)
         if not 1 <= count <= MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {count} dimensions, not 1 to {MAX_DIMENSIONS}")

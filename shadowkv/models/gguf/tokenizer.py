@@ -40,7 +40,7 @@ def _words_with_marks() -> str:
 
 
 def _cased_words() -> str:
-    """A pattern for words that also end before an upper-case letter, and include their contraction."""
+    """A pattern for words. A word also ends before an upper-case letter, and includes a contraction such as 've."""
     before, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = [f"{before}{upper}{first}{lower}{last}{_CONTRACTIONS}?" for first, last in ("*+", "+*")]
     return "|".join(words) + r"|\p{N}{1,3}" + _TAIL.replace(r"[\r\n]*", r"[\r\n/]*", 1)
@@ -71,7 +71,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 def tokenizer_from_gguf(file: GGUFFile, eos_token_ids: tuple[int, ...] = ()) -> Tokenizer:
     """The file's tokenizer; raises ModelFileError for unsupported kinds and invalid tokenizers.
 
-    If the file has an embedding, there must be a token for each of its rows.
+    If the file has an embedding, there must be a token for each row of the embedding.
     """
     kind = file.get("tokenizer.ggml.model", str)
     if kind not in _BUILDERS:
@@ -146,9 +146,9 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     scores = file.list_of("tokenizer.ggml.scores", float, length=len(tokens))
     if any(math.isnan(score) for score in scores):
         raise ValueError("tokenizer.ggml.scores has NaN")
-    # The limit on a token's length exists because every split of a token is considered.
+    # The limit on a token's length exists because merges are derived from every split of a token.
     if max(map(len, tokens)) > _MAX_PIECE_CHARACTERS:
-        raise ValueError(f"tokenizer.ggml.tokens has one of more than {_MAX_PIECE_CHARACTERS} characters")
+        raise ValueError(f"tokenizer.ggml.tokens has a token of more than {_MAX_PIECE_CHARACTERS} characters")
     unknown = _token_id(file, "unknown", tokens) or 0
     backend = tokenizers.Tokenizer(
         models.BPE(
@@ -161,7 +161,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     )
     prefix = file.get("tokenizer.ggml.add_space_prefix", bool) is not False
     if file.architecture == "phi3" and prefix:
-        # Phi-3 adds the space before every piece between special tokens, even if there is one already.
+        # Phi-3 adds a space before every piece of text between special tokens, even if the piece begins with one.
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
     else:
         scheme = "first" if prefix else "never"

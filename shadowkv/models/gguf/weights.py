@@ -82,12 +82,12 @@ _CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factor
 
 
 def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
-    """Shape of every weight, by name; raises ModelFileError if two tensors are the same weight."""
+    """Shape of every weight, by name; raises ModelFileError if two tensors have the same Hugging Face name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name in _weights(file):
         weight = _hf_name(name, file.architecture)
         if weight in shapes:
-            raise ModelFileError(file.path, f"it has {weight} twice, as {name} too")
+            raise ModelFileError(file.path, f"it has {weight} twice, once as {name}")
         shape = file.shape(name)
         shapes[weight] = (1, *shape) if _is_flat(weight, shape) else shape
         if weight.endswith(".conv1d.weight") and len(shape) == 2:
@@ -102,7 +102,7 @@ def gguf_forms(file: GGUFFile) -> dict[str, Form]:
 
 
 def gguf_readings(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) -> Iterator[Reading]:
-    """All weights, to be read in their forms, or else in float32. Unknown names stay unchanged.
+    """All weights. A weight is read in its form, or in float32 if it has none. Unknown names stay unchanged.
 
     The shapes must have been checked, since rows of ``llama`` files are reordered. Norms of ``gemma3`` and hybrids are
     converted to w, as in safetensors files; GGUF files have 1 + w.

@@ -2,8 +2,8 @@
 text.
 
 This corresponds to ``split_special_tokens`` in transformers, and to llama.cpp without ``parse_special``. Added tokens
-that are not special (``<think>``, ``<tool_call>``) are recognised everywhere: they carry meaning instead of the
-structure of the conversation, and earlier messages of the assistant contain them.
+that are not special (``<think>``, ``<tool_call>``) are recognised everywhere: they belong to the content of messages,
+not to the structure of the conversation, and earlier messages of the assistant contain them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tokenizers
 from shadowkv.models.tokenization.text_encoder import TextEncoder
 
 OWN_FIELDS = frozenset(("role", "type"))
-"""Fields of messages and content parts whose values are one of a few words that templates compare with."""
+"""Fields of messages and content parts. Their values are one of a few words, with which templates compare them."""
 
 CALLS = "tool_calls"
 """Field of messages that has JSON with arbitrary keys and with words that templates look up. The JSON of tools has such
@@ -53,7 +53,7 @@ class ChatEncoder:
     def marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[list[Any], list[Any] | None] | None:
-        """The messages and tools with marks in their texts; None if they need none."""
+        """The messages and tools with marks in their texts; None if no text needs a mark."""
         if not self._special:
             return None
         marked = [self._with_marks(message) for message in messages]
@@ -62,7 +62,8 @@ class ChatEncoder:
         return None if same else (marked, marked_tools)
 
     def encode(self, rendered: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a prompt rendered from marked messages; ``add_special_tokens`` as for a text."""
+        """Token ids of the prompt ``rendered`` from marked messages. ``add_special_tokens`` is as in
+        ``TextEncoder.encode``."""
         texts, names = self._renamed
         text = self.without_marks(self._whole.sub(lambda match: names[match.group()], rendered))
         return texts.encode(text, add_special_tokens)
@@ -78,10 +79,10 @@ class ChatEncoder:
     @cached_property
     def _renamed(self) -> tuple[TextEncoder, dict[str, str]]:
         """Returns a text encoder in which special tokens have other names, and a map from special tokens to these
-        names. No message can contain them."""
+        names. No message can contain the names."""
         secret = secrets.token_hex(16)
         names = {text: f"\ue000{secret}:{number}\ue001" for number, text in enumerate(self._special)}
-        source = msgspec.json.decode(self._plain.backend.to_str())  # a second faster than json, of 150,000 tokens
+        source = msgspec.json.decode(self._plain.backend.to_str())  # for 150,000 tokens a second faster than json
         for token in source["added_tokens"]:
             if token["special"]:
                 token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
@@ -90,7 +91,7 @@ class ChatEncoder:
             model["vocab"] = {names.get(text, text): number for text, number in model["vocab"].items()}
         else:
             model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
-        if "merges" in model:  # merges made from scores can lead to special tokens
+        if "merges" in model:  # merges made from scores can result in special tokens
             model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
@@ -113,8 +114,8 @@ class ChatEncoder:
         return value
 
     def _json_with_marks(self, value: Any) -> Any:
-        """Adds marks to all texts and keys except single words, which templates look up, for example ``required`` ones
-        in ``properties``."""
+        """Adds marks to all texts and keys except single words. Templates look such words up, for example the names in
+        ``required``, which they look up in ``properties``."""
         if isinstance(value, str):
             is_word = value.isidentifier() and not any(special in value for special in self._special)
             return value if is_word else self._text_with_marks(value)

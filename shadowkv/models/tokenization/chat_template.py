@@ -19,8 +19,8 @@ MAX_SOURCE_CHARACTERS = 1 << 16
 """Maximum length of a template. Compiling longer ones takes seconds; real models' longest templates have 20,000
 characters."""
 COMPILER_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)
-"""Errors of Python's compiler for a compiled template: 20 nested loops, lone surrogates, numbers or expressions that
-are too large."""
+"""Errors of Python's compiler for the code that Jinja makes of a template. Their causes are 20 nested loops, lone
+surrogates, and numbers or expressions that are too large."""
 _MAX_ERROR_CHARACTERS = 400
 
 
@@ -40,7 +40,7 @@ class ChatTemplate:
 
     Args:
         source: the template in Jinja.
-        cleaned: removes text that clients must not see from an error message, before it is shortened.
+        cleaned: removes from an error message what clients must not see. It is called before the message is shortened.
     """
 
     def __init__(self, source: str, cleaned: Callable[[str], str] = str) -> None:

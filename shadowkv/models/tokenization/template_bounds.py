@@ -24,7 +24,8 @@ from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARACTERS = 1 << 24
-"""Limit for a prompt and for any intermediate text: several times the longest context in tokens."""
+"""Limit for the characters of a prompt and of any intermediate text. It is several times the longest context, which is
+in tokens."""
 
 MAX_ITEMS = 1 << 20
 """Limit for the items of a created list."""
@@ -219,7 +220,8 @@ def _call(name: str, arguments: Sequence[nodes.Node]) -> nodes.Call:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles and renders templates within ``bounded()``; they raise TemplateRuntimeError beyond a limit."""
+    """Compiles templates, which are rendered within ``bounded()``. Rendering raises TemplateRuntimeError beyond a
+    limit."""
 
     code_generator_class = _Code
     concat = staticmethod(_joined)
@@ -237,7 +239,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[name] = _bounded_filter(name, function)
 
     def turns(self, iterable: Iterable[Any]) -> Iterator[Any]:
-        """The items, each of which is counted."""
+        """Iterates over the items, and counts each as a step."""
         return _counted(iterable)
 
     def written(self, *values: Any) -> str:

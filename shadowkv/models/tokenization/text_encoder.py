@@ -14,7 +14,7 @@ import tokenizers
 from shadowkv.models.tokenization.text_form import PIECE_CHARS, TextForm
 
 SAMPLE_CHARS = 64
-"""Characters of a text that are encoded to find the special tokens around all texts."""
+"""Number of characters that are encoded to find the special tokens that surround every text."""
 
 
 class TokenizerPanic(RuntimeError):

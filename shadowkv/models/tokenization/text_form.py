@@ -91,7 +91,7 @@ class TextForm:
         longest: maximum number of bytes, or characters, of text that one token stands for; None if unknown.
         is_in_bytes: whether ``longest`` is in bytes.
         is_composed: whether the tokenizer first normalises the text to NFC, so that the bytes of the NFC form count.
-        dropped: bytes that can disappear without a token.
+        dropped: bytes of a text for which there may be no token.
         stripping: tokens that also absorb the white space beside them, of any length.
         place: matches two characters between which a text can be cut; None if there are none.
     """
@@ -121,7 +121,7 @@ class TextForm:
         else:  # a run of unknown characters can become one token, or none
             return cls()
         strips = [token for token in added if token.lstrip or token.rstrip]
-        if any(token.normalized for token in strips):  # they are matched in the normalised text, so it is unknown where
+        if any(token.normalized for token in strips):  # these match in the normalised text, which is unknown here
             form = replace(form, longest=None)
         return replace(form, stripping=tuple(token.content for token in strips))
 
@@ -192,7 +192,7 @@ def _of_sentencepiece(
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, in the form of its file."""
+    """The steps of a normalizer or pre-tokenizer, in the form that tokenizer.json has."""
     if component is None:
         return []
     stated = json.loads(component.__getstate__())
@@ -232,7 +232,7 @@ def _alternatives(split: dict[str, Any]) -> list[str]:
 def _place(added: Iterable[Any], whole: Iterable[str], signs: str) -> re.Pattern[str] | None:
     """Returns a pattern for two characters between which a text can be cut without cutting any text of ``whole``. The
     second character is a blank or one of ``signs``. Returns None if some added token must be a single word."""
-    if any(token.single_word for token in added):  # whether it is a token depends on the characters beside it
+    if any(token.single_word for token in added):  # characters beside such a text decide whether it is a token
         return None
     texts = {form for text in whole for form in (text, unicodedata.normalize("NFC", text))}
     ends = {match[0] for text in texts for match in re.findall(r"\S ", text)}

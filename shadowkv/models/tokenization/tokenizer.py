@@ -1,5 +1,5 @@
-"""Tokenizer: converts between text and token ids, over the tokenizers library; also chat prompts and incremental
-decoding."""
+"""``Tokenizer``: converts between text and token ids with the tokenizers library, makes chat prompts, and decodes
+incrementally."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shadowkv.models.tokenization.text_encoder import TextEncoder, panics_as_err
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32
-"""Maximum number of held-back tokens. A character has 4 bytes, so only invalid UTF-8, or tokens without text, get this
-far."""
+"""Maximum number of held-back tokens. Only invalid UTF-8 or tokens without text reach it, because a character has at
+most 4 bytes."""
 
 END_OF_CONTENT = f"End{secrets.token_hex(16)}"
-"""A text that no message has. It is appended to the message to continue, and marks the end of its content in the
-prompt."""
+"""A random text, which no message contains. It is appended to the message that the model continues, and marks the end
+of this message's content in the prompt."""
 
 HARMONY_ENDS = ("<|call|>", "<|return|>")
 """Tokens that each end an answer of gpt-oss; its files may name only one of them."""
@@ -36,8 +36,8 @@ than decoding."""
 class DecodeStream:
     """Incremental detokenizer of one sequence, whose text never ends in the middle of a character.
 
-    A decoder's output depends on neighbours (a leading space, the bytes of one character). A token is therefore decoded
-    together with the latest emitted ones, and held back while the text ends in an incomplete character.
+    A token's text depends on its neighbours (a leading space, the bytes of one character). A token is therefore decoded
+    together with the latest emitted tokens, and held back while the text ends in an incomplete character.
 
     Args:
         decode: token ids -> text.
@@ -90,7 +90,8 @@ class Tokenizer:
         special_tokens: ``bos_token``, ``eos_token`` and the like -> their text; the chat template gets them.
         eos_token_ids: tokens that end a generation, besides ``eos_token``.
         chat_template: Jinja source, or None if the model has none.
-        add_bos, add_eos: whether to add that token to encoded text; None leaves it to the backend's post-processor.
+        add_bos, add_eos: whether to add the BOS or EOS token to encoded text. If both are None, the backend's
+            post-processor decides.
     """
 
     def __init__(
@@ -208,7 +209,8 @@ class Tokenizer:
         check: Callable[[str], None] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation's prompt; ``check`` can refuse its text before it is encoded.
+        """Token ids of a conversation's prompt. ``check`` gets the prompt's text before it is encoded, and raises an
+        error to refuse it.
 
         With ``continue_final_message`` the prompt ends where the content of the last message ends, so that the model
         continues it; raises ValueError if the template drops that content.

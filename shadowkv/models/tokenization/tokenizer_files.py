@@ -122,7 +122,7 @@ def library_errors(what: str) -> Iterator[None]:
         panicked = False
         try:
             yield
-        except BaseException as error:  # errors are plain Exceptions; a panic's type cannot be imported
+        except BaseException as error:  # its errors are plain Exceptions; a panic's type cannot be imported
             panicked = is_panic(error)
             if type(error) is not Exception and not panicked:
                 raise
@@ -177,8 +177,8 @@ def _read_stated(file: Path) -> dict[str, Any]:
 
 
 def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int]) -> Tokenizer:
-    """Makes a tokenizer of ``vocab_size`` tokens. Each of the 256 bytes is a token; with fewer tokens, texts lose
-    bytes. Ids from 256 on decode to <id>, and those of eos tokens to nothing."""
+    """Makes a tokenizer of ``vocab_size`` tokens. Each of the 256 bytes is a token; if there are fewer tokens, encoding
+    drops the other bytes. Ids from 256 on decode to <id>, but ids of eos tokens decode to nothing."""
     vocab = {BYTE_ALPHABET[byte]: byte for byte in range(min(256, vocab_size))}
     vocab |= {f"<{token}>": token for token in range(256, vocab_size)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))

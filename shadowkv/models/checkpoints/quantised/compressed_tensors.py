@@ -219,7 +219,7 @@ def _find_packed(entries: Mapping[str, Entry], read: Read, scheme: Scheme) -> Fo
     form: Form | None = GroupForm(
         f"int{scheme.bits}", size, scale_dtype("weight_scale", scale), zeros=not scheme.symmetric
     )
-    if "weight_g_idx" in entries:  # of releases before 0.19
+    if "weight_g_idx" in entries:  # written by releases before 0.19
         expect("weight_g_idx", entries["weight_g_idx"], (columns,), "I32", "I64")
         parts = (*parts, "weight_g_idx")
         if not in_order(read("weight_g_idx"), size or columns):
@@ -238,7 +238,7 @@ def _read_packed(weight: Found, tensors: Mapping[str, Tensor]) -> Stored:
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = unpack(zeros.T.contiguous(), bits)[:, :rows].T.contiguous()
-    elif zeros is not None:  # releases before 0.9 do not pack them
+    elif zeros is not None:  # releases before 0.9 do not pack zero points
         zeros = (zeros.int() + (1 << (bits - 1))).to(torch.uint8)
     if weight.form is None:
         spread = unpack(packed, bits)[:, :columns]

@@ -38,7 +38,7 @@ class Found:
         shape: the dequantised weight's shape, [N, K]. For E experts it is [E, N, K], and the weight is read as E * N
             rows.
         form: the form that the weight is read into; None if reading dequantises it.
-        parts: the tensors that it is read from, by the last components of their names.
+        parts: the tensors that the weight is read from, by the last components of their names.
     """
 
     shape: tuple[int, ...]

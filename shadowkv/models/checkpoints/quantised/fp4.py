@@ -20,8 +20,8 @@ MXFP4 = GroupForm("e2m1", 32, torch.float8_e8m0fnu)
 
 
 def find_fp4(entries: Mapping[str, Entry], form: GroupForm, codes: str, scales: str, factor: str | None) -> Found:
-    """Finds a weight in the tensors with these names; raises ValueError if they do not fit. ``factor`` is None for a
-    form without one."""
+    """Finds a weight whose tensors have the names ``codes``, ``scales`` and ``factor``. ``factor`` is None for a form
+    without a factor. Raises ValueError if the tensors do not fit."""
     names = (codes, scales) if factor is None else (codes, scales, factor)
     found = need(entries, *names)
     packed, scale = found[:2]

@@ -19,7 +19,7 @@ from shadowkv.ops.quantised.groups import GroupForm
 from shadowkv.ops.quantised.rows import Form, QuantisedRows
 
 Block = tuple[int, int]
-"""Rows and columns that share a scale."""
+"""Numbers of rows and columns of a block, which shares a scale."""
 
 SCALES = ("weight_scale", "weight_scale_inv")
 """Names of scales beside ``weight``. Codes are multiplied by the scale, whichever name it has: an "inv" scale is the
@@ -32,8 +32,8 @@ E8M0 = "F8_E8M0"
 class FP8:
     """The format as a config describes it; raises ValueError for other 8-bit floats.
 
-    Static scales of activations are not used. If activations are quantised, their maximum gives the scale, which loses
-    less.
+    Static scales of activations in the files are not used. If activations are quantised, each token's scale is computed
+    from the token's maximum, which is more accurate.
     """
 
     dtypes = (FLOAT8, E8M0)
@@ -60,7 +60,7 @@ class FP8:
 
 
 def block_of(size: Any, name: str) -> Block | None:
-    """Returns a config's block size, or None if it has none; raises ValueError if it is invalid."""
+    """Returns a config's block size, or None if the config has none; raises ValueError if the size is invalid."""
     if size is None:
         return None
     if isinstance(size, list) and len(size) == 2 and all(type(side) is int and side > 0 for side in size):
@@ -69,8 +69,8 @@ def block_of(size: Any, name: str) -> Block | None:
 
 
 def float8_form(block: Block | None) -> GroupForm:
-    """Returns the form of weights with one scale per ``block``; the block's scale is repeated for each of its rows.
-    With None, it is the form with one scale per row."""
+    """Returns the form of weights with one scale per ``block``; a block's scale is repeated for each of its rows. If
+    ``block`` is None, returns the form of weights with one scale per row."""
     return FP8_ROWS if block is None else GroupForm("e4m3", block[1], torch.float32)
 
 

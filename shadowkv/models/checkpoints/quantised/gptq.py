@@ -81,7 +81,7 @@ class GPTQ:
         zeros = ((unpack(tensors["qzeros"], bits) + self._less) & (1 << bits) - 1).T.contiguous()
         if self._symmetric and (zeros != 1 << (bits - 1)).any():
             raise ValueError(
-                f"the config says sym, and zero points are not all {1 << (bits - 1)}: {zeros.unique()[:9]}"
+                f"the config says sym, but zero points are not all {1 << (bits - 1)}: {zeros.unique()[:9]}"
             )
         if weight.form is None:
             spread = unpack(codes.view(torch.int32), bits)

@@ -15,7 +15,7 @@ def matches(module: str, pattern: str) -> bool:
     """Whether a pattern matches a module or a module that contains it; raises ValueError for a bad regular expression.
 
     Args:
-        module: its name, ``model.layers.0.self_attn.q_proj``.
+        module: the module's name, such as ``model.layers.0.self_attn.q_proj``.
         pattern: one of three kinds. After ``re:`` it is a regular expression for the start of the name, as in
             compressed-tensors. With ``*`` it is a glob for the whole name, as in modelopt. Otherwise it is the name, or
             neighbouring components of it, such as ``self_attn`` or ``layers.0``.

@@ -25,13 +25,14 @@ OF_CACHES = ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale")
 class QuantisedWeights:
     """The weights of a directory whose config states a quantised ``format``.
 
-    The tensors in the files show which weights are quantised, not the config's list of modules that are not converted.
+    A weight counts as quantised if the files have quantised tensors for it, whatever modules the config lists.
     ``renamed`` is as in ``SafetensorsWeights``.
 
     Attributes:
         shapes: the shape of every weight when dequantised, by its name in an unquantised checkpoint.
         forms: the forms that quantised weights are read into, by name.
-        scattered: names of weights that are dequantised as they are read, since their columns' groups are in any order.
+        scattered: names of weights that are dequantised when they are read, because the groups of their columns are not
+            in order.
         of_caches: names of tensors of ``OF_CACHES``, which are not used.
 
     Raises as ``SafetensorsWeights`` does, and ModelFileError if tensors are missing or do not fit.

@@ -1,1 +1,1 @@
-"""Hybrids: families with linear attention in most layers"""
+"""Hybrids: families with linear attention in most layers."""

@@ -48,7 +48,7 @@ FIELDS = (
 )
 
 _COMPUTED = (".layer_multipliers", ".ngram_heads_vocab_sizes", ".ngram_heads_offsets")
-"""Ends of the names of tensors that follow from the config."""
+"""Suffixes of the names of tensors that are computed from the config instead of read."""
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
@@ -94,7 +94,7 @@ def _raise(reasons: list[str]) -> None:
 
 
 def _indexer(sizes: dict[str, int], config: ModelConfig) -> Indexer:
-    """The indexer of these sizes; raises ValueError."""
+    """The indexer of these sizes; raises ValueError for unsupported sizes."""
     heads, keys, dim, budget, block = (sizes[name] for name in _INDEXER)
     reasons = []
     if keys != 1:
@@ -115,12 +115,12 @@ def _indexer(sizes: dict[str, int], config: ModelConfig) -> Indexer:
 
 
 def _n_grams(hf: dict[str, Any], sizes: dict[str, int], config: ModelConfig) -> NGrams | None:
-    """The n-gram embeddings; None without them. Raises ValueError."""
+    """The n-gram embeddings; None without them. Raises ValueError for invalid fields."""
     layers = hf.get("ple_layer_ids") or []
     if not layers:
         return None
     tables, width = (sizes["ngram_size"] - 1) * sizes["heads_per_ngram"], hf.get("ple_embed_dim") or config.hidden_size
-    # The last layer is left out, because its attention can be computed for the last tokens alone.
+    # The last layer is left out: tokens that need no attention there go through ``append``, which adds no n-grams.
     linear = [layer + 1 for layer, kind in enumerate(config.layer_kinds[:-1]) if kind.state]
     reasons = []
     if not isinstance(layers, list) or not all(type(layer) is int and layer in linear for layer in layers):
@@ -132,7 +132,7 @@ def _n_grams(hf: dict[str, Any], sizes: dict[str, int], config: ModelConfig) -> 
         reasons.append(f"ple_embed_dim={width!r:.60} is not a positive multiple of the {tables} tables")
     eos = hf.get("eos_token_id")
     if eos is None or eos == [] or not are_token_ids(eos):
-        reasons.append("eos_token_id is missing, which n-grams do not reach behind")
+        reasons.append("eos_token_id, at which n-grams end, is missing or invalid")
     _raise(reasons)
     assert eos is not None
     return NGrams(
@@ -177,7 +177,7 @@ def _norm(theirs: str, ours: str, size: int) -> Targets:
 
 
 def _mixer(theirs: str, ours: str, config: ModelConfig) -> Targets:
-    """Targets of what mixes the residual streams, without the injection."""
+    """Targets of the weights of a ``StreamMixer``, without its injection."""
     assert config.streams is not None, "a model of this family has several streams"
     return {
         **_norm(f"{theirs}.hc_norm", f"{ours}.norm", config.stream_size),
@@ -187,7 +187,7 @@ def _mixer(theirs: str, ours: str, config: ModelConfig) -> Targets:
 
 
 def _of_n_grams(n_grams: NGrams, theirs: str, ours: str, config: ModelConfig) -> Targets:
-    """Targets of n-gram embeddings. Files have the table in parts of equally many rows."""
+    """Targets of n-gram embeddings. Files split the table into parts with the same number of rows."""
     joined, size = config.stream_size, -(-n_grams.rows // n_grams.parts)
     result = {
         f"{theirs}.ple_embedding.ngram_embedding.shard_{number}.weight": Target(
@@ -204,5 +204,6 @@ def _of_n_grams(n_grams: NGrams, theirs: str, ours: str, config: ModelConfig) ->
 
 
 def text_weight(name: str) -> str | None:
-    """The text model's name of a weight; None for others, and for what follows from the config."""
+    """Returns a weight's name in the text model; None for other weights, and for tensors that are computed from the
+    config."""
     return None if name.endswith(_COMPUTED) else qwen3_5.text_weight(name)

@@ -26,7 +26,7 @@ _ONLY = {
 FIELDS = ("num_local_experts", "num_experts_per_tok", "rotary_dim", "num_mtp_modules", "attn_type_list", *_ONLY)
 
 _FULL = 1
-"""Full attention in ``attn_type_list``; 0 is linear attention, of earlier models."""
+"""Value for full attention in ``attn_type_list``; 0 is linear attention, which only earlier models have."""
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
@@ -63,6 +63,6 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 
 def targets(config: ModelConfig) -> Targets:
-    """Names in the files, as ``checkpoints.experts`` splits them, -> parameters."""
+    """Names of weights, after ``checkpoints.experts`` has split tensors of all experts -> parameters."""
     result = decoder_targets(config) | head_norms(config)
     return {name.replace(".gate.e_score_", ".e_score_"): target for name, target in result.items()}

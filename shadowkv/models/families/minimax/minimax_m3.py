@@ -34,7 +34,7 @@ _ONLY = {
     "swiglu_limit": LIMIT,
 }
 _ONLY_SPARSE = {"use_sparse_attention": True, "sparse_score_type": "max", "sparse_init_block": 0}
-"""Fields that have the same value in published configs. Only this value is supported."""
+"""Fields that have the same value in all published configs. Only this value is supported."""
 
 _SPARSE_CONFIG = {
     "index_n_heads": "sparse_num_index_heads",
@@ -65,7 +65,7 @@ _INDEXER = {
     **{f".self_attn.index_{name}.": f".self_attn.indexer.{name}." for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
     ".block_sparse_moe.e_score_": ".block_sparse_moe.gate.e_score_",
 }
-"""Published names -> transformers'."""
+"""Parts of published names -> the corresponding parts of transformers' names."""
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
@@ -92,7 +92,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     if reasons:
         raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
     head_dim = fields.get("head_dim", 128)
-    # transformers ignores ``rotary_dim``; published configs have the same in ``partial_rotary_factor``.
+    # transformers ignores ``rotary_dim``; published configs state the same as ``partial_rotary_factor``, too.
     config = build_config(
         {"vocab_size": 200064, **hf, "head_dim": head_dim, "hidden_act": "silu"},
         max_model_len=max_model_len,
@@ -127,11 +127,12 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 
 def _switches(fields: dict[str, Any], names: tuple[str, str, str], freq: str, count: int) -> list[bool] | None:
-    """Reads which of ``count`` layers have something. None if no field says it; raises ValueError.
+    """Reads which of ``count`` layers have a feature, such as experts. Returns None if neither field is there; raises
+    ValueError for other values.
 
     Args:
-        names: the field that transformers writes, and its values for layers that have it and for others.
-        freq: the field of published configs, which is read if the other is missing. Its values are 1 and 0.
+        names: the field that transformers writes, its value for layers with the feature, and its value for others.
+        freq: the field that published configs have instead. Its value is 1 for layers with the feature, 0 for others.
     """
     field, *values = names if fields.get(names[0]) is not None else (freq, 1, 0)
     given = fields.get(field)
@@ -146,7 +147,7 @@ def _switches(fields: dict[str, Any], names: tuple[str, str, str], freq: str, co
 
 
 def _indexer(sizes: dict[str, int], config: ModelConfig) -> Indexer:
-    """The indexer of these sizes; raises ValueError."""
+    """The indexer of these sizes; raises ValueError for unsupported sizes."""
     heads, dim, block = (sizes[name] for name in ("index_n_heads", "index_head_dim", "index_block_size"))
     topk, local = sizes["index_topk_blocks"], sizes["index_local_blocks"]
     reasons = []
@@ -183,7 +184,8 @@ def targets(config: ModelConfig) -> Targets:
 
 
 def text_weight(name: str) -> str | None:
-    """The text model's name of a weight; None for weights of the image encoder and of layers that draft tokens."""
+    """Returns a weight's name in the text model; None for weights of the image encoder and of layers that draft
+    tokens."""
     if name.removeprefix("model.").startswith(_OTHERS):
         return None
     for theirs, ours in _PREFIXES.items():
