@@ -158,7 +158,7 @@ def _add_entry(entries: dict[str, Any], path: list[str], is_listed: bool, text: 
 
 
 def _as_arguments(flag: str, action: argparse.Action, value: Any) -> list[str]:
-    """Converts an entry of a YAML file to arguments. There are none for None, and none for False if the flag has no
+    """Converts an entry of a YAML file to arguments. The list is empty for None, and for False if the flag has no
     ``--no-`` form."""
     if isinstance(value, bool) and action.nargs == 0:
         off = f"--no-{flag.removeprefix('--')}"

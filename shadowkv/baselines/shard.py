@@ -36,8 +36,8 @@ DROP_PENALTY = 4.0
 
 
 def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: float = DROP_PENALTY) -> Tensor:
-    """Chooses the widths, in bits, uint8 [M, r] of components with variances [M, r], strongest first. The r widths of a
-    matrix sum to at most ``budget`` bits and have the lowest cost (see the module).
+    """Returns widths in bits, uint8 [M, r], for components with variances [M, r], strongest first. The r widths of a
+    matrix sum to at most ``budget`` bits and have the lowest possible cost (see the module).
 
     Args:
         group: number of neighbouring components that share a width.
@@ -122,7 +122,7 @@ def _places(widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class MixedLowRankKeys(LowRankKeys):
     """Latents of centred keys. Their widths follow from their variances over the prompt (``allocate``).
 
-    A basis row is stored as integers and one step. This step includes the step of the row's latents.
+    A basis row is stored as integers and one step, which is already multiplied by the step of the row's latents.
     """
 
     @classmethod
@@ -141,7 +141,7 @@ class MixedLowRankKeys(LowRankKeys):
 
     def compression_bytes(self) -> int:
         """Bases decoded in float32 and in the dtype of the product, keys in float32, and temporaries of packing."""
-        # At least all layers of one page are projected together.
+        # All layers of a page are projected together, however many layers there are.
         size, least = self.dtype.itemsize, max(COMPRESSED_AT_ONCE, self.shape.num_layers)
         basis = self.rank * self.shape.kv_dim * (4 + 2 * size)
         return least * (basis + PAGE * (4 * self.shape.kv_dim + BYTES_OF_A_LATENT * self.rank))

@@ -21,7 +21,7 @@ class Sample:
     Attributes:
         task: name of its task, e.g. ``niah_single_1``.
         id: the same for every policy and every run with the same seed.
-        turns: prompts, one per turn; the first holds the context. Plain text, tokenized unchanged.
+        turns: prompts, one per turn; the first holds the context. They are plain text, which is tokenized unchanged.
         references: per turn, the texts that the metric compares the answer with.
         max_new_tokens: limit for every turn.
         metric: name in ``metrics.scoring.METRICS``.

@@ -98,7 +98,7 @@ class Prompts:
 
 
 class Forks:
-    """A model with a cache for each policy, which are reused from batch to batch.
+    """A model with a cache for each policy. The caches are reused from batch to batch.
 
     Args:
         loaded: the model.
@@ -151,7 +151,7 @@ class Forks:
 
     def _answer(self, prompts: list[Prompts], policies: list[Policy]) -> Iterator[Prediction]:
         caches = [self._caches[policy.label] for policy in policies]
-        first: list[list[int]] = []  # by prompt and policy
+        first: list[list[int]] = []  # first tokens of the answers, by prompt and policy
         prefill_seconds = []
         for prompt in prompts:
             start = time.perf_counter()
@@ -182,7 +182,7 @@ class Forks:
             cache.clear()
 
     def _prefill(self, caches: list[Answering], prompt: Prompts) -> list[int]:
-        """Prefills the prompt into every cache; returns the next tokens."""
+        """Prefills the prompt into every cache; returns the token that follows in each cache."""
         stores = [answering.cache for answering in caches]
         sequences, logits = prefill_all(self.loaded.model, stores, prompt.turns[0], prompt.need)
         for cache, sequence in zip(caches, sequences, strict=True):

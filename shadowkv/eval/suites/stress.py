@@ -46,7 +46,8 @@ def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int)
 
 
 def needles(units: int, rng: random.Random) -> Question:
-    """Returns a text of ``units`` lines with the code of a name each. The prompt asks for ``NEEDLES`` of the codes."""
+    """Returns a question about a text of ``units`` lines, each with the code of a name. It asks for ``NEEDLES`` of the
+    codes."""
     names = _distinct(units, rng)
     codes = [str(rng.randint(10**6, 10**7 - 1)) for _ in names]
     asked = rng.sample(range(units), NEEDLES)
