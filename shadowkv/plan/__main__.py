@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shadowkv.plan.planner import Plan, Planner
 
 DOES_NOT_FIT = 1
-"""Exit code if not one sequence fits with some policy."""
+"""Exit code if there is a policy with which not even one sequence fits."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,10 +56,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     kv.add_argument("--hit-rate", type=float, default=HIT_RATE, metavar="SHARE", help=text)
     text = "size of the fetch buffer, as a multiple of what one decode step selects"
     add_flag(kv, EngineConfig, "fetch_buffer", default=FETCH_BUFFER, help=text)
-    text = "number of recurrent states that memory is reserved for as checkpoints (default: one for each sequence)"
+    text = "number of checkpoints of recurrent states to reserve memory for (default: one for each sequence)"
     add_flag(kv, EngineConfig, "max_mamba_checkpoints", help=text)
     add_flag(kv, EngineConfig, "mamba_ssm_cache_dtype")
-    text = "drafts of method suffix or ngram, of which each drafted token has a recurrent state (default: off)"
+    text = "drafts of method suffix or ngram; each drafted token needs a recurrent state (default: off)"
     add_flag(kv, EngineConfig, "speculative_config", help=text)
     many = parser.add_argument_group("more than one GPU")
     text = "number of GPUs to split the model across; figures are those of the first GPU"
@@ -94,7 +94,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """The plan, and a line for each policy with which not one sequence fits."""
+    """Returns the plan, and a line for each policy with which not even one sequence fits."""
     engine = _checked(args)  # finds simple errors before PyTorch is imported
 
     import torch
@@ -130,7 +130,8 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _checked(args: argparse.Namespace) -> EngineConfig:
-    """The settings of an engine among the flags. Raises ValueError for invalid flags."""
+    """Returns an engine's config with those of its settings that are flags here. Raises ValueError for invalid
+    flags."""
     checked = (
         *("gpu_memory_utilization", "host_memory_gib", "kv_offload_gib", "fetch_buffer", "tensor_parallel_size"),
         *("max_mamba_checkpoints", "speculative_config"),
@@ -145,7 +146,7 @@ def _checked(args: argparse.Namespace) -> EngineConfig:
         bad.append(f"--hit-rate {args.hit_rate} must be in [0, 1]")
     if args.speculative_config is not None and args.speculative_config["method"] == "sparse":
         bad.append(
-            "--speculative-config: a policy has what it keeps for drafts of method sparse; plan --kv full-speculative"
+            "--speculative-config: what drafts of method sparse need is part of the policy; plan --kv full-speculative"
         )
     if bad:
         raise ValueError("; ".join(bad))

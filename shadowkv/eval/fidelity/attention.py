@@ -34,7 +34,7 @@ def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatc
     """
     q = rotated_queries(cache, q, batch).float() * q.shape[-1] ** -0.5
     within, rows = torch.arange(PAGE, device=q.device), []
-    for query, pages, counts in zip(q, batch.pages, batch.counts, strict=True):  # one at a time, to limit the copied keys
+    for query, pages, counts in zip(q, batch.pages, batch.counts, strict=True):  # one at a time, to limit copied keys
         keys = exact_keys(cache, layer, pages).float()  # [H, S, d]
         scores = query.unflatten(0, (len(keys), -1)) @ keys.transpose(1, 2)
         rows.append(scores.masked_fill((within >= counts[:, None]).flatten(), float("-inf")).softmax(-1))

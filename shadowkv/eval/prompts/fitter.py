@@ -66,7 +66,7 @@ class PromptFitter:
         if not self._chat:
             return "\n\n".join(f"User:\n{asked}\n\nAssistant:\n{answer}" for asked, answer in turns)
         roles = [(role, content) for turn in turns for role, content in zip(("user", "assistant"), turn)]
-        messages = [{"role": role, "content": content} for role, content in roles[:-1]]  # the last answer is added below
+        messages = [{"role": role, "content": content} for role, content in roles[:-1]]  # the last one is added below
         prompt = self._tokenizer.apply_chat_template(messages)
         if self._tokenizer.encode("")[:1] == [self._tokenizer.bos_token_id]:  # encode() adds this token
             prompt = prompt.removeprefix(self._tokenizer.special_tokens["bos_token"])
