@@ -59,7 +59,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     text = "number of checkpoints of recurrent states to reserve memory for (default: one for each sequence)"
     add_flag(kv, EngineConfig, "max_mamba_checkpoints", help=text)
     add_flag(kv, EngineConfig, "mamba_ssm_cache_dtype")
-    text = "drafts of method suffix or ngram; each drafted token needs a recurrent state (default: off)"
+    text = "drafts of method suffix or ngram, of which each drafted token has a recurrent state (default: off)"
     add_flag(kv, EngineConfig, "speculative_config", help=text)
     many = parser.add_argument_group("more than one GPU")
     text = "number of GPUs to split the model across; figures are those of the first GPU"
@@ -146,7 +146,7 @@ def _checked(args: argparse.Namespace) -> EngineConfig:
         bad.append(f"--hit-rate {args.hit_rate} must be in [0, 1]")
     if args.speculative_config is not None and args.speculative_config["method"] == "sparse":
         bad.append(
-            "--speculative-config: what drafts of method sparse need is part of the policy; plan --kv full-speculative"
+            "--speculative-config: a policy has what it keeps for drafts of method sparse; plan --kv full-speculative"
         )
     if bad:
         raise ValueError("; ".join(bad))

@@ -125,8 +125,8 @@ class FileHeader:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent state after its last token, of all layers; 0 if ``contents`` describe none. Of several
-        ranks only the first counts, which ``contents`` describe."""
+        """Bytes of the recurrent state after the last token, of all layers; 0 if ``contents`` describe none. With
+        several ranks, only the first one's bytes count, because ``contents`` describe only these."""
         try:
             groups = [group for group in self.contents["other_groups"] if group["recurrent"]]
             nbytes = sum(int(group["layer_bytes"]) * len(group["layers"]) for group in groups)
