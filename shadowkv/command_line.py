@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"--config {file}: there is no flag {key!r}{f': did you mean {near}?' if near else ''}")
             try:
                 yield from _as_arguments(flag, action, value)
-            except (TypeError, ValueError):  # YAML's dates, bytes and sets, and numbers with thousands of digits
+            except (TypeError, ValueError):  # raised for YAML's dates, bytes, sets and huge numbers
                 self.error(f"--config {file}: {key!r} has a value that JSON does not have; put it in quotes")
 
 

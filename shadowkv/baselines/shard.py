@@ -98,7 +98,7 @@ class MixedLatents(LatentCodec):
         codes = torch.maximum(torch.minimum(latents.round(), half - 1), 1 - half) + half
         bits = codes.masked_fill(width == 0, 0).to(torch.int32) << shift
         size = self.field(latents.shape[-1], latents.dtype)[0]
-        stored = bits.new_zeros(*bits.shape[:-1], size + 2)  # two extra bytes for codes of 0 bits at the end
+        stored = bits.new_zeros(*bits.shape[:-1], size + 2)  # two spare bytes, because codes of 0 bits may begin there
         for place, part in ((byte, bits & 255), (byte + 1, bits >> 8)):
             stored.scatter_add_(-1, place.expand_as(bits), part)
         return stored[..., :size].to(torch.uint8)

@@ -147,8 +147,8 @@ def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, fl
 
 
 def _tokens_within(records: Sequence[Record], start: float, end: float) -> float:
-    """Returns the number of tokens that arrived between ``start`` and ``end``. The tokens of an answer count as spread
-    evenly over its pieces."""
+    """Returns the number of tokens that arrived between ``start`` and ``end``. It takes all pieces of an answer to have
+    equally many tokens."""
     count = 0.0
     for record in records:
         if record.chunks:

@@ -1,5 +1,5 @@
-"""Runs ``shadowkv eval`` once its flags are parsed: loads a model or queries a server, answers the samples that have no
-answer yet, and writes summaries of all answers."""
+"""Runs ``shadowkv eval`` after its flags have been parsed: loads a model or queries a server, answers the samples that
+have no answer yet, and writes summaries of all answers."""
 
 from __future__ import annotations
 

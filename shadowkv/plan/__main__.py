@@ -130,7 +130,7 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _checked(args: argparse.Namespace) -> EngineConfig:
-    """Returns an engine's config with those of its settings that are flags here. Raises ValueError for invalid
+    """Returns an engine's config, made from the flags that are settings of an engine. Raises ValueError for invalid
     flags."""
     checked = (
         *("gpu_memory_utilization", "host_memory_gib", "kv_offload_gib", "fetch_buffer", "tensor_parallel_size"),

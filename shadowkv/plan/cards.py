@@ -31,8 +31,8 @@ class Card:
 
     @property
     def device_bandwidth_tbs(self) -> float:
-        """Estimated bandwidth of kernels in TB/s: the data sheet's figure times the share that an H200 reaches of its
-        own."""
+        """Estimated bandwidth of kernels in TB/s: the data sheet's figure, scaled by the ratio of measured bandwidth
+        to data sheet bandwidth of an H200."""
         return round(self.sheet_tbs * DEVICE_BANDWIDTH / 1e12 / SHEET_OF_H200, 3)
 
     @property

@@ -112,7 +112,7 @@ class Reuse:
     """
 
     def __init__(self, layers: int, rows: int, heads: int, chunks: int, device: torch.device) -> None:
-        # The step that last used each chunk, counted from 1, or 0. The extra last entry stands for chunk -1.
+        # The step that last used each chunk, counted from 1; 0 if none has. The extra last entry is for chunk -1.
         self._used = torch.zeros(layers, rows, heads, chunks + 1, dtype=torch.int32, device=device)
         self._steps = [0] * layers
         self._hits = torch.zeros(len(SIZES), layers, rows, dtype=torch.int64, device=device)

@@ -55,7 +55,7 @@ class PromptFitter:
         if chat and not tokenizer.has_chat_template:
             raise ValueError("this model has no chat template; ask for plain prompts")
         self._tokenizer, self._chat = tokenizer, chat
-        self._start = 32  # units to try first: as many as in the last prompt
+        self._start = 32  # number of units to try first, taken from the last prompt
 
     def frame(self, text: str, answer_prefix: str = "", history: Sequence[tuple[str, str]] = ()) -> str:
         """Returns the prompt as the model sees it. Without a chat template, turns of a history begin with ``User:`` and
@@ -101,7 +101,7 @@ class PromptFitter:
             per_unit = max(tried_tokens - shortest, 1) / (units - least)
             units = least + int(((1 + FULL) / 2 * self.budget - shortest) / per_unit)
             steps += 1
-            if steps > 4 and fails is not None:  # uneven units: bisect
+            if steps > 4 and fails is not None:  # the units are uneven, so bisect
                 units = (fits + fails) // 2
         self._start = fits
         return prompt, question

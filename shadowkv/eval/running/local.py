@@ -84,7 +84,7 @@ class Answering:
             if not going:
                 return answers
             rows, newest = going, [answers[row][-1] for row in going]
-            # Waits once per step for all rows, before the next step may overwrite the logits.
+            # ``tolist`` waits once per step for all rows, before the next step may overwrite the logits.
             tokens = self.runner.decode([self.sequences[row] for row in rows], newest).argmax(-1).tolist()
 
 
@@ -141,7 +141,7 @@ class Forks:
         if capacity <= self._capacity and all(policy.label in self._caches for policy in policies):
             return
         self._caches.clear()
-        gc.collect()  # a cache and its graphs refer to each other
+        gc.collect()  # frees the caches, which form cycles with their graphs
         specs = [policy.spec for policy in policies if policy.spec is not None]
         fit = self.batch or sequences_that_fit(self.loaded, specs, capacity)
         batches = -(-largest_group // fit)

@@ -68,7 +68,7 @@ FREQUENT_PREFIX = " Answer: According to the coded text above, the three most fr
 NOISE = "..."
 LETTERS = 6
 TOKENS_PER_NEW_WORD = 50  # a sample has one distinct word for this many tokens of its length
-MIN_WORDS = 100  # from here on the fourth word is rarer than the third and more frequent than the fifth
+MIN_WORDS = 100  # with so many words, the fourth word is rarer than the third and more frequent than the fifth
 
 
 class FrequentWords:
