@@ -175,7 +175,8 @@ def _as_text(value: Any) -> str:
 
 
 def one_line(error: BaseException, **renamed: str) -> str:
-    """Returns the message of an error in one line, with all its reasons. Without a message it returns the error's type.
+    """Returns the message of an error in one line, with all its reasons. If the message is empty, returns the name of
+    the error's type.
 
     Names of settings in the message become names of flags. A setting's flag is its name with dashes, unless
     ``renamed`` has another flag for it.

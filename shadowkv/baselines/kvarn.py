@@ -112,8 +112,8 @@ class KVarNValues(VarianceNormalisedRows):
 
 
 def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scales of tokens [..., 64, 1] and of channels [..., 1, d], by both of which tiles float32 [..., 64, d]
-    should be divided.
+    """Returns scales of tokens [..., 64, 1] and of channels [..., 1, d] for tiles float32 [..., 64, d]. A tile should
+    be divided by both.
 
     The scales come from the round with the least imbalance. If no round improves a tile, it is only divided by its
     standard deviation. The imbalance is the ratio of the largest to the smallest deviation of tokens, plus the same

@@ -48,7 +48,7 @@ ONE_EACH = 1.05
 """Limit on the average number of tokens per event. Up to this limit nearly every token has its own event."""
 
 FIRST_RATE, HIGHEST_RATE, OVERLOAD_RATE = 10_000.0, 80_000.0, 200_000.0
-"""Rates in tokens per second: of the search's first run, the highest that the search tries, and of the overload run."""
+"""Rates in tokens per second: the search's first rate, the highest rate that it tries, and the overload run's rate."""
 
 TRIES = 2
 
@@ -73,7 +73,7 @@ SHOWN = (
 
 @dataclass
 class Window:
-    """The measurement window: from the start of the last stream to the end of the first.
+    """The measurement window. It begins when all streams have a token, and ends when the first stream ends.
 
     Args:
         streams: number of streams.

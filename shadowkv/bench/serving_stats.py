@@ -44,7 +44,7 @@ class Record:
         return self.output_tokens or len(self.chunks)
 
     def seconds(self, name: str) -> float | None:
-        """Returns the value of a metric in ``LIMITED``, in seconds. It is None before it is known. The ``tpot`` of an
+        """Returns the value of a metric in ``LIMITED``, in seconds; None while the value is unknown. The ``tpot`` of an
         answer of one token is always None."""
         if not self.chunks or (name != "ttft" and not self.done) or (name == "tpot" and self.tokens < 2):
             return None

@@ -194,7 +194,7 @@ class Batch:
 
 
 def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """The ``rows`` [n, ...] of ``x`` [B, T, ...]; None means all."""
+    """Returns the tokens of ``x`` [B, T, ...] at the indices ``rows`` [n], as [n, ...]. None means all tokens."""
     packed = x.flatten(0, 1)
     return packed if rows is None else packed[rows]
 

@@ -139,7 +139,7 @@ class Planner:
         weights: description of the weights' form.
         quantization: description of the projections' quantization; None if they are not quantised.
         weight_bytes: bytes of the rank's weights.
-        plain: description of the forms that are planned dequantised; empty if there are none.
+        plain: description of the forms whose weights are planned as dequantised; empty if there are none.
         dequantised_bytes: bytes of the weights with all ``forms`` dequantised, as on a GPU that cannot multiply these
             forms; None if no weights stay quantised.
         bytes_read: function from a number of sequences to the bytes of weights that a step reads

@@ -94,8 +94,9 @@ def prefill_all(
 ) -> tuple[list[CachedSequence], Tensor]:
     """Returns a new sequence with the prompt in every cache, and logits [caches, V] of the prompt's last token.
 
-    The prompt is computed once for all caches with the same prefill attention. It is compressed once for all caches
-    that store it alike, and copied: a copy takes a thousandth of the time of computing the low-rank form again.
+    The prompt is computed once for all caches with the same prefill attention. It is compressed in only one of the
+    caches that store it alike, and copied to the others: a copy takes a thousandth of the time of computing the
+    low-rank form again.
     """
     alike = [
         next((first for first in range(n) if cache.snapshots.stored_alike(caches[first].snapshots, len(prompt))), n)

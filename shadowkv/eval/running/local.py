@@ -44,7 +44,7 @@ class Answering:
 
         Args:
             first: per sequence, the first token of its first answer. The prompt is already in the cache.
-            turns: per sequence, the tokens of every later turn. Sequences have the same number of turns.
+            turns: per sequence, the tokens of every later turn. All sequences have the same number of turns.
             limit: maximum tokens of an answer.
             ends: tokens that end an answer and are not part of it.
         """

@@ -1,5 +1,5 @@
-"""Stress tests where sparse attention fails first. Answers need many places of the context, or repeat a long part of it
-word by word.
+"""Stress tests: tasks at which sparse attention fails first. Answers need many places of the context, or repeat a long
+part of it word by word.
 
 ``needles_64`` asks for 64 needles at once, ``table_to_json`` for rows of a long table, and ``long_copy`` for a verbatim
 copy of a marked part. An answer needs far more of the context than one step can select, so the selection has to change

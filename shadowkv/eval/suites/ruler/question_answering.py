@@ -76,7 +76,7 @@ class QuestionAnswering:
         self.most: int | None = len(self._documents)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """The question with its own documents, then others of the same article, then any others, all shuffled.
+        """Returns the question with shuffled documents: its own, then others of the same article, then any others.
 
         Raises ValueError if there is no question ``index``.
         """
