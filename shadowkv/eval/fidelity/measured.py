@@ -63,7 +63,7 @@ def read_measured(path: Path) -> list[Measured]:
     try:
         return [Measured(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} holds no measures of this version: {error}") from error
+        raise ValueError(f"{path} has no results that this version can read: {error}") from error
 
 
 def write_measured(path: Path, measured: Iterable[Measured]) -> None:
