@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"--config {file}: there is no flag {key!r}{f': did you mean {near}?' if near else ''}")
             try:
                 yield from _as_arguments(flag, action, value)
-            except (TypeError, ValueError):  # YAML's dates, bytes and sets, and numbers with thousands of digits
+            except (TypeError, ValueError):  # raised for YAML's dates, bytes, sets and huge numbers
                 self.error(f"--config {file}: {key!r} has a value that JSON does not have; put it in quotes")
 
 
@@ -158,7 +158,7 @@ def _add_entry(entries: dict[str, Any], path: list[str], is_listed: bool, text: 
 
 
 def _as_arguments(flag: str, action: argparse.Action, value: Any) -> list[str]:
-    """Converts an entry of a YAML file to arguments. There are none for None, and none for False if the flag has no
+    """Converts an entry of a YAML file to arguments. The list is empty for None, and for False if the flag has no
     ``--no-`` form."""
     if isinstance(value, bool) and action.nargs == 0:
         off = f"--no-{flag.removeprefix('--')}"
@@ -175,7 +175,8 @@ def _as_text(value: Any) -> str:
 
 
 def one_line(error: BaseException, **renamed: str) -> str:
-    """Returns the message of an error in one line, with all its reasons. Without a message it returns the error's type.
+    """Returns the message of an error in one line, with all its reasons. If the message is empty, returns the name of
+    the error's type.
 
     Names of settings in the message become names of flags. A setting's flag is its name with dashes, unless
     ``renamed`` has another flag for it.

@@ -2,7 +2,8 @@
 missing.
 
 A clone has the sources beside the package. It was installed with ``pip install -e``, or is only on Python's path. An
-installation from an sdist or a folder records its source. A wheel has neither.
+installation from an sdist or a folder records its source. An installation from a wheel has neither sources nor such a
+record.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _again() -> str:
     source = _source()
     if source is not None and source.exists():
         return f"{_pip()} -v --no-build-isolation --no-deps --force-reinstall {_shown(source)}"
-    return "install a wheel that has them, as 'make wheel' in a clone makes it"
+    return "install a wheel that has them; 'make wheel' in a clone builds one"
 
 
 def _requirements(extra: str) -> list[str]:
@@ -82,7 +83,7 @@ def _source() -> Path | None:
 def _distribution(name: str = NAME) -> Distribution | None:
     try:
         return distribution(name)
-    except PackageNotFoundError:  # this package is not installed if a clone is on the path
+    except PackageNotFoundError:  # this package is not installed if a clone is only on Python's path
         return None
 
 

@@ -1,4 +1,5 @@
-"""Valid values of settings for loading a model. It does not import PyTorch, so that flags are checked quickly."""
+"""Valid values of settings for loading a model. This module does not import PyTorch, so that flags are checked
+quickly."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 STATE_DTYPES = ("auto", "float32", "bfloat16")
 """Values of ``mamba_ssm_cache_dtype``; ``auto`` is float32."""
 ATTENTION_BACKENDS = ("auto", "shadowkv", "flashinfer", "flash-attn")
-"""Values of ``attention_backend``. ``auto`` takes the kernels that were measured as the fastest, ``shadowkv`` takes
-only this project's, and the others take that package's kernels wherever they can run."""
+"""Values of ``attention_backend``. ``auto`` takes the kernels that measured fastest, and ``shadowkv`` only this
+project's kernels. The other values name packages, whose kernels are taken wherever they can run."""
 
 _MULTIPLES = {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)} | {
     letter: 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)

@@ -15,8 +15,8 @@ INDENT = "    "
 
 
 class LogFormatter(logging.Formatter):
-    """Escapes and shortens messages, so that text from a client cannot make one record look like two, or very long.
-    Tracebacks keep their lines, which are indented, so that none looks like a record."""
+    """Escapes and shortens messages, so that text from a client cannot make a record very long, or make it look like
+    two records. Tracebacks keep their lines, which are indented, so that none looks like a record."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -71,7 +71,7 @@ def test_an_sdist_is_installed_again_and_a_wheel_replaced(installed: Path, tmp_p
     came_from(installed, sdist.as_uri())
     assert installation.building_cpu() == installation.building_cuda() == f"{again} {sdist.name}"
     came_from(installed, (tmp_path / "shadowkv_engine-0.1.0-cp311-cp311-linux_x86_64.whl").as_uri())
-    assert installation.building_cuda() == "install a wheel that has them, as 'make wheel' in a clone makes it"
+    assert installation.building_cuda() == "install a wheel that has them; 'make wheel' in a clone builds one"
     sdist.unlink()
     came_from(installed, sdist.as_uri())
     assert "'make wheel'" in installation.building_cpu()

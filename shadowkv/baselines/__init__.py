@@ -24,7 +24,7 @@ from shadowkv.baselines import (
 
 
 def register() -> None:
-    """Registers all of them: codecs, parts and presets."""
+    """Registers the codecs, parts and presets of all baselines."""
     for method in (quest, streaming_llm, loki, snapkv, infinigen, triattention):
         method.register()
     for format in (tq3_0, polarquant, kvarn, qjl, vq, shard):

@@ -83,6 +83,7 @@ class Skewed(ScoredIndex):
 
 
 def register() -> None:
-    """Registers the index and the preset. The paper selects at most ``budget=0.2``."""
+    """Registers the index and the preset. The paper selects at most a fifth of the tokens, which is
+    ``budget=0.2``."""
     parts.register("index", "skewed", Skewed)
     presets.register("infinigen", KVSpec(index="skewed", chunk=1))

@@ -2,8 +2,9 @@
 
 A token or channel with large entries makes the steps of all entries in its group coarse. So a page is first divided by
 a scale per token and a scale per channel, in alternation (Sinkhorn's iteration, on standard deviations). Then entries
-are quantised in equal steps between the smallest and the largest entry. In keys, the 64 entries of a channel share the
-steps; in values, the entries of a token do. This is the method's variant with 64 tokens, which are a page here.
+are quantised in equal steps between the smallest and the largest entry. Keys have one size of step for the 64 entries
+of a channel, and values one for the entries of a token. This is the method's variant with 64 tokens, which are a page
+here.
 """
 
 from __future__ import annotations
@@ -111,12 +112,12 @@ class KVarNValues(VarianceNormalisedRows):
 
 
 def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scales of tokens [..., 64, 1] and of channels [..., 1, d]. Tiles float32 [..., 64, d] are to be divided
-    by both.
+    """Returns scales of tokens [..., 64, 1] and of channels [..., 1, d] for tiles float32 [..., 64, d]. A tile should
+    be divided by both.
 
-    They are the scales of the round with the least imbalance, or 1 if no round improves it. The imbalance is the ratio
-    of the largest to the smallest deviation of tokens, plus that of channels. Deviations of constant entries count as
-    1.
+    The scales come from the round with the least imbalance. If no round improves a tile, it is only divided by its
+    standard deviation. The imbalance is the ratio of the largest to the smallest deviation of tokens, plus the same
+    ratio of channels. Deviations of constant entries count as 1.
     """
     unit = _deviation(tiles.flatten(-2), -1).unsqueeze(-1)
     tiles = tiles / unit

@@ -42,7 +42,7 @@ class PCA(ScoredIndex):
         return 2 * 4 * tokens * self.shape.head_dim
 
     def compression_bytes(self) -> int:
-        """Keys in float32, centred and projected."""
+        """Keys in float32, centred keys, and projected keys."""
         return 12 * COMPRESSED_AT_ONCE * PAGE * self.shape.kv_dim
 
     def fit(self, store: CompressedStore, layers: slice, states: Tensor, tokens: FittedTokens) -> None:

@@ -16,7 +16,7 @@ from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.codec import CodecId
 
 STEPS = 229
-"""Number of steps in the largest level, for kernels that multiply levels as integers. Of all odd numbers up to 255, it
+"""Number of steps in the largest level, for kernels that multiply levels as integers. Of all odd numbers up to 255, 229
 fits these levels best: the error is 0.16 % of the distortion."""
 
 

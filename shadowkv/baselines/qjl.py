@@ -2,12 +2,14 @@
 levels and QJL's signs of the residual.
 
 QJL codes the residual of a row as its norm and the signs of its products with a rotation. The estimate is unbiased in
-every direction. A quantiser's levels are not: they are too short. With a rotation, the estimate's squared error is pi /
-2 - 1 = 0.571 of the residual's squared norm. With the paper's Gaussian matrix the error is larger than the residual.
+every direction, whereas rows decoded from a quantiser's levels are too short. With a rotation, the estimate's squared
+error is pi / 2 - 1 = 0.571 of the residual's squared norm. With the paper's Gaussian matrix the error is larger than
+the residual.
 
-The formats are here for comparison: ``lloyd-*`` rows of the same size are closer, and their products are also unbiased
-(``codecs/lloyd.py``). The bytes mean the same as in the package, except for the factor of the signs (``kappa``). The
-package's factor is too small by sqrt(dimensions of the group). This one makes products unbiased.
+The formats are here for comparison: ``lloyd-*`` rows of the same size are more accurate, and their products are also
+unbiased (``codecs/lloyd.py``). The bytes mean the same as in the package, except for the factor of the signs
+(``kappa``). The package's factor is sqrt(dimensions of the group) times too small. The factor here makes products
+unbiased.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ SPHERE: dict[tuple[int, int], Half] = {
     (128, 3): (0.244425, 0.753330, 1.336599, 2.131471),
     (192, 1): (0.798924,),
 }
-"""Levels for sqrt(d) times a coordinate of a random unit row of d dimensions, by d and bits."""
+"""Levels for the coordinates of a random unit row of d dimensions, times sqrt(d). The keys are d and the number of
+bits."""
 
 
 class BigEndian(Packing):
@@ -64,7 +67,7 @@ DIMS = (64, 128, 256)
 class HybridRows(RowCodec):
     """Rows in two groups of dimensions, the first dimensions in the first group. The bytes of a group are its codes,
     the signs of its residual (both in the order of ``BigEndian``), its norm in float16, and its residual's norm in
-    float16. The residual is that of the group divided by its norm.
+    float16. The group is divided by its norm before it is coded, so the residual is that of a row of norm 1.
 
     Attributes:
         share: share of the dimensions in the first group.

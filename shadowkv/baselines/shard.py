@@ -36,8 +36,8 @@ DROP_PENALTY = 4.0
 
 
 def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: float = DROP_PENALTY) -> Tensor:
-    """Chooses the widths, in bits, uint8 [M, r] of components with variances [M, r], strongest first. The r widths of a
-    matrix sum to at most ``budget`` bits and have the lowest cost (see the module).
+    """Returns widths in bits, uint8 [M, r], for components with variances [M, r], strongest first. The r widths of a
+    matrix sum to at most ``budget`` bits and have the lowest possible cost (see the module).
 
     Args:
         group: number of neighbouring components that share a width.
@@ -98,7 +98,7 @@ class MixedLatents(LatentCodec):
         codes = torch.maximum(torch.minimum(latents.round(), half - 1), 1 - half) + half
         bits = codes.masked_fill(width == 0, 0).to(torch.int32) << shift
         size = self.field(latents.shape[-1], latents.dtype)[0]
-        stored = bits.new_zeros(*bits.shape[:-1], size + 2)  # two extra bytes for codes of 0 bits at the end
+        stored = bits.new_zeros(*bits.shape[:-1], size + 2)  # two spare bytes, because codes of 0 bits may begin there
         for place, part in ((byte, bits & 255), (byte + 1, bits >> 8)):
             stored.scatter_add_(-1, place.expand_as(bits), part)
         return stored[..., :size].to(torch.uint8)
@@ -122,7 +122,7 @@ def _places(widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class MixedLowRankKeys(LowRankKeys):
     """Latents of centred keys. Their widths follow from their variances over the prompt (``allocate``).
 
-    A basis row is stored as integers and one step. This step includes the step of the row's latents.
+    A basis row is stored as integers and one step, which is already multiplied by the step of the row's latents.
     """
 
     @classmethod
@@ -141,7 +141,7 @@ class MixedLowRankKeys(LowRankKeys):
 
     def compression_bytes(self) -> int:
         """Bases decoded in float32 and in the dtype of the product, keys in float32, and temporaries of packing."""
-        # At least all layers of one page are projected together.
+        # All layers of a page are projected together, however many layers there are.
         size, least = self.dtype.itemsize, max(COMPRESSED_AT_ONCE, self.shape.num_layers)
         basis = self.rank * self.shape.kv_dim * (4 + 2 * size)
         return least * (basis + PAGE * (4 * self.shape.kv_dim + BYTES_OF_A_LATENT * self.rank))

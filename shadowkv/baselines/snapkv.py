@@ -5,7 +5,7 @@ Tokens of the prompt rank by the attention of its last 64 queries, the voters (t
 score is the largest attention in a window of 7 tokens around it (as in the paper's LongBench runs). The query heads of
 a kv head vote together. Tokens after the voters, generated or of a later turn, are never dropped in the paper. Here
 they rank above all scored tokens, the newest first, and use the same budget. In a segment without queries, such as one
-of generated tokens, all tokens rank like this.
+of generated tokens, the newest tokens rank first.
 """
 
 from __future__ import annotations

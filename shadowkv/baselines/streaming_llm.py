@@ -31,7 +31,7 @@ class Recent(RankedIndex):
 
 
 def register() -> None:
-    """Registers the index and the preset. With ``budget=1020`` a step selects as many of the newest tokens as in the
-    paper's cache of 1,024 tokens, whose sink has 4."""
+    """Registers the index and the preset. The paper's cache of 1,024 tokens has 4 tokens of the sink and the newest
+    1,020, which is ``budget=1020``."""
     parts.register("index", "recent", Recent)
     presets.register("streaming-llm", KVSpec(index="recent"))

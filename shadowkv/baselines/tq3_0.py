@@ -1,8 +1,8 @@
 """``tq3_0``, the block format of a fork of llama.cpp, byte for byte: 32 dimensions in 14 bytes.
 
 A block is multiplied by fixed signs and a Hadamard matrix, divided by its scale, and coded in 3 bits. The scale is the
-block's largest absolute entry / 2.1573, the largest level. A block's bytes are the lower two bits of all codes (8
-bytes), their upper bits (4 bytes), and the scale in float16. Within a byte, earlier codes have the lower bits.
+block's largest absolute entry divided by 2.1573, the largest level. A block's bytes are the lower two bits of all codes
+(8 bytes), their upper bits (4 bytes), and the scale in float16. Within a byte, earlier codes have the lower bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS = 107
 """Number of steps in the largest level, for kernels that multiply levels as signed bytes. The other levels are rounded
 to multiples of a step. Of all numbers up to 127, 107 fits these levels best: the error is 0.01 % of the distortion."""
 BOUNDARIES = (-1.7455, -1.0385, -0.4931, 0.0, 0.4931, 1.0385, 1.7455)
-"""Boundaries between levels. The outermost are midpoints only to four digits."""
+"""Boundaries between levels. They are midpoints; the outermost ones are rounded to four digits."""
 SHRINK = 0.17677669529663688
 """1 / sqrt(32): with this factor, a product with the Hadamard matrix preserves norms."""
 
@@ -68,7 +68,7 @@ class TQ3Rows(RowCodec):
         if rotation is not None:
             blocks = walsh_hadamard(blocks * constant(SIGNS, rows.device)) * SHRINK
         largest = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1, keepdim=True)
-        # A tensor as divisor, because a GPU multiplies by the inverse of a plain number.
+        # The divisor is a tensor, because a GPU would multiply by the inverse of a plain number.
         scale = largest / torch.full_like(largest, LEVELS[-1])
         inverse = torch.where(scale > 0, scale.reciprocal(), 0)
         codes = nearest(blocks * inverse, constant(BOUNDARIES, rows.device))

@@ -19,8 +19,8 @@ ENTRIES = 256
 ITERATIONS = 30
 
 FITTED = 131072
-"""Maximum number of groups that a codebook is fitted on, drawn from all tokens. They are as many as in 512 tokens of 8
-heads of 128 dimensions. k-means on this many groups takes a few seconds on a CPU core."""
+"""Maximum number of groups that a codebook is fitted on, drawn from all tokens. 512 tokens have this number of groups
+if there are 8 heads of 128 dimensions. k-means then takes a few seconds on a CPU core."""
 
 AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
 """Number of products of a group and a codebook entry that are computed at a time, by device type. On a CPU they take 2
@@ -32,8 +32,8 @@ UNIT = 2.0**30
 
 
 class VectorRows(RowCodec):
-    """A byte for each 4 dimensions of a value. Rows have no scale. So in later rows, entries above the prompt's largest
-    are clipped to it. Entry 0 is the origin, so rows of zeros stay zero.
+    """A byte for each 4 dimensions of a value. Rows have no scale of their own, so entries of later rows are clipped to
+    the largest entries of the prompt. Entry 0 of the codebook is the origin, so rows of zeros stay zero.
 
     It is not for keys, because products with queries would be biased (``codecs/lloyd.py``).
     """
@@ -79,7 +79,7 @@ class VectorRows(RowCodec):
         largest, codebook = state
         y = rows.float() if rotation is None else rows.float() @ rotation
         groups = (y / largest).unflatten(-1, (-1, GROUP))
-        # Axes along which rows share a codebook go last, so that each codebook has one product.
+        # Axes along which rows share a codebook go last, so that each codebook needs only one matrix product.
         axes = sorted(range(codebook.dim() - 2), key=lambda axis: codebook.shape[axis] == 1)
         moved = groups.permute(*axes, -2, -1)
         books = codebook.flatten(0, -3) if axes else codebook[None]

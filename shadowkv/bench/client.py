@@ -1,7 +1,7 @@
 """A cheap client for streamed completions: HTTP/1.1 on asyncio's streams, with one JSON parse per event.
 
-General HTTP clients spend more time per event than servers do, so a benchmark would measure the client. Proxies of the
-environment are not used.
+General HTTP clients spend more time per event than servers do, so a benchmark with one would measure the client.
+Proxies of the environment are not used.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from urllib.parse import urlsplit
 from shadowkv.bench.serving_stats import Record
 
 IDLE_SECONDS = 1.0
-"""Maximum idle time of a connection that is used again; servers close theirs after a few seconds."""
+"""Maximum idle time of a connection that is used again. Servers close idle connections after a few seconds."""
 
 EventTaker = Callable[[bytes, float], None]
 
 
 class Refused(Exception):
-    """The server cannot be reached, returns an error, or breaks off."""
+    """The server cannot be reached, returns an error, or breaks off its answer."""
 
 
 class CompletionClient:
@@ -56,8 +56,8 @@ class CompletionClient:
         """Sends the JSON of a streaming completion, and fills ``record`` until the answer has ended. ``see`` is called
         with each event and its time.
 
-        Sets ``record.sent`` first, so that connecting counts, as in vLLM's benchmark. Raises Refused for anything but a
-        complete answer; ``record`` then has what arrived before.
+        ``record.sent`` is set before a connection is opened, so latencies include connecting, as in vLLM's benchmark.
+        Raises Refused if the answer is not complete; ``record`` then has the part that arrived.
         """
         record.sent = time.perf_counter()
 

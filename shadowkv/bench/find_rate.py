@@ -28,8 +28,8 @@ def next_rate(shares: Mapping[float, float], first: float, most: float) -> float
     """Returns the next rate to measure, or None if the search is over. ``shares`` has the measured rates and the share
     of good requests at each.
 
-    It doubles or halves from ``first`` until one rate is good and a higher one is not, then bisects between them; rates
-    do not exceed ``most``. The result depends on ``shares`` alone.
+    The search doubles or halves the rate from ``first`` on, until one rate is good and a higher one is not. Then it
+    bisects between these two. Rates do not exceed ``most``. The result depends only on the arguments.
     """
     if not shares:
         return first

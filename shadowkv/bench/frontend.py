@@ -48,7 +48,7 @@ ONE_EACH = 1.05
 """Limit on the average number of tokens per event. Up to this limit nearly every token has its own event."""
 
 FIRST_RATE, HIGHEST_RATE, OVERLOAD_RATE = 10_000.0, 80_000.0, 200_000.0
-"""Rates in tokens per second: of the search's first run, the highest that the search tries, and of the overload run."""
+"""Rates in tokens per second: the search's first rate, the highest rate that it tries, and the overload run's rate."""
 
 TRIES = 2
 
@@ -73,7 +73,7 @@ SHOWN = (
 
 @dataclass
 class Window:
-    """The measurement window: from the start of the last stream to the end of the first.
+    """The measurement window. It begins when all streams have a token, and ends when the first stream ends.
 
     Args:
         streams: number of streams.
@@ -102,7 +102,7 @@ class Window:
             self.end, self.cpu = time.perf_counter(), _cpu(self.server) - self.cpu
 
     def take(self, tokens: int, delays: list[float]) -> None:
-        """Counts an event."""
+        """Counts an event that arrives within the window."""
         if self.begin and not self.end:
             self.tokens += tokens
             self.events += 1
@@ -157,7 +157,8 @@ def body(args: argparse.Namespace, tokens: int, steps: int) -> bytes:
 
 
 async def run_once(client: CompletionClient, args: argparse.Namespace, rate: float, server: int) -> dict[str, Any]:
-    """Measures ``--streams`` streams at ``rate`` tokens per second in all; ``server`` is the HTTP process's id."""
+    """Measures ``--streams`` streams, with ``rate`` tokens per second for all together. ``server`` is the id of the
+    HTTP process."""
     steps = max(1, round(rate / args.streams))
     each = max(DIGITS, round(steps * args.seconds))
     tokens = min(each, args.tokens or each)
@@ -220,8 +221,8 @@ def server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def pinned(http: int) -> Iterator[list[int]]:
-    """A context in which the HTTP process has one core, and its engine and this process have another, if there are two.
-    Yields the two cores, or an empty list."""
+    """A context in which the HTTP process has one core, and its engine and this process have another. Yields the two
+    cores. If there is only one core, or processes cannot be pinned, the list is empty."""
     if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
         yield []
         return
@@ -313,15 +314,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per second of all streams (default: search for the highest rate with one event per token, then "
         "measure overload)",
     )
-    text = (
-        "length of an answer in tokens; a stream then sends its next request (default: one answer lasts the whole run)"
-    )
+    text = "length of an answer in tokens; after it a stream sends its next request (default: one answer fills the run)"
     add("--tokens", type=int, help=text)
     add("--seconds", type=float, default=5.0, help="duration of a run (default: %(default)s)")
     add("--input-len", type=int, default=16, help="length of a prompt in tokens (default: %(default)s)")
     add("--api", choices=PATHS, default="completions", help="endpoint that streams use (default: %(default)s)")
     add_flag(parser, EngineConfig, "model", default="llama-3.1-8b", help="model whose tokenizer is used")
-    text = "format of the model; dummy takes bytes as tokens"
+    text = "format of the model; with dummy, each byte is a token"
     add_flag(parser, EngineConfig, "load_format", default="dummy", help=text)
     add("--out", type=Path, metavar="FILE", help="file to write the figures to, as JSON")
 

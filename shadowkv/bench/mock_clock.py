@@ -1,5 +1,5 @@
 """Encodes times as characters. A mock engine's answer consists of such characters, which tell when its tokens were
-made. Needs no PyTorch."""
+made. This module needs no PyTorch."""
 
 from __future__ import annotations
 

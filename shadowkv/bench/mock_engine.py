@@ -32,7 +32,7 @@ from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.kvcache.decode.fetching import FetchCounts
 
 STEPS = 50
-"""Steps per second, if no request sets it."""
+"""Number of steps per second, unless a request sets another."""
 
 MAX_MODEL_LEN = 2**17
 

@@ -53,10 +53,10 @@ class Replay:
     async def run(self, model: str, vocab_size: int, ignore_eos: bool = True) -> None:
         """Sends all requests and waits until every answer has ended, successfully or not. Cancelling it aborts the
         requests in flight."""
-        # Bodies are made beforehand: a long one takes the client as much time as several tokens.
+        # Bodies are made before the run: making a long one takes the client as long as reading several tokens.
         bodies = [completion_body(model, arrival, vocab_size, ignore_eos) for arrival in self.arrivals]
         gc.collect()
-        gc.freeze()  # a garbage collection would walk all of them between two tokens
+        gc.freeze()  # otherwise a garbage collection would walk all bodies between two tokens
         self.start = time.perf_counter()
         tasks, progress = [], asyncio.create_task(self._show_progress())
         try:

@@ -1,7 +1,7 @@
 """Measures a running server through OpenAI's completions API, as ``vllm bench serve`` does.
 
 Prompts are random token ids. Answers are streamed and have a set length. Ctrl-C ends a run and prints the results so
-far. With ``--find-rate`` it prints none: the same command continues the search.
+far. With ``--find-rate`` no results are printed then, and the same command continues the search.
 
     shadowkv bench serve --base-url http://localhost:8000/v1 --num-prompts 48 \\
         --random-input-len 61184 --random-output-len 256 --out result.json
@@ -145,11 +145,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--random-input-len", type=int, default=1024, help="length of a prompt in tokens (default: %(default)s)")
     add("--random-output-len", type=int, default=128, help="length of an answer in tokens (default: %(default)s)")
     text = (
-        "requests per second, at random intervals; --find-rate starts with it "
+        "requests per second, at random intervals; --find-rate starts at this rate "
         "(default: all at once; with --find-rate: 1)"
     )
     add("--request-rate", type=float, default=math.inf, help=text)
-    text = "1 is a Poisson process, less is more bursty, inf is even (default: 1)"
+    text = "shape of the gaps between requests: 1 is a Poisson process, less is more bursty, inf is even (default: 1)"
     add("--burstiness", type=float, default=1.0, help=text)
     add("--num-warmups", type=int, default=0, help="number of requests before the measured ones (default: 0)")
     add("--max-concurrency", type=int, help="maximum number of concurrent requests (default: no limit)")
@@ -179,9 +179,9 @@ def check(args: argparse.Namespace) -> None:
     if args.max_concurrency is not None and args.max_concurrency <= 0:
         raise ValueError(f"--max-concurrency {args.max_concurrency} must be positive")
     if args.find_rate and (not args.goodput or args.out is None):
-        raise ValueError("--find-rate needs --goodput, the limits, and --out, which keeps the rates")
+        raise ValueError("--find-rate needs --goodput for the limits, and --out for the measured rates")
     if args.find_rate and (args.trace_in or args.trace_out):
-        raise ValueError("--find-rate draws arrivals for each rate: leave --trace-in and --trace-out out")
+        raise ValueError("--find-rate draws arrivals for each rate: do not pass --trace-in or --trace-out")
     args.goodput = dict(args.goodput)
     args.base_url = args.base_url.rstrip("/")
     if not urlsplit(args.base_url).path:
@@ -206,7 +206,7 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     about = describe_server(args.base_url, args.api_key)
     longest, asked = about["max_model_len"], max(one.input_length + one.output_length for one in arrivals)
     if longest is not None and asked > longest:
-        raise Refused(f"{asked} tokens of prompt and output are more than the {longest} of {about['model_id']}")
+        raise Refused(f"{asked} tokens of prompt and output are more than {about['model_id']}'s maximum, {longest}")
     if args.trace_out:
         write_trace(args.trace_out, arrivals)
     model = args.model or about["model_id"]
@@ -262,7 +262,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.find_rate:
         rate = result["highest_rate"]
-        print("no rate is low enough" if rate is None else f"highest rate within the limits: {rate:g} requests/s")
+        print("no rate meets the limits" if rate is None else f"highest rate within the limits: {rate:g} requests/s")
         return 0 if rate is not None else 1
     print(report(result))
     if args.out:

@@ -44,7 +44,7 @@ class Record:
         return self.output_tokens or len(self.chunks)
 
     def seconds(self, name: str) -> float | None:
-        """Returns the value of a metric in ``LIMITED``, in seconds. It is None before it is known. The ``tpot`` of an
+        """Returns the value of a metric in ``LIMITED``, in seconds; None while the value is unknown. The ``tpot`` of an
         answer of one token is always None."""
         if not self.chunks or (name != "ttft" and not self.done) or (name == "tpot" and self.tokens < 2):
             return None
@@ -57,7 +57,7 @@ class Record:
         return [later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)]
 
     def meets(self, limits: Mapping[str, float]) -> bool:
-        """Whether the answer was completed within ``limits`` in ms, by names of ``LIMITED``. An answer of one
+        """Whether the answer is complete and meets ``limits``: times in ms, by names in ``LIMITED``. An answer of one
         token meets every limit of ``tpot``."""
         if not self.done or not self.chunks:
             return False
@@ -67,10 +67,10 @@ class Record:
 def figures(
     records: Sequence[Record], clients: int, start: float, end: float, *, percentiles: Sequence[float] = (99,)
 ) -> dict[str, Any]:
-    """Computes rates and times, of requests that ran between ``start`` and ``end``. Rates are in tokens per second, and
+    """Computes rates and times of requests that ran between ``start`` and ``end``. Rates are in tokens per second, and
     ``request_throughput`` is in requests per second. Times in names that end with ``_ms`` are in ms, others in seconds.
 
-    ``clients`` is the number of requests in flight together. Each of ``METRICS`` is reported with mean, median,
+    ``clients`` is the maximum number of requests in flight. Each of ``METRICS`` is reported with mean, median,
     standard deviation and ``percentiles``. Figures without measurements are None.
     """
     done = [record for record in records if record.done]
@@ -131,7 +131,7 @@ def _in_ms(seconds: float | None) -> float | None:
 def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, float]]:
     """Returns the time spans (start, end) in which at least ``clients`` requests had their first token but not their
     last, and no request waited for its first."""
-    changes: list[tuple[float, int, int]] = []  # when, change of those that wait, of those that decode
+    changes: list[tuple[float, int, int]] = []  # time, change of waiting, change of decoding
     for record in records:
         if record.chunks:
             changes += [(record.sent, 1, 0), (record.chunks[0], -1, 1), (record.chunks[-1], 0, -1)]
@@ -147,8 +147,8 @@ def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, fl
 
 
 def _tokens_within(records: Sequence[Record], start: float, end: float) -> float:
-    """Returns the number of tokens that arrived between ``start`` and ``end``. The tokens of an answer count as spread
-    evenly over its pieces."""
+    """Returns the number of tokens that arrived between ``start`` and ``end``. It takes all pieces of an answer to have
+    equally many tokens."""
     count = 0.0
     for record in records:
         if record.chunks:

@@ -114,7 +114,7 @@ def _gpu_problem() -> str:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return str(error)
-    return "torch sees none ($CUDA_VISIBLE_DEVICES?)"
+    return "torch finds no GPU (check $CUDA_VISIBLE_DEVICES)"
 
 
 def _driver() -> str | None:

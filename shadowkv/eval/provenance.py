@@ -1,5 +1,5 @@
-"""Provenance of results: the code, the command and the machine. It is written into result files, and into config.json
-for every run that has answers in a folder."""
+"""Provenance of results: the code, the command and the machine. It is written into result files. A folder's config.json
+has the provenance of every run that has added answers to the folder."""
 
 from __future__ import annotations
 

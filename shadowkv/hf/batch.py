@@ -1,11 +1,11 @@
 """A batch of sequences in a ``KVCache``, driven by forward passes of transformers' models, layer by layer.
 
 transformers applies RoPE before it calls the cache, while KVCache takes queries and keys before RoPE. RoPE is therefore
-undone here. This uses the model's own cos and sin, which come from angles in float32 and are rounded to the model's
-dtype. KVCache's are exact.
+undone here, with the model's own cos and sin. The model computes their angles in float32 and rounds them to its dtype.
+KVCache then applies RoPE with its own, more precise tables.
 
-In shapes, B is the number of sequences, T the number of new tokens of each, padding included, H the number of kv heads,
-H_q that of query heads, and d the dimension of a head.
+Shapes: B sequences, T new tokens per sequence (including padding), H kv heads, H_q query heads, and d dimensions of a
+head.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Step:
         blocks: the batches that attention layers see, each with its slice of the new tokens.
         shape: B and T.
         rows: int64 [n], indices of the n tokens among B * T that are not padding; None if none is padding.
-        cos, sin: float32 [n, 1, dim / 2], which undo RoPE in the n tokens; dim is the number of rotating dimensions.
-        finish_layer: is called with the number of each layer after its attention.
-        end: is called after the last layer.
+        cos, sin: float32 [n, 1, dim / 2], which undo RoPE in the n tokens; dim is the number of rotated dimensions.
+        finish_layer: called after each layer's attention, with the layer's number.
+        end: called after the last layer.
     """
 
     blocks: list[tuple[Parts, slice]]
@@ -123,7 +123,7 @@ class Batch:
         if not self.sequences:
             self.cache = self._open(rows, k.dtype, k.device)
         cache = self.cache
-        assert cache is not None, "sequences are in it"
+        assert cache is not None, "a batch with sequences has a cache"
         if k.device != cache.device:
             raise ValueError(f"keys are on {k.device}, the cache is on {cache.device}: put the model on one device")
         if self.sequences and len(self.sequences) != rows:
@@ -184,7 +184,8 @@ class Batch:
         return KVCache(
             layout,
             self.config.rope,
-            # The first sequence's spare states cover all segments that it can have; the other sequences need as many.
+            # A cache has a state per slot and enough spare states for all segments of one sequence. The slots beyond
+            # ``rows`` only provide states for the segments of the other sequences.
             slots=rows + (rows - 1) * (MAX_SEGMENTS - 1) if layout.learns else rows,
             memory=Blocks({kind: rows * need[kind] for kind in layout.paged}) + Blocks(device=rows * outliers),
             ops=choose_ops(layout, self.config.rope, device),
@@ -193,13 +194,13 @@ class Batch:
 
 
 def _rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """The ``rows`` [n, ...] of ``x`` [B, T, ...]; None means all."""
+    """Returns the tokens of ``x`` [B, T, ...] at the indices ``rows`` [n], as [n, ...]. None means all tokens."""
     packed = x.flatten(0, 1)
     return packed if rows is None else packed[rows]
 
 
 def _new_tokens(mask: Tensor | None, rows: int, columns: int, before: int) -> Tensor | None:
-    """Which of the new tokens are not padding, bool [B, T]; None if all are."""
+    """Which of the new tokens are not padding, bool [B, T]; None if no token is padding."""
     if mask is None:
         return None
     if mask.shape != (rows, before + columns):

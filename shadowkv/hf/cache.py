@@ -33,7 +33,7 @@ class ShadowKVCache(Cache):
     sequences.
 
     Generated tokens are those of an engine with the same policy. If the policy does not set ``dense_below`` and
-    ``prefill``, an engine chooses them. This cache then compresses as early as it can and prefills densely.
+    ``prefill``, an engine chooses them, while this cache compresses as early as it can and prefills densely.
 
     Unsupported operations raise NotImplementedError: forgetting tokens (assisted generation), copying or reordering
     sequences (beam search).
@@ -152,7 +152,8 @@ def _attention(
 
 
 def _mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The attention mask as given, [B, tokens]: attention is causal anyway, and padding is left out."""
+    """Returns the attention mask unchanged, [B, tokens]. It only marks padding: the cache's attention is always
+    causal."""
     return attention_mask
 
 

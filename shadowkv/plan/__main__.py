@@ -16,7 +16,7 @@ from shadowkv.plan.cards import CARDS, parse_card
 from shadowkv.settings import add_flag
 
 DOES_NOT_FIT = 1
-"""Exit code if not one sequence fits with some policy."""
+"""Exit code if there is a policy with which not even one sequence fits."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     kv.add_argument("--hit-rate", type=float, default=HIT_RATE, metavar="SHARE", help=text)
     text = "size of the fetch buffer, as a multiple of what one decode step selects"
     add_flag(kv, EngineConfig, "fetch_buffer", default=FETCH_BUFFER, help=text)
-    text = "number of recurrent states that memory is reserved for as checkpoints (default: one for each sequence)"
+    text = "number of checkpoints of recurrent states to reserve memory for (default: one for each sequence)"
     add_flag(kv, EngineConfig, "max_mamba_checkpoints", help=text)
     add_flag(kv, EngineConfig, "mamba_ssm_cache_dtype")
     many = parser.add_argument_group("more than one GPU")
@@ -86,7 +86,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
-    """The plan, and a line for each policy with which not one sequence fits."""
+    """Returns the plan, and a line for each policy with which not even one sequence fits."""
     engine = _checked(args)  # finds simple errors before PyTorch is imported
 
     import torch
@@ -123,7 +123,8 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _checked(args: argparse.Namespace) -> EngineConfig:
-    """The settings of an engine among the flags. Raises ValueError for invalid flags."""
+    """Returns an engine's config, made from the flags that are settings of an engine. Raises ValueError for invalid
+    flags."""
     checked = (
         *("gpu_memory_utilization", "host_memory_gib", "kv_offload_gib", "fetch_buffer", "tensor_parallel_size"),
         *("max_mamba_checkpoints", "speculative_config"),

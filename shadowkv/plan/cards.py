@@ -31,7 +31,8 @@ class Card:
 
     @property
     def device_bandwidth_tbs(self) -> float:
-        """Estimated bandwidth of kernels in TB/s: the same share of the data sheet's figure as measured on an H200."""
+        """Estimated bandwidth of kernels in TB/s: the data sheet's figure, scaled by the ratio of measured bandwidth
+        to data sheet bandwidth of an H200."""
         return round(self.sheet_tbs * DEVICE_BANDWIDTH / 1e12 / SHEET_OF_H200, 3)
 
     @property
@@ -55,11 +56,12 @@ CARDS = {
     "rtx-4090": Card(23, 1.008, 4),
     "rtx-3090": Card(23, 0.936, 4),
 }
-"""GPUs by name. Models with several variants are the SXM ones."""
+"""GPUs by name. For models with several variants, the figures are those of the SXM variant."""
 
 
 def parse_card(text: str) -> str:
-    """The name in ``CARDS`` for a GPU's usual names: ``4090``, ``RTX 4090``, ``NVIDIA H100``. ``a100`` has 80 GB.
+    """Returns the name in ``CARDS`` of a GPU whose name is written in a usual way: ``4090``, ``RTX 4090``,
+    ``NVIDIA H100``. ``a100`` means the one with 80 GB.
 
     Raises ArgumentTypeError for an unknown GPU.
     """

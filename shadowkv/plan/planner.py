@@ -113,7 +113,7 @@ class Plan:
         single: shortest time of a step with one sequence.
         largest: shortest time of a step with the largest batch; None if not even one sequence fits.
         gpus_needed: GPUs per replica on which one sequence fits. It is the planned number if that is enough, otherwise
-            a larger power of two. None if one would need more than ``MAX_GPUS``, or more host memory.
+            a larger power of two. None if more than ``MAX_GPUS`` are needed, or if only host memory is too small.
     """
 
     kv: str
@@ -144,9 +144,9 @@ class Planner:
         weights: description of the weights' form.
         quantization: description of the projections' quantization; None if they are not quantised.
         weight_bytes: bytes of the rank's weights.
-        plain: description of the forms that are planned dequantised; empty if there are none.
-        dequantised_bytes: bytes of the weights with all ``forms`` dequantised, as on a GPU without products for them;
-            None if no weights stay quantised.
+        plain: description of the forms whose weights are planned as dequantised; empty if there are none.
+        dequantised_bytes: bytes of the weights with all ``forms`` dequantised, as on a GPU that cannot multiply these
+            forms; None if no weights stay quantised.
         bytes_read: function from a number of sequences to the bytes of weights that a step reads
             (``Decoder.bytes_read``).
         expert_bytes: bytes of the routed experts' weights.

@@ -50,12 +50,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        added.add_argument("--dir", type=Path, metavar="DIR", help="directory of snapshots, --kv-disk-dir of a server")
+        added.add_argument("--dir", type=Path, metavar="DIR", help="directory of snapshots: a server's --kv-disk-dir")
         added.set_defaults(run=run, error=added.error)
         return added
 
     def json_flag(added: argparse.ArgumentParser) -> None:
-        added.add_argument("--json", action="store_true", help="as JSON, unrounded")
+        added.add_argument("--json", action="store_true", help="print JSON, with unrounded numbers")
 
     json_flag(command("ls", _list, "list snapshots, the most recently used first"))
 
@@ -68,7 +68,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     prune = command("prune", _prune, text)
     which = prune.add_mutually_exclusive_group(required=True)
     which.add_argument("--max-gib", type=_size, metavar="GIB", help="keep at most this size")
-    which.add_argument("--older-than", type=_age, metavar="AGE", help="remove those not used for: 90m, 12h, 7d")
+    which.add_argument("--older-than", type=_age, metavar="AGE", help="remove those unused for this long: 90m, 12h, 7d")
     which.add_argument("--all", action="store_true", help="remove all snapshots, names and bad files")
     json_flag(prune)
 
@@ -80,7 +80,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     export.add_argument("file", type=Path, metavar="FILE.tar", help="file to write, which must not exist yet")
 
     importer = command("import", _import, "add the snapshots and names of a tar file; exit code 1 if any was refused")
-    importer.add_argument("file", type=Path, metavar="FILE.tar", help="made by export")
+    importer.add_argument("file", type=Path, metavar="FILE.tar", help="tar file that export has written")
     args = parser.parse_args(argv)
     if args.dir is None:  # a server has no default directory, either
         args.error("--dir DIR is missing: name the directory that a server has as --kv-disk-dir")
@@ -136,7 +136,7 @@ def _list(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     inventory = Inventory(args.dir)
     if args.remove and not args.names:
-        # Before the long reads, because a name might be saved again during them.
+        # Bad names are removed before the long reads, because a name might be saved again during these.
         for name in inventory.bad_saves:
             inventory.names.remove(name)
     names = [inventory.named(name) for name in args.names] or [*inventory.known(), *inventory.bad]

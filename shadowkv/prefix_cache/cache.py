@@ -182,7 +182,7 @@ class PrefixCache:
 
     def computed(self, sequence: CachedSequence, prompt: Prompt) -> None:
         """Records that ``sequence``, which is running, has the pages of a prompt. Other requests can then fork it."""
-        # Without the last token: it may be taken back, and a request for the same prompt computes at least one token.
+        # The last token is left out: it may be taken back, and a request for the same prompt computes at least one.
         points = self._cache.fork_points(sequence, len(prompt.token_ids) - 1)
         self.version += 1
         path = self._tree.hold(sequence, prompt.pages, [point // PAGE for point in points])

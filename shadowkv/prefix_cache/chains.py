@@ -34,7 +34,7 @@ NEW = 0.3
 """Weight of the last measurement in the moving average."""
 
 LONG = 1024
-"""Minimum number of new tokens of a prompt for measuring speed. Shorter prompts take as long as their launches."""
+"""Minimum number of new tokens of a prompt for measuring speed. Launches take most of a shorter prompt's time."""
 
 
 class Rate:
@@ -75,7 +75,7 @@ class Speeds:
         """Records prompts that were computed together.
 
         Short prompts overestimate the time per token, but less than the initial guess might. So they count until a
-        prompt of ``LONG`` tokens is measured. Less than a page never counts: it is the uncached rest of a prompt.
+        prompt of ``LONG`` tokens is measured. Less than a page is the uncached rest of a prompt and never counts.
         """
         if tokens >= LONG:
             self._prefill.add(tokens, seconds)

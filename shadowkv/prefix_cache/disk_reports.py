@@ -27,7 +27,7 @@ class DiskReports:
     """Queues the disk tier's events and processes them on the engine's thread.
 
     Args:
-        copies: copies of the prefix tree.
+        copies: copies of the prefix tree's nodes.
         form: the form that snapshots must share with the cache (``Snapshots.form``).
 
     Attributes:

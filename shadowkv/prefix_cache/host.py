@@ -162,7 +162,7 @@ class Mover:
         return self.cache.snapshots.open_reading(sequence, start, stop)
 
     def close(self, reading: Reading) -> None:
-        """Closes a reading. Its copies must have arrived, or ``finish`` was called."""
+        """Closes a reading. Its copies must have arrived, or ``finish`` must have been called."""
         reading.close()
 
     def down(self, reading: Reading, place: Place) -> Iterator[int]:
@@ -195,7 +195,8 @@ class Mover:
         capacity: int,
         parent: CachedSequence | None,
     ) -> tuple[Restoring, Arrival]:
-        """Starts to restore a chain of copies in ``places``. Other arguments are as for ``Snapshots.restore``.
+        """Starts to restore a chain of copies, which are in ``places``. Other arguments are as for
+        ``Snapshots.restore``.
 
         Raises the errors of ``Snapshots.restore`` and of the copies. After an error nothing is taken.
         """
@@ -251,7 +252,7 @@ class Mover:
 
     def _begin(self, header: SnapshotHeader, place: Place) -> int:
         """Returns the offset of this rank's part in the slabs of a copy. ``header`` is this rank's. Raises RuntimeError
-        if its bytes are not those that rank 0 has left room for, since the ranks would then read each other's parts."""
+        if rank 0 has left room for another number of bytes, since ranks would then read each other's parts."""
         if header.nbytes != place.parts[self._rank]:
             raise RuntimeError(
                 f"rank {self._rank}'s part of a cached prompt has {header.nbytes} bytes, and rank 0 expects "

@@ -45,8 +45,8 @@ class Match:
     """A cached prefix of a prompt.
 
     Attributes:
-        sequence: the sequence on the device that has the prefix. If there are ``steps``, it has the tokens before
-            them, and is None if they start with the first token.
+        sequence: the sequence on the device that has the prefix. If there are ``steps``, the sequence has the tokens
+            before the steps; it is None if the steps start with the first token.
         tokens: tokens of the prefix. At least one token of the prompt remains to be computed.
         takes_over: whether to take over the sequence, which is not in use, instead of forking it.
         steps: copies to restore from the lower tiers, in the order of their pages.

@@ -1,4 +1,4 @@
-"""Hashes of pages, a chain over the pages of a prompt, as vLLM's block hashes. The chain starts with a ``CacheKey``.
+"""Hashes of pages: a chain over the pages of a prompt, like vLLM's block hashes. The chain starts with a ``CacheKey``.
 
 ::
 

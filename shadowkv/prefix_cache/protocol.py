@@ -1,6 +1,6 @@
 """Names, results and errors of saving and restoring prompts, which the server and the prefix cache share.
 
-The server imports it without NumPy and PyTorch.
+The server imports this module without NumPy and PyTorch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SAVE_NAME = "[A-Za-z0-9._-]{1,64}"
 """Regular expression of names under which clients save prompts. They are valid file names without a path."""
 
 OWNER_DIGITS = 16
-"""Hex digits of a save's owner. Only servers that separate their API keys have owners."""
+"""Hex digits of a save's owner. Saves have an owner only on servers that keep the saves of different API keys apart."""
 
 KEPT_NAME = f"(?:[0-9a-f]{{{OWNER_DIGITS}}}[.])?{SAVE_NAME}"
-"""Regular expression of names on the disk. In servers that have owners, a name starts with its owner and a dot."""
+"""Regular expression of names on the disk. If a save has an owner, its name starts with the owner and a dot."""
 
 _SNAPSHOT_NAME, _SAVE_NAME, _KEPT_NAME = map(re.compile, (SNAPSHOT_NAME, SAVE_NAME, KEPT_NAME))
 
@@ -91,8 +91,8 @@ class NotDone(SaveError):
 
 
 class WrittenByAnotherServer(NotDone):
-    """Another server has stored the start of this prompt. This server's pages cannot extend that server's files. It
-    must compute the whole prompt itself before it can save it."""
+    """Another server has stored the start of this prompt. This server's pages cannot extend that server's files. This
+    server must compute the whole prompt itself before it can save the prompt."""
 
 
 class DiskTooSlow(SaveError):

@@ -1,5 +1,5 @@
-"""``Saves``: requests that wait for the disk, to save or restore a prompt by name, or to expect another server's
-snapshots.
+"""``Saves``: requests to save or restore a prompt by name, and requests that wait for snapshots of another server. All
+of them wait for the disk.
 
 No call blocks. The engine's thread polls between its steps, and the disk tier's threads access the disk.
 """

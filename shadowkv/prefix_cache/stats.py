@@ -16,15 +16,15 @@ class TierStats:
         hit_tokens: prompt tokens that were found in this tier and not computed.
         evictions: sequences, copies or files that were evicted to make room.
         copied_bytes: bytes of copies made in this tier.
-        refused: copies that were not made in this tier, for lack of room. On disk also because too many were waiting,
-            because of their size, or after an error.
+        refused: copies that were not made in this tier, for lack of room. On disk, copies are also refused if too many
+            are waiting, if they are too large, or after an error.
         restores, restored_bytes, restore_seconds: number, bytes and seconds of transfers from this tier to the one
             above. Seconds are from request to end.
         corrupt: corrupt files, which were not served.
         write_errors, read_errors: files that could not be written or read.
         pinned_bytes: bytes of files that names keep.
         files: number of files of all servers.
-        other_files: how many of them this server cannot use, because they are of another model, policy or number of
+        other_files: number of files that this server cannot use, because they are of another model, policy or number of
             ranks.
         misses: reads that failed.
     """

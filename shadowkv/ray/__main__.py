@@ -15,7 +15,7 @@ COMMANDS = {
     "serve": "one server whose requests are answered by several replicas of an engine, on Ray Serve",
     "batch": "a file of requests in the OpenAI batch format, answered by several replicas, on Ray Data",
 }
-"""Names of modules, which import Ray only when they run, so that ``--help`` works without it."""
+"""Names of modules, which import Ray only when they run, so that ``--help`` works without Ray."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

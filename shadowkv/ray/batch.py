@@ -83,7 +83,7 @@ class Replica:
         from shadowkv.serve.batch.answers import LineAnswers
 
         try:
-            self._process = EngineProcess(config)  # ends with this process
+            self._process = EngineProcess(config)  # the engine's process ends with this one
             engine = self._process.clients[0]
         except (ValueError, MemoryError, OSError) as error:  # not all of these can be pickled for the driver
             raise RuntimeError(one_line(error)) from None
@@ -91,7 +91,8 @@ class Replica:
         self._path = path
 
     async def __call__(self, lines: dict[str, Any]) -> dict[str, list[str]]:
-        """Answers the lines of ``size`` bytes at ``offset``. Returns their records as JSON, with the ids in ``id``."""
+        """Answers the lines at ``offset``, of ``size`` bytes each. Returns their records as JSON. A record has its
+        line's ``id``."""
         places = zip(lines["id"], lines["offset"], lines["size"], strict=True)
         requests = await asyncio.to_thread(lambda: [self._read(str(id), int(at), int(size)) for id, at, size in places])
         try:
@@ -155,11 +156,11 @@ def share(device: str, replicas: int, ranks: int) -> dict[str, Any]:
 def answer(
     batch: BatchRun, config: EngineConfig, settings: ServerSettings, replicas: int, resources: dict[str, Any]
 ) -> None:
-    """Answers every line of a run that has no answer; raises BatchFailed if the replicas cannot."""
+    """Answers every line of a run that has no answer yet. Raises BatchFailed if the replicas cannot do so."""
     import ray
 
     context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False  # the run has its own
+    context.enable_progress_bars = False  # the run has its own bar
     with batch.writing():
         places = {
             request.custom_id: {"id": request.id, "offset": request.offset, "size": request.size}
@@ -186,6 +187,6 @@ def answer(
                     if places.pop(record["custom_id"], None) is not None:  # else it was answered twice
                         batch.write(record)
         except ray.exceptions.RayError as error:
-            raise BatchFailed(str(error).strip().splitlines()[-1]) from error  # the lines before are tracebacks
+            raise BatchFailed(str(error).strip().splitlines()[-1]) from error  # earlier lines are tracebacks
         if places:
             raise BatchFailed(f"no answer to {counted(len(places), 'line')}, such as {next(iter(places))!r}")

@@ -141,7 +141,7 @@ class Front:
             replies = await self._handle.broadcast("metrics").results_async(
                 timeout_s=METRICS_SECONDS, return_exceptions=True
             )
-        except DeploymentUnavailableError:  # there are none
+        except DeploymentUnavailableError:  # there are no replicas
             return {}
         except TimeoutError as error:
             text = f"a replica has not returned its metrics within {METRICS_SECONDS:g} s"
@@ -186,7 +186,8 @@ class Front:
                 request = replace(request, avoid=replica)
 
     async def _messages(self, request: ForwardedRequest) -> AsyncGenerator[str | list[Message], None]:
-        """Yields a replica's id and messages. If the generator is closed before their end, it cancels the request."""
+        """Yields the id of the replica that accepts the request, then the answer's messages. Closing the generator
+        before their end cancels the request."""
         response = self._answers.remote(request)
         self._in_flight.add(response)
         ended = False
@@ -202,8 +203,8 @@ class Front:
 
 
 class _Answer:
-    """An answer on its way to a client. Its header is held back until some of the body exists: until the client has
-    received something, the request can be sent to another replica."""
+    """An answer on its way to a client. Its header is held back until a part of the body exists, because the request
+    can be sent to another replica only as long as the client has received nothing."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -229,7 +230,8 @@ class _Answer:
         await self._send(message)
 
     async def fail(self, error: ApiError, cut: str) -> None:
-        """Ends the answer with an error, in a stream as its last event; ``cut`` is the log's word for the reason."""
+        """Ends the answer with an error, which is the last event of a stream. ``cut`` is the log's word for the
+        reason."""
         path = self._scope["path"]
         if not self.has_begun:
             response = error_response(error, path)

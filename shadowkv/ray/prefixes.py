@@ -36,7 +36,7 @@ def prefix_of(body: bytes | bytearray) -> tuple[int, ...]:
             return ()
         values = [fields.get(name) for name in (*BEFORE, *PROMPT)]
         text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-    except (ValueError, RecursionError):  # the replica refuses it
+    except (ValueError, RecursionError):  # the replica refuses such a body
         return ()
     names, name = [], 0
     for end in range(BLOCK_CHARS, min(len(text), MAX_BLOCKS * BLOCK_CHARS) + 1, BLOCK_CHARS):
@@ -46,7 +46,7 @@ def prefix_of(body: bytes | bytearray) -> tuple[int, ...]:
 
 
 class PrefixTable:
-    """Remembers which replicas have received which prefixes, for the most recently requested ones.
+    """Remembers which replicas have received the most recently requested prefixes.
 
     Args:
         margin: a replica is chosen for its prefix only if it has at most this many more running requests than the least
@@ -88,7 +88,7 @@ class PrefixTable:
         return min(replicas, key=lambda replica: (loads[replica], self._last.get(replica, 0), replica))
 
     def _remember(self, prefix: Sequence[int], replica: str) -> None:
-        for name in reversed(prefix):  # the first block is the most recent: without it, later ones are never found
+        for name in reversed(prefix):  # the first block is evicted last: later ones are found only after it
             self._given.setdefault(name, set()).add(replica)
             self._given.move_to_end(name)
         while len(self._given) > self._most:

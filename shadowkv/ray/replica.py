@@ -75,7 +75,7 @@ class Replica:
                 if not task.done():
                     more.clear()
                 yield sent
-            if (error := task.exception()) is not None:  # its answer has been sent: a 500, or a part of the answer
+            if (error := task.exception()) is not None:  # the client has a 500, or a part of the answer
                 logger.error("a request failed", exc_info=error)
         finally:
             gone.set()

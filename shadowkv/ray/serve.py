@@ -33,7 +33,7 @@ SEEN_TO = ("api_key", "cache_salt_by_key", "max_concurrent_requests_per_key", "a
 """Settings that the front handles, and replicas do not have."""
 
 MARGIN = 4
-"""Divisor of the batch size that gives the router's ``margin``."""
+"""The router's ``margin`` is the batch size divided by this number."""
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """Ray Serve's logging: the front logs the requests."""
@@ -59,9 +59,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_arguments(parser)
     group = parser.add_argument_group("replicas")
     group.add_argument("--replicas", type=int, default=1, metavar="N", help="number of engines (default: %(default)s)")
-    text = "maximum number of engines; Ray adds some while each has over --max-num-seqs requests (default: --replicas)"
+    text = "maximum number of engines; Ray adds some above --max-num-seqs requests per engine (default: --replicas)"
     group.add_argument("--max-replicas", type=int, metavar="N", help=text)
-    text = "GPUs that Ray reserves for an engine; 0.5 shares one (default: --tensor-parallel-size, without GPUs 0)"
+    text = "GPUs that Ray reserves for an engine; with 0.5 two share one (default: --tensor-parallel-size; 0 on CPUs)"
     group.add_argument("--gpus-per-replica", type=float, metavar="N", help=text)
     text = "CPU cores that Ray reserves for an engine, and number of its threads (default: %(default)s)"
     group.add_argument("--cpus-per-replica", type=int, default=1, metavar="N", help=text)
@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
 
             ray.init(logging_level=logging.WARNING)
             stack.callback(ray.shutdown)
-            exit_on_signals()  # Ray installs its own handler
+            exit_on_signals()  # replaces the handler that Ray has installed
             serve.start(proxy_location="Disabled", logging_config=LOGGING)
             stack.callback(serve.delete, APP_NAME)
             handle: DeploymentHandle[Any] = serve.run(

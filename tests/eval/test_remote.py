@@ -41,7 +41,7 @@ def test_many_at_once() -> None:
 def test_what_the_server_does_not_take_is_not_sent() -> None:
     with stub_server(10) as (url, bodies):
         remote = Remote(url, None, len, 1)
-        with pytest.raises(ValueError, match="sample 3 of t needs 11 tokens, the server takes 10"):
+        with pytest.raises(ValueError, match="sample 3 of t needs 11 tokens, the server takes at most 10"):
             list(remote.answers([(sample(3, "blabla"), [served_policy("remote")])]))
         assert not bodies
         with pytest.raises(ValueError, match="no model 'other'; it has stub"):

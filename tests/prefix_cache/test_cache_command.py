@@ -76,7 +76,7 @@ def test_verify_finds_what_is_bad_and_removes_it_if_asked(stored, capsys):
     damage(directory / other.file_name)
     assert run(capsys, "verify", "--dir", directory, first.name[:12])[0] == 0
     code, text, _ = run(capsys, "verify", "--dir", directory)
-    problem = f"{directory / other.file_name}: the checksum of its data is another; left there"
+    problem = f"{directory / other.file_name}: its data does not match the checksum; left there"
     assert (code, text) == (1, f"{problem}\n2 good snapshots, 1 bad\n")
     code, text, _ = run(capsys, "verify", "--dir", directory, "--remove", "--json")
     assert code == 1 and json.loads(text)["bad"][0]["action"] == "removed"
@@ -120,7 +120,7 @@ def test_what_is_bad_is_not_exported(stored, tmp_path, capsys):
     directory, first, second, _ = stored
     damage(directory / first.file_name)
     code, _, errors = run(capsys, "export", "--dir", directory, second.name, tmp_path / "a.tar")
-    assert code == 2 and errors.startswith("error: ") and "checksum of its data" in errors
+    assert code == 2 and errors.startswith("error: ") and "does not match the checksum" in errors
     (directory / first.file_name).unlink()
     code, _, errors = run(capsys, "export", "--dir", directory, second.name, tmp_path / "a.tar")
     assert code == 2 and "continues is missing" in errors
@@ -165,7 +165,7 @@ def test_hostile_members_are_refused(stored, tmp_path, capsys):
     assert code == 1 and len(lines) == 13 and "\x1b" not in text
     assert all("the file name is neither" in line for line in lines[:4])
     assert all("not a regular file" in line for line in lines[4:9])
-    assert "it is the file of" in lines[9] and "checksum of its data" in lines[10]
+    assert "it is the file of" in lines[9] and "does not match the checksum" in lines[10]
     assert "the snapshot that it continues is missing" in lines[11] and lines[12].endswith("imported")
     assert os.listdir(target) == [first.file_name]
     assert (target / first.file_name).stat().st_mode & 0o7777 == 0o600

@@ -106,7 +106,7 @@ def test_what_is_wrong_is_said(tiny: str, capsys: pytest.CaptureFixture[str]) ->
     assert run("http://127.0.0.1:9/v1") == 2
     assert "no server at http://127.0.0.1:9/v1" in capsys.readouterr().err
     assert run(tiny, "--random-input-len", "500", "--random-output-len", "13") == 2
-    assert "513 tokens of prompt and output are more than the 512 of tiny" in capsys.readouterr().err
+    assert "513 tokens of prompt and output are more than tiny's maximum, 512" in capsys.readouterr().err
     assert run(f"{tiny}/x") == 2
     assert "answers 404" in capsys.readouterr().err
     assert run(tiny, "--random-input-len", "9", "--num-warmups", "1", "--model", "other") == 2

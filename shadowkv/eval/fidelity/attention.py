@@ -1,9 +1,9 @@
 """Measures the attention that a policy loses in each layer, and how often a step selects chunks that earlier steps
 selected.
 
-The exact attention mass that a policy misses, and the error of its output, use the policy's own queries against all
-keys and values in full attention's cache. For generated tokens they therefore include the effect of the policy's
-earlier errors.
+The exact attention mass that a policy misses and the error of its output are computed from the policy's own queries,
+and from all keys and values in full attention's cache. For generated tokens both therefore include the effect of the
+policy's earlier errors.
 
 Shapes: B sequences, H kv heads, H_q query heads, G query heads per kv head, S positions, d dimensions of a head, and k
 chunks that a step can select.
@@ -34,7 +34,7 @@ def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatc
     """
     q = rotated_queries(cache, q, batch).float() * q.shape[-1] ** -0.5
     within, rows = torch.arange(PAGE, device=q.device), []
-    for query, pages, counts in zip(q, batch.pages, batch.counts, strict=True):  # one by one, to bound the copies
+    for query, pages, counts in zip(q, batch.pages, batch.counts, strict=True):  # one at a time, to limit copied keys
         keys = exact_keys(cache, layer, pages).float()  # [H, S, d]
         scores = query.unflatten(0, (len(keys), -1)) @ keys.transpose(1, 2)
         rows.append(scores.masked_fill((within >= counts[:, None]).flatten(), float("-inf")).softmax(-1))
@@ -108,11 +108,11 @@ class Reuse:
     It needs only the selections, so it also works for policies that have no such buffer.
 
     Args:
-        chunks: chunks of the longest sequence.
+        chunks: number of chunks of the longest sequence.
     """
 
     def __init__(self, layers: int, rows: int, heads: int, chunks: int, device: torch.device) -> None:
-        # Step of last use, from 1 on; 0 is never. The entry after the last chunk collects unselected places.
+        # The step that last used each chunk, counted from 1; 0 if none has. The extra last entry is for chunk -1.
         self._used = torch.zeros(layers, rows, heads, chunks + 1, dtype=torch.int32, device=device)
         self._steps = [0] * layers
         self._hits = torch.zeros(len(SIZES), layers, rows, dtype=torch.int64, device=device)
@@ -135,8 +135,8 @@ class Reuse:
         used[..., nobody] = 0
 
     def hit_rates(self) -> Tensor | None:
-        """Returns hit rates after the first step, [sizes, layers, rows]. Layers that do not select are left out. None
-        if there are no other layers, or if one selected nothing after its first step."""
+        """Returns hit rates after the first step, [sizes, layers, rows], for the layers that select. None if no layer
+        selects, or if one selected nothing for a row after its first step."""
         layers = [layer for layer, steps in enumerate(self._steps) if steps]
         selected = self._selected[layers]
         return (self._hits[:, layers] / selected).cpu() if layers and selected.all() else None

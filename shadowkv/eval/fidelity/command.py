@@ -24,7 +24,9 @@ def cut(args: argparse.Namespace, loaded: LoadedModel) -> list[Prompt]:
     """Returns the prompts that the command asks for. Raises ValueError if they are too long or too many."""
     need, max_position = args.prompt_tokens + args.new_tokens, loaded.config.max_position
     if need > max_position:
-        raise ValueError(f"--prompt-tokens and --new-tokens make {need} tokens, {loaded.name} takes {max_position}")
+        raise ValueError(
+            f"--prompt-tokens and --new-tokens make {need} tokens, but {loaded.name} takes at most {max_position}"
+        )
     return read_prompts(args.text, loaded.tokenizer, args.prompts, args.prompt_tokens)
 
 

@@ -64,8 +64,8 @@ def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
 
 
 def acceptance_rate(reference: Tensor, logits: Tensor) -> Tensor:
-    """Returns Σ min(p, q), [n], of the next-token distributions for logits [n, V]. It is the probability that a token
-    drawn from one is accepted as a draft for the other (Leviathan et al., arXiv:2211.17192)."""
+    """Returns Σ min(p, q), [n], for the next-token distributions p and q of logits [n, V]. It is the probability that a
+    token drawn from p is accepted as a draft for q (Leviathan et al., arXiv:2211.17192)."""
     return torch.minimum(*(x.double().softmax(-1) for x in (reference, logits))).sum(-1)
 
 

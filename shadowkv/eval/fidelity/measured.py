@@ -22,7 +22,7 @@ class Measured:
         budget: share of the prompt that a step can select.
         steps: number of tokens at which next-token distributions are compared.
         mean_kl, max_kl: KL(full || policy) in nats per token.
-        top1_agreement: share of steps at which both rank the same token first.
+        top1_agreement: share of steps at which the policy and full attention rank the same token first.
         acceptance_rates: per step, the probability that full attention accepts a token drafted by the policy,
             Σ min(p, q) over the vocabulary.
         perplexity, full_perplexity: the policy's and full attention's perplexity on the generated tokens.
@@ -30,7 +30,7 @@ class Measured:
         least_kept_energy: smallest share of the keys' energy that a layer kept, if keys are low-rank.
         mass_recall: per layer, share of the exact softmax on the tokens that were read.
         output_error: per layer, relative error of attention's output.
-        hit_rates: per buffer size, then per layer (``Reuse``). None if no chunks are selected, or all are read.
+        hit_rates: per buffer size, then per layer (``Reuse``). None if no step selected chunks.
     """
 
     prompt: str
@@ -63,11 +63,11 @@ def read_measured(path: Path) -> list[Measured]:
     try:
         return [Measured(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} holds no measures of this version: {error}") from error
+        raise ValueError(f"{path} has no results that this version can read: {error}") from error
 
 
 def write_measured(path: Path, measured: Iterable[Measured]) -> None:
-    """Replaces the file."""
+    """Replaces the file ``path`` with one that contains the results."""
     write_json(path, [asdict(result) for result in measured])
 
 

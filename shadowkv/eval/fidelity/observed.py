@@ -69,7 +69,7 @@ class ObservedCache(KVCache):
         return replace(plan, groups=tuple(replace(group, micro_batches=1) for group in plan.groups))
 
     def exact_layers(self) -> None:
-        """Returns None, so that no op runs whole layers: it could not call the observer between them."""
+        """Returns None, so that no op runs whole layers: such an op could not call the observer between layers."""
         return None
 
     def _keep(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:

@@ -26,7 +26,7 @@ def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> Non
 
 
 def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
-    """Plots a point per policy with its standard error, on a logarithmic scale; zero KL has no point."""
+    """Plots a point per policy with its standard error, on a logarithmic scale. A KL of 0 has no point."""
     policies = labels(measured)
     style_of = styles(policies)
     width = 4.5 + 0.08 * max(map(len, policies), default=0)  # room for the labels
@@ -63,7 +63,7 @@ def plot_layers(measured: Sequence[Measured], name: str, words: str, title: str,
 
 
 def plot_hit_rates(measured: Sequence[Measured], title: str, path: Path) -> None:
-    """Plots the mean over layers by buffer size, a line per policy that selects."""
+    """Plots hit rates, as means over layers, against the buffer size: a line per policy that selects."""
     figure, (axis,) = new_figure(1, 1, (6, 4.2))
     for label, style in styles(labels(measured)).items():
         of_label = of_policy(measured, label)

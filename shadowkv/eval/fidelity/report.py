@@ -52,13 +52,15 @@ FIGURES: dict[str, Figure] = {
 
 
 def over_prompts(measured: Sequence[Measured], figure: Figure) -> tuple[float, float] | None:
-    """Returns a figure's mean over prompts and standard error, NaN for a single prompt. None if it has no values."""
+    """Returns a figure's mean over prompts and its standard error, which is NaN for a single prompt. None if no prompt
+    has the figure."""
     values = [value for result in measured if (value := figure(result)) is not None]
     return mean_and_error(values) if values else None
 
 
 def layer_means(measured: Sequence[Measured], figure: LayerFigure) -> list[tuple[float, float]]:
-    """Returns a figure's mean over prompts and its standard error for every layer. Empty if it has no values."""
+    """Returns a figure's mean over prompts and its standard error for every layer. The list is empty if no prompt has
+    the figure."""
     values = [value for result in measured if (value := figure(result)) is not None]
     return [mean_and_error(layer) for layer in zip(*values)]
 

@@ -44,8 +44,8 @@ def code_debug(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def longbook_choice(prediction: str, references: tuple[str, ...]) -> float:
-    """Returns 1 if the chosen letter is right. It is the first character, what follows "answer is", or the first lone
-    letter.
+    """Returns 1 if the chosen letter is right. The chosen letter is the answer's first character, else what follows
+    "answer is", else the first lone letter.
 
     ``references`` are the right answer's text and its letter.
     """

@@ -57,7 +57,7 @@ def classification(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """Returns the share of the answer's numbers that are the number in ``reference``, a paragraph's name."""
+    """Returns the share of the answer's numbers that equal the number in ``reference``, the name of a paragraph."""
     number = re.search(r"\d+", reference)
     return count(prediction, number.group() if number else reference)
 
@@ -69,14 +69,15 @@ def count(prediction: str, reference: str) -> float:
 
 
 def code_similarity(prediction: str, reference: str) -> float:
-    """Returns the edit similarity of the answer's first line that is neither a comment nor a fence, rounded to 0.01."""
+    """Returns the edit similarity of ``reference`` and the answer's first line that is neither a comment nor a code
+    fence, rounded to 0.01."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100 if line and reference else 0.0
 
 
 def _sentences(text: str) -> list[list[str]]:
-    # As in the package ``rouge``, a sentence of white space only is one empty word.
+    # As in the package ``rouge``, a sentence that is only white space counts as one empty word.
     return [sentence.split() or [""] for sentence in text.split(".") if sentence]
 
 

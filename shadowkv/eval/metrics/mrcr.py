@@ -5,8 +5,8 @@ from __future__ import annotations
 from difflib import SequenceMatcher
 
 NEXT_TURN = "\n\nUser:\n"
-"""Header of the user's next turn in plain prompts. A model without a chat template does not end its answer before
-it."""
+"""Header of the user's next turn in plain prompts. A model without a chat template does not stop there: its output goes
+on with that turn."""
 
 
 def similarity(answer: str, other: str) -> float:
@@ -15,11 +15,11 @@ def similarity(answer: str, other: str) -> float:
 
 
 def mrcr(prediction: str, references: tuple[str, ...]) -> float:
-    """Returns the similarity of the text and the answer after its prefix (openai/mrcr). Returns 0 if the answer does
-    not begin with the prefix.
+    """Returns the similarity of the right text and the answer without its prefix (openai/mrcr). Returns 0 if the answer
+    does not begin with the prefix.
 
     Args:
-        references: the prefix, and the text.
+        references: the prefix, and the right text after it.
     """
     prefix, text = references
     return similarity(prediction.removeprefix(prefix), text) if prediction.startswith(prefix) else 0.0

@@ -17,11 +17,11 @@ FULL = 0.97
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt before it is framed.
+    """A prompt before ``PromptFitter.frame`` puts it into the model's format.
 
     Attributes:
         text: the user's message.
-        answer_prefix: beginning of the answer.
+        answer_prefix: beginning of the answer, with which the framed prompt ends.
         references: texts that the metric compares the answer with.
         history: earlier turns of the conversation: what the user asked, and what the assistant answered.
     """
@@ -55,7 +55,7 @@ class PromptFitter:
         if chat and not tokenizer.has_chat_template:
             raise ValueError("this model has no chat template; ask for plain prompts")
         self._tokenizer, self._chat = tokenizer, chat
-        self._start = 32  # units to try first: as many as in the last prompt
+        self._start = 32  # number of units to try first, taken from the last prompt
 
     def frame(self, text: str, answer_prefix: str = "", history: Sequence[tuple[str, str]] = ()) -> str:
         """Returns the prompt as the model sees it. Without a chat template, turns of a history begin with ``User:`` and
@@ -66,9 +66,9 @@ class PromptFitter:
         if not self._chat:
             return "\n\n".join(f"User:\n{asked}\n\nAssistant:\n{answer}" for asked, answer in turns)
         roles = [(role, content) for turn in turns for role, content in zip(("user", "assistant"), turn)]
-        messages = [{"role": role, "content": content} for role, content in roles[:-1]]  # the answer comes below
+        messages = [{"role": role, "content": content} for role, content in roles[:-1]]  # the last one is added below
         prompt = self._tokenizer.apply_chat_template(messages)
-        if self._tokenizer.encode("")[:1] == [self._tokenizer.bos_token_id]:  # encode() adds it itself
+        if self._tokenizer.encode("")[:1] == [self._tokenizer.bos_token_id]:  # encode() adds this token
             prompt = prompt.removeprefix(self._tokenizer.special_tokens["bos_token"])
         return prompt + answer_prefix
 
@@ -79,9 +79,9 @@ class PromptFitter:
     def fill(self, build: Callable[[int], Question], least: int = 0, most: int | None = None) -> tuple[str, Question]:
         """Returns the prompt with as many units of text as fit, and its question, ``build(units)``.
 
-        ``build`` gets at least ``least`` and at most ``most`` units, and tokens must grow about linearly with them. The
-        search starts at the last prompt's number of units and measures the tokens per unit, so it usually tokenizes
-        two prompts. Raises TooShortError if ``least`` units do not fit.
+        ``build`` gets at least ``least`` and at most ``most`` units. The number of tokens must grow about linearly with
+        the number of units. The search starts at the last prompt's number of units and measures the tokens per unit,
+        so it usually tokenizes two prompts. Raises TooShortError if ``least`` units do not fit.
         """
         question = build(least)
         prompt = self.frame(question.text, question.answer_prefix, question.history)
@@ -101,7 +101,7 @@ class PromptFitter:
             per_unit = max(tried_tokens - shortest, 1) / (units - least)
             units = least + int(((1 + FULL) / 2 * self.budget - shortest) / per_unit)
             steps += 1
-            if steps > 4 and fails is not None:  # uneven units: bisect
+            if steps > 4 and fails is not None:  # the units are uneven, so bisect
                 units = (fits + fails) // 2
         self._start = fits
         return prompt, question

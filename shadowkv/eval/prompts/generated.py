@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 
 SECTION = 60
-"""Lines of a log file, and rows of a table, before the next one starts."""
+"""Number of lines of a log file, and number of rows of a table."""
 START = datetime(2026, 3, 1, 6, 0, 0)
 
 METHODS = ("GET", "GET", "GET", "POST", "PUT", "DELETE")

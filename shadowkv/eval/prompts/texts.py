@@ -26,7 +26,7 @@ ESSAYS = "data/synthetic/json/PaulGrahamEssays.json"
 CHARACTERS_PER_TOKEN = 6
 """More characters than a token has on average, in code, logs, tables or English."""
 SHORTEST = 1000
-"""Minimum size of a source file in bytes; most smaller ones only import."""
+"""Minimum size of a source file in bytes. Most smaller files have only imports."""
 LEFT_OUT = {"test", "tests", "testing", "site-packages", "dist-packages", "__pycache__"}
 """Folders that are left out: tests repeat themselves, and other packages differ from machine to machine."""
 
@@ -89,8 +89,8 @@ class Filler:
     def fill(self, first: int, limit: int, build: Callable[[list[str]], str]) -> str:
         """Returns ``build(sentences)`` for as many sentences, from index ``first`` on, as fit in ``limit`` tokens.
 
-        Sentences are counted one by one, so their sum can be too small by a few tokens. Then sentences are removed.
-        Raises ValueError if even ``build([])`` is too long.
+        The tokens of each sentence are counted separately, so their sum can be a few tokens too small. If the text is
+        then too long, its last sentences are removed. Raises ValueError if even ``build([])`` is too long.
         """
         room = limit - self.count(build([]))
         sentences: list[str] = []
@@ -144,7 +144,7 @@ def source_code(seed: str, characters: int) -> str:
 
 
 def source_versions() -> str:
-    """The versions that the source files depend on."""
+    """The versions of the packages that the source files come from."""
     return f"Python {platform.python_version()}, torch {version('torch')}"
 
 

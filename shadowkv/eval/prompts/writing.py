@@ -1,4 +1,5 @@
-"""Short pieces of writing of a kind about a topic, made up from a seed. They are the assistant's texts in ``mrcr``.
+"""Short pieces of writing, made up from a seed. Each is of a kind, such as a poem, and about a topic. In ``mrcr`` they
+are the assistant's texts.
 
 A piece has ``SENTENCES`` sentences whose forms and words are drawn. All pieces come from the same forms, so that their
 style does not tell them apart.

@@ -43,7 +43,7 @@ def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: 
     A budget in a name replaces ``budgets``. A policy that selects nothing, such as full attention, has no budget.
     Raises SettingsError for invalid policies.
     """
-    from shadowkv.kvcache.parts import resolve  # which imports PyTorch: --help works without
+    from shadowkv.kvcache.parts import resolve  # imported here: it needs PyTorch, and --help does not
 
     policies: dict[str, Policy] = {}
     for name in names:
@@ -60,7 +60,8 @@ def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: 
 
 
 def without_field(name: str, field: str) -> tuple[str, str | None]:
-    """Returns a policy's name or label without a field, and the field's value in it; None if it has no such field."""
+    """Returns a policy's name or label without a field, and the field's value. The value is None if the policy does not
+    set the field."""
     kv, at, budget = name.partition("@")
     preset_name, _, changes = kv.partition(":")
     fields = dict(change.split("=", 1) for change in changes.split(",") if change)
@@ -103,7 +104,7 @@ class Variation:
         ``full``, policies that set the field themselves, and policies to which no value applies stay as they are.
         Raises ValueError if then no policy sets the field.
         """
-        from shadowkv.kvcache.parts import resolve  # which imports PyTorch: --help works without
+        from shadowkv.kvcache.parts import resolve  # imported here: it needs PyTorch, and --help does not
 
         expanded: list[str] = []
         notes: list[str] = []

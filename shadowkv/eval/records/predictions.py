@@ -21,7 +21,7 @@ class Sample:
     Attributes:
         task: name of its task, e.g. ``niah_single_1``.
         id: the same for every policy and every run with the same seed.
-        turns: prompts, one per turn; the first holds the context. Plain text, tokenized unchanged.
+        turns: prompts, one per turn; the first holds the context. They are plain text, which is tokenized unchanged.
         references: per turn, the texts that the metric compares the answer with.
         max_new_tokens: limit for every turn.
         metric: name in ``metrics.scoring.METRICS``.
@@ -50,7 +50,7 @@ class Prediction:
         score: mean of the turns' scores, in [0, 1].
         attended_tokens: tokens that a kv head attends to in the last step; None if a server has the cache.
         least_kept_energy: smallest share of the keys' energy that a layer kept, if keys are low-rank.
-        output_tokens: tokens of the answers, all turns together, without end tokens. For a server, its own count. None
+        output_tokens: tokens of the answers, all turns together, without end tokens. A server counts them itself. None
             if the server does not count tokens, and in older folders.
         seconds: time of decoding and of later turns' prefill under this policy, divided by the number of samples in
             the batch. For a server, the time of all requests of the sample.

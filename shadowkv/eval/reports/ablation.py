@@ -53,7 +53,7 @@ def write_ablation(
         field: the varied field.
         measure: the figure's name in the table.
         words: the figure's name in the plot.
-        samples: figures by length and label of the policy, in a list per task.
+        samples: figures by length and label of the policy, with a list for each task.
     """
     measured = points(field, samples)
     write_variation(field, measure, measured, model, folder)
@@ -73,7 +73,7 @@ def write_variation(field: str, measure: str, points: Sequence[Point], model: st
     """Writes vary_<field>.csv.
 
     Args:
-        measure: the figure's name in words.
+        measure: the figure's name in the table.
     """
     table: list[list[object]] = [[*COLUMNS[:3], field, measure, *COLUMNS[5:]]]
     for point in points:
@@ -87,7 +87,8 @@ def plot_variation(field: str, words: str, all_points: Sequence[Point], share: b
 
     Args:
         words: the figure's name.
-        share: whether the figure is a share, shown in per cent; otherwise the scale is logarithmic, without zeros.
+        share: whether the figure is a share, shown in per cent. Otherwise the scale is logarithmic, and zeros are left
+            out.
     """
     values = sorted({point.value for point in all_points if point.value is not None}, key=_order(all_points))
     lengths = sorted({point.length for point in all_points})
@@ -107,7 +108,7 @@ def plot_variation(field: str, words: str, all_points: Sequence[Point], share: b
             )
             if drawn:
                 places, means, errors = zip(*drawn)
-                beside = 0.03 * (number - len(policies) / 2)  # equal figures must not hide one another
+                beside = 0.03 * (number - len(policies) / 2)  # shifts points, so that equal figures are all visible
                 style = {"capsize": 3, "label": kv, **style_of[kv]}
                 bars = [unit * bar_length(error) for error in errors]
                 axis.errorbar([place + beside for place in places], [unit * mean for mean in means], bars, **style)

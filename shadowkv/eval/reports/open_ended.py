@@ -71,15 +71,16 @@ def markdown(rows: Sequence[Row]) -> str:
         cells = [_shown(row, name, 100 if name in SHARES else 1) for name in ("output_tokens", *SHARES)]
         table.append([str(row.length), row.task, row.policy, str(row.samples), *cells])
     note = (
-        f"Open-ended answers: tokens, share that ended before {open_ended.NEW_TOKENS} of them, share that ends in a"
-        f" loop (the score above is the share of the others), agreement with `{BASELINE}`'s answer (F1 of words);"
-        f" ± standard error, in brackets the paired difference to `{BASELINE}`."
+        f"Open-ended answers: output tokens, share of answers that ended before the limit of {open_ended.NEW_TOKENS}"
+        f" tokens, share that ends in a loop (the score above is 1 minus this share), agreement with `{BASELINE}`'s"
+        f" answer (F1 of words); ± standard error, in brackets the paired difference to `{BASELINE}`."
     )
     return markdown_table(note, table)
 
 
 def _agreement(baseline: Answers) -> Callable[[Prediction], float | None]:
-    """Returns a figure: F1 of an answer's words and those of full attention's answer to the same sample, or None."""
+    """Returns a figure: F1 between the words of an answer and of full attention's answer to the same sample. It is None
+    if full attention has not answered the sample."""
     return lambda p: qa_f1(p.predictions[0], baseline[p.sample].predictions[0]) if p.sample in baseline else None
 
 

@@ -65,8 +65,8 @@ def needle_cells(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
 def plot_needles(
     predictions: Sequence[Prediction], depth: Callable[[Prediction], float], title: str, path: Path
 ) -> None:
-    """Plots the mean score of one task under one policy by depth (rows, per cent) and length (columns), red to
-    green."""
+    """Plots the mean score of one task under one policy by depth (rows, per cent) and length (columns), in colours from
+    red to green."""
     lengths, depths = sorted({p.length for p in predictions}), sorted({depth(p) for p in predictions})
     cells: dict[tuple[float, int], list[float]] = {}
     for p in predictions:
@@ -77,7 +77,7 @@ def plot_needles(
     for y, row in enumerate(means):
         for x, mean in enumerate(row):
             words = "" if math.isnan(mean) else f"{mean:.0f}"
-            on_dark = abs(mean - 50) > DARK  # both ends of the colours
+            on_dark = abs(mean - 50) > DARK  # both ends of the colour scale are dark
             axis.text(x, y, words, ha="center", va="center", fontsize=9, color="white" if on_dark else "black")
     axis.set_xticks(range(len(lengths)), [str(length) for length in lengths], rotation=45)
     axis.set_yticks(range(len(depths)), [f"{row:g}" for row in depths])

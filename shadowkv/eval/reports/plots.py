@@ -16,7 +16,7 @@ from shadowkv.eval.reports.summary import by_cell, labels, score, scores_by_task
 
 def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> None:
     """Plots a panel per length, a row per task, and a dot per policy with its standard error. A dot is the paired
-    difference to full attention. It is the score if full attention is missing, or is the only policy."""
+    difference to full attention. If full attention is missing or is the only policy, a dot is the score."""
     cells = by_cell(predictions)
     tasks = list(dict.fromkeys(task for _, task in cells))
     lengths = sorted({length for length, _ in cells})

@@ -19,7 +19,8 @@ Estimate = tuple[float, float]
 
 
 def mean_and_error(*strata: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of all values, and its standard error from the deviations within strata, NaN for one value."""
+    """Returns the mean of all values, and its standard error from the deviations within strata. The error is NaN for a
+    single value."""
     groups = _with_spread(strata)
     count = sum(map(len, groups))
     mean = sum(map(sum, groups)) / count
@@ -42,7 +43,7 @@ def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
     if count < 2:
         return math.nan, math.nan
     rng = np.random.default_rng(0)
-    # In slices: 10,000 resamples of thousands of pairs at once would take gigabytes.
+    # Resamples are drawn 100 at a time: 10,000 resamples of thousands of pairs would take gigabytes.
     means = [
         sum(values[rng.integers(0, len(values), (100, len(values)))].sum(1) for values in arrays) / count
         for _ in range(RESAMPLES // 100)
@@ -52,8 +53,8 @@ def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
 
 
 def _with_spread(strata: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-    """Returns the strata. A stratum with a single value shows no deviation. If there is one, returns all values as one
-    stratum, which makes errors larger."""
+    """Returns the strata if each has several values. A stratum with a single value shows no deviation; if there is one,
+    all values are returned as one stratum, which makes errors larger."""
     return strata if all(len(values) > 1 for values in strata) else [[value for values in strata for value in values]]
 
 

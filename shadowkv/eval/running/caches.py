@@ -28,8 +28,8 @@ Cache = TypeVar("Cache", bound=KVCache)
 
 
 def open_cache(loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int = 1) -> KVCache:
-    """Returns a cache for ``slots`` sequences of ``capacity`` tokens each, and resolves ``spec``. The model's layers
-    use the cache's ops from now on."""
+    """Returns a cache for ``slots`` sequences of ``capacity`` tokens each. The model's layers use the cache's ops from
+    now on."""
     return open_cache_as(KVCache, loaded, spec, capacity, slots)
 
 
@@ -77,7 +77,7 @@ def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[
     the vocabulary. If ``scored``, the last layer's attention and MLP compute all tokens instead of only each sequence's
     last one. After a second it shows a progress bar on a terminal."""
     run, tokens = steps_of_prefill(model, cache, work, scored), sum(len(ids) for _, ids in work)
-    each = tokens / pieces(model, tokens, scored)  # work of all layers, in tokens
+    each = tokens / pieces(model, tokens, scored)  # progress of one piece, in tokens
     bar = tqdm(desc="reading", total=tokens, unit="token", unit_scale=True, leave=False, disable=None, delay=1)
     with torch.inference_mode(), bar:
         while True:
@@ -94,8 +94,9 @@ def prefill_all(
 ) -> tuple[list[CachedSequence], Tensor]:
     """Returns a new sequence with the prompt in every cache, and logits [caches, V] of the prompt's last token.
 
-    The prompt is computed once for all caches with the same prefill attention. It is compressed once for all caches
-    that store it alike, and copied: a copy takes a thousandth of the time of computing the low-rank form again.
+    The prompt is computed once for all caches with the same prefill attention. It is compressed in only one of the
+    caches that store it alike, and copied to the others: a copy takes a thousandth of the time of computing the
+    low-rank form again.
     """
     alike = [
         next((first for first in range(n) if cache.snapshots.stored_alike(caches[first].snapshots, len(prompt))), n)

@@ -44,7 +44,7 @@ class Answering:
 
         Args:
             first: per sequence, the first token of its first answer. The prompt is already in the cache.
-            turns: per sequence, the tokens of every later turn. Sequences have the same number of turns.
+            turns: per sequence, the tokens of every later turn. All sequences have the same number of turns.
             limit: maximum tokens of an answer.
             ends: tokens that end an answer and are not part of it.
         """
@@ -84,7 +84,7 @@ class Answering:
             if not going:
                 return answers
             rows, newest = going, [answers[row][-1] for row in going]
-            # Waits once per step for all rows, before the next step may overwrite the logits.
+            # ``tolist`` waits once per step for all rows, before the next step may overwrite the logits.
             tokens = self.runner.decode([self.sequences[row] for row in rows], newest).argmax(-1).tolist()
 
 
@@ -98,7 +98,7 @@ class Prompts:
 
 
 class Forks:
-    """A model with a cache for each policy, which are reused from batch to batch.
+    """A model with a cache for each policy. The caches are reused from batch to batch.
 
     Args:
         loaded: the model.
@@ -141,7 +141,7 @@ class Forks:
         if capacity <= self._capacity and all(policy.label in self._caches for policy in policies):
             return
         self._caches.clear()
-        gc.collect()  # a cache and its graphs refer to each other
+        gc.collect()  # frees the caches, which form cycles with their graphs
         specs = [policy.spec for policy in policies if policy.spec is not None]
         fit = self.batch or sequences_that_fit(self.loaded, specs, capacity)
         batches = -(-largest_group // fit)
@@ -151,7 +151,7 @@ class Forks:
 
     def _answer(self, prompts: list[Prompts], policies: list[Policy]) -> Iterator[Prediction]:
         caches = [self._caches[policy.label] for policy in policies]
-        first: list[list[int]] = []  # by prompt and policy
+        first: list[list[int]] = []  # first tokens of the answers, by prompt and policy
         prefill_seconds = []
         for prompt in prompts:
             start = time.perf_counter()
@@ -182,7 +182,7 @@ class Forks:
             cache.clear()
 
     def _prefill(self, caches: list[Answering], prompt: Prompts) -> list[int]:
-        """Prefills the prompt into every cache; returns the next tokens."""
+        """Prefills the prompt into every cache; returns the token that follows in each cache."""
         stores = [answering.cache for answering in caches]
         sequences, logits = prefill_all(self.loaded.model, stores, prompt.turns[0], prompt.need)
         for cache, sequence in zip(caches, sequences, strict=True):

@@ -110,5 +110,5 @@ class Remote:
         if self.max_model_len is not None and need > self.max_model_len:
             raise ValueError(
                 f"sample {sample.id} of {sample.task} needs {counted(need, 'token')}, the server takes "
-                f"{self.max_model_len}"
+                f"at most {self.max_model_len}"
             )

@@ -200,7 +200,8 @@ def samples(
 def chosen_rows(
     file: Path, fields: tuple[str, ...], count: int, seed: int, source: str
 ) -> list[tuple[int, dict[str, Any]]]:
-    """At most ``count`` rows of a JSONL file with their numbers from 0, chosen by ``seed``, in the file's order.
+    """Returns at most ``count`` rows of a JSONL file, chosen by ``seed``, in the file's order. Each row comes with its
+    number, counted from 0.
 
     Raises FileNotFoundError that names ``source``, and ValueError for a line that is not an object with ``fields``.
     """

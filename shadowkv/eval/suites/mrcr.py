@@ -20,7 +20,7 @@ NEEDLES = {"mrcr_2needle": 2, "mrcr_4needle": 4, "mrcr_8needle": 8}
 TASKS: tuple[str, ...] = tuple(NEEDLES)
 PREFIX_LENGTH = 10
 ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
-ANSWER_MARGIN = 1.25  # limit of new tokens, as a multiple of the longest of some right answers
+ANSWER_MARGIN = 1.25  # limit of new tokens, as a multiple of the longest of 64 right answers
 
 
 def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int, chat: bool) -> list[Sample]:

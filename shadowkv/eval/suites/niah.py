@@ -1,7 +1,8 @@
 """Needles in a haystack, by depth and length. A task asks for one needle, for several together, or for another one in
-each turn on the same cache.
+each turn of a conversation, whose turns share a cache.
 
-The wording is RULER's (arXiv:2404.06654). Several needles are spread from the depth to the end, as in the usual test.
+The wording is RULER's (arXiv:2404.06654). If there are several needles, the first is at the given depth and the others
+are spread from there to the end, as in the usual test.
 ``niah_multiturn`` is ShadowKV's multi-turn test (arXiv:2410.21465, section 5.2).
 """
 

@@ -41,7 +41,7 @@ def _by_task(make: Callable[..., list[Sample]], tasks: Sequence[str], *options: 
     Args:
         make: makes the samples of a task, given the task, tokenizer, length, number of samples, seed, and ``options``.
         options: flags of the command that ``make`` takes as keyword arguments.
-        needs_data: whether the suite has no data of its own.
+        needs_data: whether the suite needs ``--data``.
     """
 
     def samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:

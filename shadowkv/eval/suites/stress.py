@@ -1,5 +1,5 @@
-"""Stress tests where sparse attention fails first. Answers need many places of the context, or repeat a long part of it
-word by word.
+"""Stress tests: tasks at which sparse attention fails first. Answers need many places of the context, or repeat a long
+part of it word by word.
 
 ``needles_64`` asks for 64 needles at once, ``table_to_json`` for rows of a long table, and ``long_copy`` for a verbatim
 copy of a marked part. An answer needs far more of the context than one step can select, so the selection has to change
@@ -46,7 +46,8 @@ def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int)
 
 
 def needles(units: int, rng: random.Random) -> Question:
-    """Returns a text of ``units`` lines with the code of a name each. The prompt asks for ``NEEDLES`` of the codes."""
+    """Returns a question about a text of ``units`` lines, each with the code of a name. It asks for ``NEEDLES`` of the
+    codes."""
     names = _distinct(units, rng)
     codes = [str(rng.randint(10**6, 10**7 - 1)) for _ in names]
     asked = rng.sample(range(units), NEEDLES)

@@ -115,7 +115,7 @@ class SnapshotFile:
         """The ids of the snapshot's tokens."""
         raw = self._read(self._begin + self.header.nbytes, 4 * self.header.tokens)
         if xxhash.xxh3_128_hexdigest(raw) != self.header.token_checksum:
-            raise BadSnapshot(self.path, "the checksum of its token ids is another")
+            raise BadSnapshot(self.path, "its token ids do not match their checksum")
         return np.frombuffer(raw, "<u4")
 
     def expect(self, token_ids: TokenIds) -> None:
@@ -156,7 +156,7 @@ class SnapshotFile:
                     read.cancel()
                 wait(reads)
         if checksum.hexdigest() != self.header.checksum:
-            raise BadSnapshot(self.path, "the checksum of its data is another")
+            raise BadSnapshot(self.path, "its data does not match the checksum")
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
         """Reads all bytes and checks them. ``progress`` is called with byte counts."""
@@ -168,7 +168,7 @@ class SnapshotFile:
             checksum.update(part)
             progress(len(part))
         if checksum.hexdigest() != self.header.checksum:
-            raise BadSnapshot(self.path, "the checksum of its data is another")
+            raise BadSnapshot(self.path, "its data does not match the checksum")
 
     def stream(self) -> BinaryIO:
         """Returns a separate file object that reads the file from its first byte on."""

@@ -103,7 +103,7 @@ class FileHeader:
         for name in ("name", "origin", "parent", "key"):
             text = getattr(self, name)
             if not is_snapshot_name(text) and (text or name != "parent"):
-                raise ValueError(f"{name} {text!r} is none")
+                raise ValueError(f"{name} {text!r} is not 40 hex digits")
         for name in ("uid", "parent_uid", "checksum", "token_checksum"):
             text = getattr(self, name)
             if not _UID.fullmatch(text) and (text or name != "parent_uid"):
@@ -126,8 +126,8 @@ class FileHeader:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent state after its last token, of all layers; 0 if ``contents`` describe none. Of several
-        ranks only the first counts, which ``contents`` describe."""
+        """Bytes of the recurrent state after the last token, of all layers; 0 if ``contents`` describe none. With
+        several ranks, only the first one's bytes count, because ``contents`` describe only these."""
         try:
             groups = [group for group in self.contents["other_groups"] if group["recurrent"]]
             nbytes = sum(int(group["layer_bytes"]) * len(group["layers"]) for group in groups)
@@ -229,7 +229,7 @@ def decode(path: Path, name: str, raw: bytes, size: int) -> FileHeader:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadSnapshot(path, f"not a snapshot's header ({type(error).__name__}: {str(error)[:100]})") from error
     if not same:
-        raise BadSnapshot(path, "the header's checksum is another")
+        raise BadSnapshot(path, "the header does not match its metadata or checksum")
     if header.name != name:
         raise BadSnapshot(path, f"it is the file of {header.name}")
     expected = len(raw) + header.nbytes + 4 * header.tokens

@@ -105,8 +105,8 @@ class Inventory(Directory):
     def surplus(
         self, limit: float | None = None, age: float | None = None, keep: Collection[str] = ()
     ) -> list[FileHeader]:
-        """Returns the files to remove, in eviction order. Then at most ``limit`` bytes stay, and no file that was
-        unused for ``age`` seconds. None is no limit. Files in ``keep`` always stay."""
+        """Returns the files to remove, in eviction order. After their removal there are at most ``limit`` bytes, and no
+        file that was unused for ``age`` seconds. None means no limit. Files in ``keep`` always stay."""
         surplus, total = [], self.bytes
         for header, used in self.by_age(keep):
             over = limit is not None and total > limit

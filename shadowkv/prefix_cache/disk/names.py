@@ -28,8 +28,8 @@ FOLDER, SUFFIX = "names", ".json"
 FORMAT = "shadowkv-name-1"
 
 CLOCK_NANOSECONDS = 2 * 10**9
-"""Nanoseconds. A folder that changed less than this before it was listed is listed again, because the listing may lack
-changes."""
+"""A folder that changed less than this number of nanoseconds before it was listed is listed again, because the listing
+may lack changes."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Save:
         return cls(FORMAT, key, tokens, snapshots, int(time.time()))
 
     def is_of(self, chain: Sequence[FileHeader]) -> bool:
-        """Whether ``chain`` is exactly the listed snapshots, of this key, and the last one has the last saved token."""
+        """Whether ``chain`` has exactly the listed snapshots, with this key, and ends with the one that has the last
+        saved token."""
         return (
             tuple(header.name for header in chain) == self.snapshots
             and all(header.key == self.key for header in chain)
@@ -90,7 +91,7 @@ class Names:
 
     @property
     def pins(self) -> frozenset[str]:
-        """Snapshots that names keep, as of the last ``refresh``. It does not wait."""
+        """Snapshots that names keep, as of the last ``refresh``. Does not wait for the disk."""
         return self._known[1]
 
     def path(self, name: str) -> Path:

@@ -192,7 +192,7 @@ class DiskTier:
 
     @property
     def problem(self) -> str | None:
-        """Why writing is paused after a failure; None if it is not. It does not wait."""
+        """Why writing is paused after a failure; None if writing is not paused. Does not wait for the disk."""
         return self._writer.problem
 
     def keep(self, name: str, tokens: int, chain: Sequence[FileHeader]) -> Future[None]:

@@ -77,7 +77,7 @@ class Writer:
 
     @property
     def problem(self) -> str | None:
-        """Why writing is paused after a failure, and for how long. Does not wait."""
+        """Why writing is paused after a failure, and for how long. Does not wait for the disk."""
         left = self._paused_until - time.monotonic()
         return f"{self._reason}; it is tried again in {left:.0f} s" if left > 0 else None
 

@@ -82,8 +82,8 @@ def samples(
     Args:
         task: one of ``TASKS``.
         tokenizer: the model's tokenizer, which measures prompts and answers.
-        length: maximum tokens of prompt and answer together. Prompts fill at least 0.9 of what the answer leaves,
-            except if there are too few words (``cwe``) or if documents are long for the length (``qa_1``, ``qa_2``).
+        length: maximum tokens of prompt and answer together. Prompts fill at least 0.9 of the tokens that the answer
+            leaves, unless there are too few words (``cwe``) or documents are long for the length (``qa_1``, ``qa_2``).
         seed: gives the same samples in every process; a larger ``count`` only adds samples.
         data: folder with the task's files; missing ones are looked up in installed packages (``data.py``).
         chat: whether to use the tokenizer's chat template, with the answer's beginning after the assistant's header.

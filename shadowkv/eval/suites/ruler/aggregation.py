@@ -19,9 +19,9 @@ COMMON_TEMPLATE = (
 )
 COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 COMMON = 10
-# Repetitions of common words and of other words: from 4096 tokens on, and for shorter samples.
+# Repetitions of each common word and of each other word. The first pair is for samples of at least 4096 tokens.
 REPEATS, SHORT_REPEATS = (30, 3), (6, 1)
-# Number of words in the solved example, and their repetitions.
+# Number of distinct words in the solved example, and their repetitions, also by the length of the sample.
 EXAMPLE, SHORT_EXAMPLE = (40, (10, 3)), (20, (3, 1))
 
 
@@ -67,8 +67,8 @@ FREQUENT_TEMPLATE = (
 FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
 NOISE = "..."
 LETTERS = 6
-TOKENS_PER_NEW_WORD = 50  # tokens of the length for each distinct word
-MIN_WORDS = 100  # from here on the fourth word is rarer than the third and more frequent than the fifth
+TOKENS_PER_NEW_WORD = 50  # a sample has one distinct word for this many tokens of its length
+MIN_WORDS = 100  # with so many words, the fourth word is rarer than the third and more frequent than the fifth
 
 
 class FrequentWords:

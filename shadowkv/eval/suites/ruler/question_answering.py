@@ -1,4 +1,5 @@
-"""RULER's question answering: SQuAD and HotpotQA among documents of other questions (arXiv:2404.06654, section 3)."""
+"""RULER's question answering: questions of SQuAD and HotpotQA, whose documents are mixed with those of other questions
+(arXiv:2404.06654, section 3)."""
 
 from __future__ import annotations
 
@@ -75,9 +76,9 @@ class QuestionAnswering:
         self.most: int | None = len(self._documents)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """The question with its own documents, then others of the same article, then any others, all shuffled.
+        """Returns the question with shuffled documents: its own, then others of the same article, then any others.
 
-        Raises ValueError if there are fewer questions.
+        Raises ValueError if there is no question ``index``.
         """
         if index >= len(self._items):
             raise ValueError(f"there are only {len(self._items)} questions, and too few of them fit")

@@ -21,7 +21,7 @@ PREFIX = (
     "{count} variables are assgined the value {value}, they are: "
 )
 HOPS = 4
-EXAMPLE_LENGTH, EXAMPLE_ANSWER = 500, 30  # tokens of the solved example in front
+EXAMPLE_LENGTH, EXAMPLE_ANSWER = 500, 30  # tokens of the solved example, and of its answer
 
 
 class VariableTracking:
