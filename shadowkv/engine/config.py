@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from shadowkv.engine.speculation.config import SpeculativeConfig
+from shadowkv.engine.speculation.config import BY_THE_MODEL, SpeculativeConfig
 from shadowkv.field_types import wrong_types
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PREFILL_ERROR, PREFILL_ERROR_HELP, KVSpec
@@ -218,7 +218,7 @@ class EngineConfig:
         None,
         SCHEDULING,
         "speculative decoding: drafts several tokens, from a request's own text or with the model itself, and verifies "
-        "them in one step; method is ngram, suffix or sparse, num_speculative_tokens the most drafted tokens, "
+        "them in one step; method is ngram, suffix, sparse or mtp, num_speculative_tokens the most drafted tokens, "
         "prompt_lookup_min and prompt_lookup_max the n-grams of ngram (default: off)",
         "-sc",
         parse=parse_speculative_config,
@@ -460,12 +460,21 @@ class EngineConfig:
         return SpeculativeConfig("sparse") if preset(self.kv).drafts else None
 
     @property
+    def drafts_with_head(self) -> bool:
+        """Whether a layer of the checkpoint drafts tokens."""
+        return self.speculation is not None and self.speculation.method == "mtp"
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Most drafted tokens of a sequence in a step; 0 without speculative decoding."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens or 0
+
+    @property
     def drafted_rows(self) -> int:
         """Rows of a decode step for drafted tokens: those of one sequence, or of all if all draft together. 0 without
         speculative decoding."""
-        if (drafts := self.speculation) is None:
-            return 0
-        return (drafts.num_speculative_tokens or 0) * (self.max_num_seqs if drafts.method == "sparse" else 1)
+        together = self.speculation is not None and self.speculation.method in BY_THE_MODEL
+        return self.drafted_tokens * (self.max_num_seqs if together else 1)
 
     @property
     def max_rows(self) -> int:

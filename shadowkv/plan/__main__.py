@@ -48,6 +48,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_flag(parser, EngineConfig, "dtype", help=text)
     for name in ("quantization", "hf_overrides"):
         add_flag(parser, EngineConfig, name)
+    text = 'drafts by a layer of the checkpoint, such as \'{"method": "mtp"}\', whose memory is planned; other methods '
+    add_flag(parser, EngineConfig, "speculative_config", help=text + "need none of their own (default: off)")
     add("--json", action="store_true", help="print unrounded figures as JSON")
     kv = parser.add_argument_group("KV cache")
     text = f"cache policies to compare: {POLICY_HELP} (default: turbo)"
@@ -103,7 +105,11 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     from shadowkv.plan.planner import Machine, Planner
     from shadowkv.plan.report import as_json, as_text, missing
 
-    config, forms = load_plan(args.model, args.context, args.hf_overrides, args.quantization)
+    engine = EngineConfig(speculative_config=args.speculative_config)
+    drafted = engine.drafted_tokens if engine.drafts_with_head else 0
+    config, forms = load_plan(
+        args.model, args.context, args.hf_overrides, args.quantization, draft_head=engine.drafts_with_head
+    )
     machine = Machine(
         args.gpu_memory_gib,
         args.gpu_memory_utilization,
@@ -117,7 +123,7 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     checkpoints, state_dtype = args.max_mamba_checkpoints, args.mamba_ssm_cache_dtype
     check_states(config.shape, max_mamba_checkpoints=checkpoints, mamba_ssm_cache_dtype=state_dtype)
     states = StateSettings.of(checkpoints, state_dtype)
-    options = args.hit_rate, args.fetch_buffer, args.replicas, forms, states
+    options = args.hit_rate, args.fetch_buffer, args.replicas, forms, states, drafted
     planner = Planner(shard, dtype, args.context, machine, *options)
     plans = [_plan(planner, name) for name in dict.fromkeys(args.kv)]
     if args.json:
@@ -130,14 +136,17 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
 def _check(args: argparse.Namespace) -> None:
     checked = (
         *("gpu_memory_utilization", "host_memory_gib", "kv_offload_gib", "fetch_buffer", "tensor_parallel_size"),
-        "max_mamba_checkpoints",
+        *("max_mamba_checkpoints", "speculative_config"),
     )
-    EngineConfig(**{name: getattr(args, name) for name in checked})
+    config = EngineConfig(**{name: getattr(args, name) for name in checked})
     bad = [
         f"--{name.replace('_', '-')} {getattr(args, name)} must be more than 0"
         for name in ("context", "gpu_memory_gib", "device_bandwidth_tbs", "host_bandwidth_gbs", "replicas")
         if not getattr(args, name) > 0
     ]
+    if config.speculation is not None and not config.drafts_with_head:
+        method = f"--speculative-config method={config.speculation.method!r}"
+        bad.append(f"{method} has no memory to plan, only 'mtp' has; that of 'sparse' is in --kv full-speculative")
     if not 0 <= args.hit_rate <= 1:
         bad.append(f"--hit-rate {args.hit_rate} must be in [0, 1]")
     if bad:

@@ -131,7 +131,8 @@ class Planner:
 
     If the model is split across ranks, the figures are those of one rank, and communication between ranks takes no
     time. ``forms`` has the forms of quantised weights by name. Weights keep their form if GPUs can multiply it.
-    ``states`` are the settings of recurrent states.
+    ``states`` are the settings of recurrent states. ``drafted`` is as for ``largest_batch``; if it is not 0, the model
+    has a draft head.
 
     Attributes:
         shard: the rank's part of the model. ``config`` is the config of this part.
@@ -145,6 +146,7 @@ class Planner:
         bytes_read: function from a number of sequences to the bytes of weights that a step reads
             (``Decoder.bytes_read``).
         expert_bytes: bytes of the routed experts' weights.
+        head_weight_bytes: bytes of the draft head's weights, part of ``weight_bytes``; 0 without one.
         usable_bytes: usable bytes of the device without the weights; negative if the weights do not fit.
         prefill_bytes, graph_bytes: bytes of the device left free for the longest prefill and for CUDA graphs. Some more
             are left free for steps (per sequence), for fitting and compression, and for RoPE's tables.
@@ -162,11 +164,12 @@ class Planner:
         replicas: int = 1,
         forms: Mapping[str, Form] = MappingProxyType({}),
         states: StateSettings = DEFAULT_STATES,
+        drafted: int = 0,
     ) -> None:
         self.shard, self.replicas, config = shard, replicas, shard.config
         self.config, self.dtype, self.context, self.machine = config, dtype, context, machine
         self.hit_rate, self.fetch_buffer, self.forms = hit_rate, fetch_buffer, forms
-        self.states = states
+        self.states, self.drafted = states, drafted
         group, small = Group(shard.rank, shard.size), on_gpus(forms, shard.whole, dtype)
         self.plain = " and ".join(sorted({form.name for name, form in forms.items() if name not in small}))
         model = Decoder(config, dtype, "meta", planned_row_blocks(shard, small, dtype), group)
@@ -174,6 +177,7 @@ class Planner:
         self.quantization = config.quantization or " and ".join(model.forms) or None
         self.dequantised_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None
         self.bytes_read, self.expert_bytes = model.bytes_read, model.expert_bytes
+        self.head_weight_bytes = model.head_bytes
         self.prefill_bytes = prefill_bytes(config, context, dtype)
         usable = int(machine.gpu_memory_gib * GIB * machine.gpu_memory_utilization)
         self.usable_bytes, self.graph_bytes = usable - self.weight_bytes, GRAPH_BYTES
@@ -217,7 +221,8 @@ class Planner:
         machine = self.machine
         host = None if machine.host_memory_gib is None else int(machine.host_memory_gib * GIB)
         offload = machine.kv_offload_gib > 0
-        return largest_batch(self.config, layout, self.context, self.context, self.usable_bytes, host, offload)
+        what = self.context, self.context, self.usable_bytes, host, offload, self.drafted
+        return largest_batch(self.config, layout, *what)
 
     def _gpus_needed(self, spec: KVSpec) -> int | None:
         size = 2
@@ -226,7 +231,9 @@ class Planner:
                 try:
                     shard = Shard(self.shard.whole, 0, size, self.shard.expert_parallel)
                     rest = self.context, self.machine, self.hit_rate, self.fetch_buffer
-                    other = Planner(shard, self.dtype, *rest, forms=self.forms, states=self.states)
+                    other = Planner(
+                        shard, self.dtype, *rest, forms=self.forms, states=self.states, drafted=self.drafted
+                    )
                     if other._largest_batch(other._layout(spec)).both:
                         return size
                 except ValueError:  # the model cannot be split across this many ranks

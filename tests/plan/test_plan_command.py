@@ -439,3 +439,36 @@ def test_ranks_of_minimax_m2_share_no_kv_head(capsys: pytest.CaptureFixture[str]
     assert plan["device_bytes_per_sequence"] == 122880 * 62 * 2 * (2 * 128) * 2
     assert main([*command, "16"]) == 2
     assert "--tensor-parallel-size 16 is more than the model's 8 kv heads" in capsys.readouterr().err
+
+
+def test_a_draft_head_takes_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """For its weights, and for each sequence."""
+    flags = ["--model", "glm-4.5-air", "--context", "32768", "--kv", "full", "--gpus", "8"]
+
+    def largest(*drafts: str) -> tuple[int, int]:
+        assert main([*flags, "--json", *drafts]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["plans"][0]["largest_batch"], found["weight_bytes"]
+
+    (without, weights), (few, more) = largest(), largest("--speculative-config", '{"method": "mtp"}')
+    many, _ = largest("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 60}')
+    assert without > few > many
+    assert 0.6 * 2**30 < more - weights < 0.7 * 2**30, "a layer, whole norms, and the whole projection"
+    assert main([*flags, "--speculative-config", '{"method": "mtp"}']) == 0
+    assert "drafts   up to 1 token of a sequence in a step, by a layer of the files: 0.61 GiB of the weights" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafts", "model", "message"),
+    [
+        ('{"method": "mtp"}', "llama-3.1-8b", "no layer that drafts tokens can be read from llama models"),
+        ('{"method": "suffix"}', "glm-4.5-air", "method='suffix' has no memory to plan, only 'mtp' has"),
+    ],
+)
+def test_drafts_that_cannot_be_planned(
+    drafts: str, model: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model", model, "--context", "4096", "--speculative-config", drafts]) == 2
+    assert message in capsys.readouterr().err
