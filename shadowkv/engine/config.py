@@ -460,6 +460,11 @@ class EngineConfig:
         return SpeculativeConfig("sparse") if preset(self.kv).drafts else None
 
     @property
+    def most_running(self) -> int:
+        """Maximum number of sequences that run at once."""
+        return self.max_num_seqs + SPARE_SEQS
+
+    @property
     def drafts_with_head(self) -> bool:
         """Whether a layer of the checkpoint drafts tokens."""
         return self.speculation is not None and self.speculation.method == "mtp"
@@ -474,12 +479,12 @@ class EngineConfig:
         """Rows of a decode step for drafted tokens: those of one sequence, or of all if all draft together. 0 without
         speculative decoding."""
         together = self.speculation is not None and self.speculation.method in BY_THE_MODEL
-        return self.drafted_tokens * (self.max_num_seqs if together else 1)
+        return self.drafted_tokens * (self.most_running if together else 1)
 
     @property
     def max_rows(self) -> int:
         """Maximum number of rows of a decode step: one for each sequence, and those of drafted tokens."""
-        return self.max_num_seqs + SPARE_SEQS + self.drafted_rows
+        return self.most_running + self.drafted_rows
 
     @property
     def disk_gib(self) -> float:

@@ -230,6 +230,41 @@ def test_a_failed_step_is_drafted_again(model: tuple[Path, Theirs], monkeypatch:
     assert counts(engine) == counts(wanted)
 
 
+def test_a_newcomer_beyond_the_limit_drafts_too(model: tuple[Path, Theirs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step in which every sequence has as many rows for the head as it can have."""
+
+    def said(drafts: dict[str, Any] | None) -> tuple[dict[str, list[int]], int, list[int]]:
+        engine, rows, most = engine_of(model[0], drafts, max_num_seqs=2), list[int](), 0
+        outputs: dict[str, list[TokenOutput]] = {}
+
+        def add(name: str, tenant: str) -> None:
+            engine.add(engine.requests.request(name, prompt(len(name), 20), GREEDY, tenant=tenant))
+
+        for name in ("a", "aa"):
+            add(name, "first")
+        if drafts is not None:
+            head = engine._head
+            assert head is not None
+            read = head.read
+            monkeypatch.setattr(head, "read", lambda *given: rows.append(len(given[2])) or read(*given))
+        for step in range(200):
+            with monkeypatch.context() as patch:
+                if drafts is not None and step % 8:  # most steps leave states behind
+                    patch.setattr(engine.decode_steps.speculation, "drafts", lambda *given: [])
+                for output in engine.step():
+                    assert output.error is None
+                    outputs.setdefault(output.request_id, []).append(output)
+            most = max(most, engine.num_running)
+            if step == 2:
+                add("aaa", "second")
+        assert not engine.has_work
+        return {name: tokens(of) for name, of in outputs.items()}, most, rows
+
+    wanted, (found, most, rows) = said(None)[0], said(MTP)
+    assert found == wanted and len(found) == 3
+    assert most == 3 and max(rows) == 3 * 4
+
+
 def test_continued_chats_and_forks(model: tuple[Path, Theirs]) -> None:
     """Go on from cached tokens, and no wrong draft is among them."""
 

@@ -36,7 +36,7 @@ def open_head(
     """
     if not config.drafts_with_head:
         return None
-    model, cache, sequences = loaded.model, runner.cache, config.max_num_seqs
+    model, cache, sequences = loaded.model, runner.cache, config.most_running
     if model.draft_head is None:
         reason = "the model was loaded without its layer that drafts tokens; load it with draft_head=True"
         raise SettingsError(f"method='mtp': {reason}", ["speculative_config"])

@@ -295,7 +295,7 @@ def _drafts(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[s
     count = counted(drafts.num_speculative_tokens or 0, "token")
     line = f"drafts  {drafts.method}, up to {count} of a sequence in a step"
     if weights := loaded.model.head_bytes:
-        sizes = cache.dtype, cache.max_model_len, config.max_num_seqs, config.drafted_tokens
+        sizes = cache.dtype, cache.max_model_len, config.most_running, config.drafted_tokens
         beside = head_bytes(loaded.shard.config, *sizes)
         line += f", by a layer of the files: {in_gib(weights)} of weights, {in_gib(beside)} for its cache and states"
     if cache.spec.drafts:  # only compressed tokens are in the index that selects

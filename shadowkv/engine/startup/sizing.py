@@ -322,7 +322,7 @@ def size_cache(
         """Device bytes that are left for pages."""
         head = 0
         if config.drafts_with_head:
-            sizes = layout.dtype, layout.max_model_len, config.max_num_seqs, config.drafted_tokens
+            sizes = layout.dtype, layout.max_model_len, config.most_running, config.drafted_tokens
             head = head_bytes(model, *sizes)
         return max(0, device_bytes - layout.fixed_bytes(slots) - head)
 
