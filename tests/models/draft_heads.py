@@ -71,8 +71,14 @@ QWEN = {
 }
 
 
-def build_with_head(name: str, directory: Path, **sizes: Any) -> Theirs:
-    """Saves the tiny model of a case whose last layer drafts tokens. ``sizes`` are those of the other layers."""
+def build_with_head(name: str, directory: Path, adds: float | None = None, **sizes: Any) -> Theirs:
+    """Saves the tiny model of a case whose last layer drafts tokens. ``sizes`` are those of the other layers.
+
+    Args:
+        adds: if it is 0, layers add nothing and the head passes on the embedding. So the next token depends on the
+            newest one alone, and the head says the same as the model. The more layers add, the less the two agree. None
+            for a head that knows nothing of the model.
+    """
     qwen = name.startswith("qwen")
     layers = sizes.pop("num_hidden_layers", 3)
     kinds = {"layer_types": ["linear_attention"] * (layers - 1) + ["full_attention"] * 2} if qwen else {}
@@ -86,6 +92,12 @@ def build_with_head(name: str, directory: Path, **sizes: Any) -> Theirs:
     weights["projection"] = torch.randn(size, 2 * size, generator=generator) * 0.15
     file, named = directory / "model.safetensors", QWEN if qwen else GLM
     stored, last = load_file(file), f"model.layers.{layers}."
+    if adds is not None:
+        weights["projection"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+        weights |= {"embedding_norm": torch.ones(size), "norm": stored["model.norm.weight"].clone()}
+        for one, weight in (*stored.items(), *model.named_parameters()):
+            if "o_proj" in one or "down_proj" in one:
+                weight.data *= adds
     if qwen:
         stored = {key.replace(last, "mtp.layers.0."): value for key, value in stored.items()}
     stored |= {named[one].format(layers): weight for one, weight in weights.items()}
