@@ -132,7 +132,7 @@ def test_drafts_are_those_of_a_plain_loop(
 def answers(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
     """Of requests of all kinds, some of which are aborted. Prompts join steps, and more requests wait than run."""
     for number, params in enumerate(KINDS * 2):
-        engine.add_request(str(number), prompt(number, (150, 30)[number % 2]), params)
+        engine.add_request(str(number), prompt(number, (450, 30)[number % 2]), params)
         engine.add_request(f"aborted {number}", prompt(number, 20), GREEDY)
     outputs: dict[str, list[TokenOutput]] = {}
     while engine.has_work:
@@ -143,11 +143,14 @@ def answers(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
     return {name: (tokens(of), of[-1].finish_reason) for name, of in outputs.items() if name.isdecimal()}
 
 
-def test_answers_are_those_without_drafts(model: tuple[Path, Theirs]) -> None:
-    wanted = answers(engine_of(model[0], None))
-    engine = engine_of(model[0])
+@pytest.mark.parametrize("kv", ["full", "turbo"])
+def test_answers_are_those_without_drafts(kv: str, model: tuple[Path, Theirs]) -> None:
+    """Also behind compressed prompts, of which the head's cache has nothing."""
+    wanted = answers(engine_of(model[0], None, kv=kv, kv_dense_below=0))
+    engine = engine_of(model[0], kv=kv, kv_dense_below=0)
     assert answers(engine) == wanted
-    assert counts(engine)[0] > 500
+    assert counts(engine)[0] > 500 and counts(engine)[1] > 100
+    assert (engine.cache.groups[0].pool.tables.compressed > 0).any() == (kv == "turbo"), "of what stays cached"
 
 
 def test_drafts_of_a_good_head_are_accepted(tmp_path: Path) -> None:
@@ -361,6 +364,15 @@ def test_ranks_draft_together(model: tuple[Path, Theirs]) -> None:
         alone.add_request(str(number), prompt(number, (30, 100, 8)[number]), params)
     drain(alone)
     assert found == wanted and made == counts(alone)
+
+
+def test_settings() -> None:
+    config = EngineConfig(speculative_config={"method": "mtp"}, max_num_seqs=4)
+    assert (config.drafted_tokens, config.drafted_rows, config.max_rows) == (1, 5, 10)
+    with pytest.raises(SettingsError, match="method='glm4_moe_mtp' is not one of ngram, suffix, sparse, mtp"):
+        EngineConfig(speculative_config={"method": "glm4_moe_mtp"})
+    with pytest.raises(SettingsError, match="kv='full-speculative' has an index for drafts of method='sparse' alone"):
+        EngineConfig(speculative_config={"method": "mtp"}, kv="full-speculative").spec()
 
 
 def test_what_cannot_draft_is_refused(model: tuple[Path, Theirs], tmp_path: Path) -> None:
