@@ -298,6 +298,13 @@ METHODS = (
         ("engine/test_sparse_drafts.py",),
     ),
     Method(
+        "drafts by a layer of the checkpoint (`mtp`)",
+        ("models/draft_head.py", "engine/scheduling/head_drafts.py", "engine/execution/head_runner.py"),
+        (),
+        (),
+        ("models/test_draft_heads.py", "models/test_head_drafts.py"),
+    ),
+    Method(
         "sampling of tokens", ("engine/execution/sampler.py",), ("sample_tokens",), (), ("ops/test_sample_tokens.py",)
     ),
 )

@@ -239,7 +239,7 @@ class EngineConfig:
         None,
         SCHEDULING,
         "speculative decoding: drafts several tokens, from a request's own text or with the model itself, and verifies "
-        "them in one step; method is ngram, suffix or sparse, num_speculative_tokens the most drafted tokens, "
+        "them in one step; method is ngram, suffix, sparse or mtp, num_speculative_tokens the most drafted tokens, "
         "prompt_lookup_min and prompt_lookup_max the n-grams of ngram (default: off)",
         "-sc",
         parse=parse_speculative_config,
@@ -495,9 +495,24 @@ class EngineConfig:
         return SpeculativeConfig("sparse") if preset(self.kv).drafts else None
 
     @property
+    def most_running(self) -> int:
+        """Maximum number of sequences that run at once."""
+        return self.max_num_seqs + SPARE_SEQS
+
+    @property
+    def drafts_with_head(self) -> bool:
+        """Whether a layer of the checkpoint drafts tokens."""
+        return self.speculation is not None and self.speculation.method == "mtp"
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Most drafted tokens of a sequence in a step; 0 without speculative decoding."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens or 0
+
+    @property
     def drafted_rows(self) -> int:
         """Maximum number of rows of a decode step for drafted tokens; 0 without speculative decoding."""
-        return 0 if self.speculation is None else self.speculation.drafted_rows(self.max_num_seqs)
+        return 0 if self.speculation is None else self.speculation.drafted_rows(self.most_running)
 
     @property
     def drafted_states(self) -> int:
@@ -508,7 +523,7 @@ class EngineConfig:
     @property
     def max_rows(self) -> int:
         """Maximum number of rows of a decode step: one for each sequence, and those of drafted tokens."""
-        return self.max_num_seqs + SPARE_SEQS + self.drafted_rows
+        return self.most_running + self.drafted_rows
 
     @property
     def disk_gib(self) -> float:

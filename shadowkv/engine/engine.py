@@ -32,12 +32,15 @@ from shadowkv.engine.request import Request, RequestError, SchemaTimeout
 from shadowkv.engine.request_factory import RequestFactory
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.decode_steps import DecodeSteps
+from shadowkv.engine.scheduling.head_drafts import HeadDrafts
 from shadowkv.engine.scheduling.held_rows import Chosen, ChosenRows, Selected
 from shadowkv.engine.scheduling.pacing import Pace
 from shadowkv.engine.scheduling.prefill_queue import PrefillInFlight, PrefillQueue
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
 from shadowkv.engine.scheduling.sparse_drafts import SparseDrafts
+from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.engine.speculation.speculation import Speculation, SpeculationStats, TextDrafts
+from shadowkv.engine.startup.draft_head import open_head
 from shadowkv.engine.startup.loading import (
     checked_defaults,
     current,
@@ -48,6 +51,7 @@ from shadowkv.engine.startup.loading import (
     sampling_of_directory,
 )
 from shadowkv.engine.startup.prefix_cache import check_disk_dir, open_mover, open_prefix_cache
+from shadowkv.engine.startup.sizing import kept_states
 from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -170,8 +174,9 @@ class Engine:
             if self._ranks is None:
                 loaded, self.cache, self.notes = load_engine_parts(config, loaded, backends=backends)
                 self.runner = Runner(loaded.model, self.cache, graphs_up_to(config, self.cache))
+                self._head = open_head(config, loaded, self.runner, backends=backends)
             else:
-                loaded, self.cache, self.runner, self.notes = load_driver(config, self._ranks)
+                loaded, self.cache, self.runner, self._head, self.notes = load_driver(config, self._ranks)
             make = open_mover if self._ranks is None else partial(open_rank_mover, self._ranks)
             prefix_cache, origin = open_prefix_cache(config, loaded, self.cache, make)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
@@ -190,11 +195,7 @@ class Engine:
             self.pace,
         )
         run_ahead = self.runner.graphs is not None
-        speculation: Speculation | None = None
-        if (drafts := config.speculation) is not None:
-            sparse = drafts.method == "sparse"
-            rows, most = config.max_rows, self.cache.layout.most_drafted
-            speculation = SparseDrafts(drafts, rows, self.runner) if sparse else TextDrafts(drafts, rows, most)
+        speculation = self._speculation(config.speculation)
         self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead, self.pace, speculation)
         self.prefill_queue = PrefillQueue(self.runner, self.scheduler, self.pace)
         self.max_model_len = self.cache.max_model_len
@@ -202,6 +203,17 @@ class Engine:
         self.requests = RequestFactory(config, loaded.config.vocab_size, self.tokenizer, stops, self.scheduler, origin)
         self._open: set[str] = set()
         self._aborted: set[str] = set()
+
+    def _speculation(self, drafts: SpeculativeConfig | None) -> Speculation | None:
+        """Makes what drafts tokens; None without speculative decoding."""
+        if drafts is None:
+            return None
+        rows = self.config.max_rows
+        if self._head is not None:
+            return HeadDrafts(drafts, rows, self._head, self.scheduler, kept_states(self.config.drafted_tokens))
+        if drafts.method == "sparse":
+            return SparseDrafts(drafts, rows, self.runner)
+        return TextDrafts(drafts, rows, self.cache.layout.most_drafted)
 
     def when_a_rank_fails(self, callback: Callable[[RankFailure], None]) -> None:
         """Registers ``callback``. It is called on a separate thread when a tensor-parallel rank has ended."""
@@ -357,7 +369,9 @@ class Engine:
         with current(self.device):
             self.scheduler.prefix_cache.close()
         if self._ranks is not None:
-            self.runner.drop_graphs()
+            for runner in (self.runner, self._head):
+                if runner is not None:
+                    runner.drop_graphs()
             self._ranks.close()
 
     def _prefill_seconds(self, gap: float) -> float:

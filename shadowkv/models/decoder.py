@@ -21,6 +21,7 @@ from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, R
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.layers.streams.hyper_connections import HyperConnectedLayer, StreamMixer
 from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.models.draft_head import DraftHead
 from shadowkv.models.sharding import vocabulary_rows
 from shadowkv.ops.quantised_matmul.humming import Packed, compile_kernels
 from shadowkv.ops.registry import Ops
@@ -40,6 +41,11 @@ class Decoder(nn.Module):
         row_blocks: row blocks of parameters that stay quantised as files store them, by name.
         group: the ranks that the model is split across. With several ranks, ``config`` is ``Shard.config``, this rank's
             part.
+
+    Attributes:
+        draft_head: the layer that drafts tokens; None if ``config`` has none.
+        states: [R, D]. If it is not None, ``scores`` copies the final hidden states of its first R rows into it, where
+            a draft head finds them. CUDA graphs need a fixed place.
     """
 
     embedding: nn.Parameter | QuantisedMatrix
@@ -58,67 +64,25 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.device = torch.device(device)
         self.group = group
-        norm_dtype = torch.float32 if config.wide_norms else dtype
-        spec = LayerSpec(
-            heads=config.shape.heads,
-            cached_as=0,
-            reuses_keys=False,
-            keys_are_values=False,
-            intermediate_size=config.intermediate_size,
-            experts=None,
-            linear=None,
-            indexer=None,
-            n_grams=None,
-            row_blocks={},
-            hidden_size=config.hidden_size,
-            rms_norm_eps=config.rms_norm_eps,
-            activation=config.activation,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.attention_out_bias,
-            qk_norm=config.qk_norm,
-            normed_heads=config.normed_heads,
-            sinks=config.sinks,
-            output_gate=config.output_gate,
-            post_norms=config.post_norms,
-            value_norm=config.value_norm,
-            per_layer_input_size=config.hidden_size_per_layer_input,
-            streams=config.streams,
-            output_scale=config.output_scale,
-            quantization=config.quantization,
-            dtype=dtype,
-            norm_dtype=norm_dtype,
-            device=self.device,
-            group=group,
-        )
+        spec = _spec(config, dtype, self.device, group)
         self.embedding = self._table(row_blocks.get("embedding"))
-        self.layers = nn.ModuleList(
-            (DecoderLayer if config.streams is None else HyperConnectedLayer)(
-                replace(
-                    spec,
-                    heads=config.heads_of(layer),
-                    cached_as=config.cached_as(layer),
-                    reuses_keys=config.reuses_keys(layer),
-                    keys_are_values=config.has_keys_as_values(layer),
-                    intermediate_size=config.intermediate_size * config.widening_of(layer),
-                    experts=config.experts_of(layer),
-                    linear=config.linear_of(layer),
-                    indexer=config.indexer_of(layer),
-                    n_grams=config.n_grams_of(layer),
-                    row_blocks=_within(f"layers.{layer}.", row_blocks),
-                ),
-                layer,
-            )
-            for layer in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(_layer(spec, config, layer, row_blocks) for layer in range(config.num_layers))
         self.per_layer_inputs = None
         if config.hidden_size_per_layer_input:
             self.per_layer_inputs = PerLayerInputs(spec, config.num_layers, config.vocab_size_per_layer_input)
         self.norm: RMSNorm | StreamMixer
         if config.streams is None:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=norm_dtype, device=self.device)
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=spec.norm_dtype, device=self.device)
         else:
             self.norm = StreamMixer(spec, injects=False)
         self.head = None if config.tie_word_embeddings else self._table(row_blocks.get("head"))
+        self.states: Tensor | None = None
+        self.draft_head = None
+        if config.draft_head:
+            own, of_head = config.of_draft_head, _within("draft_head.", row_blocks)
+            layer, of_spec = _layer(spec, own, 0, of_head), replace(spec, row_blocks=of_head)
+            assert isinstance(layer, DecoderLayer), "a draft head has one residual stream"
+            self.draft_head = DraftHead(of_spec, own, layer, self.embed, self.scores_of)
 
     def _table(self, row_blocks: tuple[RowBlock, ...] | None) -> nn.Parameter | QuantisedMatrix:
         if row_blocks is not None:
@@ -194,8 +158,14 @@ class Decoder(nn.Module):
 
     def scores(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
         """Returns ``logits`` in the dtype of activations."""
-        head = self.embedding if self.head is None else self.head
         normed = self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
+        if self.states is not None:
+            self.states[: len(normed)] = normed[: len(self.states)]
+        return self.scores_of(normed)
+
+    def scores_of(self, normed: Tensor) -> Tensor:
+        """Returns the logits of final hidden states [n, D], which are normalised, in the dtype of activations."""
+        head = self.embedding if self.head is None else self.head
         if isinstance(head, QuantisedMatrix):
             scores: Tensor = head(normed, 0, self.config.vocab_size)
         else:
@@ -244,13 +214,13 @@ class Decoder(nn.Module):
     def bytes_read(self, batch: int) -> float:
         """Bytes of the weights that a decode step of ``batch`` sequences reads.
 
-        An embedding table that is not also the head does not count, because a step reads only a few of its rows. Of
-        experts, it counts the expected number of bytes, assuming that all are chosen equally often. Plans use models
-        that are not packed, because rows that are packed twice would count twice.
+        The draft head does not count. An embedding table that is not also the head does not count, because a step reads
+        only a few of its rows. Of experts, it counts the expected number of bytes, assuming that all are chosen equally
+        often. Plans use models that are not packed, because rows that are packed twice would count twice.
         """
         tables = 0 if self.per_layer_inputs is None else self.per_layer_inputs.table.nbytes
         tables += sum(weight.nbytes for name, weight in self.named_parameters() if name.endswith(".n_grams.table"))
-        read = self.num_bytes - self._looked_up_bytes - tables
+        read = self.num_bytes - self._looked_up_bytes - tables - self.head_bytes
         if self.config.experts is None:
             return read
         return read - (1 - self.config.experts.routing.share_touched(batch)) * self.expert_bytes
@@ -267,15 +237,75 @@ class Decoder(nn.Module):
         return sum(part.nbytes for part in self.embedding.parts)
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of the draft head's weights; 0 without one."""
+        return 0 if self.draft_head is None else sum(weight.nbytes for weight in self.draft_head.parameters())
+
+    @property
     def expert_bytes(self) -> int:
-        """Bytes of the experts' weights, without shared experts."""
-        return sum(weight.nbytes for name, weight in self.named_parameters() if ".mlp.experts." in name)
+        """Bytes of the experts' weights in all layers, without shared experts."""
+        return sum(weight.nbytes for name, weight in self.layers.named_parameters() if ".mlp.experts." in name)
 
     def _computing(self) -> Iterator[Computing]:
         return (module for module in self.modules() if isinstance(module, Computing))
 
     def _quantised_matrices(self) -> list[QuantisedMatrix]:
         return [module for module in self.modules() if isinstance(module, QuantisedMatrix)]
+
+
+def _spec(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group) -> LayerSpec:
+    """The spec of a model's layers, without what differs between them (``_layer``)."""
+    return LayerSpec(
+        heads=config.shape.heads,
+        cached_as=0,
+        reuses_keys=False,
+        keys_are_values=False,
+        intermediate_size=config.intermediate_size,
+        experts=None,
+        linear=None,
+        indexer=None,
+        n_grams=None,
+        row_blocks={},
+        hidden_size=config.hidden_size,
+        rms_norm_eps=config.rms_norm_eps,
+        activation=config.activation,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.attention_out_bias,
+        qk_norm=config.qk_norm,
+        normed_heads=config.normed_heads,
+        sinks=config.sinks,
+        output_gate=config.output_gate,
+        post_norms=config.post_norms,
+        value_norm=config.value_norm,
+        per_layer_input_size=config.hidden_size_per_layer_input,
+        streams=config.streams,
+        output_scale=config.output_scale,
+        quantization=config.quantization,
+        dtype=dtype,
+        norm_dtype=torch.float32 if config.wide_norms else dtype,
+        device=device,
+        group=group,
+    )
+
+
+def _layer(
+    spec: LayerSpec, config: ModelConfig, layer: int, row_blocks: Mapping[str, tuple[RowBlock, ...]]
+) -> DecoderLayer | HyperConnectedLayer:
+    """Makes a layer. ``row_blocks`` are those of all layers."""
+    own = replace(
+        spec,
+        heads=config.heads_of(layer),
+        cached_as=config.cached_as(layer),
+        reuses_keys=config.reuses_keys(layer),
+        keys_are_values=config.has_keys_as_values(layer),
+        intermediate_size=config.intermediate_size * config.widening_of(layer),
+        experts=config.experts_of(layer),
+        linear=config.linear_of(layer),
+        indexer=config.indexer_of(layer),
+        n_grams=config.n_grams_of(layer),
+        row_blocks=_within(f"layers.{layer}.", row_blocks),
+    )
+    return (DecoderLayer if config.streams is None else HyperConnectedLayer)(own, layer)
 
 
 def _within(prefix: str, row_blocks: Mapping[str, tuple[RowBlock, ...]]) -> dict[str, tuple[RowBlock, ...]]:

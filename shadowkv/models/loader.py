@@ -32,7 +32,7 @@ from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.models.gguf.weights import gguf_forms, gguf_readings, gguf_shapes
-from shadowkv.models.registry import family, has_interleaved_experts, text_weight
+from shadowkv.models.registry import draft_head_names, family, has_interleaved_experts, text_weight, with_draft_head
 from shadowkv.models.sharding import Shard
 from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve, resolve_tokenizer
 from shadowkv.models.tokenization.tokenizer import Tokenizer
@@ -88,12 +88,16 @@ def load_plan(
     hf_overrides: Mapping[str, Any] | None = None,
     quantization: str | None = None,
     hub: Hub = HUB,
+    draft_head: bool = False,
 ) -> tuple[ModelConfig, dict[str, Form]]:
     """Returns the config of ``load_config``, and the forms of quantised weights by name, as far as configs show them.
 
     Checkpoints in 8-bit floats are planned for a GPU with 8-bit arithmetic, on which only experts keep their form.
+    ``draft_head`` is as for ``load_model``.
     """
     path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
+    if draft_head:
+        config = _with_draft_head(config, path)
     if quantization == DEQUANTISED:
         return config, {}
     if path.suffix == ".gguf":
@@ -144,6 +148,7 @@ def load_model(
     expert_parallel: bool = False,
     hub: Hub = HUB,
     tokenizer: str | Path | None = None,
+    draft_head: bool = False,
 ) -> LoadedModel:
     """Loads a model, or this rank's part of it.
 
@@ -163,6 +168,7 @@ def load_model(
         expert_parallel: each rank has some experts whole, instead of a part of every expert.
         hub: settings of the hub, if ``source`` is a hub id.
         tokenizer: a source whose tokenizer replaces the model's own.
+        draft_head: whether to load the layer that drafts tokens (``Decoder.draft_head``).
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
@@ -184,23 +190,26 @@ def load_model(
 
     if load_format == "dummy":
         config, forms = plan_on(
-            device, weights_dtype, *load_plan(source, max_model_len, hf_overrides, quantization, hub)
+            device, weights_dtype, *load_plan(source, max_model_len, hf_overrides, quantization, hub, draft_head)
         )
         read_tokenizer = partial(_tokenizer, tokenizer, config, hub)
         shard = Shard(config, group.rank, group.size, expert_parallel)
         return _dummy(shard, forms, weights_dtype, device, group, name, read_tokenizer)
     if is_hub_id(source):
         # Models that cannot be run or split are refused before gigabytes of weights are downloaded.
-        _, stated, format = _stated_by(source, max_model_len, hf_overrides, hub)
-        Shard(stated, group.rank, group.size, expert_parallel)
+        stated, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
+        Shard(config, group.rank, group.size, expert_parallel)
+        if draft_head:
+            _with_draft_head(config, stated)
         storage.check_stated(quantization, None if format is None else format.method, str(source))
     path = _of_format(resolve(source, weights=True, hub=hub), load_format)
     sampling = read_sampling(path) if path.is_dir() else {}
-    read = partial(_gguf, stated=_stated(source)) if path.suffix == ".gguf" else _directory
-    files = read(path, max_model_len, hf_overrides, runnable, device.type == "cuda")
+    in_gguf = path.suffix == ".gguf"
+    read = partial(_gguf, stated=_stated(source)) if in_gguf else _directory
+    files = read(path, max_model_len, hf_overrides, runnable, device.type == "cuda", draft_head)
     with naming(path):
-        files = _with_separate_experts(files, in_gguf=path.suffix == ".gguf")
-    storage.check_stated(quantization, "GGUF" if path.suffix == ".gguf" else files.method, str(source))
+        files = _with_separate_experts(files, in_gguf=in_gguf)
+    storage.check_stated(quantization, "GGUF" if in_gguf else files.method, str(source))
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
     shard = Shard(files.config, group.rank, group.size, expert_parallel)
     model, notes = _load(files, path, adapter, weights_dtype, device, shard, group, quantization == DEQUANTISED)
@@ -224,6 +233,10 @@ def _load(
     changed = list[str]()
     notes = [*files.notes]
     # All errors that can be found are found before anything as large as the weights is allocated or read.
+    if config.draft_head and (names := draft_head_names(config.architecture)) is not None:
+        of_head = names.prefixes(config)
+        if not any(name.startswith(of_head) for name in shapes):
+            raise _no_draft_head(path, f"the files lack the layer that drafts tokens, {of_head[0]}*")
     targets, outline = family(config.architecture).targets(config), Decoder(config, dtype, "meta")
     with naming(path, "use the config that belongs to the weights, and all of their files"):
         check_shapes(outline, targets, shapes)
@@ -251,6 +264,19 @@ def _load(
     asked = DEQUANTISED if dequantised else config.quantization
     notes += storage.dequantised(others, shapes, dtype, device, asked)
     return model, tuple(notes)
+
+
+def _with_draft_head(config: ModelConfig, path: Path) -> ModelConfig:
+    """Returns the config with a draft head. Raises SettingsError if the model of ``path`` has none."""
+    try:
+        return with_draft_head(config)
+    except ValueError as error:
+        raise _no_draft_head(path, str(error)) from error
+
+
+def _no_draft_head(path: Path, reason: str) -> SettingsError:
+    advice = "Use files with such a layer, or another method of speculative decoding"
+    return SettingsError(f"method='mtp': {path}: {reason}. {advice}", ["speculative_config"])
 
 
 def _with_a_bar(tensors: Iterator[tuple[str, Stored]], count: int) -> Iterator[tuple[str, Stored]]:
@@ -363,9 +389,12 @@ def _gguf(
     hf_overrides: Mapping[str, Any] | None,
     runnable: Runnable,
     pinned: bool,
+    draft_head: bool,
     stated: Path | None,
 ) -> _Files:
     """Opens a GGUF model. ``stated`` is a config.json that replaces the file's own config; None keeps it."""
+    if draft_head:
+        raise _no_draft_head(path, "layers that draft tokens are read from safetensors files only")
     file = GGUFFile(path)
     if stated is None:
         config = runnable(config_from_gguf(file, max_model_len, hf_overrides), {})
@@ -376,9 +405,16 @@ def _gguf(
 
 
 def _directory(
-    path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, runnable: Runnable, pinned: bool
+    path: Path,
+    max_model_len: int | None,
+    hf_overrides: Mapping[str, Any] | None,
+    runnable: Runnable,
+    pinned: bool,
+    draft_head: bool,
 ) -> _Files:
     config, format = config_from_directory(path, max_model_len, hf_overrides)
+    if draft_head:
+        config = _with_draft_head(config, path)
     tokenizer = partial(tokenizer_from_directory, path, config.eos_token_ids, config.vocab_size)
     if format is None:
         plain = SafetensorsWeights(path, renamed=text_weight(config))
@@ -418,7 +454,7 @@ def _separate(
     config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], forms: Mapping[str, Form], *, in_gguf: bool
 ) -> SeparateExperts:
     assert config.experts is not None
-    drafting = range(config.num_layers, config.num_layers + config.draft_layers)
+    drafting = range(config.num_layers + config.draft_head, config.num_layers + config.draft_layers)
     interleaved = not in_gguf and has_interleaved_experts(config.architecture)
     return SeparateExperts(shapes, forms, config.experts.routing.experts, drafting, interleaved)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol, cast
 
 from shadowkv.models.checkpoints.files import unsupported
 from shadowkv.models.configs.config_json import plain_config
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.weight_names import Targets
+from shadowkv.models.weight_names import DraftHeadNames, Targets
 
 FAMILIES = {
     "llama": "llama",
@@ -52,8 +53,8 @@ _OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)
 class Family(Protocol):
     """The interface of a family's module.
 
-    The module can also have a function ``text_weight`` and a constant ``INTERLEAVED_EXPERTS``. This module's
-    ``text_weight`` and ``has_interleaved_experts`` say what these are.
+    The module can also have a function ``text_weight``, and constants ``INTERLEAVED_EXPERTS`` and ``DRAFT_HEAD``. This
+    module's ``text_weight``, ``has_interleaved_experts`` and ``draft_head_names`` say what these are.
 
     Attributes:
         FIELDS: fields of config.json that the family reads besides those that every family reads.
@@ -86,15 +87,35 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> Mode
 def text_weight(config: ModelConfig) -> Callable[[str], str | None]:
     """Returns a function that maps a weight's name in the files to its name in the text model, or to None if the text
     model does not have it. It changes names only for multimodal families. Layers that attend to other layers' keys have
-    no weights of keys and values, even if the files do."""
+    no weights of keys and values, even if the files do. A draft head has no tables of its own, even if the files do."""
     renamed: Callable[[str], str | None] = getattr(family(config.architecture), "text_weight", str)
+    names = draft_head_names(config.architecture) if config.draft_head else None
+    of_head, copies = ((), ()) if names is None else (names.prefixes(config), names.copied(config))
 
     def read(name: str) -> str | None:
+        if name.startswith(of_head):
+            return None if name.startswith(copies) else name
         ours = renamed(name)
         own = None if ours is None else _OF_KEYS.match(ours)
         return None if own and config.reuses_keys(int(own[1])) else ours
 
     return read
+
+
+def draft_head_names(model_type: str) -> DraftHeadNames | None:
+    """Names of a draft head's weights in a family's files; None if the family has no draft head."""
+    names: DraftHeadNames | None = getattr(family(model_type), "DRAFT_HEAD", None)
+    return names
+
+
+def with_draft_head(config: ModelConfig) -> ModelConfig:
+    """Returns the config with a draft head. Raises ValueError if the files have none."""
+    if draft_head_names(config.architecture) is None:
+        able = ", ".join(name for name in FAMILIES if draft_head_names(name) is not None)
+        raise ValueError(f"no layer that drafts tokens can be read from {config.architecture} models, only from {able}")
+    if not config.draft_layers:
+        raise ValueError("the config says that the files have no layer that drafts tokens")
+    return replace(config, draft_head=True)
 
 
 def has_interleaved_experts(model_type: str) -> bool:

@@ -30,6 +30,10 @@ INNER_MULTIPLE = 16
 """The MLP's inner width is split at multiples of this number, as tensor cores need."""
 
 
+_OF_DRAFT_HEAD = "draft_head."
+"""Prefix of the names of a draft head's parameters."""
+
+
 @dataclass(frozen=True)
 class Cut:
     """The part of a parameter that a rank holds.
@@ -239,6 +243,8 @@ class Shard:
         """The part of a parameter that this rank holds; None if that is all of it."""
         if self.size == 1:
             return None
+        if parameter.startswith(_OF_DRAFT_HEAD):
+            return self._draft_head.cut(parameter.removeprefix(_OF_DRAFT_HEAD))
         if not parameter.startswith("layers."):
             return Cut((self.vocabulary,)) if parameter in ("embedding", "head") else None
         _, number, name = parameter.split(".", 2)
@@ -247,6 +253,11 @@ class Shard:
         if alike not in self._cuts:
             self._cuts[alike] = self._cut(name, layer)
         return self._cuts[alike]
+
+    @cached_property
+    def _draft_head(self) -> Shard:
+        """This rank's part of the draft head, as a model of its own."""
+        return replace(self, whole=self.whole.of_draft_head)
 
     @cached_property
     def _cuts(self) -> dict[tuple[str, Heads, int, int], Cut | None]:

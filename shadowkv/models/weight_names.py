@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from shadowkv.layers.spec import Experts
 from shadowkv.models.configs.model_config import ModelConfig
@@ -99,6 +100,57 @@ def head_norms(config: ModelConfig) -> Targets:
             module = f"layers.{layer}.attention.{ours}"
             targets |= rows(f"model.layers.{layer}.self_attn.{theirs}", module, 0, together * config.head_dim)
     return targets
+
+
+@dataclass(frozen=True)
+class DraftHeadNames:
+    """Names of a draft head's weights in a family's files. ``{}`` stands for the number of the model's layers.
+
+    Attributes:
+        layer: the decoder layer.
+        embedding_norm, hidden_norm, projection, norm: the modules of ``DraftHead``.
+        copies: modules that are copies of the model's tables, and are not read.
+        norm_offset: number that is added to the weights of these norms (``Target``).
+    """
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    copies: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+
+    def prefixes(self, config: ModelConfig) -> tuple[str, ...]:
+        """Prefixes of the names of the head's weights."""
+        names = self.layer, self.embedding_norm, self.hidden_norm, self.projection, self.norm
+        return tuple(f"{name.format(config.num_layers)}." for name in names)
+
+    def copied(self, config: ModelConfig) -> tuple[str, ...]:
+        """Prefixes of the names of ``copies``."""
+        return tuple(f"{name.format(config.num_layers)}." for name in self.copies)
+
+
+def draft_head_targets(
+    config: ModelConfig, targets: Callable[[ModelConfig], Targets], names: DraftHeadNames
+) -> Targets:
+    """Returns the targets of a draft head; none if ``config`` has no head. ``targets`` are the family's."""
+    if not config.draft_head:
+        return {}
+    layers, hidden = config.num_layers, config.hidden_size
+    theirs, result = (
+        names.layer.format(layers),
+        rows(names.projection.format(layers), "draft_head.projection", 0, hidden),
+    )
+    for name, target in targets(config.of_draft_head).items():
+        if name.startswith("model.layers.0."):
+            ours = replace(target, parameter=f"draft_head.{target.parameter}")
+            result[f"{theirs}.{name.removeprefix('model.layers.0.')}"] = ours
+    norms = {"embedding_norm": names.embedding_norm, "hidden_norm": names.hidden_norm, "norm": names.norm}
+    for module, name in norms.items():
+        target = Target(f"draft_head.{module}.weight", 0, hidden, names.norm_offset)
+        result[f"{name.format(layers)}.weight"] = target
+    return result
 
 
 def rows(theirs: str, ours: str, start: int, stop: int, bias: bool = False) -> Targets:

@@ -97,7 +97,9 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     from shadowkv.plan.planner import Machine, Planner
     from shadowkv.plan.report import as_json, as_text, missing
 
-    config, forms = load_plan(args.model, args.context, args.hf_overrides, args.quantization)
+    config, forms = load_plan(
+        args.model, args.context, args.hf_overrides, args.quantization, draft_head=engine.drafts_with_head
+    )
     machine = Machine(
         args.gpu_memory_gib,
         args.gpu_memory_utilization,

@@ -105,6 +105,7 @@ class Plan:
         bytes_of_kinds: device bytes of one sequence, by kind of layer as text.
         device_saving: device bytes of ``full`` divided by this policy's.
         largest_batch: number of sequences that fit.
+        drafts: how tokens are drafted; None without drafts.
         drafted_rows: rows of a step of the largest batch for drafted tokens. They take memory; times are of steps
             without them.
         reads: bytes that a step reads for one sequence, in one layer of ``Layout.main``.
@@ -123,6 +124,7 @@ class Plan:
     bytes_of_kinds: Mapping[str, int]
     device_saving: float
     largest_batch: LargestBatch
+    drafts: SpeculativeConfig | None
     drafted_rows: int
     reads: StepReads
     equivalent_bandwidth_tbs: float
@@ -150,6 +152,7 @@ class Planner:
         bytes_read: function from a number of sequences to the bytes of weights that a step reads
             (``Decoder.bytes_read``).
         expert_bytes: bytes of the routed experts' weights.
+        head_weight_bytes: bytes of the draft head's weights, part of ``weight_bytes``; 0 without one.
         usable_bytes: usable bytes of the device without the weights; negative if the weights do not fit.
         prefill_bytes, graph_bytes: bytes of the device left free for the longest prefill and for CUDA graphs. Some more
             are left free for steps (per sequence), for fitting and compression, and for RoPE's tables.
@@ -179,6 +182,7 @@ class Planner:
         self.quantization = config.quantization or " and ".join(model.forms) or None
         self.dequantised_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None
         self.bytes_read, self.expert_bytes = model.bytes_read, model.expert_bytes
+        self.head_weight_bytes = model.head_bytes
         self.prefill_bytes = prefill_bytes(config, context, dtype)
         usable = int(machine.gpu_memory_gib * GIB * machine.gpu_memory_utilization)
         self.usable_bytes, self.graph_bytes = usable - self.weight_bytes, GRAPH_BYTES
@@ -213,6 +217,7 @@ class Planner:
             bytes_of_kinds(layout, self.context),
             of_full.device / need.device,
             batch,
+            drafts,
             0 if drafts is None else drafts.drafted_rows(batch.both),
             step_reads(layout.main, self.context, self.hit_rate),
             machine.device_bandwidth_tbs * attention_seconds(full, *what) / attention,

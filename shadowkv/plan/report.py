@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from shadowkv.engine.speculation.config import SpeculativeConfig
+from shadowkv.engine.startup.sizing import head_bytes
 from shadowkv.kvcache.parts import describe
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.recurrent.layout import RING, RecurrentLayout
@@ -33,6 +35,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         *_experts(planner, plans),
         *_dequantised(planner),
         *_recurrent(planner),
+        *_draft_head(planner, plans[0].drafts),
         f"device   {machine.gpu_memory_gib:g} GiB x {machine.gpu_memory_utilization:g} "
         f"- {planner.weight_bytes / GIB:.2f} weights - {planner.prefill_bytes / GIB:.2f} prefill "
         f"- {planner.graph_bytes / GIB:.2f} graphs = {planner.cache_bytes / GIB:.2f} GiB for the cache; "
@@ -102,6 +105,19 @@ def _recurrent(planner: Planner) -> list[str]:
     return [
         f"states   {layout.state_bytes / 2**20:.1f} MiB each: a sequence has {RING}, and checkpoints ({kept}){drafts} "
         "are not counted in its bytes"
+    ]
+
+
+def _draft_head(planner: Planner, drafts: SpeculativeConfig | None) -> list[str]:
+    """A line about a draft head; empty without one."""
+    if drafts is None or drafts.method != "mtp":
+        return []
+    sizes, tokens = (planner.config, planner.dtype, planner.context), drafts.num_speculative_tokens or 0
+    one, two = (head_bytes(*sizes, sequences, tokens) for sequences in (1, 2))
+    weights, each = planner.head_weight_bytes / GIB, (two - one) / 2**20
+    return [
+        f"drafts   up to {counted(tokens, 'token')} of a sequence in a step, by a layer of the files: "
+        f"{weights:.2f} GiB of the weights, and {each:.1f} MiB for each sequence that are not counted in its bytes"
     ]
 
 

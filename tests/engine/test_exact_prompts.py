@@ -47,7 +47,7 @@ class Uncaptured(CudaGraphs):
     def __init__(self, engine: Engine, most: int = 8) -> None:
         runner = engine.runner
         self.cache, self._step, self.max_batch = engine.cache, runner.step, most
-        self._logits = torch.full((most + MAX_PROMPTS, engine.model_config.vocab_size), torch.nan, device=engine.device)
+        self.logits = torch.full((most + MAX_PROMPTS, engine.model_config.vocab_size), torch.nan, device=engine.device)
         self.graphs, self.without, self.eager = Everything(), set(), Counter()
         self.captures, self.eager_runs, self.passes = 0, 0, 0
 

@@ -62,7 +62,7 @@ def keep_time(engine: Engine, patch: pytest.MonkeyPatch, cost: float) -> None:
         def since(self, other: Any) -> float:
             return float(self.at - other.at)
 
-    for module in ("sparse_drafts", "decode_steps"):
+    for module in ("model_drafts", "decode_steps"):
         patch.setattr(f"shadowkv.engine.scheduling.{module}.Mark", Mark)
     decode = engine.runner.decode
 

@@ -269,7 +269,7 @@ def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pyte
         driver = DriverRunner(engine.runner.model, engine.cache, cast(Any, ranks))
         other = Runner(engine.runner.model, engine.cache)
         monkeypatch.setattr(other, "graphs", SimpleNamespace(compress=None))  # which can not run anything
-        worker, sequence = Worker(other, engine.cache), engine.cache.allocate(3, 8)
+        worker, sequence = Worker(other), engine.cache.allocate(3, 8)
         sequence.seed = 2**64 - 1
         sent.append(ranks.writer.write("cache", "allocate", (3, 8), sequence))
         with torch.inference_mode():
@@ -280,7 +280,7 @@ def test_a_recorded_step_has_no_graph_on_any_rank(model: Path, monkeypatch: pyte
         ((number, own),) = worker.reader.made.items()
         assert own.length == sequence.length == 4 and own.seed == sequence.seed
         assert number == 0, "of the prefill, which has ended, nothing is left"
-        worker.run_commands([ranks.writer.release(sequence)])
+        worker.run_commands([ranks.writer.release("cache", sequence)])
         assert not worker.reader.made
 
 

@@ -156,6 +156,7 @@ VALUES: dict[str, Any] = {
     "query_pre_attn_scalar": 9,
     "rotary_dim": 8,
     "num_mtp_modules": 1,
+    "mtp_num_hidden_layers": 1,
     "linear_num_key_heads": 8,
     "linear_num_value_heads": 48,
     "linear_key_head_dim": 64,

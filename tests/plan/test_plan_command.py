@@ -366,7 +366,7 @@ def test_families_are_planned_offline(model: str, capsys: pytest.CaptureFixture[
             ["--context", "1000", "--kv", "turbo:chunk=7,budget=0"],
             "chunk=7 does not divide a page of 64 tokens; use 1, 2, ",
         ),
-        (["--context", "1000", "-sc.method=magic"], "method='magic' is not one of ngram, suffix, sparse"),
+        (["--context", "1000", "-sc.method=magic"], "method='magic' is not one of ngram, suffix, sparse, mtp"),
         (["--context", "1000", "-sc.method=sparse"], "--kv turbo selects tokens in every step"),
         (["--context", "1000", "--kv", "turbo-host", "-sc.method=suffix"], "set --fetch-buffer 0, or choose a policy"),
         (
@@ -484,3 +484,28 @@ def test_ranks_of_minimax_m2_share_no_kv_head(capsys: pytest.CaptureFixture[str]
     assert plan["device_bytes_per_sequence"] == 122880 * 62 * 2 * (2 * 128) * 2
     assert main([*command, "16"]) == 2
     assert "--tensor-parallel-size 16 is more than the model's 8 kv heads" in capsys.readouterr().err
+
+
+def test_a_draft_head_takes_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """For its weights, and for each sequence."""
+    flags = ["--model", "glm-4.5-air", "--context", "32768", "--kv", "full", "--gpus", "8"]
+
+    def largest(*drafts: str) -> tuple[int, int]:
+        assert main([*flags, "--json", *drafts]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["plans"][0]["largest_batch"], found["weight_bytes"]
+
+    (without, weights), (few, more) = largest(), largest("--speculative-config", '{"method": "mtp"}')
+    many, _ = largest("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 60}')
+    assert without > few > many
+    assert 0.6 * 2**30 < more - weights < 0.7 * 2**30, "a layer, whole norms, and the whole projection"
+    assert main([*flags, "--speculative-config", '{"method": "mtp"}']) == 0
+    assert "drafts   up to 1 token of a sequence in a step, by a layer of the files: 0.61 GiB of the weights" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_model_without_a_draft_head_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "llama-3.1-8b", "--context", "4096", "--speculative-config", '{"method": "mtp"}']
+    assert main(flags) == 2
+    assert "no layer that drafts tokens can be read from llama models" in capsys.readouterr().err

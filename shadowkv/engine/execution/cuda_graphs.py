@@ -112,6 +112,7 @@ class CudaGraphs:
         vocabulary: V, the columns of the logits.
         together: whether other ranks run the same graphs. A rank without memory for a graph then raises RankFailure,
             because it does not know whether the other ranks have run theirs.
+        logits: ``logits`` of other graphs of the same size, to write to; None for memory of its own.
 
     Attributes:
         captures: number of captures so far, including failed ones.
@@ -119,18 +120,28 @@ class CudaGraphs:
         without: shapes that had no memory for a graph.
         eager: number of eager runs by shape, for shapes without a graph.
         eager_runs: number of eager runs so far, of shapes that will have a graph if they occur more often.
+        logits: float32 [rows, V], where all graphs write logits for sampling. With their own, each would keep 0.5 MB
+            for each row, and 128 MB for 256 rows.
     """
 
-    def __init__(self, cache: KVCache, step: Step, max_batch: int, vocabulary: int, together: bool = False) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        step: Step,
+        max_batch: int,
+        vocabulary: int,
+        together: bool = False,
+        logits: Tensor | None = None,
+    ) -> None:
         self.cache, self._step, self.max_batch, self.captures = cache, step, max_batch, 0
         self._together = together
         self.graphs: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self.without: set[tuple[int, ...]] = set()
         self.eager: Counter[tuple[int, ...]] = Counter()
         self.eager_runs = 0
-        # Float32, for sampling. All graphs share this buffer; otherwise each would keep its own logits, 0.5 MB per row
-        # and 128 MB for 256 rows.
-        self._logits = torch.empty(max_batch + MAX_PROMPTS, vocabulary, device=cache.device)
+        if logits is None:
+            logits = torch.empty(max_batch + MAX_PROMPTS, vocabulary, device=cache.device)
+        self.logits = logits
         self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(cache.device)
 
     def run(
@@ -224,7 +235,7 @@ class CudaGraphs:
                     prompt_numbers.copy_(upload(torch.from_numpy(padding), self.cache.device))
                 prompts = PromptInputs(prompt_numbers, prompt_ids, prompt_rows, padded.compressing)
             logits = self._step(shape, numbers, step_inputs.view(2, -1), prompts, dry_run)
-            return self._logits[: len(logits)].copy_(logits)
+            return self.logits[: len(logits)].copy_(logits)
 
         dry = functools.partial(run, dry_run=True)
         logits: Tensor = self._run(_key(shape, padded), np.concatenate(parts), run, dry, at_once)

@@ -34,6 +34,7 @@ class Runner:
     Args:
         graphs_up_to: maximum number of rows of a decode step that runs as a CUDA graph; None to run every step
             eagerly.
+        logits: where CUDA graphs write logits, as in ``CudaGraphs``.
 
     Attributes:
         sampler: chooses tokens from the logits.
@@ -42,7 +43,13 @@ class Runner:
         graphs: the CUDA graphs; None for eager steps.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, graphs_up_to: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        graphs_up_to: int | None = None,
+        logits: Tensor | None = None,
+    ) -> None:
         self.model, self.cache = model, cache
         self.layers = cast("list[DecoderLayer]", list(model.layers))
         places = cache.layout.places
@@ -53,7 +60,7 @@ class Runner:
         together = model.group.size > 1
         self.graphs = None
         if graphs_up_to is not None:
-            self.graphs = CudaGraphs(cache, self.step, graphs_up_to, model.config.vocab_size, together)
+            self.graphs = CudaGraphs(cache, self.step, graphs_up_to, model.config.vocab_size, together, logits)
 
     @property
     def captures(self) -> int:

@@ -17,6 +17,9 @@ from torch import Tensor
 from shadowkv.engine.selections import SelectionRecord
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
+CACHE, RUNNER, HEAD_CACHE, HEAD = "cache", "runner", "head_cache", "head"
+"""Names of the objects that every rank has: the cache and the runner of the model, and those of its draft head."""
+
 SEQUENCE, TENSOR, RECORD = "sequence", "tensor", "record"
 """Kinds of arguments that are not pickled: each rank passes its own object instead."""
 
@@ -61,9 +64,9 @@ class Writer:
             makes = self._numbers[made] = next(self._count)
         return self._written(Call(target, method, arguments, makes))
 
-    def release(self, sequence: CachedSequence) -> bytes:
+    def release(self, target: str, sequence: CachedSequence) -> bytes:
         """Serialises the call that releases a sequence. Later calls cannot have the sequence as an argument."""
-        written = self._written(Call("cache", "release", (sequence,), ends=self._numbers[sequence]))
+        written = self._written(Call(target, "release", (sequence,), ends=self._numbers[sequence]))
         del self._numbers[sequence]
         return written
 

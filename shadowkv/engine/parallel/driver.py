@@ -1,4 +1,4 @@
-"""Rank 0's cache and runner. They send their calls to the other ranks, which make the same calls on their own."""
+"""Rank 0's caches and runners. They send their calls to the other ranks, which make the same calls on their own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.execution.head_runner import HeadRunner
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.parallel.calls import CACHE, HEAD, HEAD_CACHE, RUNNER
 from shadowkv.engine.parallel.ranks import Ranks
+from shadowkv.engine.startup.draft_head import open_head
 from shadowkv.engine.startup.loading import graphs_up_to, load_engine_parts
 from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -20,14 +23,21 @@ from shadowkv.models.loader import LoadedModel
 Prefilled = tuple[Tensor, list[Tensor]]
 
 
-def load_driver(config: EngineConfig, ranks: Ranks) -> tuple[LoadedModel, DriverCache, DriverRunner, list[str]]:
-    """Loads rank 0's part of the model. Returns it with its cache, its runner, and lines that describe what fits.
-    Raises what ``load_engine_parts`` raises, and RankFailure if another rank fails."""
+def load_driver(
+    config: EngineConfig, ranks: Ranks
+) -> tuple[LoadedModel, DriverCache, DriverRunner, DriverHead | None, list[str]]:
+    """Loads rank 0's part of the model. Returns it with its cache, its runner, the runner of its draft head if there is
+    one, and lines that describe what fits. Raises what ``load_engine_parts`` raises, and RankFailure if another rank
+    fails."""
     with ranks.together():
-        make = partial(DriverCache, ranks)
+        make = partial(DriverCache, ranks, CACHE)
         loaded, cache, notes = load_engine_parts(config, group=ranks.group, device=ranks.device, make=make)
-    assert isinstance(cache, DriverCache)
-    return loaded, cache, DriverRunner(loaded.model, cache, ranks, graphs_up_to(config, cache)), notes
+        assert isinstance(cache, DriverCache)
+        runner = DriverRunner(loaded.model, cache, ranks, graphs_up_to(config, cache))
+        make_cache, make_head = partial(DriverCache, ranks, HEAD_CACHE), partial(DriverHead, ranks)
+        head = open_head(config, loaded, runner, make_cache=make_cache, make=make_head)
+    assert head is None or isinstance(head, DriverHead)
+    return loaded, cache, runner, head, notes
 
 
 def _queued(method: str) -> Any:
@@ -36,35 +46,35 @@ def _queued(method: str) -> Any:
 
     def call(self: DriverCache, *arguments: Any) -> Any:
         result = getattr(super(DriverCache, self), method)(*arguments)
-        self.ranks.queue(self.ranks.writer.write("cache", method, arguments, result))
+        self.ranks.queue(self.ranks.writer.write(self.target, method, arguments, result))
         return result
 
     return call
 
 
 class DriverCache(KVCache):
-    """The cache of rank 0's heads. The other ranks' caches have the same sequences."""
+    """The cache of rank 0's heads. The other ranks' caches have the same sequences. ``target`` is its name in calls."""
 
-    def __init__(self, ranks: Ranks, *args: Any, **options: Any) -> None:
+    def __init__(self, ranks: Ranks, target: str, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.ranks = ranks
+        self.ranks, self.target = ranks, target
 
     allocate, extend, fork = _queued("allocate"), _queued("extend"), _queued("fork")
     truncate, trim = _queued("truncate"), _queued("trim")
 
     def release(self, sequence: CachedSequence) -> None:
         super().release(sequence)
-        self.ranks.queue(self.ranks.writer.release(sequence))
+        self.ranks.queue(self.ranks.writer.release(self.target, sequence))
 
 
-def _together(method: str) -> Any:
-    """Makes a method of ``DriverRunner`` that all ranks call at the same time. An error leaves the other ranks waiting,
-    so it becomes a RankFailure, which ends all ranks."""
+def _together(kind: type[Runner], target: str, method: str) -> Any:
+    """Makes a method of a driver of a ``kind`` of runner that all ranks call at the same time. ``target`` is its name
+    in calls. An error leaves the other ranks waiting, so it becomes a RankFailure, which ends all ranks."""
 
-    def call(self: DriverRunner, *arguments: Any) -> Any:
-        self.ranks.send(self.ranks.writer.write("runner", method, arguments))
+    def call(self: DriverRunner | DriverHead, *arguments: Any) -> Any:
+        self.ranks.send(self.ranks.writer.write(target, method, arguments))
         with self.ranks.together():
-            return getattr(super(DriverRunner, self), method)(*arguments)
+            return getattr(kind, method)(self, *arguments)
 
     return call
 
@@ -76,14 +86,15 @@ class DriverRunner(Runner):
         super().__init__(model, cache, graphs_up_to)
         self.ranks = ranks
 
-    decode, prepare = _together("decode"), _together("prepare")
-    prompt_logprobs, collective_rpc = _together("prompt_logprobs"), _together("collective_rpc")
+    decode, prepare, prompt_logprobs, collective_rpc = (
+        _together(Runner, RUNNER, method) for method in ("decode", "prepare", "prompt_logprobs", "collective_rpc")
+    )
 
     def prefill(
         self, work: list[tuple[CachedSequence, list[int]]], scored: bool = False
     ) -> Generator[None, None, Prefilled]:
         steps, writer, ended = super().prefill(work, scored), self.ranks.writer, False
-        number, written = writer.begin("runner", "prefill", (work, scored))
+        number, written = writer.begin(RUNNER, "prefill", (work, scored))
         self.ranks.queue(written)
         try:
             while True:
@@ -100,3 +111,13 @@ class DriverRunner(Runner):
             if not ended:
                 steps.close()
                 self.ranks.queue(writer.write("worker", "leave", (number,)))
+
+
+class DriverHead(HeadRunner):
+    """The runner of rank 0's part of the draft head."""
+
+    def __init__(self, ranks: Ranks, *args: Any) -> None:
+        super().__init__(*args)
+        self.ranks = ranks
+
+    keep, read, draft = (_together(HeadRunner, HEAD, method) for method in ("keep", "read", "draft"))

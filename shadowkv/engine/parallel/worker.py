@@ -17,12 +17,13 @@ from multiprocessing.connection import Connection
 import torch
 
 from shadowkv.engine.child_process import ignore_stop_signals
+from shadowkv.engine.execution.head_runner import HeadRunner
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.engine.parallel.calls import Answer, Reader
+from shadowkv.engine.parallel.calls import CACHE, HEAD, HEAD_CACHE, RUNNER, Answer, Reader
 from shadowkv.engine.parallel.ranks import HERE, rank_device
 from shadowkv.engine.parallel.tiers import RankMover, join_tiers
+from shadowkv.engine.startup.draft_head import open_head
 from shadowkv.engine.startup.loading import current, graphs_up_to, load_engine_parts
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.layers.group import RankFailure, open_group
 
 POLL_SECONDS = 0.001
@@ -35,11 +36,15 @@ class Worker:
     """The objects of this rank, on which rank 0's calls are made.
 
     Args:
+        head: runs this rank's part of the draft head; None without one.
         mover: this rank's copies of cached prompts; None without tiers below the device.
     """
 
-    def __init__(self, runner: Runner, cache: KVCache, mover: RankMover | None = None) -> None:
-        targets = {"worker": self, "cache": cache, "runner": runner, "mover": mover}
+    def __init__(self, runner: Runner, head: HeadRunner | None = None, mover: RankMover | None = None) -> None:
+        cache = runner.cache
+        targets = {"worker": self, CACHE: cache, RUNNER: runner, "mover": mover}
+        if head is not None:
+            targets |= {HEAD_CACHE: head.cache, HEAD: head}
         self.reader = Reader(targets, cache.device)
 
     def run_commands(self, written: Iterable[bytes]) -> None:
@@ -92,7 +97,8 @@ def main(number: int, memory: int) -> None:
         with current(device):
             loaded, cache, _ = load_engine_parts(config, group=group, device=device)
             mover = join_tiers(config, loaded, cache, group, memory)
-            worker = Worker(Runner(loaded.model, cache, graphs_up_to(config, cache)), cache, mover)
+            runner = Runner(loaded.model, cache, graphs_up_to(config, cache))
+            worker = Worker(runner, open_head(config, loaded, runner), mover)
             reported = (RankFailure,)  # any other error from here on is a bug
             while True:
                 worker.run(messages, pipe.send)

@@ -187,6 +187,10 @@ class DecodeSteps:
         started = Mark(self.runner.cache.device)
         captures, eager_runs = self.runner.captures, self.runner.eager_runs
         logits = self.runner.decode([running.sequence for running in rows], tokens, sources, record, work, drafts)
+        if self.speculation is not None:
+            newest = [len(one.request.output_token_ids) - (at < 0) for one, at in zip(rows, sources, strict=True)]
+            counts = [1 + len(draft) for draft in drafts] or [1] * len(rows)
+            self.speculation.computed([running.request for running in rows], newest, counts)
         captured, eager = self.runner.captures > captures, self.runner.eager_runs > eager_runs
         ahead = [source >= 0 for source in sources] + [False] * len(prompts)
         count = sum(len(ids) for _, ids in work)

@@ -8,7 +8,10 @@ from typing import Any
 
 from shadowkv.field_types import wrong_types
 
-METHODS = ("ngram", "suffix", "sparse")
+BY_THE_MODEL = ("sparse", "mtp")
+"""Methods with which all sequences of a step draft together."""
+
+METHODS = ("ngram", "suffix", *BY_THE_MODEL)
 MAX_SPECULATIVE_TOKENS = 63
 """Maximum number of drafted tokens of a step. With the newest token they are a page, which every cache has room for."""
 
@@ -17,6 +20,12 @@ SUFFIX_TOKENS = 24
 
 SPARSE_TOKENS = 6
 """Default of ``num_speculative_tokens`` for ``sparse``."""
+
+HEAD_TOKENS = 1
+"""Default of ``num_speculative_tokens`` for ``mtp``: what draft heads are trained for. In vLLM too, it is the number of
+the files' layers, which is 1."""
+
+DEFAULT_TOKENS = {"suffix": SUFFIX_TOKENS, "sparse": SPARSE_TOKENS, "mtp": HEAD_TOKENS}
 
 LOOKUP_SIZE = 5
 """Default of ``prompt_lookup_min`` and ``prompt_lookup_max``, as in vLLM."""
@@ -29,7 +38,8 @@ class SpeculativeConfig:
     Attributes:
         method: ``ngram`` drafts what follows the first occurrence of the newest n-gram (vLLM's prompt lookup).
             ``suffix`` drafts what most often follows the longest match (SuffixDecoding, arXiv:2411.04975). ``sparse``
-            drafts with the model itself, in steps that attend to few tokens (MagicDec, arXiv:2408.11049).
+            drafts with the model itself, in steps that attend to few tokens (MagicDec, arXiv:2408.11049). ``mtp``
+            drafts with a layer of the checkpoint (``DraftHead``).
         num_speculative_tokens: most drafted tokens of a sequence in a step. ``ngram`` needs it.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram to look up, in tokens; only for ``ngram``.
             None is the value of the other, or else 5.
@@ -46,8 +56,7 @@ class SpeculativeConfig:
         if bad := wrong_types(self) or self._contradictions():
             raise ValueError("; ".join(bad))
         if self.num_speculative_tokens is None:
-            default = SPARSE_TOKENS if self.method == "sparse" else SUFFIX_TOKENS
-            object.__setattr__(self, "num_speculative_tokens", default)
+            object.__setattr__(self, "num_speculative_tokens", DEFAULT_TOKENS[self.method])
         if self.method == "ngram":
             least, most = self.prompt_lookup_min, self.prompt_lookup_max
             object.__setattr__(self, "prompt_lookup_min", least or most or LOOKUP_SIZE)
@@ -74,7 +83,7 @@ class SpeculativeConfig:
     def drafted_rows(self, batch: int) -> int:
         """Maximum number of rows of a decode step of ``batch`` sequences for drafted tokens: those of one sequence, or
         of all if all draft together."""
-        return (self.num_speculative_tokens or 0) * (batch if self.method == "sparse" else 1)
+        return (self.num_speculative_tokens or 0) * (batch if self.method in BY_THE_MODEL else 1)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SpeculativeConfig:

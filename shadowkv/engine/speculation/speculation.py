@@ -1,6 +1,6 @@
 """``Speculation``: drafts for the running requests of an engine, and what became of them. ``DecodeSteps`` calls it.
 
-``TextDrafts`` drafts from the requests' text, ``scheduling/sparse_drafts.py`` with the model itself.
+``TextDrafts`` drafts from the requests' text, ``scheduling/model_drafts.py`` with the model itself.
 """
 
 from __future__ import annotations
@@ -57,6 +57,15 @@ class Speculation(ABC):
     def took(self, lengths: Sequence[int], rows: int, seconds: float) -> None:
         """Takes in the time of a step with ``rows`` rows. ``lengths`` are those of its sequences."""
         self._times[kind_of(lengths)].add(rows, seconds)
+
+    def computed(self, requests: Sequence[Request], newest: Sequence[int], rows: Sequence[int]) -> None:
+        """Takes in that the model has computed a step. The runner still has its hidden states.
+
+        Args:
+            newest: number of each request's newest token within its answer, from 0.
+            rows: number of the step's rows of each request: of its newest token, and of drafted tokens.
+        """
+        return
 
     @abstractmethod
     def drafts(

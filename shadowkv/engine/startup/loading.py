@@ -18,6 +18,7 @@ from shadowkv.engine.startup.crossover import dense_below
 from shadowkv.engine.startup.sizing import (
     DEFAULT_UTILIZATION,
     describe_prefixes,
+    head_bytes,
     in_gib,
     likely_cache_bytes,
     size_cache,
@@ -184,6 +185,7 @@ def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.d
         expert_parallel=config.enable_expert_parallel,
         hub=_hub(config),
         tokenizer=config.tokenizer,
+        draft_head=config.drafts_with_head,
     )
     _give_template(loaded.tokenizer, config)
     return loaded
@@ -242,7 +244,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
             if group.window is not None
         ),
         *_recurrent(cache),
-        *_drafts(config, cache),
+        *_drafts(config, loaded, cache),
         *backend_lines(cache.ops, cache.device, config.enforce_eager),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {counted(config.max_num_seqs, 'sequence')} at once",
@@ -279,12 +281,16 @@ def _recurrent(cache: KVCache) -> list[str]:
     ]
 
 
-def _drafts(config: EngineConfig, cache: KVCache) -> list[str]:
+def _drafts(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[str]:
     """A line about speculative decoding, for a server's start; empty without it."""
     if (drafts := config.speculation) is None:
         return []
     count = counted(drafts.num_speculative_tokens or 0, "token")
     line = f"drafts  {drafts.method}, up to {count} of a sequence in a step"
+    if weights := loaded.model.head_bytes:
+        sizes = cache.dtype, cache.max_model_len, config.most_running, config.drafted_tokens
+        beside = head_bytes(loaded.shard.config, *sizes)
+        line += f", by a layer of the files: {in_gib(weights)} of weights, {in_gib(beside)} for its cache and states"
     if cache.spec.drafts:  # only compressed tokens are in the index that selects
         shortest = cache.spec.dense_limit
         line += f", of sequences with more than {counted(shortest, 'token')} (--kv-dense-below)"

@@ -19,7 +19,7 @@ from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.parts.base import STATES_AT_ONCE, TOKENS_AT_ONCE
 from shadowkv.kvcache.parts.prefill import SPARSE_FROM
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.prefill.native import selecting_bytes
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
@@ -216,6 +216,38 @@ def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool 
     )
 
 
+def head_layout(model: ModelConfig, dtype: torch.dtype, max_model_len: int) -> Layout:
+    """The layout of the cache of a model's draft head (``HeadRunner``). ``model`` is a rank's part."""
+    return Layout(KVSpec(prefill="dense"), model.of_draft_head.shape, dtype, max_model_len)
+
+
+def head_blocks(layout: Layout, sequences: int) -> Blocks:
+    """Blocks of the cache of a draft head, which suffice for the windows of ``sequences`` sequences."""
+    return Blocks({kind: sequences * count for kind, count in _demand(layout, layout.max_model_len).items()})
+
+
+def kept_states(drafted: int) -> int:
+    """Number of hidden states that are kept of each sequence for a draft head: those of a step with ``drafted`` drafted
+    tokens."""
+    return 1 + drafted
+
+
+def head_bytes(model: ModelConfig, dtype: torch.dtype, max_model_len: int, sequences: int, drafted: int) -> int:
+    """Returns the device bytes of drafting up to ``drafted`` tokens of each of ``sequences`` sequences with a draft
+    head, without its weights: its cache and RoPE's tables, hidden states, and the product of a step's logits."""
+    layout, states = head_layout(model, dtype, max_model_len), kept_states(drafted)
+    pages = layout.tier_bytes(head_blocks(layout, sequences))["device"]
+    # Those that are kept, and those of the rows of a step: the model's, and the head's inputs and outputs.
+    hidden = 4 * sequences * states * model.hidden_size * dtype.itemsize
+    return (
+        pages
+        + layout.fixed_bytes(sequences)
+        + tables_bytes(layout)
+        + hidden
+        + sequences * states * 4 * model.vocab_size
+    )
+
+
 @dataclass(frozen=True)
 class LargestBatch:
     """Number of sequences that fit into the device's memory, into the host's (None is no limit), and into both."""
@@ -249,9 +281,14 @@ def largest_batch(
     pages = layout.tier_bytes(Blocks({kind: need[kind] for kind in layout.paged}))
 
     def too_many(batch: int) -> bool:
-        rows = batch + (0 if drafts is None else drafts.drafted_rows(batch))
+        rows, head = batch, 0
+        if drafts is not None:
+            rows += drafts.drafted_rows(batch)
+            if drafts.method == "mtp":
+                sizes = layout.dtype, layout.max_model_len, batch, drafts.num_speculative_tokens or 0
+                head = head_bytes(model, *sizes)
         working = working_bytes(model, layout, rows, offload)
-        return batch * pages["device"] + layout.fixed_bytes(batch) + working > device_bytes
+        return batch * pages["device"] + layout.fixed_bytes(batch) + working + head > device_bytes
 
     device = bisect_left(range(1, 1 + max(0, device_bytes) // step_bytes(model, layout)), True, key=too_many)
     of_host = pages["host"]
@@ -289,7 +326,11 @@ def size_cache(
 
     def left(layout: Layout) -> int:
         """Device bytes that are left for pages."""
-        return max(0, device_bytes - layout.fixed_bytes(slots))
+        head = 0
+        if config.drafts_with_head:
+            sizes = layout.dtype, layout.max_model_len, config.most_running, config.drafted_tokens
+            head = head_bytes(model, *sizes)
+        return max(0, device_bytes - layout.fixed_bytes(slots) - head)
 
     def have(tokens: int) -> Blocks:
         """Blocks of each tier if sequences have up to ``tokens`` tokens."""

@@ -14,6 +14,8 @@ from shadowkv.ops.scaled_matmul.cuda import MULTIPLE
 from shadowkv.wording import SettingsError, counted
 
 MAX_POSITIONS = 1 << 30
+DRAFT_WINDOW = 2048
+"""Newest tokens that a draft head attends to. Its drafts need little context, and its cache stays small."""
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 """Maximum number of experts in all layers together. It bounds the number of tensor names, and real models have far
 fewer experts."""
@@ -31,7 +33,9 @@ class ModelConfig:
         max_position: longest sequence, in tokens, that the model supports.
         experts: the experts of all layers except ``dense_layers``; None if every layer has an MLP.
         dense_layers: numbers of the layers with an MLP, in a model with experts.
-        draft_layers: number of layers that draft tokens. They follow the other layers, and their weights are not read.
+        draft_layers: number of layers that draft tokens in the files. They follow the other layers.
+        draft_head: whether the first of them is part of the model (``DraftHead``). The weights of others are not read.
+        normed_draft_states: as in ``DraftHead``.
         layer_kinds: the kind of every layer; empty if all layers have full attention.
         linear: the linear attention of the layers whose kind has a state; None if there are none.
         num_kv_shared_layers: how many of the last layers have no keys and values of their own. Each of them attends to
@@ -86,6 +90,8 @@ class ModelConfig:
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
     draft_layers: int = 0
+    draft_head: bool = False
+    normed_draft_states: bool = False
     layer_kinds: tuple[LayerKind, ...] = ()
     linear: LinearAttention | None = None
     num_kv_shared_layers: int = 0
@@ -216,6 +222,18 @@ class ModelConfig:
     def indexer_of(self, layer: int) -> Indexer | None:
         """The indexer of a layer; None if it has none."""
         return self.layer_kinds[layer].indexer if self.layer_kinds else None
+
+    @property
+    def of_draft_head(self) -> ModelConfig:
+        """The draft head as a model of one layer. Its attention has a window of ``DRAFT_WINDOW`` tokens."""
+        return replace(
+            self,
+            num_layers=1,
+            layer_kinds=(LayerKind(DRAFT_WINDOW),),
+            dense_layers=(),
+            draft_layers=0,
+            draft_head=False,
+        )
 
     def with_linear(self, linear: LinearAttention) -> ModelConfig:
         """The config with other sizes of linear attention."""

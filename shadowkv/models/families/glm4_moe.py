@@ -1,5 +1,6 @@
 """GLM-4.5, GLM-4.5-Air and GLM-4.6 (arXiv:2508.06471). Half of each head rotates, and the first layers have an MLP.
-Experts are chosen in groups, by sigmoids with a correction bias; a shared expert takes every token."""
+Experts are chosen in groups, by sigmoids with a correction bias; a shared expert takes every token. Another layer
+drafts tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +11,23 @@ from shadowkv.layers.spec import Experts
 from shadowkv.models.configs.config_json import build_config
 from shadowkv.models.configs.experts_json import expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.weight_names import Targets, decoder_targets, head_norms
+from shadowkv.models.weight_names import DraftHeadNames, Targets, decoder_targets, draft_head_targets, head_norms
 from shadowkv.ops.choose_experts.routing import Routing
 
 FIELDS = (
     *("attention_bias", "use_qk_norm", "n_routed_experts", "n_shared_experts"),
     *("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor", "n_group"),
     *("topk_group", "first_k_dense_replace", "num_nextn_predict_layers"),
+)
+
+_DRAFTING = "model.layers.{}"
+DRAFT_HEAD = DraftHeadNames(
+    layer=_DRAFTING,
+    embedding_norm=f"{_DRAFTING}.enorm",
+    hidden_norm=f"{_DRAFTING}.hnorm",
+    projection=f"{_DRAFTING}.eh_proj",
+    norm=f"{_DRAFTING}.shared_head.norm",
+    copies=(f"{_DRAFTING}.embed_tokens", f"{_DRAFTING}.shared_head.head"),
 )
 
 
@@ -51,4 +62,5 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 def targets(config: ModelConfig) -> Targets:
     """Names in the files -> parameters."""
-    return decoder_targets(config, shared_expert="shared_experts") | head_norms(config)
+    own = decoder_targets(config, shared_expert="shared_experts") | head_norms(config)
+    return own | draft_head_targets(config, targets, DRAFT_HEAD)

@@ -3,7 +3,7 @@ attention.
 
 Layers of full attention gate their output, and rotate a quarter of each head. Norms multiply by 1 + w, in float32,
 except those of linear attention. The multimodal RoPE has three positions per token, which are equal for text. Image
-encoders in the files, and layers that draft tokens, are not loaded.
+encoders in the files are not loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from shadowkv.layers.spec import LinearAttention
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.configs.config_json import build_config
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.models.weight_names import Target, Targets, decoder_targets, head_norms, rows
+from shadowkv.models.weight_names import (
+    DraftHeadNames,
+    Target,
+    Targets,
+    decoder_targets,
+    draft_head_targets,
+    head_norms,
+    rows,
+)
 
 LINEAR, FULL_ATTENTION = "linear_attention", "full_attention"
 _SIZES = {
@@ -32,7 +40,16 @@ MAX_SIZE = 1 << 12
 FIELDS = (
     *_SIZES,
     *("attention_bias", "layer_types", "full_attention_interval", "attn_output_gate", "mamba_ssm_dtype"),
-    "output_gate_type",
+    *("output_gate_type", "mtp_num_hidden_layers"),
+)
+
+DRAFT_HEAD = DraftHeadNames(
+    layer="mtp.layers.0",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    norm="mtp.norm",
+    norm_offset=1.0,
 )
 
 _OTHERS = ("model.visual.", "visual.", "mtp.")
@@ -58,7 +75,8 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     )
     linear = _linear(hf)
     kinds = tuple(linear.kind if kind == LINEAR else FULL for kind in _layer_types(hf, config.num_layers))
-    return replace(config, layer_kinds=kinds, linear=linear)
+    drafting = hf.get("mtp_num_hidden_layers") or 0
+    return replace(config, layer_kinds=kinds, linear=linear, draft_layers=drafting, normed_draft_states=True)
 
 
 def _linear(hf: dict[str, Any]) -> LinearAttention:
@@ -76,6 +94,9 @@ def _linear(hf: dict[str, Any]) -> LinearAttention:
         reasons.append("linear_conv_kernel_dim=1 is less than 2")
     if hf.get("output_gate_type") not in (None, "swish", "silu"):
         reasons.append(f"output_gate_type={hf['output_gate_type']!r:.60} is not supported, only 'swish'")
+    drafting = hf.get("mtp_num_hidden_layers") or 0
+    if type(drafting) is not int or not 0 <= drafting <= MAX_SIZE:
+        reasons.append(f"mtp_num_hidden_layers={drafting!r:.60} is not a whole number from 0 to {MAX_SIZE}")
     if hf.get("mamba_ssm_dtype") not in (None, "float32"):
         reasons.append(f"mamba_ssm_dtype={hf['mamba_ssm_dtype']!r:.60} is not supported, only 'float32'")
     if reasons:
@@ -123,7 +144,7 @@ def targets(config: ModelConfig) -> Targets:
         result[f"{theirs}.conv1d.weight"] = Target(f"{ours}.convolution", 0, channels)
         result[f"{theirs}.A_log"] = Target(f"{ours}.log_rate", 0, heads)
         result[f"{theirs}.dt_bias"] = Target(f"{ours}.rate_bias", 0, heads)
-    return result
+    return result | draft_head_targets(config, targets, DRAFT_HEAD)
 
 
 def _inputs(linear: LinearAttention, ours: str, theirs: str) -> Targets:

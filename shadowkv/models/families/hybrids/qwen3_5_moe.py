@@ -18,7 +18,7 @@ FIELDS = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 
-text_weight = qwen3_5.text_weight
+text_weight, DRAFT_HEAD = qwen3_5.text_weight, qwen3_5.DRAFT_HEAD
 
 
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:

@@ -1,0 +1,117 @@
+"""``HeadDrafts``: a layer of the checkpoint drafts tokens (multi-token prediction, ``DraftHead``). ``DecodeSteps`` uses
+it.
+
+A row of the head needs the model's hidden state of a token of the answer, and the token behind it. Steps leave hidden
+states, and the rows are appended to the head's own sequence when the next draft begins. So the head's context begins
+with the answer. If more steps without a draft follow one another than states are kept, the context lacks what was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shadowkv.engine.execution.head_runner import HeadRunner
+from shadowkv.engine.request import Request
+from shadowkv.engine.scheduling.model_drafts import ModelDrafts
+from shadowkv.engine.scheduling.scheduler import Scheduler
+from shadowkv.engine.speculation.config import SpeculativeConfig
+from shadowkv.kvcache.sequences.sequence import CachedSequence
+
+HEAD_SHARE = 0.1
+"""Assumed time of a draft step, which has one layer, as a share of a step of the model."""
+
+
+@dataclass(eq=False)
+class _Context:
+    """What the head has of a request. Tokens are numbered within the answer.
+
+    Attributes:
+        sequence: the head's sequence.
+        first, stop: the tokens whose hidden states are kept, without ``stop``. The last ones can be of wrong drafts.
+        read: number behind the newest token whose row is in ``sequence``.
+        rows: number of rows in ``sequence`` without drafts.
+    """
+
+    sequence: CachedSequence
+    first: int
+    stop: int
+    read: int = 0
+    rows: int = 0
+
+    def keep(self, token: int, count: int, kept: int) -> list[int]:
+        """Records that a step has left the states of ``count`` tokens from ``token`` on. Returns their places, if
+        ``kept`` states of each sequence are kept."""
+        if token > self.stop:
+            self.first = token
+        self.stop = token + count
+        self.first = max(self.first, self.stop - kept)
+        return self.places(token, self.stop, kept)
+
+    def places(self, start: int, stop: int, kept: int) -> list[int]:
+        """Where the states of the tokens from ``start`` to ``stop`` are kept."""
+        return [self.sequence.slot * kept + token % kept for token in range(start, stop)]
+
+
+class HeadDrafts(ModelDrafts):
+    """Drafts with the draft head.
+
+    Args:
+        head: runs it.
+        scheduler: knows the running requests. Others lose their sequences.
+        kept: number of hidden states that are kept of each sequence.
+    """
+
+    def __init__(
+        self, config: SpeculativeConfig, max_rows: int, head: HeadRunner, scheduler: Scheduler, kept: int
+    ) -> None:
+        super().__init__(config, max_rows, head, HEAD_SHARE)
+        self._head, self._scheduler, self._kept = head, scheduler, kept
+        self._contexts: dict[Request, _Context] = {}
+
+    def computed(self, requests: Sequence[Request], newest: Sequence[int], rows: Sequence[int]) -> None:
+        running = {running.request for running in self._scheduler.running}
+        for request in [request for request in self._contexts if request not in running]:
+            self._head.cache.release(self._contexts.pop(request).sequence)
+        places = list[int]()
+        for request, token, count in zip(requests, newest, rows, strict=True):
+            if (context := self._contexts.get(request)) is None:
+                sequence = self._head.cache.allocate(0, self._head.cache.max_model_len)
+                context = self._contexts[request] = _Context(sequence, token, token)
+            places += context.keep(token, count, self._kept)
+        self._head.keep(places)
+
+    def _can_draft(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> list[bool]:
+        """Whether the state of the token before each request's newest one is kept."""
+        contexts = ((request, self._contexts.get(request)) for request in requests)
+        return [
+            context is not None and context.stop >= len(request.output_token_ids) - 1 for request, context in contexts
+        ]
+
+    def _logits(
+        self, place: int, requests: Sequence[Request], sequences: Sequence[CachedSequence], sources: list[int]
+    ) -> Tensor:
+        contexts = [self._contexts[request] for request in requests]
+        own = [context.sequence for context in contexts]
+        if place:
+            return self._head.draft(own, sources)
+        following, places = list[list[int]](), list[int]()
+        for request, context in zip(requests, contexts, strict=True):
+            stop = len(request.output_token_ids) - 1
+            start = min(max(context.read, context.first), stop - 1)
+            if start < context.read:  # the step of the draft before has failed
+                context.read, context.rows = start, context.rows - (context.read - start)
+                self._head.cache.truncate(context.sequence, context.rows)
+            following.append(request.output_token_ids[start + 1 : stop + 1])
+            places += context.places(start, stop, self._kept)
+        logits = self._head.read(own, following, places)
+        for request, context, tokens in zip(requests, contexts, following, strict=True):
+            context.read, context.rows = len(request.output_token_ids) - 1, context.rows + len(tokens)
+        return logits
+
+    def _undo(self, requests: Sequence[Request], sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> None:
+        for context in map(self._contexts.get, requests):
+            if context is not None and context.sequence.length > context.rows:
+                self._head.cache.truncate(context.sequence, context.rows)
