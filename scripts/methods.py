@@ -55,14 +55,14 @@ def _baselines(*names: str) -> tuple[str, ...]:
 METHODS = (
     Method(
         "exact pages (`full`)",
-        (*_parts("rows", "index_plain"), "kvcache/decode/attention.py"),
+        (*_parts("rows", "index_plain"), "kvcache/decode/decode_attention.py"),
         ("append_block", "append_tokens", "paged_attention", "merge_attention", "write_rows"),
         ("cpu/attention/paged_attention.h", "kernels/paged_attention"),
         ("kvcache/test_exactness.py", "ops/test_attention_ops.py"),
     ),
     Method(
         "dense prefill",
-        ("kvcache/prefill/attention.py", "kvcache/prefill/exact.py"),
+        ("kvcache/prefill/prefill_attention.py", "kvcache/prefill/exact.py"),
         ("dense_attention", "gather_context"),
         (),
         ("ops/test_dense_attention.py", "ops/test_attention_libraries.py", "kvcache/test_packed_prefill.py"),
@@ -70,7 +70,7 @@ METHODS = (
     Method(
         "mixtures of experts",
         ("layers/moe.py", "models/checkpoints/experts.py"),
-        ("choose_experts", "sort_by_expert", "grouped_matmul", "grouped_quantised_matmul", "sum_experts"),
+        ("choose_experts", "sort_by_expert", "grouped_matmul", "grouped_quantized_matmul", "sum_experts"),
         (),
         (
             "ops/test_expert_ops.py",
@@ -101,7 +101,7 @@ METHODS = (
     ),
     Method(
         "sinks (gpt-oss)",
-        ("kvcache/decode/attention.py", "kvcache/prefill/attention.py"),
+        ("kvcache/decode/decode_attention.py", "kvcache/prefill/prefill_attention.py"),
         ("add_sinks", "dense_attention"),
         (),
         ("kvcache/test_sinks.py", "ops/test_window_ops.py", "models/test_gpt_oss_attention.py"),
@@ -122,7 +122,7 @@ METHODS = (
     ),
     Method(
         "attention to selected chunks",
-        ("kvcache/decode/attention.py", "kvcache/inspection.py"),
+        ("kvcache/decode/decode_attention.py", "kvcache/inspection.py"),
         ("attend_selected",),
         ("cpu/attention/attend_selected.h", "kernels/attend_selected", "kernels/attend_latents_sm90"),
         ("ops/test_attend_selected.py", "kvcache/test_policies.py"),
@@ -166,7 +166,7 @@ METHODS = (
     Method(
         "rows of levels (TurboQuant, PolarQuant)",
         (*_parts("rows"), *_codecs("rotated", "lloyd", "tables", "packing"), *_baselines("polarquant")),
-        ("quantise_rows", "attend_coded", "rebuild_rows"),
+        ("quantize_rows", "attend_coded", "rebuild_rows"),
         (
             "codecs.h",
             "cpu/attention/row_codecs.inc.h",
@@ -183,7 +183,7 @@ METHODS = (
     Method(
         "rows of 8-bit floats",
         _codecs("fp8"),
-        ("quantise_rows", "attend_coded"),
+        ("quantize_rows", "attend_coded"),
         ("kernels/paged_attention/paged_rows.cuh",),
         ("kvcache/test_coded_policies.py", "ops/test_cuda_attend_fp8.py"),
         (("attend_coded", "C++"),),
@@ -208,7 +208,7 @@ METHODS = (
     Method(
         "Shard",
         _baselines("shard", "vq"),
-        ("project_latents", "quantise_rows", "attend_coded"),
+        ("project_latents", "quantize_rows", "attend_coded"),
         ("kernels/attend_mixed_sm90",),
         ("baselines/test_shard.py", "baselines/test_vq.py", "ops/test_cuda_attend_mixed.py"),
         (("attend_coded", "C++"), ("attend_coded", "Triton")),
@@ -266,22 +266,22 @@ METHODS = (
     Method(
         "weights in 8 bits",
         ("layers/linear.py",),
-        ("quantise_tokens", "scaled_matmul"),
+        ("quantize_tokens", "scaled_matmul"),
         (),
         ("ops/test_fp8_ops.py", "models/test_fp8.py"),
     ),
     Method(
-        "weights as quantised files have them",
-        ("layers/quantised_matrix.py", "ops/quantised/groups.py", "ops/quantised/blocks.py"),
-        ("quantised_matmul", "dequantise_rows"),
-        ("cpu/quantised_matmul",),
+        "weights as quantized files have them",
+        ("layers/quantized_matrix.py", "ops/quantized/groups.py", "ops/quantized/blocks.py"),
+        ("quantized_matmul", "dequantize_rows"),
+        ("cpu/quantized_matmul",),
         (
-            "ops/test_quantised_blocks.py",
-            "ops/test_quantised_groups.py",
+            "ops/test_quantized_blocks.py",
+            "ops/test_quantized_groups.py",
             "models/test_gguf_blocks.py",
-            "models/test_quantised_formats.py",
+            "models/test_quantized_formats.py",
         ),
-        (("dequantise_rows", "Humming"),),
+        (("dequantize_rows", "Humming"),),
     ),
     Method(
         "speculative decoding",

@@ -10,9 +10,9 @@ from decimal import Decimal
 from typing import Any
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-DEQUANTISED = "none"
-QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int4", "int8", "nvfp4", "mxfp4", DEQUANTISED)
-"""Values of ``quantization``. ``fp8`` converts any weights to 8 bits at load. ``none`` dequantises any weights. The
+DEQUANTIZED = "none"
+QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int4", "int8", "nvfp4", "mxfp4", DEQUANTIZED)
+"""Values of ``quantization``. ``fp8`` converts any weights to 8 bits at load. ``none`` dequantizes any weights. The
 other values choose the format of random weights, and of weights in plans."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")

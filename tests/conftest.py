@@ -19,7 +19,7 @@ baselines.register()  # tests draw from all presets, codecs and parts
 
 LONGEST = (
     *("test_cuda_gated_delta_rule.py", "test_cuda_smollm2.py", "test_cuda_tiers.py", "test_cuda_compiles.py"),
-    "test_cuda_quantised_models.py",
+    "test_cuda_quantized_models.py",
     *("test_cuda_sources.py", "test_replicas.py", "test_smollm2.py", "test_batch.py", "test_soak.py"),
     *("test_interpreted.py", "test_snapshots.py", "test_serve_end_to_end.py", "test_tensor_parallel.py"),
     *("test_lifetimes.py", "test_exactness.py"),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops import registry
-from shadowkv.ops.quantised.groups import GroupForm
-from shadowkv.ops.quantised_matmul import humming
+from shadowkv.ops.quantized.groups import GroupForm
+from shadowkv.ops.quantized_matmul import humming
 
 DTYPES = {"bfloat16": torch.bfloat16, "float8e4m3": torch.float8_e4m3fn, "float8e8m0": torch.float8_e8m0fnu}
 BITS = {"float4e2m1": 4, "float8e4m3": 8}
@@ -156,7 +156,7 @@ def installed() -> Iterator[None]:
             patch.setitem(sys.modules, name, module)
         patch.setenv("LD_LIBRARY_PATH", "")
         patch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        for op in ("quantised_matmul", "grouped_quantised_matmul"):
+        for op in ("quantized_matmul", "grouped_quantized_matmul"):
             patch.setattr(f"shadowkv.ops.{op}.humming.missing", lambda: [])
         patch.setitem(registry.PREFERENCE, "cpu", ("humming", "cpu", "reference"))
         for function in cached:

@@ -16,7 +16,7 @@ DRAWS = 16
 """Of rounding: the largest error among so many is hardly ever half of what another order of sums may give."""
 
 INTEGER_RUN = 32
-"""Activations that have a scale together where they are multiplied as integers (csrc/cpu/quantised_matmul/)."""
+"""Activations that have a scale together where they are multiplied as integers (csrc/cpu/quantized_matmul/)."""
 
 
 class InFloat64(TorchFunctionMode):

@@ -113,7 +113,7 @@ def compress(source: Path, target: Path) -> None:
 
 
 def load_base(model: str, device: torch.device) -> Base:
-    """A catalogue model's weights, dequantised; bfloat16 on a GPU and float32 elsewhere, as a server has them."""
+    """A catalogue model's weights, dequantized; bfloat16 on a GPU and float32 elsewhere, as a server has them."""
     file = GGUFFile(fetch(model))
     config = config_from_gguf(file, None, None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -32,11 +32,11 @@ MODULES = {
     "select_top_chunks": "chunk_selection",
     "sign_scores": "sketch_selection",
     "select_by_sketch": "sketch_selection",
-    "quantise_rows": "quantise_rows",
+    "quantize_rows": "quantize_rows",
     "fetch_chunks": "fetch_chunks",
     "sample_tokens": "sample_tokens",
     "grouped_matmul": "experts",
-    "grouped_quantised_matmul": "experts",
+    "grouped_quantized_matmul": "experts",
 }
 """Benches, and the modules of this folder that have them: Triton and CUDA are imported for a bench that needs them."""
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
-from shadowkv.models.checkpoints.quantised.registry import SHAPES
+from shadowkv.layers.quantized_matrix import QuantizedMatrix, RowBlock
+from shadowkv.models.checkpoints.quantized.registry import SHAPES
 from shadowkv.models.filling import fill_random
 from shadowkv.ops.registry import Ops
 
@@ -41,7 +41,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     plain, lines = torch.randn(ROWS, COLUMNS), []
-    matrices = {name: QuantisedMatrix(COLUMNS, [RowBlock(ROWS, form)], dtype=torch.float32, device=torch.device("cpu"))
+    matrices = {name: QuantizedMatrix(COLUMNS, [RowBlock(ROWS, form)], dtype=torch.float32, device=torch.device("cpu"))
                 for name, form in SHAPES.items()}  # fmt: skip
     for matrix in matrices.values():
         matrix.ops = Ops()

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.ops.timing import READ_SPEED, Row, bench, microseconds
-from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
-from shadowkv.models.checkpoints.quantised.registry import SHAPES
+from shadowkv.layers.quantized_matrix import QuantizedMatrix, RowBlock
+from shadowkv.models.checkpoints.quantized.registry import SHAPES
 from shadowkv.models.filling import fill_random
 from shadowkv.ops.grouped_matmul import cuda
 from shadowkv.ops.grouped_matmul.triton import multiply_in_tiles
-from shadowkv.ops.grouped_quantised_matmul import humming, reference
-from shadowkv.ops.quantised_matmul.humming import compile_kernels
+from shadowkv.ops.grouped_quantized_matmul import humming, reference
+from shadowkv.ops.quantized_matmul.humming import compile_kernels
 
 TOKENS = (1, 4, 16, 64, 512, 1024, 2048, 4096)
 ROUTINGS = 16
@@ -50,17 +50,17 @@ def product(form: str, experts: int, rows: int, columns: int) -> tuple[Product, 
         looped = plain.view(-1, columns)
         return (
             lambda x, offsets: cuda.grouped_matmul(x, plain, offsets),
-            lambda x, offsets: reference.grouped_quantised_matmul(x, [looped], offsets),
+            lambda x, offsets: reference.grouped_quantized_matmul(x, [looped], offsets),
             plain.nbytes // experts,
         )
-    matrix = QuantisedMatrix(columns, [RowBlock(experts * rows, SHAPES[form])], dtype=torch.bfloat16, device=device)
+    matrix = QuantizedMatrix(columns, [RowBlock(experts * rows, SHAPES[form])], dtype=torch.bfloat16, device=device)
     fill_random(matrix, torch.Generator(device).manual_seed(0))
     stored = [*matrix.stored(0, matrix.num_rows)]
     packed = matrix.pack_experts(experts)
     compile_kernels([packed])
     return (
-        lambda x, offsets: humming.grouped_quantised_matmul(x, packed, offsets),
-        lambda x, offsets: reference.grouped_quantised_matmul(x, stored, offsets),
+        lambda x, offsets: humming.grouped_quantized_matmul(x, packed, offsets),
+        lambda x, offsets: reference.grouped_quantized_matmul(x, stored, offsets),
         sum(tensor.nbytes for name, tensor in packed.tensors.items() if name != "locks") // experts,
     )
 
@@ -100,7 +100,7 @@ def grouped_matmul(model: str) -> list[Row]:
 
 
 @bench(CASES, lambda: not humming.missing())
-def grouped_quantised_matmul(case: tuple[str, str]) -> list[Row]:
+def grouped_quantized_matmul(case: tuple[str, str]) -> list[Row]:
     """Rows by tokens: experts that they touch, bytes of these, and the share of the speed at which memory is read."""
     model, form = case
     layer = LAYERS[model]

@@ -26,18 +26,18 @@ import torch
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.scheduler import Scheduler
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.ops.apply_rope.tables import RopeConfig
-from shadowkv.prefix_cache.cache import PrefixCache, Prompt
 from shadowkv.prefix_cache.eviction import POLICIES, Eviction
 from shadowkv.prefix_cache.host import HostTier, Mover
 from shadowkv.prefix_cache.page_hashes import PageHashes, origin
+from shadowkv.prefix_cache.prefix_cache import PrefixCache, Prompt
 
 SYSTEM, SHORTEST, LONGEST, TURN = 8, 16, 64, (1, 8)
 """Pages of the system prompt, of a document (from, to), and of a question with the preceding answer."""

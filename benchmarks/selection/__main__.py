@@ -38,7 +38,7 @@ from shadowkv.eval.provenance import commit
 from shadowkv.eval.running.caches import open_cache_as, prefill, prefill_all
 from shadowkv.eval.suites import ruler
 from shadowkv.kvcache import parts
-from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.decode.decode_batch import DecodeBatch
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 

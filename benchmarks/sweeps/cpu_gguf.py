@@ -1,4 +1,4 @@
-"""A GGUF file on a CPU, its weights in the file's blocks and dequantised at load: memory, prefill and decode.
+"""A GGUF file on a CPU, its weights in the file's blocks and dequantized at load: memory, prefill and decode.
 
 Runs alternate, each in a separate process: ``python -m benchmarks.sweeps.cpu_gguf model.gguf --out model.json``. The
 model may also be a catalogue name. One thread computes, and what counts is its CPU time, of the fastest prefill and
@@ -76,14 +76,14 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=2, help="runs of each (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON of the best figures of all rounds")
-    parser.add_argument("--one", choices=("blocks", "dequantised"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=("blocks", "dequantized"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(run(args.model, args.dtype, args.one == "blocks", args.batches)))
         return 0
     best: dict[str, dict[str, float]] = {}
     for _ in range(args.rounds):
-        for how in ("blocks", "dequantised"):
+        for how in ("blocks", "dequantized"):
             command = [sys.executable, "-m", "benchmarks.sweeps.cpu_gguf", *sys.argv[1:], "--one", how]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             figures = json.loads(done.stdout.splitlines()[-1])

@@ -37,8 +37,8 @@ from shadowkv.eval.records.predictions import Prediction, PredictionFile
 from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.eval.running.caches import open_cache, prefill_all
 from shadowkv.eval.suites.ruler import TASKS
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.inspection import compressed_rows, decode_part, exact_elsewhere, exact_keys, exact_values
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import PRESETS, preset

@@ -17,7 +17,7 @@ from torch import Tensor
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import BlockHook, Selection

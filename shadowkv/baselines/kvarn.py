@@ -2,7 +2,7 @@
 
 A token or channel with large entries makes the steps of all entries in its group coarse. So a page is first divided by
 a scale per token and a scale per channel, in alternation (Sinkhorn's iteration, on standard deviations). Then entries
-are quantised in equal steps between the smallest and the largest entry. Keys have one size of step for the 64 entries
+are quantized in equal steps between the smallest and the largest entry. Keys have one size of step for the 64 entries
 of a channel, and values one for the entries of a token. This is the method's variant with 64 tokens, which are a page
 here.
 """

@@ -2,7 +2,7 @@
 levels and QJL's signs of the residual.
 
 QJL codes the residual of a row as its norm and the signs of its products with a rotation. The estimate is unbiased in
-every direction, whereas rows decoded from a quantiser's levels are too short. With a rotation, the estimate's squared
+every direction, whereas rows decoded from a quantizer's levels are too short. With a rotation, the estimate's squared
 error is pi / 2 - 1 = 0.571 of the residual's squared norm. With the paper's Gaussian matrix the error is larger than
 the residual.
 

@@ -1,4 +1,4 @@
-"""Values as entries of a codebook, 4 dimensions per byte: vector quantisation as in Shard.
+"""Values as entries of a codebook, 4 dimensions per byte: vector quantization as in Shard.
 
 After a Hadamard transform and a division by the largest entry of each dimension, all groups of 4 dimensions have
 similar distributions. So one codebook of 256 entries serves all heads of a layer. It is learned from the prompt by

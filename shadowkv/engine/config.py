@@ -159,7 +159,7 @@ class EngineConfig:
         None,
         MODEL,
         "quantization of the weights: fp8 converts them to 8 bits at load (GPUs of Ada, Hopper or later), none "
-        "dequantises them to --dtype, the other methods apply only to random weights (--load-format dummy) and to "
+        "dequantizes them to --dtype, the other methods apply only to random weights (--load-format dummy) and to "
         "'shadowkv plan' (default: as in the files)",
         "-q",
         choices=QUANTIZATIONS,

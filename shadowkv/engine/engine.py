@@ -52,8 +52,8 @@ from shadowkv.engine.startup.loading import (
 )
 from shadowkv.engine.startup.prefix_cache import check_disk_dir, open_mover, open_prefix_cache
 from shadowkv.engine.startup.sizing import kept_states
-from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.kv_cache import TierUse
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import RankFailure
 from shadowkv.models.loader import LoadedModel

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.outputs import LayerSelections, TokenSelections
-from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.decode.decode_batch import DecodeBatch
 from shadowkv.kvcache.inspection import coded_scores, exact_scores, selected_scores
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import PAGE

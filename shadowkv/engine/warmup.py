@@ -23,7 +23,7 @@ from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.loading import current
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, MIB
-from shadowkv.kvcache.decode.batch import DecodePlan
+from shadowkv.kvcache.decode.decode_batch import DecodePlan
 from shadowkv.kvcache.decode.planning import MIN_EXACT_PAGES, round_up
 from shadowkv.kvcache.memory.free_memory import unreserved_bytes
 from shadowkv.kvcache.policy.spec import PAGE

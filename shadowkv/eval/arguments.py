@@ -139,7 +139,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
         "--unquantized-reference",
         action="store_true",
         default=None,  # as in the config.json of older folders
-        help="generate the reference text with unquantised weights, in --dtype, so that results include what quantised "
+        help="generate the reference text with unquantized weights, in --dtype, so that results include what quantized "
         "weights lose",
     )
     _add_batch(what, "prompts")

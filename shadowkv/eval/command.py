@@ -27,7 +27,7 @@ from shadowkv.eval.reports.outputs import write_outputs
 from shadowkv.eval.running.local import Forks
 from shadowkv.eval.running.remote import Remote, load_tokenizer
 from shadowkv.eval.suites.registry import SUITES
-from shadowkv.load_settings import DEQUANTISED
+from shadowkv.load_settings import DEQUANTIZED
 from shadowkv.models.loader import LoadedModel
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ def _evaluate(args: argparse.Namespace, command: list[str]) -> None:
 def _compare(args: argparse.Namespace, command: list[str]) -> None:
     loaded, policies, model = _load(args, args.prompt_tokens + args.new_tokens)
     if args.unquantized_reference and not loaded.model.forms and loaded.config.quantization is None:
-        raise ValueError("--unquantized-reference has no meaning here: no weight is quantised")
+        raise ValueError("--unquantized-reference has no meaning here: no weight is quantized")
     if args.exact_tails:
         policies = with_exact_tails(policies, args.new_tokens)
     prompts = fidelity.cut(args, loaded)
@@ -79,7 +79,7 @@ def _compare(args: argparse.Namespace, command: list[str]) -> None:
     settings["prompts_sha256"] = sha256_by_kind(prompts)
     write_config(args.out, settings, policies, command)
     need = args.prompt_tokens + args.new_tokens
-    leading = load_from_config(_config(args, need, DEQUANTISED)) if args.unquantized_reference else None
+    leading = load_from_config(_config(args, need, DEQUANTIZED)) if args.unquantized_reference else None
     measured = fidelity.measure(args, loaded, policies, prompts, model, leading)
     if args.vary:
         fidelity.write_divergence_ablation(args.vary.field, measured, model, args.prompt_tokens, args.out)
@@ -97,7 +97,7 @@ def _load(args: argparse.Namespace, longest: int) -> tuple[LoadedModel, list[Pol
     if loaded.model.device.type == "cuda":
         torch.cuda.set_device(loaded.model.device)  # streams, events and kernels follow the thread's current device
     args.dtype = str(loaded.model.dtype).removeprefix("torch.")  # what auto chose on this machine
-    if args.quantization != DEQUANTISED:
+    if args.quantization != DEQUANTIZED:
         args.quantization = loaded.config.quantization  # the model's files can set it, too
     names, shape = args.kv or ["full", "turbo"], loaded.config.shape
     if args.vary:

@@ -4,7 +4,7 @@ passes."""
 from shadowkv.installation import adding
 
 try:
-    from shadowkv.hf.cache import ShadowKVCache
+    from shadowkv.hf.shadowkv_cache import ShadowKVCache
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "transformers":
         raise

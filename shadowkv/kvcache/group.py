@@ -12,17 +12,17 @@ from torch import Tensor
 from shadowkv.kvcache.batch import Part, PartHandler
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.compression.storing import Storing
-from shadowkv.kvcache.decode.attention import Decode
-from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.decode.decode_attention import Decode
+from shadowkv.kvcache.decode.decode_batch import DecodeBatch
 from shadowkv.kvcache.decode.planning import DecodePlanner
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts.base import OBSERVED, PrefillStrategy
 from shadowkv.kvcache.policy.growth import Compressed
 from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill.attention import Prefill
-from shadowkv.kvcache.prefill.batch import PrefillBlock
 from shadowkv.kvcache.prefill.exact import ExactPrefill, ExactPrompts, exact_prompts
+from shadowkv.kvcache.prefill.prefill_attention import Prefill
+from shadowkv.kvcache.prefill.prefill_batch import PrefillBlock
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence

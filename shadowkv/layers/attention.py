@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shadowkv.kvcache.policy.shape import IndexQueries
-from shadowkv.kvcache.recurrent.batch import RecurrentPart
+from shadowkv.kvcache.recurrent.recurrent_part import RecurrentPart
 from shadowkv.layers.indexer import Indexer
 from shadowkv.layers.norm import JointNorm, RMSNorm
 from shadowkv.layers.spec import LayerSpec, projection

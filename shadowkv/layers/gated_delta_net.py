@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shadowkv.kvcache.recurrent.batch import RecurrentPart
+from shadowkv.kvcache.recurrent.recurrent_part import RecurrentPart
 from shadowkv.layers.attention import Cache
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear

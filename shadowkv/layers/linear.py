@@ -1,4 +1,4 @@
-"""Linear projections, unquantised or in 8-bit floats. One ``Linear`` can join several projections, such as queries,
+"""Linear projections, unquantized or in 8-bit floats. One ``Linear`` can join several projections, such as queries,
 keys and values. ``rows`` computes a range of the outputs."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from shadowkv.layers.computing import Computing
 from shadowkv.ops.activation_rows.reference import FP8
 
 SCALE = "_scale"
-"""Suffix of the name of a quantised weight's scales."""
+"""Suffix of the name of a quantized weight's scales."""
 
 
 class Linear(nn.Module):
@@ -43,14 +43,14 @@ class Linear(nn.Module):
 
 class FP8Linear(Computing):
     """y = x Wᵀ + b over packed tokens, in 8-bit floats. Weights have a scale per output row, and activations are
-    quantised per token. The weights are uninitialised until a loader fills them.
+    quantized per token. The weights are uninitialised until a loader fills them.
 
     Attributes:
         weight: float8_e4m3fn [out_features, in_features].
         weight_scale: float32 [out_features, 1].
     """
 
-    calls = ("quantise_tokens", "scaled_matmul")
+    calls = ("quantize_tokens", "scaled_matmul")
     bias: nn.Parameter | None
 
     def __init__(
@@ -72,7 +72,7 @@ class FP8Linear(Computing):
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Computes only the outputs ``start`` to ``stop``: [T, in_features] -> [T, stop - start]. It copies no
         weights."""
-        codes, scale = self.ops.quantise_tokens(x)
+        codes, scale = self.ops.quantize_tokens(x)
         bias = None if self.bias is None else self.bias[start:stop]
         weight, weight_scale = self.weight[start:stop], self.weight_scale[start:stop]
         return self.ops.scaled_matmul(codes, scale, weight, weight_scale, bias, x.dtype)

@@ -16,10 +16,10 @@ from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear
 from shadowkv.layers.mlp import MLP
 from shadowkv.layers.norm import RMSNorm
-from shadowkv.layers.quantised_matrix import QuantisedMatrix
+from shadowkv.layers.quantized_matrix import QuantizedMatrix
 from shadowkv.layers.spec import Experts, LayerSpec
 from shadowkv.ops.choose_experts.routing import Routing
-from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantized.rows import QuantizedRows
 
 
 class Router(Computing):
@@ -52,7 +52,7 @@ class ExpertsProjection(Computing):
     together have ``total``. Weights and biases are stored expert by expert. They are uninitialised until a loader fills
     them."""
 
-    weight: nn.Parameter | QuantisedMatrix
+    weight: nn.Parameter | QuantizedMatrix
     bias: nn.Parameter | None
 
     def __init__(self, spec: LayerSpec, name: str, experts: Experts, in_features: int, out_features: int) -> None:
@@ -60,8 +60,8 @@ class ExpertsProjection(Computing):
         count = experts.count
         self.count, self.total, self.out_features = count, experts.routing.experts, out_features
         if row_blocks := spec.row_blocks.get(f"{name}.weight"):
-            self.weight = QuantisedMatrix(in_features, row_blocks, dtype=spec.dtype, device=spec.device)
-            self.calls = ("grouped_quantised_matmul",)
+            self.weight = QuantizedMatrix(in_features, row_blocks, dtype=spec.dtype, device=spec.device)
+            self.calls = ("grouped_quantized_matmul",)
         else:
             weight = torch.empty(count * out_features, in_features, dtype=spec.dtype, device=spec.device)
             self.weight = nn.Parameter(weight, requires_grad=False)
@@ -91,10 +91,10 @@ class ExpertsProjection(Computing):
         return product.add_(bias.index_select(0, number.clamp_max(len(bias) - 1)))
 
     def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
-        if isinstance(self.weight, QuantisedMatrix):
+        if isinstance(self.weight, QuantizedMatrix):
             # The type is that of unpacked weights. The chosen backend may have packed them (``PackedExperts``).
-            rows = cast("list[Tensor | QuantisedRows]", self.weight.of_experts)
-            return self.ops.grouped_quantised_matmul(x, rows, offsets)
+            rows = cast("list[Tensor | QuantizedRows]", self.weight.of_experts)
+            return self.ops.grouped_quantized_matmul(x, rows, offsets)
         weight = self.weight.view(self.count, self.out_features, -1)
         return self.ops.grouped_matmul(x, weight, offsets, self.total)
 

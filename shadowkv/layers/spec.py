@@ -13,7 +13,7 @@ import torch
 from shadowkv.kvcache.policy.shape import Heads, Indexer, LayerKind, StateArray
 from shadowkv.layers.group import Group
 from shadowkv.layers.linear import FP8Linear, Linear
-from shadowkv.layers.quantised_matrix import QuantisedLinear, RowBlock
+from shadowkv.layers.quantized_matrix import QuantizedLinear, RowBlock
 from shadowkv.ops.choose_experts.routing import Routing
 
 
@@ -214,7 +214,7 @@ class LayerSpec:
         linear: the linear attention that replaces attention; None for attention.
         indexer: the indexer that selects what a query attends to; None without one.
         n_grams: the n-gram embeddings that the layer adds to all streams; None without them.
-        row_blocks: row blocks of the weights that stay quantised as files store them, by name within the layer.
+        row_blocks: row blocks of the weights that stay quantized as files store them, by name within the layer.
         hidden_size: D, width of the residual stream.
         rms_norm_eps: added to the mean square in every RMSNorm.
         activation: activation of the MLP's gate, one that the op ``gated_activation`` supports. It has the name that
@@ -235,7 +235,7 @@ class LayerSpec:
         streams: the residual streams, if there are several (``HyperConnectedLayer``); None for one.
         output_scale: whether the residual stream after the layer is multiplied by a learned number.
         quantization: ``fp8`` if projections multiply 8-bit floats; else None.
-        dtype: dtype of activations and of unquantised weights.
+        dtype: dtype of activations and of unquantized weights.
         norm_dtype: dtype of the norms' weights: ``dtype``, or float32.
         device: device of all weights. ``meta`` allocates nothing, which is enough to count parameters.
         group: the ranks whose outputs are summed. All sizes in this spec are those of this rank's part.
@@ -272,7 +272,7 @@ class LayerSpec:
     group: Group
 
 
-Projection = Linear | FP8Linear | QuantisedLinear
+Projection = Linear | FP8Linear | QuantizedLinear
 
 
 def projection(
@@ -284,7 +284,7 @@ def projection(
     bias: bool = False,
     borders: tuple[int, ...] = (),
 ) -> Projection:
-    """Makes a projection. It is quantised if the spec says so.
+    """Makes a projection. It is quantized if the spec says so.
 
     Args:
         name: the projection's name within the layer.
@@ -294,7 +294,7 @@ def projection(
     if spec.quantization == "fp8":
         return FP8Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
     if row_blocks := spec.row_blocks.get(f"{name}.weight"):
-        return QuantisedLinear(
+        return QuantizedLinear(
             in_features, out_features, row_blocks, bias=bias, dtype=dtype, device=device, borders=borders
         )
     return Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)

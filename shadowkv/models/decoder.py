@@ -17,13 +17,13 @@ from shadowkv.layers.linear import SCALE
 from shadowkv.layers.moe import ExpertsProjection
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.per_layer_inputs import LayerInput, PerLayerInputs
-from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, RowBlock
+from shadowkv.layers.quantized_matrix import QuantizedLinear, QuantizedMatrix, RowBlock
 from shadowkv.layers.spec import LayerSpec
 from shadowkv.layers.streams.hyper_connections import HyperConnectedLayer, StreamMixer
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.draft_head import DraftHead
 from shadowkv.models.sharding import vocabulary_rows
-from shadowkv.ops.quantised_matmul.humming import Packed, compile_kernels
+from shadowkv.ops.quantized_matmul.humming import Packed, compile_kernels
 from shadowkv.ops.registry import Ops
 
 
@@ -36,9 +36,9 @@ class Decoder(nn.Module):
 
     Args:
         config: the model.
-        dtype: dtype of activations and of unquantised weights, except norms under ``wide_norms``.
+        dtype: dtype of activations and of unquantized weights, except norms under ``wide_norms``.
         device: device of the weights.
-        row_blocks: row blocks of parameters that stay quantised as files store them, by name.
+        row_blocks: row blocks of parameters that stay quantized as files store them, by name.
         group: the ranks that the model is split across. With several ranks, ``config`` is ``Shard.config``, this rank's
             part.
 
@@ -48,8 +48,8 @@ class Decoder(nn.Module):
             a draft head finds them. CUDA graphs need a fixed place.
     """
 
-    embedding: nn.Parameter | QuantisedMatrix
-    head: nn.Parameter | QuantisedMatrix | None
+    embedding: nn.Parameter | QuantizedMatrix
+    head: nn.Parameter | QuantizedMatrix | None
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer), "a draft head has one residual stream"
             self.draft_head = DraftHead(of_spec, own, layer, self.embed, self.scores_of)
 
-    def _table(self, row_blocks: tuple[RowBlock, ...] | None) -> nn.Parameter | QuantisedMatrix:
+    def _table(self, row_blocks: tuple[RowBlock, ...] | None) -> nn.Parameter | QuantizedMatrix:
         if row_blocks is not None:
-            return QuantisedMatrix(self.config.hidden_size, row_blocks, dtype=self.dtype, device=self.device)
+            return QuantizedMatrix(self.config.hidden_size, row_blocks, dtype=self.dtype, device=self.device)
         size = (vocabulary_rows(self.config, self.group.size), self.config.hidden_size)
         return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device), requires_grad=False)
 
@@ -101,15 +101,15 @@ class Decoder(nn.Module):
             module.ops = ops
 
     def pack(self) -> None:
-        """Packs loaded weights that stay quantised for the GPU's matrix products, and compiles their kernels."""
+        """Packs loaded weights that stay quantized for the GPU's matrix products, and compiles their kernels."""
         packed = list[Packed]()
         for module in self.modules():
-            if isinstance(module, QuantisedLinear):
+            if isinstance(module, QuantizedLinear):
                 packed += module.weight.pack(module.borders)
-            elif isinstance(module, ExpertsProjection) and isinstance(module.weight, QuantisedMatrix):
+            elif isinstance(module, ExpertsProjection) and isinstance(module.weight, QuantizedMatrix):
                 packed.append(module.weight.pack_experts(module.count, module.total))
         head = self.embedding if self.head is None else self.head
-        if isinstance(head, QuantisedMatrix):
+        if isinstance(head, QuantizedMatrix):
             packed += head.pack(looked_up=self.head is None)
         compile_kernels(packed)
         if packed:
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
         return lambda layer: inputs(token_ids, self.embed(token_ids) if embedded is None else embedded, layer)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
-        if isinstance(self.embedding, QuantisedMatrix):
+        if isinstance(self.embedding, QuantizedMatrix):
             return self.embedding.look_up(token_ids)
         if self.group.size == 1:
             return F.embedding(token_ids, self.embedding)
@@ -166,7 +166,7 @@ class Decoder(nn.Module):
     def scores_of(self, normed: Tensor) -> Tensor:
         """Returns the logits of final hidden states [n, D], which are normalised, in the dtype of activations."""
         head = self.embedding if self.head is None else self.head
-        if isinstance(head, QuantisedMatrix):
+        if isinstance(head, QuantizedMatrix):
             scores: Tensor = head(normed, 0, self.config.vocab_size)
         else:
             scores = self.group.join(F.linear(normed, head))[:, : self.config.vocab_size]
@@ -184,14 +184,14 @@ class Decoder(nn.Module):
 
     @property
     def forms(self) -> list[str]:
-        """Names of the forms of weights that stay quantised as files store them."""
-        matrices = self._quantised_matrices()
+        """Names of the forms of weights that stay quantized as files store them."""
+        matrices = self._quantized_matrices()
         return sorted({block.form.name for matrix in matrices for block in matrix.row_blocks if block.form is not None})
 
     @property
     def num_parameters(self) -> int:
-        """Number of the model's weights. Tied weights count once, and scales of quantised ones do not count."""
-        matrices = self._quantised_matrices()
+        """Number of the model's weights. Tied weights count once, and scales of quantized ones do not count."""
+        matrices = self._quantized_matrices()
         kept = {id(part) for matrix in matrices for part in matrix.parameters()}
         return sum(matrix.num_values for matrix in matrices) + sum(
             weight.numel()
@@ -208,7 +208,7 @@ class Decoder(nn.Module):
     def num_packed_bytes(self) -> int:
         """Predicts what ``num_bytes`` will be once a GPU has packed the weights. Use it only before they are packed."""
         return self.num_bytes + sum(
-            module.packed_twice for module in self.modules() if isinstance(module, QuantisedLinear)
+            module.packed_twice for module in self.modules() if isinstance(module, QuantizedLinear)
         )
 
     def bytes_read(self, batch: int) -> float:
@@ -232,7 +232,7 @@ class Decoder(nn.Module):
         is 0."""
         if self.head is not None:
             return self.embedding.nbytes
-        if not isinstance(self.embedding, QuantisedMatrix) or self.embedding.packed is None:
+        if not isinstance(self.embedding, QuantizedMatrix) or self.embedding.packed is None:
             return 0
         return sum(part.nbytes for part in self.embedding.parts)
 
@@ -249,8 +249,8 @@ class Decoder(nn.Module):
     def _computing(self) -> Iterator[Computing]:
         return (module for module in self.modules() if isinstance(module, Computing))
 
-    def _quantised_matrices(self) -> list[QuantisedMatrix]:
-        return [module for module in self.modules() if isinstance(module, QuantisedMatrix)]
+    def _quantized_matrices(self) -> list[QuantizedMatrix]:
+        return [module for module in self.modules() if isinstance(module, QuantizedMatrix)]
 
 
 def _spec(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group) -> LayerSpec:

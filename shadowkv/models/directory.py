@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shadowkv.models.checkpoints.files import ModelFileError, is_there, read_json
-from shadowkv.models.checkpoints.quantised.format import Format
+from shadowkv.models.checkpoints.quantized.format import Format
 from shadowkv.models.configs.config_json import are_token_ids
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.overrides import overridden_config
@@ -41,7 +41,7 @@ def read_sampling(directory: Path) -> dict[str, float]:
 def config_from_directory(
     path: Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None
 ) -> tuple[ModelConfig, Format | None]:
-    """Returns the config from config.json, and the format of the weights. The format is None for unquantised weights.
+    """Returns the config from config.json, and the format of the weights. The format is None for unquantized weights.
     The config's eos tokens include those of generation_config.json.
 
     Args:

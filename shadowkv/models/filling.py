@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from shadowkv.layers.linear import SCALE
-from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
+from shadowkv.layers.quantized_matrix import QuantizedMatrix, RowBlock
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.checkpoints.stored_weight import NUMBERS_AT_ONCE, Stored, dense, fill_fp8, fill_plain
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.sharding import Shard
 from shadowkv.models.weight_names import Target, Targets
-from shadowkv.ops.quantised.groups import GroupForm
-from shadowkv.ops.quantised.rows import Form, QuantisedRows
+from shadowkv.ops.quantized.groups import GroupForm
+from shadowkv.ops.quantized.rows import Form, QuantizedRows
 
 SEED = 0
 
@@ -60,11 +60,11 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
     """Copies this rank's shard from a stream of the weights that are ``held``. Each weight is cast to its parameter's
     dtype. The shapes must have been checked.
 
-    Weights of fp8 projections are quantised on the way, so that the model never exists in both forms. Weights that stay
-    quantised are copied unchanged.
+    Weights of fp8 projections are quantized on the way, so that the model never exists in both forms. Weights that stay
+    quantized are copied unchanged.
     """
     parameters = dict(model.named_parameters())
-    matrices = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedMatrix)}
+    matrices = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedMatrix)}
     for name, parameter in parameters.items():
         if (cut := shard.cut(name)) is not None and sum(stop - start for start, stop in cut.rows) < len(parameter):
             parameter.zero_()  # padding rows
@@ -75,8 +75,8 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
         for rows, part in _pieces(target, stored, shard):
             if (matrix := matrices.get(target.parameter)) is not None:
                 (kept,) = matrix.stored(rows.start, rows.stop)
-                if isinstance(kept, QuantisedRows):
-                    assert isinstance(part, QuantisedRows) and part.form == kept.form, f"{name} has another form"
+                if isinstance(kept, QuantizedRows):
+                    assert isinstance(part, QuantizedRows) and part.form == kept.form, f"{name} has another form"
                     for mine, theirs in zip(kept.tensors, part.tensors, strict=True):
                         mine.copy_(theirs)
                 else:
@@ -98,11 +98,11 @@ def _pieces(target: Target, stored: Stored, shard: Shard) -> Iterator[tuple[slic
 def stored_row_blocks(
     outline: nn.Module, targets: Targets, forms: Mapping[str, Form], shard: Shard
 ) -> dict[str, tuple[RowBlock, ...]]:
-    """Returns the row blocks of a shard's parameters by name, for parameters with at least one row in a quantised form.
+    """Returns the row blocks of a shard's parameters by name, for parameters with at least one row in a quantized form.
 
     Args:
         outline: the whole model, which can be on the ``meta`` device.
-        forms: name of a quantised tensor in the files -> the form that it stays in.
+        forms: name of a quantized tensor in the files -> the form that it stays in.
     """
     columns = {name: parameter.shape[-1] for name, parameter in outline.named_parameters()}
     row_blocks: dict[str, dict[int, RowBlock]] = {}
@@ -120,7 +120,7 @@ def stored_row_blocks(
     }
 
 
-def quantised(model: nn.Module, targets: Targets) -> dict[str, Target]:
+def quantized(model: nn.Module, targets: Targets) -> dict[str, Target]:
     """Returns those of ``targets`` whose parameters are weights of fp8 projections."""
     parameters = {name for name, _ in model.named_parameters()}
     return {name: target for name, target in targets.items() if target.parameter + SCALE in parameters}
@@ -143,10 +143,10 @@ def fill_dummy(model: Decoder) -> None:
     generator = torch.Generator(model.device).manual_seed(SEED + model.group.rank)
     parameters = dict(model.named_parameters())
     for module in model.modules():
-        if isinstance(module, QuantisedMatrix):
+        if isinstance(module, QuantizedMatrix):
             fill_random(module, generator)
     for name, parameter in parameters.items():
-        if QuantisedMatrix.PARTS in name:
+        if QuantizedMatrix.PARTS in name:
             continue  # filled above
         if name.removesuffix(SCALE) in parameters and name.endswith(SCALE):
             continue  # filled together with its weight
@@ -164,17 +164,17 @@ def fill_dummy(model: Decoder) -> None:
 
 
 @torch.no_grad()
-def fill_random(matrix: QuantisedMatrix, generator: torch.Generator) -> None:
+def fill_random(matrix: QuantizedMatrix, generator: torch.Generator) -> None:
     """Fills a matrix with random numbers, scaled so that products have about the magnitude of their inputs."""
     for rows in matrix.stored(0, matrix.num_rows):
-        if isinstance(rows, QuantisedRows):
+        if isinstance(rows, QuantizedRows):
             _draw(rows, matrix.columns**-0.5, generator)
         else:
             rows.normal_(0.0, matrix.columns**-0.5, generator=generator)
 
 
-def _draw(rows: QuantisedRows, deviation: float, generator: torch.Generator) -> None:
-    """Fills ``rows`` with random codes and equal scales. The dequantised numbers have the standard deviation
+def _draw(rows: QuantizedRows, deviation: float, generator: torch.Generator) -> None:
+    """Fills ``rows`` with random codes and equal scales. The dequantized numbers have the standard deviation
     ``deviation``."""
     form = rows.form
     assert isinstance(form, GroupForm), f"no random numbers in {form.name}"

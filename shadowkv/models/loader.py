@@ -13,13 +13,13 @@ from tqdm import tqdm
 
 from shadowkv.kvcache.memory.free_memory import free_bytes
 from shadowkv.layers.group import ALONE, Group
-from shadowkv.load_settings import DEQUANTISED, DTYPES, LOAD_FORMATS, QUANTIZATIONS
+from shadowkv.load_settings import DEQUANTIZED, DTYPES, LOAD_FORMATS, QUANTIZATIONS
 from shadowkv.models import storage
 from shadowkv.models.checkpoints.adapter import Adapter
 from shadowkv.models.checkpoints.experts import SeparateExperts
 from shadowkv.models.checkpoints.files import OTHER_MODEL, naming
-from shadowkv.models.checkpoints.quantised.format import Format
-from shadowkv.models.checkpoints.quantised.weights import QuantisedWeights
+from shadowkv.models.checkpoints.quantized.format import Format
+from shadowkv.models.checkpoints.quantized.weights import QuantizedWeights
 from shadowkv.models.checkpoints.reading import Reading, read_ahead
 from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS, Stored
@@ -27,7 +27,7 @@ from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import config_from_directory, read_sampling
 from shadowkv.models.downloads import HUB, Hub
-from shadowkv.models.filling import check_shapes, fill, fill_dummy, held, quantised, stored_row_blocks
+from shadowkv.models.filling import check_shapes, fill, fill_dummy, held, quantized, stored_row_blocks
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
@@ -37,12 +37,12 @@ from shadowkv.models.sharding import Shard
 from shadowkv.models.sources import adapter_of, config_file, is_hub_id, resolve, resolve_tokenizer
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer, tokenizer_from_directory
-from shadowkv.ops.quantised.rows import Form
+from shadowkv.ops.quantized.rows import Form
 from shadowkv.ops.scaled_matmul.cuda import MIN_CAPABILITY
 from shadowkv.wording import GIB, OutOfMemory, SettingsError, counted
 
 Runnable = Callable[[ModelConfig, Mapping[str, Form]], ModelConfig]
-"""Returns the config to run, given the files' config and the forms of their quantised weights; raises if it cannot
+"""Returns the config to run, given the files' config and the forms of their quantized weights; raises if it cannot
 run."""
 
 
@@ -90,7 +90,7 @@ def load_plan(
     hub: Hub = HUB,
     draft_head: bool = False,
 ) -> tuple[ModelConfig, dict[str, Form]]:
-    """Returns the config of ``load_config``, and the forms of quantised weights by name, as far as configs show them.
+    """Returns the config of ``load_config``, and the forms of quantized weights by name, as far as configs show them.
 
     Checkpoints in 8-bit floats are planned for a GPU with 8-bit arithmetic, on which only experts keep their form.
     ``draft_head`` is as for ``load_model``.
@@ -98,7 +98,7 @@ def load_plan(
     path, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
     if draft_head:
         config = _with_draft_head(config, path)
-    if quantization == DEQUANTISED:
+    if quantization == DEQUANTIZED:
         return config, {}
     if path.suffix == ".gguf":
         file = GGUFFile(path)
@@ -117,7 +117,7 @@ def _stated_by(
     source: str | Path, max_model_len: int | None, hf_overrides: Mapping[str, Any] | None, hub: Hub
 ) -> tuple[Path, ModelConfig, Format | None]:
     """Returns the path of a source's config, the config, and the format of the weights. The format is None for GGUF
-    files and for weights that are not quantised."""
+    files and for weights that are not quantized."""
     path = resolve(source, weights=False, hub=hub)
     if path.suffix == ".gguf":
         return path, config_from_gguf(GGUFFile(path), max_model_len, hf_overrides), None
@@ -128,7 +128,7 @@ def plan_on(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, forms: Mapping[str, Form]
 ) -> tuple[ModelConfig, dict[str, Form]]:
     """Adapts ``load_plan``'s result to a device. If the device has no 8-bit arithmetic, the config is changed to do
-    without. Forms that the device dequantises are left out."""
+    without. Forms that the device dequantizes are left out."""
     if config.quantization is not None and unfit(device, dtype) is not None:
         config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
     return config, storage.kept(forms, config, dtype, device)
@@ -162,8 +162,8 @@ def load_model(
             ``rope_theta``, ``max_model_len`` can exceed the limit in the config.
         max_model_len: longest sequence that will be run; decides LongRoPE's factors.
         quantization: ``fp8`` stores the weights of projections in 8-bit floats; fp8 checkpoints do so anyway if the GPU
-            supports the arithmetic. ``none`` dequantises weights of any checkpoint. A name in ``SHAPES`` sets the form
-            of random weights; files must be quantised with the method of that name.
+            supports the arithmetic. ``none`` dequantizes weights of any checkpoint. A name in ``SHAPES`` sets the form
+            of random weights; files must be quantized with the method of that name.
         group: the ranks that the model is split across.
         expert_parallel: each rank has some experts whole, instead of a part of every expert.
         hub: settings of the hub, if ``source`` is a hub id.
@@ -173,7 +173,7 @@ def load_model(
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
         ValueError: the config cannot be run, ``max_model_len`` is too long, tensors are missing or left over, or
-            ``quantization`` is fp8 and the device does not support it. A file that is corrupt, or quantised in an
+            ``quantization`` is fp8 and the device does not support it. A file that is corrupt, or quantized in an
             unsupported way, raises ModelFileError, whose message is one line with the file's name.
         OSError: a file cannot be read, or a download failed.
         MemoryError: the weights need more memory than is free on ``device``; raised before any are read or created.
@@ -185,7 +185,7 @@ def load_model(
     check_quantization(quantization, device, weights_dtype)  # before any download
 
     def runnable(config: ModelConfig, forms: Mapping[str, Form]) -> ModelConfig:
-        in_fp8 = quantization != DEQUANTISED and storage.is_fp8(forms) and unfit(device, weights_dtype) is None
+        in_fp8 = quantization != DEQUANTIZED and storage.is_fp8(forms) and unfit(device, weights_dtype) is None
         return replace(config, quantization="fp8") if in_fp8 or quantization == "fp8" else config
 
     if load_format == "dummy":
@@ -212,7 +212,7 @@ def load_model(
     storage.check_stated(quantization, "GGUF" if in_gguf else files.method, str(source))
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
     shard = Shard(files.config, group.rank, group.size, expert_parallel)
-    model, notes = _load(files, path, adapter, weights_dtype, device, shard, group, quantization == DEQUANTISED)
+    model, notes = _load(files, path, adapter, weights_dtype, device, shard, group, quantization == DEQUANTIZED)
     return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling, path)
 
 
@@ -224,12 +224,12 @@ def _load(
     device: torch.device,
     shard: Shard,
     group: Group,
-    dequantised: bool,
+    dequantized: bool,
 ) -> tuple[Decoder, tuple[str, ...]]:
     """Loads a rank's part of a model. Returns it with notes on unexpected conversions of weights, one line each. With
-    ``dequantised``, all weights are in ``dtype``."""
+    ``dequantized``, all weights are in ``dtype``."""
     config, shapes = files.config, files.shapes
-    forms = {} if dequantised else storage.kept(files.forms, config, dtype, device)
+    forms = {} if dequantized else storage.kept(files.forms, config, dtype, device)
     changed = list[str]()
     notes = [*files.notes]
     # All errors that can be found are found before anything as large as the weights is allocated or read.
@@ -247,7 +247,7 @@ def _load(
         merge.check(shapes)
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
-            notes.append(f"{len(changed)} weights that the adapter changes are dequantised: {changed[0]}, ...")
+            notes.append(f"{len(changed)} weights that the adapter changes are dequantized: {changed[0]}, ...")
             # Again, because all experts of a projection must have one form.
             forms = storage.kept(forms, config, dtype, device)
     row_blocks = stored_row_blocks(outline, targets, forms, shard)
@@ -256,13 +256,13 @@ def _load(
     fill(model, targets, _with_a_bar(tensors, len(wanted)), shard)
     if device.type == "cuda":
         model.pack()
-    in_fp8 = quantised(model, targets)
+    in_fp8 = quantized(model, targets)
     if in_fp8 and files.method is not None:
         notes += storage.in_fp8(files.forms, in_fp8)
     as_they_are = {*forms, *changed, *in_fp8}
     others = {weight: form for weight, form in files.forms.items() if weight not in as_they_are}
-    asked = DEQUANTISED if dequantised else config.quantization
-    notes += storage.dequantised(others, shapes, dtype, device, asked)
+    asked = DEQUANTIZED if dequantized else config.quantization
+    notes += storage.dequantized(others, shapes, dtype, device, asked)
     return model, tuple(notes)
 
 
@@ -361,8 +361,8 @@ class _Files:
         tokenizer: reads the tokenizer.
         shapes: shapes of all weights, by their names in the files.
         readings: the tensors of the files, to be read.
-        forms: forms of quantised weights, by their names.
-        method: quantisation method of a directory's weights; None for plain weights and GGUF files.
+        forms: forms of quantized weights, by their names.
+        method: quantization method of a directory's weights; None for plain weights and GGUF files.
         notes: unexpected conversions of weights, one line each.
         separate: splits tensors of several experts; None without experts.
     """
@@ -419,13 +419,13 @@ def _directory(
     if format is None:
         plain = SafetensorsWeights(path, renamed=text_weight(config))
         return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.readings(pinned=pinned))
-    weights = QuantisedWeights(path, format, text_weight(config))
+    weights = QuantizedWeights(path, format, text_weight(config))
     with naming(path, OTHER_MODEL):
         config = runnable(config, weights.forms)
     notes = []
     if weights.scattered:
         columns = f"{counted(len(weights.scattered), 'weight')} with groups of columns in the order of activations"
-        notes.append(f"{columns} (desc_act) are dequantised: {weights.scattered[0]}, ...")
+        notes.append(f"{columns} (desc_act) are dequantized: {weights.scattered[0]}, ...")
     if weights.of_caches:
         notes.append(f"scales of keys and values in the files are not used: {weights.of_caches[0]}, ...")
     return _Files(

@@ -1,4 +1,4 @@
-"""Finds the quantisation config of a Hugging Face directory in its JSON files, and the format that reads the
+"""Finds the quantization config of a Hugging Face directory in its JSON files, and the format that reads the
 weights."""
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from shadowkv.models.checkpoints.files import (
     read_json,
     unsupported,
 )
-from shadowkv.models.checkpoints.quantised.format import Format
-from shadowkv.models.checkpoints.quantised.registry import format_of
+from shadowkv.models.checkpoints.quantized.format import Format
+from shadowkv.models.checkpoints.quantized.registry import format_of
 from shadowkv.models.registry import FAMILIES
 
 _PLACE = "quantization_config"
 _KEYS = {_PLACE: None, "compression_config": "compressed-tensors", "quantization": "mlx"}
-"""Key of the quantisation config in config.json -> the method of configs that do not state one; None if unknown."""
+"""Key of the quantization config in config.json -> the method of configs that do not state one; None if unknown."""
 
 SEPARATE_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Separate files of GPTQ's, AWQ's and ModelOpt's quantisation configs; read only if config.json has none."""
+"""Separate files of GPTQ's, AWQ's and ModelOpt's quantization configs; read only if config.json has none."""
 
 _NESTED = ("text_config", "llm_config", "language_config")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -38,16 +38,16 @@ _TELLING = {
 }
 """Method -> fields that only its configs have, for old configs that do not state the method."""
 
-REMEDY = "use the unquantised checkpoint, or a GGUF file of the model where there is one"
+REMEDY = "use the unquantized checkpoint, or a GGUF file of the model where there is one"
 
 
 def read_quantization(file: Path, hf: Mapping[str, Any]) -> Format | None:
-    """The format of a checkpoint; None if it is not quantised.
+    """The format of a checkpoint; None if it is not quantized.
 
     Raises ModelFileError for unsupported formats. The error names the method and the file that states it.
 
     Args:
-        file: the checkpoint's config.json. In older repositories a separate file beside it has the quantisation config.
+        file: the checkpoint's config.json. In older repositories a separate file beside it has the quantization config.
         hf: content of ``file``.
     """
     nested = {f"{name}.": hf[name] for name in _NESTED if isinstance(hf.get(name), Mapping)}
@@ -80,7 +80,7 @@ def _read(file: Path, name: str, stated: Any, model_type: Any, writer: str | Non
         format = format_of(str(method), stated)
         reasons = []
     except ValueError as error:
-        reasons = [f"the weights are quantised {how}: {error}"]
+        reasons = [f"the weights are quantized {how}: {error}"]
     remedy = REMEDY
     if model_type not in FAMILIES:
         reasons.append(unsupported("model_type", str(model_type), FAMILIES))

@@ -20,7 +20,7 @@ from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.layers.spec import LinearAttention
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
 from shadowkv.models.configs.model_config import ModelConfig
-from shadowkv.ops.quantised.rows import Form, QuantisedRows
+from shadowkv.ops.quantized.rows import Form, QuantizedRows
 from shadowkv.wording import SettingsError, counted
 
 Span = tuple[int, int]
@@ -339,12 +339,12 @@ class Shard:
 
     def pieces(self, parameter: str, start: int, stop: int, stored: Stored) -> Iterator[tuple[slice, Stored]]:
         """Yields this rank's parts of ``stored``, which is rows ``start`` to ``stop`` of the whole parameter. Each part
-        comes with its rows in the rank's parameter. Quantised rows whose columns cannot be cut are dequantised."""
+        comes with its rows in the rank's parameter. Quantized rows whose columns cannot be cut are dequantized."""
         cut = self.cut(parameter)
         for here, rows in self.spans(parameter, start, stop):
             part = stored[rows]
             if cut is not None and cut.columns is not None:
-                if isinstance(part, QuantisedRows) and self.form(parameter, part.form, part.columns) is not None:
+                if isinstance(part, QuantizedRows) and self.form(parameter, part.form, part.columns) is not None:
                     part = part.cut(*cut.columns)
                 else:
                     part = dense(part)[:, slice(*cut.columns)]
@@ -366,7 +366,7 @@ class Shard:
 
     def form(self, parameter: str, form: Form, columns: int) -> Form | None:
         """Returns the form on this rank of rows that have ``form`` in the whole parameter; None if they are
-        dequantised. ``columns`` is the whole parameter's number of columns."""
+        dequantized. ``columns`` is the whole parameter's number of columns."""
         cut = self.cut(parameter)
         if cut is not None and parameter in ("embedding", "head"):
             return None  # their last rows may be padding

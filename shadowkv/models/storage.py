@@ -1,4 +1,4 @@
-"""Decides which weights stay quantised on a device, and what is reported about the other weights."""
+"""Decides which weights stay quantized on a device, and what is reported about the other weights."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from math import prod
 
 import torch
 
-from shadowkv.layers.quantised_matrix import RowBlock
-from shadowkv.load_settings import DEQUANTISED
-from shadowkv.models.checkpoints.quantised.format import Format
-from shadowkv.models.checkpoints.quantised.registry import SHAPES
+from shadowkv.layers.quantized_matrix import RowBlock
+from shadowkv.load_settings import DEQUANTIZED
+from shadowkv.models.checkpoints.quantized.format import Format
+from shadowkv.models.checkpoints.quantized.registry import SHAPES
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.filling import stored_row_blocks
 from shadowkv.models.registry import family
 from shadowkv.models.sharding import Shard
-from shadowkv.ops.quantised.groups import GroupForm
-from shadowkv.ops.quantised.rows import Form, row_bytes
-from shadowkv.ops.quantised_matmul import humming
-from shadowkv.ops.quantised_matmul.cpu import in_blocks
+from shadowkv.ops.quantized.groups import GroupForm
+from shadowkv.ops.quantized.rows import Form, row_bytes
+from shadowkv.ops.quantized_matmul import humming
+from shadowkv.ops.quantized_matmul.cpu import in_blocks
 from shadowkv.ops.registry import choose
 from shadowkv.wording import GIB, SettingsError, counted
 
 Forms = Mapping[str, Form]
-"""Forms of quantised weights, by name."""
+"""Forms of quantized weights, by name."""
 
 
 def kept(forms: Forms, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Form]:
-    """Returns the forms of the weights that stay quantised on ``device``, with activations in ``dtype``: those for
-    which the device has a matrix product. With 8-bit arithmetic (``quantization="fp8"``) only experts stay quantised.
-    All other weights are dequantised when they load."""
-    backend = choose("quantised_matmul", device).backend
+    """Returns the forms of the weights that stay quantized on ``device``, with activations in ``dtype``: those for
+    which the device has a matrix product. With 8-bit arithmetic (``quantization="fp8"``) only experts stay quantized.
+    All other weights are dequantized when they load."""
+    backend = choose("quantized_matmul", device).backend
     if config.quantization is not None:
         forms = of_experts(forms)
     if device.type == "cuda":
@@ -42,7 +42,7 @@ def kept(forms: Forms, config: ModelConfig, dtype: torch.dtype, device: torch.de
 
 
 def on_gpus(forms: Forms, config: ModelConfig, dtype: torch.dtype) -> dict[str, Form]:
-    """Returns the forms that GPUs have matrix products for. Experts stay quantised only if all experts of a layer have
+    """Returns the forms that GPUs have matrix products for. Experts stay quantized only if all experts of a layer have
     the same form in a projection, because they are stored as one tensor."""
     small = {name: form for name, form in forms.items() if humming.takes(form, dtype)}
     targets, forms_in = family(config.architecture).targets(config), dict[str, set[Form | None]]()
@@ -66,7 +66,7 @@ def _of_experts(name: str) -> bool:
 
 
 def is_fp8(forms: Forms) -> bool:
-    """Whether there are quantised weights and all are 8-bit floats."""
+    """Whether there are quantized weights and all are 8-bit floats."""
     return bool(forms) and all(isinstance(form, GroupForm) and form.element == "e4m3" for form in forms.values())
 
 
@@ -76,20 +76,20 @@ def projections(config: ModelConfig) -> list[str]:
 
 
 def check_stated(quantization: str | None, method: str | None, source: str) -> None:
-    """Raises SettingsError if the files are not quantised with the method that the user names.
+    """Raises SettingsError if the files are not quantized with the method that the user names.
 
     Args:
-        method: the files' method; None if they are not quantised.
+        method: the files' method; None if they are not quantized.
     """
-    if quantization not in (None, "fp8", DEQUANTISED, method):
-        what = "are not quantised" if method is None else f"are in {method}"
+    if quantization not in (None, "fp8", DEQUANTIZED, method):
+        what = "are not quantized" if method is None else f"are in {method}"
         reason = f"quantization={quantization!r}: the files of {source} {what} and are loaded as they are; leave it out"
         raise SettingsError(reason, ["quantization"])
 
 
 def planned_forms(config: ModelConfig, format: Format | None, quantization: str | None) -> dict[str, Form]:
     """Returns the forms of weights by name, as far as the config shows them. If ``format`` is None, all projections get
-    the form that ``quantization`` names in ``SHAPES``. They stay unquantised if ``SHAPES`` has no such name."""
+    the form that ``quantization`` names in ``SHAPES``. They stay unquantized if ``SHAPES`` has no such name."""
     if format is None:
         return dict.fromkeys(projections(config), SHAPES[quantization]) if quantization in SHAPES else {}
     check_stated(quantization, format.method, "the model")
@@ -105,15 +105,15 @@ def planned_row_blocks(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[s
     return stored_row_blocks(outline, targets, forms, shard)
 
 
-def dequantised(
+def dequantized(
     forms: Forms,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     device: torch.device,
     quantization: str | None,
 ) -> list[str]:
-    """Returns notes on weights that are dequantised when they load, and on the memory that they take: one line per
-    reason. ``quantization`` is ``none`` if the user asked to dequantise, otherwise ``ModelConfig.quantization``."""
+    """Returns notes on weights that are dequantized when they load, and on the memory that they take: one line per
+    reason. ``quantization`` is ``none`` if the user asked to dequantize, otherwise ``ModelConfig.quantization``."""
     names_of: dict[str, list[str]] = {}
     for name in forms:
         names_of.setdefault(_why(name, forms[name], dtype, device, quantization), []).append(name)
@@ -123,15 +123,15 @@ def dequantised(
         plain = sum(prod(shapes[name]) for name in names) * dtype.itemsize
         what = " and ".join(sorted({forms[name].name for name in names}))
         lines.append(
-            f"{counted(len(names), 'weight')} in {what} are dequantised to {str(dtype).removeprefix('torch.')}, "
+            f"{counted(len(names), 'weight')} in {what} are dequantized to {str(dtype).removeprefix('torch.')}, "
             f"{plain / GIB:.2f} GiB instead of {stored / GIB:.2f}: {why}"
         )
     return lines
 
 
 def _why(name: str, form: Form, dtype: torch.dtype, device: torch.device, quantization: str | None) -> str:
-    """Why a weight is dequantised."""
-    if quantization == DEQUANTISED:
+    """Why a weight is dequantized."""
+    if quantization == DEQUANTIZED:
         return f"quantization={quantization!r}"
     if device.type == "cuda":
         if quantization is not None and not _of_experts(name):
@@ -140,18 +140,18 @@ def _why(name: str, form: Form, dtype: torch.dtype, device: torch.device, quanti
             return "; ".join(missing)
         if dtype != torch.bfloat16:
             own = str(dtype).removeprefix("torch.")
-            return f"on {device} weights stay quantised only with dtype='bfloat16', not {own!r}"
+            return f"on {device} weights stay quantized only with dtype='bfloat16', not {own!r}"
         if _of_experts(name) and humming.takes(form, dtype):
-            return "experts stay quantised only if all experts of a projection have the same form"
+            return "experts stay quantized only if all experts of a projection have the same form"
     return f"on {device} there is no matrix product for this form"
 
 
 def in_fp8(forms: Forms, names: Collection[str]) -> list[str]:
     """Returns notes on ``names``, the weights that the model has in 8-bit floats: one line about those that the files
-    have unquantised, and one about those that the files have in other forms."""
+    have unquantized, and one about those that the files have in other forms."""
     lines, plain = [], [name for name in names if name not in forms]
     if plain:
-        lines.append(f"{len(plain)} weights that the files have unquantised are quantised too: {plain[0]}, ...")
+        lines.append(f"{len(plain)} weights that the files have unquantized are quantized too: {plain[0]}, ...")
     others = sorted({forms[name].name for name in names if forms.get(name, FP8_ROWS) != FP8_ROWS})
     if others:
         lines.append(f"weights in {' and '.join(others)} became 8-bit floats with one scale per row")

@@ -216,7 +216,7 @@ class LatentCodec(ABC):
         id: unique among codecs.
         name: unique among codecs, and the codec's name on a policy's axis ``keys``.
         largest: the largest code. Codes are symmetric about 0. Each rank dimension has a step as its unit, and the
-            basis is multiplied by the steps. None for latents that are not quantised.
+            basis is multiplied by the steps. None for latents that are not quantized.
         rank_multiple: the rank must be a multiple of this.
         bits: average bits per code, if the codec learns a width for each rank dimension. The basis is then in 8 bits.
             None if the widths follow from the codec and the ranks.
@@ -234,8 +234,8 @@ class LatentCodec(ABC):
         return self
 
     def largest_codes(self, rank: int, device: torch.device) -> Tensor:
-        """Returns the largest code of each rank dimension, float32 [rank]. Only for quantised latents."""
-        assert self.largest is not None, f"{self.name} latents are not quantised"
+        """Returns the largest code of each rank dimension, float32 [rank]. Only for quantized latents."""
+        assert self.largest is not None, f"{self.name} latents are not quantized"
         return torch.full((rank,), float(self.largest), device=device)
 
     @abstractmethod

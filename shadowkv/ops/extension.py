@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shadowkv.ops.cuda_compiler import OLDEST_CAPABILITY, OLDEST_TORCH
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.quantised.blocks import BLOCKS
+from shadowkv.ops.quantized.blocks import BLOCKS
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries.reference import PLANES, plane_bytes
 
@@ -57,10 +57,10 @@ def cpu_missing() -> list[str]:
         _attend_selected,
         _causal_convolution,
         _decode_layers,
-        _dequantise_blocks,
+        _dequantize_blocks,
         _gated_delta_rule,
         _paged_attention,
-        _quantised_matmul,
+        _quantized_matmul,
         _select_by_sketch,
         _sign_scores,
         _sketch_queries,
@@ -147,11 +147,11 @@ def _sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> tuple[Tensor, ..
     return whole, unit, total, planes, total.clone(), unit.clone()
 
 
-def _quantised_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:
+def _quantized_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:
     return x.new_empty(len(x), len(blocks))
 
 
-def _dequantise_blocks(blocks: Tensor, form: str) -> Tensor:
+def _dequantize_blocks(blocks: Tensor, form: str) -> Tensor:
     return blocks.new_empty(len(blocks), BLOCKS[form].columns((blocks,)), dtype=torch.float32)
 
 

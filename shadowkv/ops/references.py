@@ -3,7 +3,7 @@ ops' signatures from here."""
 
 from __future__ import annotations
 
-from shadowkv.ops.activation_rows.reference import add_rms_norm, gated_activation, quantise_tokens, rms_norm
+from shadowkv.ops.activation_rows.reference import add_rms_norm, gated_activation, quantize_tokens, rms_norm
 from shadowkv.ops.apply_rope.reference import apply_rope
 from shadowkv.ops.attend_blocks.reference import attend_blocks
 from shadowkv.ops.attend_coded.reference import attend_coded
@@ -16,15 +16,15 @@ from shadowkv.ops.dense_attention.reference import dense_attention
 from shadowkv.ops.expert_rows.reference import sort_by_expert, sum_experts
 from shadowkv.ops.fetch_chunks.reference import fetch_chunks
 from shadowkv.ops.grouped_matmul.reference import grouped_matmul
-from shadowkv.ops.grouped_quantised_matmul.reference import grouped_quantised_matmul
+from shadowkv.ops.grouped_quantized_matmul.reference import grouped_quantized_matmul
 from shadowkv.ops.linear_attention.reference import causal_convolution, gated_delta_rule
 from shadowkv.ops.low_rank_basis.reference import low_rank_basis
 from shadowkv.ops.paged_attention.reference import paged_attention
 from shadowkv.ops.paged_window_attention.reference import paged_window_attention
 from shadowkv.ops.partial_attention.reference import add_sinks, merge_attention
 from shadowkv.ops.project_latents.reference import project_latents
-from shadowkv.ops.quantise_rows.reference import quantise_rows
-from shadowkv.ops.quantised_matmul.reference import dequantise_rows, quantised_matmul
+from shadowkv.ops.quantize_rows.reference import quantize_rows
+from shadowkv.ops.quantized_matmul.reference import dequantize_rows, quantized_matmul
 from shadowkv.ops.rebuild_rows.reference import rebuild_rows
 from shadowkv.ops.sample_tokens.reference import sample_tokens
 from shadowkv.ops.scaled_matmul.reference import scaled_matmul
@@ -54,23 +54,23 @@ class References:
         self.chunk_mean_scores = chunk_mean_scores
         self.decode_layers = decode_layers
         self.dense_attention = dense_attention
-        self.dequantise_rows = dequantise_rows
+        self.dequantize_rows = dequantize_rows
         self.fetch_chunks = fetch_chunks
         self.find_outliers = find_outliers
         self.gated_activation = gated_activation
         self.gated_delta_rule = gated_delta_rule
         self.gather_context = gather_context
         self.grouped_matmul = grouped_matmul
-        self.grouped_quantised_matmul = grouped_quantised_matmul
+        self.grouped_quantized_matmul = grouped_quantized_matmul
         self.low_rank_basis = low_rank_basis
         self.merge_attention = merge_attention
         self.min_max_scores = min_max_scores
         self.paged_attention = paged_attention
         self.paged_window_attention = paged_window_attention
         self.project_latents = project_latents
-        self.quantise_rows = quantise_rows
-        self.quantise_tokens = quantise_tokens
-        self.quantised_matmul = quantised_matmul
+        self.quantize_rows = quantize_rows
+        self.quantize_tokens = quantize_tokens
+        self.quantized_matmul = quantized_matmul
         self.rebuild_rows = rebuild_rows
         self.rms_norm = rms_norm
         self.sample_tokens = sample_tokens

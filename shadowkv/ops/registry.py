@@ -30,13 +30,13 @@ CALLS = tuple(f"{name}.{form}" if form else name for name in NAMES for form in F
 """Everything that a backend is chosen for: each op without forms, and each form, such as ``dense_attention.packed``."""
 
 FOLDERS = {
-    **dict.fromkeys(("rms_norm", "add_rms_norm", "gated_activation", "quantise_tokens"), "activation_rows"),
+    **dict.fromkeys(("rms_norm", "add_rms_norm", "gated_activation", "quantize_tokens"), "activation_rows"),
     **dict.fromkeys(("add_sinks", "merge_attention"), "partial_attention"),
     **dict.fromkeys(("append_block", "append_tokens", "gather_context", "write_rows"), "copies"),
     **dict.fromkeys(("chunk_mean_scores", "min_max_scores", "find_outliers"), "chunk_scores"),
     **dict.fromkeys(("sort_by_expert", "sum_experts"), "expert_rows"),
     **dict.fromkeys(("causal_convolution", "gated_delta_rule"), "linear_attention"),
-    **dict.fromkeys(("quantised_matmul", "dequantise_rows"), "quantised_matmul"),
+    **dict.fromkeys(("quantized_matmul", "dequantize_rows"), "quantized_matmul"),
 }
 """Folders of small ops that share their files. Every other op has a folder of its own name."""
 

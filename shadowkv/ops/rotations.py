@@ -1,5 +1,5 @@
 """Fixed random rotations for codecs and sketches. They make the coordinates of any vector nearly Gaussian, so that one
-quantiser fits all vectors. These are not RoPE, which is ``apply_rope``."""
+quantizer fits all vectors. These are not RoPE, which is ``apply_rope``."""
 
 from __future__ import annotations
 

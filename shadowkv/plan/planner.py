@@ -21,7 +21,7 @@ from shadowkv.layers.group import Group
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.sharding import Shard
 from shadowkv.models.storage import on_gpus, planned_row_blocks
-from shadowkv.ops.quantised.rows import Form
+from shadowkv.ops.quantized.rows import Form
 from shadowkv.wording import GIB
 
 MAX_GPUS = 64
@@ -137,18 +137,18 @@ class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
     If the model is split across ranks, the figures are those of one rank, and communication between ranks takes no
-    time. ``forms`` has the forms of quantised weights by name. Weights keep their form if GPUs can multiply it.
+    time. ``forms`` has the forms of quantized weights by name. Weights keep their form if GPUs can multiply it.
     ``states`` are the settings of recurrent states.
 
     Attributes:
         shard: the rank's part of the model. ``config`` is the config of this part.
         replicas: number of copies of the whole model.
         weights: description of the weights' form.
-        quantization: description of the projections' quantization; None if they are not quantised.
+        quantization: description of the projections' quantization; None if they are not quantized.
         weight_bytes: bytes of the rank's weights.
-        plain: description of the forms whose weights are planned as dequantised; empty if there are none.
-        dequantised_bytes: bytes of the weights with all ``forms`` dequantised, as on a GPU that cannot multiply these
-            forms; None if no weights stay quantised.
+        plain: description of the forms whose weights are planned as dequantized; empty if there are none.
+        dequantized_bytes: bytes of the weights with all ``forms`` dequantized, as on a GPU that cannot multiply these
+            forms; None if no weights stay quantized.
         bytes_read: function from a number of sequences to the bytes of weights that a step reads
             (``Decoder.bytes_read``).
         expert_bytes: bytes of the routed experts' weights.
@@ -180,7 +180,7 @@ class Planner:
         model = Decoder(config, dtype, "meta", planned_row_blocks(shard, small, dtype), group)
         self.weights, self.weight_bytes = model.weights_description, model.num_packed_bytes
         self.quantization = config.quantization or " and ".join(model.forms) or None
-        self.dequantised_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None
+        self.dequantized_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None
         self.bytes_read, self.expert_bytes = model.bytes_read, model.expert_bytes
         self.head_weight_bytes = model.head_bytes
         self.prefill_bytes = prefill_bytes(config, context, dtype)

@@ -33,7 +33,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         f"weights  {planner.weight_bytes:,} bytes ({planner.weight_bytes / GIB:.2f} GiB), "
         f"{planner.bytes_read(1) / GIB:.2f} GiB of them read in a step{' of one sequence' if config.experts else ''}",
         *_experts(planner, plans),
-        *_dequantised(planner),
+        *_dequantized(planner),
         *_recurrent(planner),
         *_draft_head(planner, plans[0].drafts),
         f"device   {machine.gpu_memory_gib:g} GiB x {machine.gpu_memory_utilization:g} "
@@ -121,18 +121,18 @@ def _draft_head(planner: Planner, drafts: SpeculativeConfig | None) -> list[str]
     ]
 
 
-def _dequantised(planner: Planner) -> list[str]:
-    """Lines about the assumed form of quantised weights; empty if there are none."""
+def _dequantized(planner: Planner) -> list[str]:
+    """Lines about the assumed form of quantized weights; empty if there are none."""
     lines = []
     if planner.plain:
         dtype = str(planner.dtype).removeprefix("torch.")
         lines.append(f"         those in {planner.plain} are counted in {dtype}: GPUs cannot multiply this form")
-    if planner.dequantised_bytes is None:
+    if planner.dequantized_bytes is None:
         return lines
     return [
         *lines,
-        "         in the files' form, for GPUs with humming-kernels (the extra gpu); without it they are dequantised "
-        f"as they load, {planner.dequantised_bytes / GIB:.2f} GiB",
+        "         in the files' form, for GPUs with humming-kernels (the extra gpu); without it they are dequantized "
+        f"as they load, {planner.dequantized_bytes / GIB:.2f} GiB",
     ]
 
 
@@ -226,7 +226,7 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
         "tensor_parallel_size": planner.shard.size,
         "replicas": planner.replicas,
         "weight_bytes": planner.weight_bytes,
-        "weight_bytes_dequantised": planner.dequantised_bytes,
+        "weight_bytes_dequantized": planner.dequantized_bytes,
         "weight_bytes_read_per_step": planner.bytes_read(1),
         "expert_weight_bytes": planner.expert_bytes,
         "prefill_reserve_bytes": planner.prefill_bytes,

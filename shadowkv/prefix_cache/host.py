@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import pin
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.header import Link, SnapshotHeader

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.prefix_cache.chains import Chains, Speeds
 from shadowkv.prefix_cache.copies import Copies

@@ -40,7 +40,7 @@ class CacheKey:
     Attributes:
         model: identifies the model's weights, so it must not be a path.
         adapter: identifies the adapter's weights; None without one.
-        quantization: how weights are quantised at load; None if they are not.
+        quantization: how weights are quantized at load; None if they are not.
         dtype: dtype of activations.
         spec: the cache policy.
         codecs: versions of the policy's codecs, by name.

@@ -16,7 +16,7 @@ from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution import forward
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.parts import prefill as sparse_prefill
 
 BLOCK, open_cache = density.BLOCK, density.open_cache

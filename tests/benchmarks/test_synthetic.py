@@ -11,8 +11,8 @@ from benchmarks.sweeps.synthetic import ScriptedSelection, begin, fill_random, s
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset

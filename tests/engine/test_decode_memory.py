@@ -16,7 +16,7 @@ from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.compression.storing import Storing
-from shadowkv.kvcache.decode.attention import Decode
+from shadowkv.kvcache.decode.decode_attention import Decode
 from shadowkv.kvcache.sequences.pool import SequencePool
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 

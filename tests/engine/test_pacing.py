@@ -14,7 +14,7 @@ from shadowkv.engine.execution.runner import kinds
 from shadowkv.engine.scheduling import pacing
 from shadowkv.engine.scheduling.pacing import RECENT_TOKENS, Mark, Pace, Stopwatch
 from shadowkv.engine.scheduling.prefill_queue import PrefillQueue
-from shadowkv.kvcache.decode.batch import DecodePlan
+from shadowkv.kvcache.decode.decode_batch import DecodePlan
 
 
 def test_a_cpus_time_is_the_hosts() -> None:

@@ -16,9 +16,9 @@ from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.startup import sizing
 from shadowkv.engine.startup.sizing import prefill_bytes, storing_bytes
 from shadowkv.eval.running.caches import prefill
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.compression import pages as compression
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import keys_low_rank
 from shadowkv.kvcache.parts import prefill as sparse_prefill
@@ -32,7 +32,7 @@ from shadowkv.models.decoder import Decoder
 from shadowkv.models.filling import fill_dummy
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.low_rank_basis import reference as basis
-from shadowkv.ops.quantise_rows import reference as rows
+from shadowkv.ops.quantize_rows import reference as rows
 
 BLOCK, CACHED, LENGTHS = 256, 600, (4096, 8192)
 ROPE = RopeConfig(head_dim=32)

@@ -20,7 +20,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers_are_those_of_a_sequence_alone(
     anywhere: None, make: Any, monkeypatch: pytest.MonkeyPatch, kv: str
 ) -> None:
-    """Whole and blockwise prefills and decode steps quantise each token by itself."""
+    """Whole and blockwise prefills and decode steps quantize each token by itself."""
     small_blocks(monkeypatch, 256)
     settings = {"kv": kv, "device": "cpu", "dtype": "float32", "quantization": "fp8"}
     together, alone = make(**settings), make(**settings)
@@ -37,7 +37,7 @@ def test_start_up_lines_say_it(anywhere: None, make: Any) -> None:
     exact, low = (make(kv="full", device="cpu", dtype="bfloat16", quantization=name).notes for name in (None, "fp8"))
     assert exact[0].endswith(": 2 layers, bfloat16 on cpu")
     assert low[0].endswith(": 2 layers, bfloat16, fp8 weights on cpu")
-    for name in ("quantise_tokens", "scaled_matmul"):
+    for name in ("quantize_tokens", "scaled_matmul"):
         assert any(line.startswith("kernels reference: ") and name in line for line in low)
         assert not any(name in line for line in exact)
 

@@ -11,7 +11,7 @@ import torch
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.eval.fidelity.attention import Reuse, attended_positions, exact_weights
+from shadowkv.eval.fidelity.attention_loss import Reuse, attended_positions, exact_weights
 from shadowkv.eval.fidelity.follow import (
     Follower,
     acceptance_rate,

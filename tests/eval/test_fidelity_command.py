@@ -130,7 +130,7 @@ def test_an_ablation(arguments: list[str], tmp_path: Path, capsys: pytest.Captur
         (["--vary", "rank=x"], "rank='x' is not an integer"),
         (["--vary", "rank=8", "--kv", "quest"], "--vary rank does not apply to quest"),
         (["--exact-tails", "--kv", "full"], "--exact-tails has no effect on full"),
-        (["--unquantized-reference"], "--unquantized-reference has no meaning here: no weight is quantised"),
+        (["--unquantized-reference"], "--unquantized-reference has no meaning here: no weight is quantized"),
         (["--length", "9"], "unrecognized arguments: --length 9"),
     ],
 )

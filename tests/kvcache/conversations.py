@@ -9,7 +9,7 @@ import torch
 from driver import DEVICE, Stream, decode, make_cache, prefill, scatter
 from torch import Tensor
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.header import Snapshot

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache import inspection
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
-from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.decode.decode_batch import DecodeBatch
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.policy.shape import ModelShape

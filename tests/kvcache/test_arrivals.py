@@ -7,8 +7,8 @@ import torch
 from conversations import SPECS, conversation, poisoned, write
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.inspection import diagnostics
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.header import Link, Snapshot
 from shadowkv.kvcache.snapshots.layers import Restoring

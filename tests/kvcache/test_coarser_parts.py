@@ -10,7 +10,7 @@ from shadowkv.ops.attend_selected.reference import gather_selected
 
 
 def keys_error(kind: str) -> tuple[float, int]:
-    """Relative error of all compressed keys of a prompt against those of unquantised latents, and the largest code."""
+    """Relative error of all compressed keys of a prompt against those of unquantized latents, and the largest code."""
     rebuilt, largest = [], 0
     for name in ("low-rank", kind):
         cache = make_cache(preset(f"full:keys={name},rank=16"))

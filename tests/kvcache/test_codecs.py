@@ -8,9 +8,9 @@ import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, decode, decode_part, make_cache, plain_attention, prefill
 from torch import Tensor
 
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS, register
 from shadowkv.kvcache.codecs.latents import Int4Latents
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts import AXES, build_parts, resolve
 from shadowkv.kvcache.policy.shape import ModelShape
@@ -237,14 +237,14 @@ def test_a_backend_that_does_not_know_a_format_is_refused_by_name() -> None:
 def test_triton_kernels_refuse_a_format_that_they_do_not_know() -> None:
     pytest.importorskip("triton")
     from shadowkv.ops.project_latents.triton import project_latents
-    from shadowkv.ops.quantise_rows.triton import quantise_rows
+    from shadowkv.ops.quantize_rows.triton import quantize_rows
     from shadowkv.ops.rebuild_rows.triton import rebuild_rows
 
     x, codes = torch.zeros(1, 1, 64, 2, 16), torch.zeros(1, 1, 2, 8, 8, 16, dtype=torch.uint8)
     pages = torch.zeros(1, dtype=torch.int64)
     scale, basis, out = torch.zeros(1, 1, 2, 64, 1), torch.zeros(1, 1, 4, 2, 16), torch.zeros(2, 64, 16)
     with pytest.raises(ValueError, match=r"'int8-rows' \(1001\)"):
-        quantise_rows(x, Int8Rows(), None, (), codes, pages, scale, pages)
+        quantize_rows(x, Int8Rows(), None, (), codes, pages, scale, pages)
     with pytest.raises(ValueError, match=r"'int8-rows' \(1001\)"):
         rebuild_rows(CodedRows(codes[0], scale[0], Int8Rows(), 16, None, pages[None]), 0, out, False)
     latents, rotary = torch.zeros(1, 1, 8, 8, 16, dtype=torch.uint8), RotaryTables(ROPE, 64)

@@ -246,7 +246,7 @@ def test_head_dims_that_do_not_suit_are_refused_by_axis() -> None:
 def test_backends_that_do_not_know_a_format_leave_it_to_the_reference(name: str, device: str) -> None:
     shape, spec = ModelShape(2, 32, 8, 128), spec_of(name, "tq3_0")
     parts = build_parts(resolve(spec, shape), shape, torch.bfloat16)
-    ops = frozenset(("attend_coded", "attend_selected", "quantise_rows", "rebuild_rows"))
+    ops = frozenset(("attend_coded", "attend_selected", "quantize_rows", "rebuild_rows"))
     case = Case(
         ops, torch.bfloat16, 128, 32, 8, 128, key_codec=parts.keys.codec_id, value_codec=parts.values.codec_id,
         capability=(9, 0) if device == "cuda" else None, block_memory=232448,
@@ -256,7 +256,7 @@ def test_backends_that_do_not_know_a_format_leave_it_to_the_reference(name: str,
     if device == "cpu" and codecs <= {*LANES} and not cpu_missing():
         known = {"attend_coded", "attend_selected"}
     elif device == "cuda" and codecs <= {*LANES, CodecId.FP8}:
-        known = {"attend_coded", "quantise_rows", "rebuild_rows"}
+        known = {"attend_coded", "quantize_rows", "rebuild_rows"}
     elif device == "cuda" and not codecs & {CodecId.TQ35, CodecId.TQ25}:
         known = {"attend_coded"}
     assert {op for op in ops if chosen.backends[op] != "reference"} == known

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.codecs import ROW_CODECS
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables

@@ -5,7 +5,7 @@ import torch
 from driver import DEVICE, Stream, cache_of, decode, prefill, scatter
 
 from shadowkv.engine.execution.cuda_graphs import CudaGraphs
-from shadowkv.kvcache.decode.batch import DecodePlan
+from shadowkv.kvcache.decode.decode_batch import DecodePlan
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import PRESETS, preset

@@ -4,7 +4,7 @@ import pytest
 import torch
 from driver import DEVICE, Stream, cache_of, decode, decode_part, prefill, scatter
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset

@@ -5,7 +5,7 @@ import torch
 from driver import DEVICE, SHAPE, Stream, decode, decode_part, make_cache, plain_attention, prefill
 from torch import Tensor
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import KVSpec

@@ -75,7 +75,7 @@ def test_scaled_rope_equals_plain_attention(name: str) -> None:
 
 
 CODE_ERROR = 0.01154**0.5
-"""Error of values of unit variance in 4 bits, as these head dims have: an optimal uniform quantiser's (Max, 1960)."""
+"""Error of values of unit variance in 4 bits, as these head dims have: an optimal uniform quantizer's (Max, 1960)."""
 
 
 @pytest.mark.parametrize("kv", ["turbo", "turbo-host"])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import KVSpec

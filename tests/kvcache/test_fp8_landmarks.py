@@ -4,7 +4,7 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, compressed_batch, decode, make_cache, prefill, rotate_plainly
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.presets import preset

@@ -8,7 +8,7 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, plain_attention, p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.index_sketch import sketch_maps

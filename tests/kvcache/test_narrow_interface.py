@@ -68,7 +68,7 @@ def test_nobody_reaches_into_a_cache():
 
 
 def test_what_is_looked_for_is_there():
-    tree = ast.parse((ROOT / "shadowkv/kvcache/cache.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "shadowkv/kvcache/kv_cache.py").read_text(encoding="utf-8"))
     own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     assert own >= INSIDE
     assert all(any((ROOT / folder).rglob("*.py")) for folder in OUTSIDE)

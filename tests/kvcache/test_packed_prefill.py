@@ -8,7 +8,7 @@ import pytest
 import torch
 from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.policy import spec
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.snapshots.header import Snapshot

@@ -8,8 +8,8 @@ from driver import DEVICE, SHAPE, Stream, compressed_batch, decode, make_cache, 
 
 from shadowkv.baselines.infinigen import Skewed
 from shadowkv.baselines.loki import PCA
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.inspection import diagnostics
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.policy import spec
 from shadowkv.kvcache.policy.spec import SINK, KVSpec
 from shadowkv.kvcache.presets import preset
@@ -158,7 +158,7 @@ def test_bounds_are_smallest_and_largest_keys() -> None:
 
 
 @pytest.mark.parametrize("kv", ["turbo", "turbo-host"])
-def test_turbo_with_everything_selected_loses_only_to_quantisation(kv: str) -> None:
+def test_turbo_with_everything_selected_loses_only_to_quantization(kv: str) -> None:
     cache, stream = run(preset(kv, budget=1.0, rank=32))
     for _ in range(STEPS - 1):
         decode(cache, [stream])

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.policy.shape import LayerKind, ModelShape, StateArray
 from shadowkv.kvcache.recurrent import states as module
-from shadowkv.kvcache.recurrent.batch import RecurrentTokens, block
 from shadowkv.kvcache.recurrent.layout import RING, RecurrentLayout, StateSettings
+from shadowkv.kvcache.recurrent.recurrent_part import RecurrentTokens, block
 from shadowkv.kvcache.recurrent.states import Checkpoint, RecurrentSequence, RecurrentStates
 
 CPU = torch.device("cpu")

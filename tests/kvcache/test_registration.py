@@ -18,9 +18,9 @@ from driver import SHAPE, Stream, decode, make_cache, plain_attention, prefill
 
 from shadowkv.baselines.streaming_llm import Recent
 from shadowkv.kvcache import codecs, parts, plugins, presets
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
 from shadowkv.kvcache.codecs.fp8 import Fp8Rows
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import KeyPart

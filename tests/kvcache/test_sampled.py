@@ -6,7 +6,7 @@ import torch
 from driver import SHAPE, Stream, compressed_batch, decode, make_cache, prefill
 from torch import Tensor
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts import build_parts, resolve
 from shadowkv.kvcache.parts.base import IndexPart, Selection

@@ -11,7 +11,7 @@ from driver import DEVICE, SHAPE, Stream, decode, make_cache, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.snapshots.header import Link, Snapshot
 

@@ -10,7 +10,7 @@ import torch
 from conversations import SPECS
 from driver import MAX_LEN, Stream, decode, make_cache, plain_attention, prefill
 
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.policy.shape import FULL, LayerKind, ModelShape
 from shadowkv.kvcache.presets import preset

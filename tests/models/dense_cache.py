@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.policy.shape import LayerKind
-from shadowkv.kvcache.recurrent.batch import RecurrentPart, Round
+from shadowkv.kvcache.recurrent.recurrent_part import RecurrentPart, Round
 from shadowkv.models import Decoder
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.recurrence import Spans

@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
 """Name -> quantization_config, name of scales, and of what each is."""
 
 
-def quantise(weight: Tensor, of: str) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor, of: str) -> tuple[Tensor, Tensor]:
     """Codes, and scales as files have them: bfloat16 of rows, of a whole weight with no dimension."""
     rows, columns = weight.shape
     if of == "blocks":
@@ -68,7 +68,7 @@ def quantise(weight: Tensor, of: str) -> tuple[Tensor, Tensor]:
     return (weight / scale.float()).to(FP8), scale
 
 
-def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     """Numbers of codes with scales of blocks, of rows, or of a whole weight."""
     scale = scale.float()
     if scale.ndim == 2 and scale.shape[1] > 1:
@@ -77,14 +77,14 @@ def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def write_fp8(directory: Path, kind: str, case: str = "qwen3", keep: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Write a tiny model of that kind, modules ``keep`` unquantised; returns its tensors."""
+    """Write a tiny model of that kind, modules ``keep`` unquantized; returns its tensors."""
     build(case, directory)
     config, scale_name, of = KINDS[kind]
     edit_json(directory / "config.json", quantization_config=config)
     file, tensors = directory / "model.safetensors", {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         if name.endswith("_proj.weight") and not any(part in name for part in keep):
-            tensors[name], tensors[name.replace("weight", scale_name)] = quantise(tensor, of)
+            tensors[name], tensors[name.replace("weight", scale_name)] = quantize(tensor, of)
             if config.get("activation_scheme") == "static":
                 tensors[name.replace("weight", "input_scale")] = torch.ones(())
         else:

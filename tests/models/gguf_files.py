@@ -85,7 +85,7 @@ def write_model(
 ) -> Path:
     """Write a transformers model; ``extra`` tensors and metadata ``fields`` (``rope.scaling.type=…``) come on top.
 
-    ``kinds`` are types of quantised tensors by the last part of their name in the file; ``plain`` writes the numbers
+    ``kinds`` are types of quantized tensors by the last part of their name in the file; ``plain`` writes the numbers
     that those stand for; ``joined`` leaves the input projection of Qwen3-Next's linear attention in one piece, as older
     files have it.
     """
@@ -137,7 +137,7 @@ def write_model(
         if kind is None:
             writer.add_tensor(name, tensor.contiguous().numpy())
             continue
-        blocks, form = quantised(tensor.contiguous().numpy(), kind), gguf.GGMLQuantizationType[kind]
+        blocks, form = quantized(tensor.contiguous().numpy(), kind), gguf.GGMLQuantizationType[kind]
         if plain:
             writer.add_tensor(name, dequantize(blocks, form))
         else:
@@ -145,7 +145,7 @@ def write_model(
     return finish(writer)
 
 
-def quantised(tensor: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+def quantized(tensor: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
     """Blocks of a matrix; those of formats that the library does not write have codes of their own."""
     form = gguf.GGMLQuantizationType[kind]
     if not kind.endswith("_K"):

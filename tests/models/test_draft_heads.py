@@ -15,7 +15,7 @@ from shadowkv.engine.execution.head_runner import HeadRunner
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.startup.sizing import head_blocks, head_layout
 from shadowkv.eval.running.caches import open_cache, prefill
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.presets import preset
 from shadowkv.models import load_model
 from shadowkv.models.loader import LoadedModel

@@ -15,14 +15,14 @@ from dense_cache import packed_logits
 from families import CASES, TINY, build, load_oracle, oracle_logits
 from gguf_files import write_model
 from precision import InFloat64, assert_close_in_blocks, assert_close_like_lowp, draws
-from quantised_files import write_quantised
+from quantized_files import write_quantized
 from test_families import assert_same, sequences
 from thread_group import on_ranks
 
 from shadowkv.engine.startup.sizing import block_bytes
 from shadowkv.layers.group import Group
 from shadowkv.layers.moe import MixtureOfExperts, RoutedExperts
-from shadowkv.layers.quantised_matrix import QuantisedMatrix
+from shadowkv.layers.quantized_matrix import QuantizedMatrix
 from shadowkv.models import Decoder, load_config, load_model, loader
 from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
 from shadowkv.models.loader import load_plan
@@ -30,7 +30,7 @@ from shadowkv.models.sharding import Shard
 from shadowkv.models.storage import on_gpus, planned_row_blocks
 from shadowkv.ops.choose_experts.reference import choose_experts
 from shadowkv.ops.choose_experts.routing import Routing
-from shadowkv.ops.quantised.blocks import BLOCKS
+from shadowkv.ops.quantized.blocks import BLOCKS
 from shadowkv.ops.registry import Ops
 from tests.allocations import peak_bytes
 
@@ -113,7 +113,7 @@ def test_gguf_in_blocks(name: str, tmp_path: Path) -> None:
         for as_numbers in (False, True)
     )
     experts = blocks.model.layers[1].mlp.experts
-    assert isinstance(experts.gate_up.weight, QuantisedMatrix) and isinstance(experts.down.weight, QuantisedMatrix)
+    assert isinstance(experts.gate_up.weight, QuantizedMatrix) and isinstance(experts.down.weight, QuantizedMatrix)
     assert {block.form for block in experts.gate_up.weight.row_blocks} == {BLOCKS["Q4_0"], BLOCKS["Q8_0"]}
     config, forms = load_plan(tmp_path / "False.gguf")
     row_blocks = planned_row_blocks(Shard(config), forms, torch.float32)
@@ -139,10 +139,10 @@ def test_gguf_in_blocks(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "int4", "fp8, Qwen3's blocks", "nvfp4"])
 @pytest.mark.parametrize("case", ["qwen3_moe", "glm4_moe"])
-def test_quantised_checkpoints(kind: str, case: str, tmp_path: Path) -> None:
-    files, plain = write_quantised(tmp_path, kind, case, **WIDE)
+def test_quantized_checkpoints(kind: str, case: str, tmp_path: Path) -> None:
+    files, plain = write_quantized(tmp_path, kind, case, **WIDE)
     ours, theirs = load_model(files), load_model(plain)
-    assert isinstance(ours.model.layers[1].mlp.experts.gate_up.weight, QuantisedMatrix)
+    assert isinstance(ours.model.layers[1].mlp.experts.gate_up.weight, QuantizedMatrix)
     assert ours.model.num_bytes < 0.5 * theirs.model.num_bytes
     with InFloat64():
         exact = torch.cat(oracle_logits(load_oracle(plain, torch.float64), sequences()))
@@ -161,11 +161,11 @@ def test_quantised_checkpoints(kind: str, case: str, tmp_path: Path) -> None:
 
 def test_experts_stay_as_they_are_beside_products_in_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "unfit", lambda device, dtype: None)  # the references stand in for hardware
-    files, plain = write_quantised(tmp_path, "fp8, Qwen3's blocks", "qwen3_moe", **WIDE)
+    files, plain = write_quantized(tmp_path, "fp8, Qwen3's blocks", "qwen3_moe", **WIDE)
     ours, theirs = load_model(files, dtype="bfloat16"), load_model(plain, dtype="bfloat16")
     assert ours.config.quantization == "fp8"
     assert ours.model.weights_description == "bfloat16, fp8 weights, those of experts in fp8-g128"
-    assert not any("dequantised" in note for note in ours.notes)
+    assert not any("dequantized" in note for note in ours.notes)
     config, forms = load_plan(files)
     assert config.quantization == "fp8" and forms and all(".experts." in name for name in forms)
     planned = Decoder(config, torch.bfloat16, "meta", planned_row_blocks(Shard(config), forms, torch.bfloat16))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import CASES, build
-from test_quantised_engine import answers
+from test_quantized_engine import answers
 
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner

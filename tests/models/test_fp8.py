@@ -1,4 +1,4 @@
-"""Weights in 8-bit floats on the CPU, by the ops' references: quantised while they load, or as fp8 files have them."""
+"""Weights in 8-bit floats on the CPU, by the ops' references: quantized while they load, or as fp8 files have them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from bad_files import edit_json, edit_tensors
 from dense_cache import DenseBatch, DenseCache, packed_logits
 from families import build
-from fp8_files import KINDS, compressed_tensors, dequantise, write_fp8
+from fp8_files import KINDS, compressed_tensors, dequantize, write_fp8
 from gguf_files import write_model
 from safetensors.torch import save_file
 from test_adapter import random_pairs, write_adapter
@@ -18,7 +18,7 @@ from test_families import LENGTHS, sequences
 from shadowkv.layers.linear import SCALE, FP8Linear
 from shadowkv.models import Decoder, load_config, load_model, loader
 from shadowkv.models.loader import unfit
-from shadowkv.ops.activation_rows.reference import FP8, quantise_tokens
+from shadowkv.ops.activation_rows.reference import FP8, quantize_tokens
 from shadowkv.ops.registry import Ops
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -42,7 +42,7 @@ def plain(linear: FP8Linear) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-bias-head-dim", "phi3", "glm4", "qwen3-tied", "llama, gguf"])
-def test_every_row_of_a_projection_is_quantised_and_all_else_exact(anywhere: None, case: str, tmp_path: Path) -> None:
+def test_every_row_of_a_projection_is_quantized_and_all_else_exact(anywhere: None, case: str, tmp_path: Path) -> None:
     name, _, gguf = case.partition(", ")
     oracle, path = build(name, tmp_path), tmp_path
     if gguf:
@@ -53,19 +53,19 @@ def test_every_row_of_a_projection_is_quantised_and_all_else_exact(anywhere: Non
     parameters, scales = dict(low.named_parameters()), 0
     for name, weight in exact.named_parameters():
         if name + SCALE in parameters:
-            codes, scale = quantise_tokens(dict(wide.named_parameters())[name])  # of the files' own numbers
+            codes, scale = quantize_tokens(dict(wide.named_parameters())[name])  # of the files' own numbers
             assert torch.equal(parameters[name].float(), codes.float())
             assert torch.equal(parameters[name + SCALE], scale)
             scales += scale.nbytes
         else:
             assert torch.equal(parameters[name], weight)
-    quantised = sum(linear.weight.numel() for linear in projections(low).values())
+    quantized = sum(linear.weight.numel() for linear in projections(low).values())
     assert low.num_parameters == exact.num_parameters
-    assert low.num_bytes == exact.num_bytes - quantised + scales
+    assert low.num_bytes == exact.num_bytes - quantized + scales
 
 
 @pytest.mark.parametrize("case", ["llama-bias-head-dim", "qwen3", "phi3", "glm4"])
-def test_logits_are_close_to_the_unquantised_models(anywhere: None, case: str, tmp_path: Path) -> None:
+def test_logits_are_close_to_the_unquantized_models(anywhere: None, case: str, tmp_path: Path) -> None:
     build(case, tmp_path)
     exact, low = (load_model(tmp_path, dtype="float32", quantization=name).model for name in (None, "fp8"))
     wanted, got = (torch.cat(packed_logits(model, sequences())) for model in (exact, low))
@@ -113,7 +113,7 @@ def test_an_adapter_is_merged_first(anywhere: None, tmp_path: Path) -> None:
         for name in (None, "fp8")
     )
     for name, linear in projections(low).items():
-        assert torch.equal(linear.weight_scale, quantise_tokens(wide.get_submodule(name).weight)[1])
+        assert torch.equal(linear.weight_scale, quantize_tokens(wide.get_submodule(name).weight)[1])
 
 
 JOINED = {
@@ -140,10 +140,10 @@ def test_a_checkpoint_in_fp8_loads_as_it_is(anywhere: None, kind: str, tmp_path:
             names = [f"model.layers.{layer}.{name}" for name in theirs]
             codes = [tensors[f"{name}.weight"] for name in names]
             scales = [tensors[f"{name}.{scale_name}"] for name in names]
-            numbers = torch.cat([dequantise(*pair) for pair in zip(codes, scales, strict=True)])
+            numbers = torch.cat([dequantize(*pair) for pair in zip(codes, scales, strict=True)])
             assert linear.weight.dtype == FP8 and linear.weight_scale.dtype == torch.float32
             if of == "blocks":  # a scale for every row instead
-                again, scale = quantise_tokens(numbers)
+                again, scale = quantize_tokens(numbers)
                 assert torch.equal(linear.weight.float(), again.float()) and torch.equal(linear.weight_scale, scale)
             else:
                 assert torch.equal(linear.weight.view(torch.uint8), torch.cat(codes).view(torch.uint8))
@@ -169,13 +169,13 @@ def test_scales_may_be_in_another_file(anywhere: None, tmp_path: Path) -> None:
     assert torch.equal(linear.weight_scale, tensors[f"{LAYER}.mlp.down_proj.weight_scale"].float())
 
 
-def test_what_the_files_have_unquantised_is_quantised_and_said(anywhere: None, tmp_path: Path) -> None:
+def test_what_the_files_have_unquantized_is_quantized_and_said(anywhere: None, tmp_path: Path) -> None:
     tensors = write_fp8(tmp_path, "fbgemm_fp8", keep=("q_proj", "layers.0.mlp.down_proj"))
     loaded = load_model(tmp_path, dtype="bfloat16")
     assert loaded.notes == (
-        "3 weights that the files have unquantised are quantised too: model.layers.0.self_attn.q_proj.weight, ...",
+        "3 weights that the files have unquantized are quantized too: model.layers.0.self_attn.q_proj.weight, ...",
     )
-    _, scale = quantise_tokens(tensors[f"{LAYER}.self_attn.q_proj.weight"])
+    _, scale = quantize_tokens(tensors[f"{LAYER}.self_attn.q_proj.weight"])
     assert torch.equal(loaded.model.layers[1].attention.qkv.weight_scale[:64], scale)
 
 
@@ -186,8 +186,8 @@ def test_an_adapter_on_a_checkpoint_in_fp8(anywhere: None, tmp_path: Path) -> No
     linear = load_model(tmp_path / "base", dtype="bfloat16", adapter=adapter).model.layers[1].mlp.down
     module = f"{LAYER}.mlp.down_proj"
     update = [pairs[f"base_model.model.{module}.lora_{side}.weight"] for side in "BA"]
-    numbers = dequantise(tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]) + 1.5 * update[0] @ update[1]
-    torch.testing.assert_close(linear.weight_scale, quantise_tokens(numbers)[1], rtol=1e-5, atol=0)
+    numbers = dequantize(tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]) + 1.5 * update[0] @ update[1]
+    torch.testing.assert_close(linear.weight_scale, quantize_tokens(numbers)[1], rtol=1e-5, atol=0)
 
 
 def test_a_head_in_fp8_becomes_plain_numbers(anywhere: None, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ GROUP = compressed_tensors("channel")["config_groups"]["group_0"]
 def test_other_kinds_are_refused(anywhere: None, changes: dict[str, object], tmp_path: Path) -> None:
     write_fp8(tmp_path, "compressed-tensors, rows")
     edit_json(tmp_path / CONFIG, quantization_config={**compressed_tensors("channel"), **changes})
-    with pytest.raises(ValueError, match=r"config\.json: the weights are quantised with '(compressed-tensors|fp8)'"):
+    with pytest.raises(ValueError, match=r"config\.json: the weights are quantized with '(compressed-tensors|fp8)'"):
         load_model(tmp_path)
 
 
@@ -308,6 +308,6 @@ def test_an_unknown_quantization(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"quantization='int3' is not one of {known}"):
         load_model(tmp_path, quantization="int3")
     with pytest.raises(
-        ValueError, match=r"quantization='awq': the files of .* are not quantised and are loaded as they are"
+        ValueError, match=r"quantization='awq': the files of .* are not quantized and are loaded as they are"
     ):
         load_model(tmp_path, quantization="awq")

@@ -12,12 +12,12 @@ import torch
 from bad_files import edit_json
 from dense_cache import packed_logits
 from families import build, oracle_logits
-from quantised_files import write_quantised
+from quantized_files import write_quantized
 from safetensors.torch import load_file, save_file
 from test_experts_engine import LONG, lossless, oracle, prompt
 from test_families import assert_same, sequences
-from test_quantised_engine import answers
-from test_quantised_formats import assert_close
+from test_quantized_engine import answers
+from test_quantized_formats import assert_close
 from thread_group import on_ranks
 
 from shadowkv import LLM, SamplingParams
@@ -30,7 +30,7 @@ from shadowkv.kvcache.policy.shape import Heads
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.group import Group
-from shadowkv.layers.quantised_matrix import QuantisedLinear
+from shadowkv.layers.quantized_matrix import QuantizedLinear
 from shadowkv.models import load_config, load_model
 from shadowkv.plan.__main__ import main as plan
 
@@ -263,11 +263,11 @@ def test_rope_can_be_overridden(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["awq", "fp8, blocks", "int8"])
 @pytest.mark.parametrize("name", ["gemma4-keys-are-values", "gemma4-shared-keys"])
-def test_quantised_checkpoints(name: str, kind: str, tmp_path: Path) -> None:
+def test_quantized_checkpoints(name: str, kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "global_head_dim": 64}
-    quantised, plain = (load_model(path) for path in write_quantised(tmp_path, kind, name, **sizes))
-    assert isinstance(quantised.model.layers[5].attention.qkv, QuantisedLinear)
-    assert_close(packed_logits(quantised.model, sequences()), packed_logits(plain.model, sequences()))
+    quantized, plain = (load_model(path) for path in write_quantized(tmp_path, kind, name, **sizes))
+    assert isinstance(quantized.model.layers[5].attention.qkv, QuantizedLinear)
+    assert_close(packed_logits(quantized.model, sequences()), packed_logits(plain.model, sequences()))
 
 
 @pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])

@@ -17,10 +17,10 @@ from test_adapter import write_adapter
 from test_families import sequences
 from thread_group import on_ranks
 
-from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix, RowBlock
+from shadowkv.layers.quantized_matrix import QuantizedLinear, QuantizedMatrix, RowBlock
 from shadowkv.models import LoadedModel, load_model, loader, storage
 from shadowkv.ops.extension import cpu_missing
-from shadowkv.ops.quantised.blocks import BLOCKS
+from shadowkv.ops.quantized.blocks import BLOCKS
 from shadowkv.ops.registry import choose
 
 pytestmark = pytest.mark.skipif(bool(cpu_missing()), reason="weights stay in blocks where the C++ extension is built")
@@ -29,7 +29,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 ALL_ALIKE = {kind: dict.fromkeys((*PROJECTIONS, "token_embd", "output"), kind) for kind in ("Q4_0", "Q4_1", "Q8_0")}
 MIXED = {
-    # As llama.cpp's Q4_K_M has them, with one more that is dequantised.
+    # As llama.cpp's Q4_K_M has them, with one more that is dequantized.
     "Q4_K_M": {
         **dict.fromkeys(PROJECTIONS, "Q4_K"),
         **dict.fromkeys(("attn_v", "ffn_down", "token_embd", "output"), "Q6_K"),
@@ -40,7 +40,7 @@ MIXED = {
 
 
 def write(folder: Path, case: str, kinds: dict[str, str]) -> tuple[Path, Path]:
-    """A file with quantised tensors, and one with the numbers that they stand for."""
+    """A file with quantized tensors, and one with the numbers that they stand for."""
     model = build(case, folder, SIZES)
     return (
         write_model(folder / "blocks.gguf", model, kinds=kinds),
@@ -83,11 +83,11 @@ def test_ranks_keep_the_blocks_that_they_do_not_cut(kinds: str, size: int, tmp_p
     found = on_ranks(size, lambda group: packed_logits(load_model(blocks, group=group).model, sequences()))
     for rank, logits in zip(ranks, found, strict=True):
         assert_close_in_blocks(logits, expected)
-        assert isinstance(rank.model.layers[1].attention.qkv, QuantisedLinear)
+        assert isinstance(rank.model.layers[1].attention.qkv, QuantizedLinear)
         assert isinstance(rank.model.head, torch.nn.Parameter)
         inner, block = rank.shard.inner, 32 if kinds == "Q4_0" else 256
         whole = all(border % block == 0 for border in inner)
-        assert isinstance(rank.model.layers[1].mlp.down, QuantisedLinear) == whole
+        assert isinstance(rank.model.layers[1].mlp.down, QuantizedLinear) == whole
 
 
 def test_bytes_are_those_of_the_file(tmp_path: Path) -> None:
@@ -95,11 +95,11 @@ def test_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     kept, dense = load_model(blocks).model, load_model(plain).model
     sizes = {"Q4_K": 144 / 256, "Q6_K": 210 / 256}
     for layer in kept.layers:
-        assert isinstance(layer.attention.out, torch.nn.Module) and not isinstance(layer.attention.out, QuantisedLinear)
+        assert isinstance(layer.attention.out, torch.nn.Module) and not isinstance(layer.attention.out, QuantizedLinear)
         assert [block.form for block in layer.attention.qkv.weight.row_blocks] == [BLOCKS["Q4_K"], BLOCKS["Q6_K"]]
         assert layer.attention.qkv.weight.row_blocks[0].rows == 512  # q and k in one product
         assert layer.mlp.down.weight.nbytes == sizes["Q6_K"] * 256 * 512
-    saved = sum(4 * m.num_values - m.nbytes for m in kept.modules() if isinstance(m, QuantisedMatrix))
+    saved = sum(4 * m.num_values - m.nbytes for m in kept.modules() if isinstance(m, QuantizedMatrix))
     assert kept.num_bytes == dense.num_bytes - saved < dense.num_bytes / 2
 
 
@@ -121,7 +121,7 @@ def test_memory_is_counted_in_blocks_before_any_is_read(tmp_path: Path, monkeypa
         load_model(blocks)
 
 
-def test_blocks_are_dequantised_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_blocks_are_dequantized_where_that_is_asked_for(tmp_path: Path) -> None:
     blocks, plain = write(tmp_path, "llama", ALL_ALIKE["Q4_0"])
     ours, theirs = load_model(blocks, quantization="none"), load_model(plain)
     assert ours.model.forms == []
@@ -130,17 +130,17 @@ def test_blocks_are_dequantised_where_that_is_asked_for(tmp_path: Path) -> None:
     assert ours.notes[-1].endswith(": quantization='none'")
 
 
-def dequantised_without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def dequantized_without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(storage, "choose", lambda name, device: choose(name, device, override="reference"))
     return {}
 
 
-def dequantised_as_fp8(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def dequantized_as_fp8(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("shadowkv.models.loader.unfit", lambda device, dtype: None)
     return {"quantization": "fp8", "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("how", [dequantised_without_cpu_kernels, dequantised_as_fp8])
+@pytest.mark.parametrize("how", [dequantized_without_cpu_kernels, dequantized_as_fp8])
 def test_where_products_are_of_plain_numbers(
     how: Callable[[pytest.MonkeyPatch], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,14 +152,14 @@ def test_where_products_are_of_plain_numbers(
         assert mine.dtype == parameter.dtype and torch.equal(mine.float(), parameter.float()), name
 
 
-def test_what_an_adapter_changes_is_dequantised_and_said(tmp_path: Path) -> None:
+def test_what_an_adapter_changes_is_dequantized_and_said(tmp_path: Path) -> None:
     blocks, plain = write(tmp_path, "llama", ALL_ALIKE["Q4_0"])
     module = "model.layers.1.self_attn.k_proj"
     sides = {"A": torch.randn(4, 256), "B": 0.1 * torch.randn(256, 4)}
     pairs = {f"base_model.model.{module}.lora_{side}.weight": matrix for side, matrix in sides.items()}
     adapter = write_adapter(tmp_path / "adapter", pairs)
     ours, theirs = load_model(blocks, adapter=adapter), load_model(plain, adapter=adapter)
-    assert ours.notes == (f"1 weights that the adapter changes are dequantised: {module}.weight, ...",)
+    assert ours.notes == (f"1 weights that the adapter changes are dequantized: {module}.weight, ...",)
     q4_0 = BLOCKS["Q4_0"]
     assert ours.model.layers[1].attention.qkv.weight.row_blocks == (
         RowBlock(256, q4_0),

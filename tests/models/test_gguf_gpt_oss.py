@@ -13,7 +13,7 @@ import torch
 from dense_cache import packed_logits
 from families import build, oracle_logits
 from gguf.quants import dequantize
-from gguf_files import quantised, write_model, write_tokenizer
+from gguf_files import quantized, write_model, write_tokenizer
 from precision import assert_close_in_blocks
 from test_families import sequences
 from thread_group import on_ranks
@@ -21,7 +21,7 @@ from thread_group import on_ranks
 from shadowkv.kvcache.policy.shape import FULL
 from shadowkv.layers.group import Group
 from shadowkv.models import load_config, load_model
-from shadowkv.models.checkpoints.quantised.fp4 import MXFP4
+from shadowkv.models.checkpoints.quantized.fp4 import MXFP4
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
 from shadowkv.serve.text.tool_formats import FORMATS, HARMONY, tool_format
@@ -34,7 +34,7 @@ DENSE = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output", "output"), "
 
 def rounded(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     """The numbers that rows stand for in blocks of a kind."""
-    blocks = quantised(tensor.contiguous().numpy(), kind)
+    blocks = quantized(tensor.contiguous().numpy(), kind)
     return torch.from_numpy(dequantize(blocks, gguf.GGMLQuantizationType[kind]))
 
 

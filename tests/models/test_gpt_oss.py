@@ -10,17 +10,17 @@ import torch
 from bad_files import edit_json
 from dense_cache import packed_logits
 from families import build, oracle_logits
-from quantised_files import mxfp4, spiked
+from quantized_files import mxfp4, spiked
 from safetensors.torch import load_file, save_file
 from test_families import assert_same, sequences
-from test_quantised_formats import assert_close
+from test_quantized_formats import assert_close
 from thread_group import on_ranks
 
 from shadowkv.kvcache.policy.shape import FULL
 from shadowkv.layers.group import Group
-from shadowkv.layers.quantised_matrix import QuantisedMatrix
+from shadowkv.layers.quantized_matrix import QuantizedMatrix
 from shadowkv.models import Decoder, load_config, load_model
-from shadowkv.models.checkpoints.quantised.fp4 import MXFP4
+from shadowkv.models.checkpoints.quantized.fp4 import MXFP4
 from shadowkv.models.loader import load_plan
 from shadowkv.models.sharding import Shard
 from shadowkv.models.storage import planned_row_blocks
@@ -41,21 +41,21 @@ CONFIG = {
 def write_mxfp4(folder: Path) -> tuple[Path, Path]:
     """A model whose experts are in MXFP4, as published, and its twin of the numbers that these stand for."""
     sizes = {"hidden_size": 96, "intermediate_size": 64}
-    for name in ("quantised", "plain"):
+    for name in ("quantized", "plain"):
         build("gpt_oss", folder / name, sizes)
-    edit_json(folder / "quantised" / "config.json", quantization_config=CONFIG)
+    edit_json(folder / "quantized" / "config.json", quantization_config=CONFIG)
     tensors = load_file(folder / "plain" / "model.safetensors")
-    generator, quantised = torch.Generator().manual_seed(0), dict(tensors)
+    generator, quantized = torch.Generator().manual_seed(0), dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = quantised.pop(name).shape
+        experts, columns, rows = quantized.pop(name).shape
         parts, numbers = mxfp4(spiked(experts * rows, columns, generator))
         groups = columns // 32
-        quantised[f"{name}_blocks"] = parts["weight_packed"].view(experts, rows, groups, 16)
-        quantised[f"{name}_scales"] = parts["weight_scale"].view(experts, rows, groups)
+        quantized[f"{name}_blocks"] = parts["weight_packed"].view(experts, rows, groups, 16)
+        quantized[f"{name}_scales"] = parts["weight_scale"].view(experts, rows, groups)
         tensors[name] = numbers.view(experts, rows, columns).transpose(1, 2).contiguous()
     save_file(tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
-    save_file(quantised, folder / "quantised" / "model.safetensors")
-    return folder / "quantised", folder / "plain"
+    save_file(quantized, folder / "quantized" / "model.safetensors")
+    return folder / "quantized", folder / "plain"
 
 
 def test_gates_and_up_are_clamped() -> None:
@@ -71,7 +71,7 @@ def test_mxfp4_files_give_the_logits_of_their_numbers(tmp_path: Path) -> None:
     ours, theirs = load_model(files), load_model(plain)
     experts = ours.model.layers[1].mlp.experts
     for projection in (experts.gate_up, experts.down):
-        assert isinstance(projection.weight, QuantisedMatrix)
+        assert isinstance(projection.weight, QuantizedMatrix)
         assert {block.form for block in projection.weight.row_blocks} == {MXFP4}
     assert ours.model.num_parameters == theirs.model.num_parameters
     assert ours.model.expert_bytes < 0.2 * theirs.model.expert_bytes

@@ -12,10 +12,10 @@ import torch
 from bad_files import edit_json
 from dense_cache import packed_logits
 from families import build
-from quantised_files import write_quantised
+from quantized_files import write_quantized
 from safetensors.torch import load_file
 from test_families import sequences
-from test_quantised_formats import assert_close
+from test_quantized_formats import assert_close
 from thread_group import on_ranks
 
 from shadowkv.layers.group import Group
@@ -67,7 +67,7 @@ def test_files_have_the_names_of_published_ones(tmp_path: Path) -> None:
 
 def test_fp8_in_blocks(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-    files, plain = write_quantised(tmp_path, "fp8, Qwen3's blocks", "minimax_m2", **sizes)
+    files, plain = write_quantized(tmp_path, "fp8, Qwen3's blocks", "minimax_m2", **sizes)
     published = json.loads(config_file("minimax-m2").read_text())["quantization_config"]
     blocks = json.loads((files / "config.json").read_text())["quantization_config"]["weight_block_size"]
     edit_json(files / "config.json", quantization_config={**published, "weight_block_size": blocks})

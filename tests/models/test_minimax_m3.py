@@ -18,15 +18,15 @@ from families import build, oracle_logits
 from safetensors.torch import load_file, save_file
 from test_experts_engine import LONG, oracle, prompt
 from test_families import assert_same, sequences
-from test_quantised_engine import answers
+from test_quantized_engine import answers
 from thread_group import on_ranks
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.running.caches import open_cache, prefill
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.decode import native as decode
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec

@@ -12,17 +12,17 @@ import pytest
 import torch
 from families import build
 from precision import assert_close_like_lowp, draws
-from quantised_files import write_quantised
+from quantized_files import write_quantized
 from test_experts import WIDE
 from test_gpt_oss import write_mxfp4
 from thread_group import on_ranks
 
 from shadowkv.layers.group import ALONE, Group
 from shadowkv.layers.moe import RoutedExperts
-from shadowkv.layers.quantised_matrix import QuantisedMatrix
+from shadowkv.layers.quantized_matrix import QuantizedMatrix
 from shadowkv.models import load_config, load_model, storage
-from shadowkv.ops.quantised.groups import GroupForm
-from shadowkv.ops.quantised_matmul import humming
+from shadowkv.ops.quantized.groups import GroupForm
+from shadowkv.ops.quantized_matmul import humming
 from shadowkv.ops.registry import Ops
 from tests.fake_humming import installed
 
@@ -30,7 +30,7 @@ CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 
 
 def files_of(kind: str, case: str, folder: Path) -> Path:
-    return write_mxfp4(folder)[0] if case == "gpt_oss" else write_quantised(folder, kind, case, **WIDE)[0]
+    return write_mxfp4(folder)[0] if case == "gpt_oss" else write_quantized(folder, kind, case, **WIDE)[0]
 
 
 def experts_of(path: Path, group: Group, expert_parallel: bool, pack: bool, dtype: str = "bfloat16") -> RoutedExperts:
@@ -38,18 +38,18 @@ def experts_of(path: Path, group: Group, expert_parallel: bool, pack: bool, dtyp
     model = load_model(path, dtype=dtype, group=group, expert_parallel=expert_parallel).model
     if pack:
         model.pack()
-        assert "grouped_matmul" not in model.called_ops and "grouped_quantised_matmul" in model.called_ops
+        assert "grouped_matmul" not in model.called_ops and "grouped_quantized_matmul" in model.called_ops
     model.use(Ops())
     experts = model.layers[1].mlp.experts
     for projection in (experts.gate_up, experts.down):
         weight = projection.weight
-        assert isinstance(weight, QuantisedMatrix)
+        assert isinstance(weight, QuantizedMatrix)
         assert isinstance(weight.of_experts, humming.PackedExperts) == pack == (not len(weight.parts))
         assert not isinstance(weight.of_experts, humming.PackedExperts) or weight.of_experts.total_experts == 8
     return experts
 
 
-@pytest.mark.skipif(find_spec("humming") is not None, reason="the library is here: test_cuda_quantised_models.py")
+@pytest.mark.skipif(find_spec("humming") is not None, reason="the library is here: test_cuda_quantized_models.py")
 @pytest.mark.parametrize(
     ("kind", "case"),
     [("awq", "qwen3_moe"), ("nvfp4", "glm4_moe"), ("fp8, Qwen3's blocks", "qwen3_moe"), ("mxfp4", "gpt_oss")],
@@ -112,11 +112,11 @@ def test_experts_stay_as_they_are_where_all_of_a_projection_have_one_form(
     assert kept(dict.fromkeys(down, INT8)) == {*forms, *query}
     assert kept(dict.fromkeys(down, SMALL)) == gate_up | query.keys()
     shapes = dict.fromkeys(forms, (64, 128))
-    assert storage.dequantised({f"{experts[3]}.up_proj.weight": INT4}, shapes, BF16, CUDA, "fp8") == [
-        "1 weight in int4-g128 are dequantised to bfloat16, 0.00 GiB instead of 0.00: experts stay quantised only if "
+    assert storage.dequantized({f"{experts[3]}.up_proj.weight": INT4}, shapes, BF16, CUDA, "fp8") == [
+        "1 weight in int4-g128 are dequantized to bfloat16, 0.00 GiB instead of 0.00: experts stay quantized only if "
         "all experts of a projection have the same form"
     ]
-    assert storage.dequantised({f"{experts[3]}.up_proj.weight": SMALL}, shapes, BF16, CUDA, None) == [
-        "1 weight in int4-g8 are dequantised to bfloat16, 0.00 GiB instead of 0.00: on cuda there is no matrix product "
+    assert storage.dequantized({f"{experts[3]}.up_proj.weight": SMALL}, shapes, BF16, CUDA, None) == [
+        "1 weight in int4-g8 are dequantized to bfloat16, 0.00 GiB instead of 0.00: on cuda there is no matrix product "
         "for this form"
     ]

@@ -14,12 +14,12 @@ from bad_files import edit_json
 from dense_cache import packed_logits
 from families import build, oracle_logits
 from gguf_files import write_model
-from quantised_files import write_quantised
+from quantized_files import write_quantized
 from safetensors.torch import load_file, save_file
 from test_experts_engine import LONG, lossless, oracle, prompt
 from test_families import assert_same, sequences
-from test_quantised_engine import answers
-from test_quantised_formats import assert_close
+from test_quantized_engine import answers
+from test_quantized_formats import assert_close
 from thread_group import on_ranks
 
 from shadowkv import LLM, SamplingParams
@@ -32,7 +32,7 @@ from shadowkv.eval.running.caches import open_cache, prefill, prefill_all
 from shadowkv.kvcache.recurrent import states
 from shadowkv.kvcache.snapshots.header import Link, Snapshot, SnapshotHeader
 from shadowkv.layers.group import Group
-from shadowkv.layers.quantised_matrix import QuantisedLinear
+from shadowkv.layers.quantized_matrix import QuantizedLinear
 from shadowkv.models import load_config, load_model
 from shadowkv.ops.registry import Ops
 
@@ -120,13 +120,13 @@ def test_the_text_model_is_loaded_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("kind", ["awq", "fp8, blocks", "int8", "nvfp4"])
-def test_quantised_checkpoints(kind: str, name: str, tmp_path: Path) -> None:
-    """Of projections of linear attention, too, beside gates that are not quantised."""
+def test_quantized_checkpoints(kind: str, name: str, tmp_path: Path) -> None:
+    """Of projections of linear attention, too, beside gates that are not quantized."""
     sizes = {"linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     sizes |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64)
-    quantised, plain = (load_model(path) for path in write_quantised(tmp_path, kind, name, **sizes))
-    assert any(isinstance(module, QuantisedLinear) for module in quantised.model.layers[0].linear_attention.modules())
-    assert_close(packed_logits(quantised.model, sequences()), packed_logits(plain.model, sequences()))
+    quantized, plain = (load_model(path) for path in write_quantized(tmp_path, kind, name, **sizes))
+    assert any(isinstance(module, QuantizedLinear) for module in quantized.model.layers[0].linear_attention.modules())
+    assert_close(packed_logits(quantized.model, sequences()), packed_logits(plain.model, sequences()))
 
 
 def test_configs_without_layer_types_have_every_fourth_layer_full(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_gguf_files(name: str, kinds: dict[str, str], tmp_path: Path) -> None:
     model = build(name, tmp_path / "model", {"hidden_size": 64, "linear_value_head_dim": 16, "intermediate_size": 96})
     file = write_model(tmp_path / "model.gguf", model, kinds=kinds)
     plain = write_model(tmp_path / "plain.gguf", model, kinds=kinds, plain=True)
-    ops = Ops(overrides={"quantised_matmul": "reference"})  # others round activations
+    ops = Ops(overrides={"quantized_matmul": "reference"})  # others round activations
     found, expected = (packed_logits(load_model(path).model, sequences(), ops=ops) for path in (file, plain))
     assert_close(found, expected)
     if not kinds:
@@ -256,7 +256,7 @@ def test_gguf_files_of_qwen3_next(joined: bool, kinds: dict[str, str], tmp_path:
     model = build("qwen3_next", tmp_path / "model", {"hidden_size": 64, "linear_value_head_dim": 16})
     file = write_model(tmp_path / "model.gguf", model, kinds=kinds, joined=joined)
     plain = write_model(tmp_path / "plain.gguf", model, kinds=kinds, plain=True, joined=joined)
-    ops = Ops(overrides={"quantised_matmul": "reference"})  # others round activations
+    ops = Ops(overrides={"quantized_matmul": "reference"})  # others round activations
     expected = packed_logits(load_model(plain).model, sequences(), ops=ops)
     assert_close(packed_logits(load_model(file).model, sequences(), ops=ops), expected)
     if not kinds:

@@ -12,7 +12,7 @@ from bad_files import edit_json
 from families import build
 from test_experts_engine import oracle, prompt
 from test_minimax_m3 import LOSSLESS, assert_close, lossless
-from test_quantised_engine import answers
+from test_quantized_engine import answers
 
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner

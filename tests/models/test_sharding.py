@@ -17,8 +17,8 @@ from shadowkv.models import load_config, load_model
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.sharding import Shard, vocabulary_rows
-from shadowkv.ops.activation_rows.reference import quantise_tokens
-from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.activation_rows.reference import quantize_tokens
+from shadowkv.ops.quantized.rows import QuantizedRows
 
 # Joined files, biases, norms of heads and of outputs, tied and not, MLPs and vocabularies that do not divide.
 FAMILIES = ("llama-tied", "llama-bias-head-dim", "qwen2", "qwen3", "phi3", "glm4")
@@ -57,12 +57,12 @@ def test_scales_of_rows_stay_with_their_codes(tmp_path: Path) -> None:
     build("llama", tmp_path)
     weight = torch.randn(64, 48)
     shard = Shard(load_config(tmp_path), 1, 2)
-    codes, scale = quantise_tokens(weight)
+    codes, scale = quantize_tokens(weight)
     ((rows, part),) = shard.pieces(
-        "layers.0.attention.out.weight", 0, 48, QuantisedRows((codes[:48], scale[:48]), FP8_ROWS)
+        "layers.0.attention.out.weight", 0, 48, QuantizedRows((codes[:48], scale[:48]), FP8_ROWS)
     )
     assert (rows.start, rows.stop) == (0, 48)
-    assert isinstance(part, QuantisedRows)
+    assert isinstance(part, QuantizedRows)
     assert torch.equal(part.tensors[0].float(), codes[:48, 24:].float()) and torch.equal(part.tensors[1], scale[:48])
 
 

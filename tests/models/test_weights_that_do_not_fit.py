@@ -52,7 +52,7 @@ def test_dummy_weights(
         load_model(name, load_format="dummy", dtype=dtype)
 
 
-def test_quantised_weights(free: Callable[[int], None], nothing_is_made: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_weights(free: Callable[[int], None], nothing_is_made: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "unfit", lambda device, dtype: None)
     free(8 * GIB)
     with pytest.raises(MemoryError, match=r"need 8\.46 GiB as bfloat16, fp8 weights on cpu, 8\.00 GiB are free"):

@@ -52,7 +52,7 @@ def test_coded_rows_come_back_close(seed, bits, dim):
     codec = ROTATED_ROWS[bits]
     back = codec.decode(*codec.encode(x, rotation), rotation, dim)
     error = ((back - x).norm() / x.norm()).item()
-    # Of a unit Gaussian the optimal uniform quantiser leaves these mean squares (Max, 1960).
+    # Of a unit Gaussian the optimal uniform quantizer leaves these mean squares (Max, 1960).
     assert error == pytest.approx({4: 0.01154, 3: 0.03744, 2: 0.1188}[bits] ** 0.5, rel=0.15)
 
 

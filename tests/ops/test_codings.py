@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_quantised_blocks import random_blocks, rows_of
-from test_quantised_groups import FORMS, random_rows
+from test_quantized_blocks import random_blocks, rows_of
+from test_quantized_groups import FORMS, random_rows
 from torch import Tensor
 
-from shadowkv.ops.quantised.blocks import BLOCKS
-from shadowkv.ops.quantised.codings import Coded, Coding, code, coding
-from shadowkv.ops.quantised.groups import GroupForm
-from shadowkv.ops.quantised.rows import QuantisedRows
-from shadowkv.ops.quantised_matmul.reference import dequantise_rows
+from shadowkv.ops.quantized.blocks import BLOCKS
+from shadowkv.ops.quantized.codings import Coded, Coding, code, coding
+from shadowkv.ops.quantized.groups import GroupForm
+from shadowkv.ops.quantized.rows import QuantizedRows
+from shadowkv.ops.quantized_matmul.reference import dequantize_rows
 
 OTHERS = {
     "groups of 256": GroupForm("int4", 256, torch.float16),
@@ -42,13 +42,13 @@ def numbers(coded: Coded, found: Coding) -> Tensor:
     return values if coded.factor is None else values * coded.factor.double()
 
 
-def check(rows: QuantisedRows) -> Coding:
+def check(rows: QuantizedRows) -> Coding:
     found = coding(rows.form)
     assert found is not None
     coded = code(rows)
     assert coded.codes.dtype == torch.uint8 and int(coded.codes.amax()) < 2**found.bits
     assert (coded.zeros is None, coded.factor is None) == (not found.zeros, not found.factor)
-    expected = dequantise_rows(rows).double()
+    expected = dequantize_rows(rows).double()
     torch.testing.assert_close(numbers(coded, found), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().amax()))
     return found
 

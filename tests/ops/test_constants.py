@@ -20,8 +20,8 @@ from shadowkv.ops.codec import STRONG, UNIFORM, CodecId
 from shadowkv.ops.fetch_chunks import cuda as fetch_chunks
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cuda as paged_attention
-from shadowkv.ops.quantised.blocks import BLOCKS
-from shadowkv.ops.quantised_matmul.cpu import FORMATS
+from shadowkv.ops.quantized.blocks import BLOCKS
+from shadowkv.ops.quantized_matmul.cpu import FORMATS
 from shadowkv.ops.select_blocks import cuda_sm90 as select_blocks_cuda
 from shadowkv.ops.select_blocks import reference as select_blocks
 from shadowkv.ops.select_by_sketch import cuda as select_by_sketch_cuda
@@ -229,8 +229,8 @@ def test_random_numbers_are_the_same_hash() -> None:
     assert len(factors) == 4 and all(factor in kernels for factor in factors)
 
 
-def test_blocks_of_quantised_numbers_have_the_same_sizes_in_python() -> None:
-    text = (CSRC / "cpu/quantised_matmul/quantised_matmul.h").read_text()
+def test_blocks_of_quantized_numbers_have_the_same_sizes_in_python() -> None:
+    text = (CSRC / "cpu/quantized_matmul/quantized_matmul.h").read_text()
     sizes = {name: (int(values), int(bytes_)) for name, values, bytes_ in re.findall(r'"(\w+)", (\d+), (\d+)}', text)}
     assert sizes == {name: (BLOCKS[name].values, BLOCKS[name].bytes) for name in FORMATS}
 

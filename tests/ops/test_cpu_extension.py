@@ -312,9 +312,9 @@ import test_causal_convolution as convolution
 import test_cpu_attend_selected as selected
 import test_cpu_extension as tests
 import test_gated_delta_rule as rule
-import test_quantised_blocks as quantised
+import test_quantized_blocks as quantized
 from shadowkv.ops.linear_attention import cpu as convolving
-from shadowkv.ops.quantised_matmul.cpu import FORMATS
+from shadowkv.ops.quantized_matmul.cpu import FORMATS
 from shadowkv.ops.linear_attention import cpu as correcting
 from shadowkv.ops.registry import Ops
 assert torch.ops.shadowkv.cpu_isa() == {isa!r}
@@ -334,8 +334,8 @@ for dtype in (torch.float32, torch.bfloat16):
 selected.test_float32_is_the_reference()
 selected.test_of_bfloat16_only_the_result_is_rounded()
 for form in FORMATS:
-    quantised.test_any_bytes_are_what_ggml_makes_of_them(0, Ops(), form)
-    quantised.assert_products(Ops(), form, quantised.tokens_of(6, 768), quantised.random_blocks(form, 67, 768))
+    quantized.test_any_bytes_are_what_ggml_makes_of_them(0, Ops(), form)
+    quantized.assert_products(Ops(), form, quantized.tokens_of(6, 768), quantized.random_blocks(form, 67, 768))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "SHADOWKV_CPU_ISA": isa}, capture_output=True, text=True

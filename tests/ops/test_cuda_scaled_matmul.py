@@ -6,7 +6,7 @@ import torch
 from shadowkv.layers.linear import FP8Linear
 from shadowkv.models.checkpoints.stored_weight import fill_fp8
 from shadowkv.models.loader import unfit
-from shadowkv.ops.activation_rows import reference as quantise_reference
+from shadowkv.ops.activation_rows import reference as quantize_reference
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.scaled_matmul import cuda, reference
 
@@ -23,8 +23,8 @@ SIZES = [(4096, 6144), (14336, 4096), (64, 48)]
 @pytest.mark.parametrize(("k", "n"), SIZES)
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_are_the_references(seed: int, rows: int, k: int, n: int, with_bias: bool) -> None:
-    codes, scale = quantise_reference.quantise_tokens(torch.randn(rows, k, device=DEVICE))
-    weight, weight_scale = quantise_reference.quantise_tokens(torch.randn(n, k, device=DEVICE) * k**-0.5)
+    codes, scale = quantize_reference.quantize_tokens(torch.randn(rows, k, device=DEVICE))
+    weight, weight_scale = quantize_reference.quantize_tokens(torch.randn(n, k, device=DEVICE) * k**-0.5)
     bias = torch.randn(n, device=DEVICE).bfloat16() if with_bias else None
     wanted = reference.scaled_matmul(codes, scale, weight, weight_scale, bias, torch.float32)
     got = cuda.scaled_matmul(codes, scale, weight, weight_scale, bias, torch.bfloat16)
@@ -39,7 +39,7 @@ def test_codes_are_the_references_bit_for_bit(seed: int, rows: int) -> None:
     x = torch.randn(rows, 14336, device=DEVICE).bfloat16()
     x[rows // 2, 7] = 900
     x[0] *= 1e-4
-    got, wanted = Ops(DEVICE).quantise_tokens(x), quantise_reference.quantise_tokens(x)
+    got, wanted = Ops(DEVICE).quantize_tokens(x), quantize_reference.quantize_tokens(x)
     assert torch.equal(got[0].float(), wanted[0].float()) and torch.equal(got[1], wanted[1])
 
 
@@ -80,7 +80,7 @@ def test_in_a_graph_as_without(seed: int, rows: int) -> None:
 
 
 def test_on_a_gpu_as_by_the_references(seed: int) -> None:
-    names = ("quantise_tokens", "scaled_matmul")
+    names = ("quantize_tokens", "scaled_matmul")
     fast, slow = projection(4096, 6144, True), projection(4096, 6144, True, dict.fromkeys(names, "reference"))
     assert [fast.ops.backends[name] for name in names] == ["triton", "cuda"]
     x = torch.randn(76, 4096, device=DEVICE).bfloat16()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import by_threads
 from precision import InFloat64, assert_close_like_lowp, draws_in_blocks
-from test_quantised_blocks import random_blocks, rows_of
+from test_quantized_blocks import random_blocks, rows_of
 from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
@@ -18,9 +18,9 @@ from shadowkv.ops.decode_layers.cpu import decode_layers, missing
 from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projection
 from shadowkv.ops.decode_layers.reference import decode_layers as reference
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.quantised.blocks import BLOCKS
-from shadowkv.ops.quantised.rows import QuantisedRows
-from shadowkv.ops.quantised_matmul.reference import dequantise_rows
+from shadowkv.ops.quantized.blocks import BLOCKS
+from shadowkv.ops.quantized.rows import QuantizedRows
+from shadowkv.ops.quantized_matmul.reference import dequantize_rows
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="the C++ extension is not built")
 
@@ -114,7 +114,7 @@ def in_numbers(layers: Layers, dtype: torch.dtype) -> Layers:
     def plain(value: Any) -> Any:
         if isinstance(value, Projection):
             return Projection(tuple(map(plain, value.row_blocks)), plain(value.bias))
-        numbers = dequantise_rows(value) if isinstance(value, QuantisedRows) else value
+        numbers = dequantize_rows(value) if isinstance(value, QuantizedRows) else value
         return numbers.to(dtype) if isinstance(numbers, Tensor) else numbers
 
     own = [replace(x, **{name: plain(value) for name, value in vars(x).items()}) for x in layers]

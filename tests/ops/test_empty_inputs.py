@@ -15,8 +15,8 @@ from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
 from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.dense_attention.forms import Packed
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
-from shadowkv.ops.quantised.blocks import BLOCKS
-from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantized.blocks import BLOCKS
+from shadowkv.ops.quantized.rows import QuantizedRows
 from shadowkv.ops.recurrence import Spans
 from shadowkv.ops.registry import CALLS, Ops
 from shadowkv.ops.sampling import Sampling
@@ -35,8 +35,8 @@ def bytes_of(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
 
 
-def blocks_of(rows: int, width: int, form: str) -> QuantisedRows:
-    return QuantisedRows((bytes_of(rows, width),), BLOCKS[form])
+def blocks_of(rows: int, width: int, form: str) -> QuantizedRows:
+    return QuantizedRows((bytes_of(rows, width),), BLOCKS[form])
 
 
 def whole(*shape: int) -> Tensor:
@@ -157,7 +157,7 @@ def no_codes_to_write(ops: Ops) -> None:
     codes, scale = bytes_of(1, N, H, 8, 8, D // 2), floats(1, N, H, 64, 1, dtype=torch.float16)
     rotation = torch.eye(D, device=DEVICE)
     args = floats(1, 0, 64, H, D), ROTATED_ROWS[4], rotation, (), codes, whole(0), scale, whole(0)
-    unchanged(ops.quantise_rows, codes, scale)(*args)
+    unchanged(ops.quantize_rows, codes, scale)(*args)
 
 
 def no_sketches_to_write(ops: Ops) -> None:
@@ -229,7 +229,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
         ((0, D), None),
     ),
     "chunk_mean_scores": no_landmarks,
-    "dequantise_rows": lambda ops: returns(ops.dequantise_rows(blocks_of(0, 34, "Q8_0")), ((0, 32), None)),
+    "dequantize_rows": lambda ops: returns(ops.dequantize_rows(blocks_of(0, 34, "Q8_0")), ((0, 32), None)),
     "sample_tokens": lambda ops: returns(
         ops.sample_tokens(floats(0, 9, dtype=torch.float32), floats(0, 5, dtype=torch.float64)), ((0,), None)
     ),
@@ -251,16 +251,16 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
     "paged_attention": no_exact_tokens,
     "paged_window_attention": no_tokens_in_a_window,
     "project_latents": no_latents_to_write,
-    "quantise_rows": no_codes_to_write,
-    "quantised_matmul": lambda ops: returns(
+    "quantize_rows": no_codes_to_write,
+    "quantized_matmul": lambda ops: returns(
         (
-            ops.quantised_matmul(floats(0, 64), blocks_of(3, 36, "Q4_0")),
-            ops.quantised_matmul(floats(2, 64), blocks_of(0, 36, "Q4_0")),
+            ops.quantized_matmul(floats(0, 64), blocks_of(3, 36, "Q4_0")),
+            ops.quantized_matmul(floats(2, 64), blocks_of(0, 36, "Q4_0")),
         ),
         ((0, 3), None),
         ((2, 0), None),
     ),
-    "quantise_tokens": lambda ops: returns(ops.quantise_tokens(floats(0, D)), ((0, D), None), ((0, 1), None)),
+    "quantize_tokens": lambda ops: returns(ops.quantize_tokens(floats(0, D)), ((0, D), None), ((0, 1), None)),
     "dense_attention.packed": no_packed_sequences,
     "dense_attention.windowed": lambda ops: no_packed_sequences(ops, window=5),
     "rebuild_rows": no_pages_to_rebuild,
@@ -268,8 +268,8 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
         ops.grouped_matmul(floats(0, D), floats(3, 8, D), torch.zeros(4, dtype=torch.int32, device=DEVICE)),
         ((0, 8), None),
     ),
-    "grouped_quantised_matmul": lambda ops: returns(
-        ops.grouped_quantised_matmul(
+    "grouped_quantized_matmul": lambda ops: returns(
+        ops.grouped_quantized_matmul(
             floats(0, 64), [blocks_of(6, 36, "Q4_0")], torch.zeros(4, dtype=torch.int32, device=DEVICE)
         ),
         ((0, 2), None),
@@ -321,7 +321,7 @@ def test_every_op_is_here() -> None:
 
 if TRITON_RUNS:
     # Dense rows, which ``attend_coded`` in CUDA does not support. Packed weights have their own tests.
-    PACKED = dict.fromkeys(("quantised_matmul", "grouped_quantised_matmul"), "reference")
+    PACKED = dict.fromkeys(("quantized_matmul", "grouped_quantized_matmul"), "reference")
     CHOSEN = Ops("cuda", overrides={"attend_coded": "triton", **PACKED})
 
     @pytest.mark.parametrize("name", CHECKS)

@@ -27,7 +27,7 @@ def rows_of_every_kind(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_are_the_nearest_numbers_of_the_format(seed: int, ops: Ops, dtype: torch.dtype) -> None:
     x = rows_of_every_kind(dtype)
-    codes, scale = ops.quantise_tokens(x)
+    codes, scale = ops.quantize_tokens(x)
     assert (codes.dtype, codes.shape, scale.dtype, scale.shape) == (FP8, (9, 48), torch.float32, (9, 1))
     largest = x.double().abs().amax(1, keepdim=True)
     torch.testing.assert_close(scale.double(), (largest / 448).clamp(min=2.0**-126), rtol=3e-7, atol=0)
@@ -42,7 +42,7 @@ def test_codes_are_the_nearest_numbers_of_the_format(seed: int, ops: Ops, dtype:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_are_off_by_at_most_a_sixteenth(seed: int, ops: Ops, dtype: torch.dtype) -> None:
     x = rows_of_every_kind(dtype)[[0, 1, 3, 5, 6, 8]]
-    codes, scale = ops.quantise_tokens(x)
+    codes, scale = ops.quantize_tokens(x)
     error = (codes.double() * scale - x.double()).abs()
     assert (error <= torch.maximum(x.double().abs() / 16, scale.double() * 2.0**-10) * (1 + 1e-6)).all()
 
@@ -50,9 +50,9 @@ def test_numbers_are_off_by_at_most_a_sixteenth(seed: int, ops: Ops, dtype: torc
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_in_its_row(seed: int, ops: Ops, bad: float) -> None:
     x = torch.randn(3, 32)
-    alone, _ = ops.quantise_tokens(x)
+    alone, _ = ops.quantize_tokens(x)
     x[1, 7] = bad
-    codes, _ = ops.quantise_tokens(x)
+    codes, _ = ops.quantize_tokens(x)
     assert codes[1].double().isnan().any()
     assert torch.equal(codes[::2].view(torch.uint8), alone[::2].view(torch.uint8))
 

@@ -91,8 +91,8 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     ops = Ops("cuda", TURBO)
     slow = {name for name, backend in ops.backends.items() if backend == "reference"}
     # It calls none of them: its weights are plain, and steps are graphs.
-    assert slow == {"dequantise_rows", *FusedLayers.calls}
-    assert ops.backends["quantised_matmul"] == "humming"
+    assert slow == {"dequantize_rows", *FusedLayers.calls}
+    assert ops.backends["quantized_matmul"] == "humming"
     assert ops.backends["grouped_matmul"] == "cuda"
     assert [ops.backends[call] for call in CALLS_OF_DENSE_ATTENTION] == ["cuda_sm90"] * 3 + ["triton"]
     assert {name for name, reasons in ops.reasons.items() if reasons} == {"attend_selected"}
@@ -173,7 +173,7 @@ def test_more_than_sixteen_query_heads_a_kv_head_go_to_triton_and_pytorch(
 ) -> None:
     """No op refuses them, and none that serves waits for the host."""
     monkeypatch.setattr("shadowkv.ops.attend_selected.cuda._op", lambda *_: lambda *_: 0)
-    ops = INT4.ops - {"dequantise_rows", "add_sinks", *FusedLayers.calls}
+    ops = INT4.ops - {"dequantize_rows", "add_sinks", *FusedLayers.calls}
     ops = Ops("cuda", replace(INT4, ops=ops, num_query_heads=17 * 8))
     fallen = {
         name: ops.backends[name] for name in ops.called if any("kv head are more" in r for r in ops.reasons[name])
@@ -292,9 +292,9 @@ SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
             "too few to select from 576000",
         ),
         ("cpu", {"dtype": torch.float16}, ["paged_attention"], "cpu: torch.float16 is not float32 or bfloat16"),
-        ("cuda", {"head_dim": 192, "value_codec": 1}, ["quantise_rows"], "triton: head dim 192 is more than 128"),
-        ("cuda", {"key_codec": 1000}, ["quantise_rows", "project_latents"], "triton: codec 1000 of keys is unknown"),
-        ("cuda", {"value_codec": 17}, ["quantise_rows", "rebuild_rows"], "triton: codec 17 of values is unknown"),
+        ("cuda", {"head_dim": 192, "value_codec": 1}, ["quantize_rows"], "triton: head dim 192 is more than 128"),
+        ("cuda", {"key_codec": 1000}, ["quantize_rows", "project_latents"], "triton: codec 1000 of keys is unknown"),
+        ("cuda", {"value_codec": 17}, ["quantize_rows", "rebuild_rows"], "triton: codec 17 of values is unknown"),
         ("cpu", {"key_codec": 1000}, ["attend_selected"], "cpu: codec 1000 of keys is unknown"),
         ("cpu", {"dtype": torch.float64}, ["attend_selected"], "cpu: torch.float64 is not float32 or bfloat16"),
         ("cpu", {"head_dim": 264}, ["sign_scores", "select_by_sketch"], "cpu: head dim 264 is above 256"),
@@ -336,7 +336,7 @@ def test_rows_of_8_bit_floats_have_kernels(
 ) -> None:
     ops = Ops("cuda", replace(TURBO, ops=frozenset(CALLS), rank=0, **{"key_codec": 12, "value_codec": 12, **changes}))
     assert ops.backends["attend_coded"] == backend
-    assert ops.backends["quantise_rows"] == ops.backends["rebuild_rows"] == "triton"
+    assert ops.backends["quantize_rows"] == ops.backends["rebuild_rows"] == "triton"
     assert reason is None or reason in ops.reasons["attend_coded"]
 
 

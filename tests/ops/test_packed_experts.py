@@ -9,20 +9,20 @@ from itertools import pairwise
 import pytest
 import torch
 from test_codings import OTHERS
-from test_quantised_blocks import random_blocks, rows_of
-from test_quantised_groups import FORMS, random_rows
+from test_quantized_blocks import random_blocks, rows_of
+from test_quantized_groups import FORMS, random_rows
 from torch import Tensor
 
-from shadowkv.ops.grouped_quantised_matmul import humming as grouped
-from shadowkv.ops.grouped_quantised_matmul import reference
-from shadowkv.ops.quantised.blocks import BLOCKS
-from shadowkv.ops.quantised.rows import QuantisedRows
-from shadowkv.ops.quantised_matmul import humming
-from shadowkv.ops.quantised_matmul import reference as dense
+from shadowkv.ops.grouped_quantized_matmul import humming as grouped
+from shadowkv.ops.grouped_quantized_matmul import reference
+from shadowkv.ops.quantized.blocks import BLOCKS
+from shadowkv.ops.quantized.rows import QuantizedRows
+from shadowkv.ops.quantized_matmul import humming
+from shadowkv.ops.quantized_matmul import reference as dense
 from tests.fake_humming import KERNELS, installed
 
 if find_spec("humming") is not None:
-    pytest.skip("the library is here: test_cuda_grouped_quantised.py", allow_module_level=True)
+    pytest.skip("the library is here: test_cuda_grouped_quantized.py", allow_module_level=True)
 
 ALL = {**FORMS, **OTHERS}
 COUNTS = [(3, 0, 5, 1), (0, 0, 0, 0), (0, 9, 0, 0), (0, 0, 0, 1), (40, 1, 0, 700)]
@@ -34,7 +34,7 @@ def library() -> Iterator[None]:
         yield
 
 
-def drawn(name: str, experts: int, rows: int, columns: int) -> QuantisedRows:
+def drawn(name: str, experts: int, rows: int, columns: int) -> QuantizedRows:
     if name in BLOCKS:
         blocks = random_blocks(name, experts * rows, columns)
         return rows_of(blocks, name)
@@ -59,8 +59,8 @@ def test_products_are_those_of_the_reference(seed: int, library: None, name: str
     assert (packed.experts, packed.rows, packed.columns) == (4, 24, columns)
     for counts in COUNTS:
         x, used = torch.randn(sum(counts) + 3, columns).bfloat16(), sum(counts)
-        found = grouped.grouped_quantised_matmul(x, packed, offsets_of(counts))
-        expected = reference.grouped_quantised_matmul(x.float(), [rows], offsets_of(counts))
+        found = grouped.grouped_quantized_matmul(x, packed, offsets_of(counts))
+        expected = reference.grouped_quantized_matmul(x.float(), [rows], offsets_of(counts))
         assert (found.shape, found.dtype) == ((used + 3, 24), torch.bfloat16)
         torch.testing.assert_close(
             found[:used].float(),
@@ -81,8 +81,8 @@ def test_factors_of_experts_are_one_number_each_where_their_rows_have_the_same(
     packed = humming.pack_experts(rows, 4)
     assert packed.tensors["weight_scale_2"].shape == ((4,) if same else (4, 128))
     x, offsets = torch.randn(8, 64).bfloat16(), offsets_of((2, 2, 2, 2))
-    found = grouped.grouped_quantised_matmul(x, packed, offsets)
-    expected = reference.grouped_quantised_matmul(x.float(), [rows], offsets)
+    found = grouped.grouped_quantized_matmul(x, packed, offsets)
+    expected = reference.grouped_quantized_matmul(x.float(), [rows], offsets)
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=1e-2 * float(expected.abs().amax()))
 
 
@@ -123,18 +123,18 @@ def test_what_it_does_not_take_is_refused(seed: int, library: None) -> None:
     packed = humming.pack_experts(drawn("int4", 4, 24, 64), 4)
     offsets = offsets_of((1, 0, 0, 0))
     with pytest.raises(ValueError, match="K = 64 in bfloat16"):
-        grouped.grouped_quantised_matmul(torch.zeros(1, 64), packed, offsets)
+        grouped.grouped_quantized_matmul(torch.zeros(1, 64), packed, offsets)
     for bad in (offsets[1:], offsets.long()):
         with pytest.raises(ValueError, match="4 experts need 5 in int32"):
-            grouped.grouped_quantised_matmul(torch.zeros(1, 64).bfloat16(), packed, bad)
+            grouped.grouped_quantized_matmul(torch.zeros(1, 64).bfloat16(), packed, bad)
     with pytest.raises(ValueError, match="multiples of 8, not 20 x 64"):
         humming.pack_experts(drawn("int4", 4, 20, 64), 4)
-    assert grouped.grouped_quantised_matmul(torch.zeros(0, 64).bfloat16(), packed, 0 * offsets).shape == (0, 24)
+    assert grouped.grouped_quantized_matmul(torch.zeros(0, 64).bfloat16(), packed, 0 * offsets).shape == (0, 24)
 
 
 def test_the_loop_takes_runs_that_begin_within_an_expert(seed: int) -> None:
     """Gates in one form, what they are multiplied with in another, and one expert's in plain numbers."""
-    row_blocks: list[Tensor | QuantisedRows] = []
+    row_blocks: list[Tensor | QuantizedRows] = []
     for expert in range(3):
         row_blocks += [
             random_rows(FORMS["int4"], 4, 64),
@@ -143,7 +143,7 @@ def test_the_loop_takes_runs_that_begin_within_an_expert(seed: int) -> None:
     x, offsets = torch.randn(7, 64), offsets_of((2, 0, 5))
     dense = [block if isinstance(block, Tensor) else block.form.unpack(block.tensors) for block in row_blocks]
     whole = torch.cat(dense).view(3, 8, 64)
-    found = reference.grouped_quantised_matmul(x, row_blocks, offsets)
+    found = reference.grouped_quantized_matmul(x, row_blocks, offsets)
     torch.testing.assert_close(found, torch.cat((x[:2] @ whole[0].T, x[2:] @ whole[2].T)), rtol=1e-4, atol=1e-4)
 
 
@@ -168,6 +168,6 @@ def test_rows_of_one_matrix_are_packed_alike(seed: int, library: None, name: str
     if name == "nvfp4":
         rows.tensors[-1].fill_(0.5)
     x = torch.randn(9, 256).bfloat16()
-    found = humming.quantised_matmul(x, humming.pack_rows(rows))
-    expected = dense.quantised_matmul(x.float(), rows)
+    found = humming.quantized_matmul(x, humming.pack_rows(rows))
+    expected = dense.quantized_matmul(x.float(), rows)
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=1e-2 * float(expected.abs().amax()))

@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from test_quantised_groups import FORMS, random_rows
+from test_quantized_groups import FORMS, random_rows
 from torch import Tensor
 
-from shadowkv.layers.quantised_matrix import QuantisedMatrix, RowBlock
+from shadowkv.layers.quantized_matrix import QuantizedMatrix, RowBlock
 from shadowkv.models import Decoder, load_config
-from shadowkv.ops.quantised.rows import QuantisedRows
-from shadowkv.ops.quantised_matmul.humming import PackedRows, pack_rows
+from shadowkv.ops.quantized.rows import QuantizedRows
+from shadowkv.ops.quantized_matmul.humming import PackedRows, pack_rows
 from shadowkv.ops.registry import Ops
 
 ROOT = Path(__file__).resolve().parents[2]
-KEPT: dict[str, QuantisedRows] = {}
+KEPT: dict[str, QuantizedRows] = {}
 
 
-def stand_in(rows: QuantisedRows) -> PackedRows:
+def stand_in(rows: QuantizedRows) -> PackedRows:
     """Packed rows that the stand-in finds by their name."""
-    KEPT[name := f"{len(KEPT)}"] = QuantisedRows(tuple(tensor.clone() for tensor in rows.tensors), rows.form)
+    KEPT[name := f"{len(KEPT)}"] = QuantizedRows(tuple(tensor.clone() for tensor in rows.tensors), rows.form)
     return PackedRows(name, {"weight": torch.zeros(len(rows), 7)}, rows.columns, len(rows))
 
 
@@ -38,19 +38,19 @@ def test_a_model_without_such_weights_needs_no_library(monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def matrix(seed: int, monkeypatch: pytest.MonkeyPatch) -> QuantisedMatrix:
-    monkeypatch.setattr("shadowkv.layers.quantised_matrix.pack_rows", stand_in)
+def matrix(seed: int, monkeypatch: pytest.MonkeyPatch) -> QuantizedMatrix:
+    monkeypatch.setattr("shadowkv.layers.quantized_matrix.pack_rows", stand_in)
     form = FORMS["int4"]
-    made = QuantisedMatrix(
+    made = QuantizedMatrix(
         64, [RowBlock(40, form), RowBlock(8, None), RowBlock(16, form)], dtype=torch.float32, device=CPU
     )
     for rows in made.stored(0, 64):
-        if isinstance(rows, QuantisedRows):
+        if isinstance(rows, QuantizedRows):
             for mine, drawn in zip(rows.tensors, random_rows(form, len(rows), 64).tensors, strict=True):
                 mine.copy_(drawn)
         else:
             rows.data.normal_()
-    ops: Any = SimpleNamespace(quantised_matmul=multiply, dequantise_rows=Ops().dequantise_rows)
+    ops: Any = SimpleNamespace(quantized_matmul=multiply, dequantize_rows=Ops().dequantize_rows)
     made.ops = ops
     return made
 
@@ -58,11 +58,11 @@ def matrix(seed: int, monkeypatch: pytest.MonkeyPatch) -> QuantisedMatrix:
 CPU = torch.device("cpu")
 
 
-def multiply(x: Tensor, rows: QuantisedRows | PackedRows) -> Tensor:
-    return Ops().quantised_matmul(x, KEPT[rows.layer] if isinstance(rows, PackedRows) else rows)
+def multiply(x: Tensor, rows: QuantizedRows | PackedRows) -> Tensor:
+    return Ops().quantized_matmul(x, KEPT[rows.layer] if isinstance(rows, PackedRows) else rows)
 
 
-def test_runs_of_rows_are_multiplied_as_before(matrix: QuantisedMatrix) -> None:
+def test_runs_of_rows_are_multiplied_as_before(matrix: QuantizedMatrix) -> None:
     x = torch.randn(5, 64)
     whole, before = matrix(x, 0, 64), matrix.nbytes
     packed = matrix.pack([24])
@@ -76,9 +76,9 @@ def test_runs_of_rows_are_multiplied_as_before(matrix: QuantisedMatrix) -> None:
 
 
 def test_rows_of_one_form_are_multiplied_at_once_where_all_are(
-    seed: int, monkeypatch: pytest.MonkeyPatch, matrix: QuantisedMatrix
+    seed: int, monkeypatch: pytest.MonkeyPatch, matrix: QuantizedMatrix
 ) -> None:
-    made = QuantisedMatrix(64, [RowBlock(56, FORMS["int4"])], dtype=torch.float32, device=CPU)
+    made = QuantizedMatrix(64, [RowBlock(56, FORMS["int4"])], dtype=torch.float32, device=CPU)
     for mine, drawn in zip(made.parts, random_rows(FORMS["int4"], 56, 64).tensors, strict=True):
         mine.data.copy_(drawn)
     made.ops, x = matrix.ops, torch.randn(5, 64)
@@ -90,14 +90,14 @@ def test_rows_of_one_form_are_multiplied_at_once_where_all_are(
         multiplied.append(len(rows))
         return multiply(x, rows)
 
-    made.ops = SimpleNamespace(quantised_matmul=counted)
+    made.ops = SimpleNamespace(quantized_matmul=counted)
     for start, stop in ((0, 56), (0, 40), (40, 56)):
         torch.testing.assert_close(made(x, start, stop), whole[:, start:stop])
     assert multiplied == [56, 40, 16]
     assert made.nbytes == 2 * 56 * 7 * 4
 
 
-def test_rows_are_looked_up_beside_products(matrix: QuantisedMatrix) -> None:
+def test_rows_are_looked_up_beside_products(matrix: QuantizedMatrix) -> None:
     index, x = torch.tensor([3, 39, 0]), torch.randn(2, 64)
     rows, whole, before = matrix.look_up(index), matrix(x, 0, 64), matrix.nbytes
     matrix.pack(looked_up=True)
@@ -119,7 +119,7 @@ def test_the_library_is_imported_without_pytorchs_compiler(tmp_path: Path) -> No
     (package / "__init__.py").write_text(f"{decorated}assert number() == 3\nraise ImportError('not whole')\n")
     code = """
 import sys, torch
-from shadowkv.ops.quantised_matmul.humming import _import_library
+from shadowkv.ops.quantized_matmul.humming import _import_library
 before = torch.compiler.assume_constant_result
 try:
     _import_library()

@@ -77,7 +77,7 @@ if TRITON_RUNS:
         ("heads", "dim", "bits", "chunk"),
         [(2, 128, 4, 8), (3, 64, 4, 1), (1, 96, 4, 16), (3, 64, 2, 8), (1, 128, 3, 4), (1, 64, 3, 64), (1, 16, 4, 8)],
     )
-    def test_quantised_rows(heads: int, dim: int, bits: int, chunk: int, bus: bool, dtype: torch.dtype) -> None:
+    def test_quantized_rows(heads: int, dim: int, bits: int, chunk: int, bus: bool, dtype: torch.dtype) -> None:
         skip_what_compiles_for_long(dim, dtype)
         pages, scale_pages, rotation = page_ids(), page_ids(), random_rotation(dim, "values").to(DEVICE)
         codes = arena(heads, 64 // chunk, chunk, dim * bits // 8, dtype=torch.uint8)
@@ -152,10 +152,10 @@ if TRITON_RUNS:
         skip_what_compiles_for_long(dim, dtype)
         config = RopeConfig(dim, rotary_dim=rotary_dim, interleaved=interleaved)
         pages, states = page_ids(), torch.tensor([4], device=DEVICE)
-        rank, quantised = rank - rank % codec.rank_multiple, codec.largest is not None
+        rank, quantized = rank - rank % codec.rank_multiple, codec.largest is not None
         width, stored = codec.field(rank, dtype)
         latents = arena(64 // chunk, chunk, width, dtype=stored)
-        largest = codec.largest_codes(rank, DEVICE) if quantised else 127
+        largest = codec.largest_codes(rank, DEVICE) if quantized else 127
         codes = largest / 4 * torch.randn(PAGES, 64 // chunk, chunk, rank, device=DEVICE)
         pairs = torch.tensor([[8, 0], [6, 2], [4, 4]], dtype=torch.uint8, device=DEVICE)
         widths = pairs[torch.randint(3, (9, rank // 2), device=DEVICE)].flatten(1) if codec.bits else None
@@ -166,10 +166,10 @@ if TRITON_RUNS:
         mean = torch.full((9, heads, dim), float("nan"), dtype=dtype, device=DEVICE)
         mean[4] = torch.randn(heads, dim, device=DEVICE)
         rotary, first = RotaryTables(config, PAGES * 64 + 128, DEVICE), torch.tensor([128], device=DEVICE)
-        source = LatentKeys(latents, codec, basis, mean if quantised else None, states, pages, first, rotary, widths)
+        source = LatentKeys(latents, codec, basis, mean if quantized else None, states, pages, first, rotary, widths)
         out = rebuilt(source, heads, dim, dtype, False)
-        wide = latents if quantised else latents.float()
-        fine = replace(source, latents=wide, basis=basis.float(), mean=mean.float() if quantised else None)
+        wide = latents if quantized else latents.float()
+        fine = replace(source, latents=wide, basis=basis.float(), mean=mean.float() if quantized else None)
         check(out, expected(fine, out, torch.float32), expected(source, out, dtype), atol=2e-5)
 
     SEGMENTS = (2, 1, 3)

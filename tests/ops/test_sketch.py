@@ -77,7 +77,7 @@ def test_the_rotation_is_orthogonal_and_always_the_same(dim):
 
 @dims
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_are_the_quantised_coordinates_at_their_places(seed, dim, dtype):
+def test_codes_are_the_quantized_coordinates_at_their_places(seed, dim, dtype):
     keys, matrix = (3 * torch.randn(2, 5, dim)).to(dtype), random_rotation(dim, "sketch")
     signs, rest, scale = pack_sketch(keys.float() @ matrix)
     assert (signs.dtype, rest.dtype, scale.dtype) == (torch.uint8, torch.uint8, torch.uint8)
@@ -104,7 +104,7 @@ def test_a_sketch_of_gaussian_keys_keeps_most_of_them(seed):
     keys, matrix = torch.randn(4000, 128), random_rotation(128, "sketch")
     x = keys @ matrix
     error = (unpacked(*pack_sketch(x), 128) - x).square().sum() / x.square().sum()
-    assert 0.11 < error < 0.15  # the best 4-level quantiser leaves 0.119 of a Gaussian's variance
+    assert 0.11 < error < 0.15  # the best 4-level quantizer leaves 0.119 of a Gaussian's variance
 
 
 def test_a_key_of_zero_or_not_finite_has_the_least_scale_and_a_huge_one_the_largest():

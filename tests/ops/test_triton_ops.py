@@ -12,11 +12,11 @@ triton = pytest.importorskip("triton")
 if TRITON_RUNS:
     from shadowkv.ops.activation_rows import reference as add_rms_norm_reference
     from shadowkv.ops.activation_rows import reference as gates_reference
-    from shadowkv.ops.activation_rows import reference as quantise_tokens_reference
+    from shadowkv.ops.activation_rows import reference as quantize_tokens_reference
     from shadowkv.ops.activation_rows import reference as rms_norm_reference
     from shadowkv.ops.activation_rows import triton as add_rms_norm_triton
     from shadowkv.ops.activation_rows import triton as gates_triton
-    from shadowkv.ops.activation_rows import triton as quantise_tokens_triton
+    from shadowkv.ops.activation_rows import triton as quantize_tokens_triton
     from shadowkv.ops.activation_rows import triton as rms_norm_triton
     from shadowkv.ops.apply_rope import reference as rope_reference
     from shadowkv.ops.apply_rope import triton as rope_triton
@@ -117,7 +117,7 @@ if TRITON_RUNS:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("size", [16, 300, 1024])
-    def test_quantise_tokens(size: int, dtype: torch.dtype) -> None:
+    def test_quantize_tokens(size: int, dtype: torch.dtype) -> None:
         if ON_GPU and torch.cuda.get_device_capability() < (8, 9):
             pytest.skip("this GPU has no 8-bit floats")
         x = random(9, 2 * size, dtype=dtype)[:, size:]  # rows of a joined tensor are not contiguous
@@ -127,7 +127,7 @@ if TRITON_RUNS:
         x[4] = torch.arange(size, device=DEVICE) / 8  # numbers half way between two codes
         x[5] = 1e-36  # whose scale would be subnormal
         x[6, 3], x[7, 3] = float("nan"), float("inf")
-        got, wanted = (op.quantise_tokens(x) for op in (quantise_tokens_triton, quantise_tokens_reference))
+        got, wanted = (op.quantize_tokens(x) for op in (quantize_tokens_triton, quantize_tokens_reference))
         if not INTERPRETED:  # which makes a number of a NaN
             assert got[0].float().isnan().any(1).tolist() == [row in (6, 7) for row in range(9)]
         kept = [0, 1, 2, 3, 4, 5, 8]

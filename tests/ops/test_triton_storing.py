@@ -31,9 +31,9 @@ if TRITON_RUNS:
     from shadowkv.ops.copies import triton as write_triton
     from shadowkv.ops.project_latents import reference as latents_reference
     from shadowkv.ops.project_latents import triton as latents_triton
-    from shadowkv.ops.quantise_rows import reference as rows_reference
-    from shadowkv.ops.quantise_rows import triton as rows_triton
-    from shadowkv.ops.quantise_rows.triton import levels_of
+    from shadowkv.ops.quantize_rows import reference as rows_reference
+    from shadowkv.ops.quantize_rows import triton as rows_triton
+    from shadowkv.ops.quantize_rows.triton import levels_of
     from shadowkv.ops.sketch_keys import reference as sketch_reference
     from shadowkv.ops.sketch_keys import triton as sketch_triton
 
@@ -86,7 +86,7 @@ if TRITON_RUNS:
         for op in (rows_triton, rows_reference):
             codes = arena(heads, 64 // chunk, chunk, codec.row_bytes(dim), dtype=torch.uint8)
             scale = arena(heads, 64, codec.scales(dim), dtype=torch.float16)
-            op.quantise_rows(x, codec, rotation, state, codes, pages, scale, scale_pages)
+            op.quantize_rows(x, codec, rotation, state, codes, pages, scale, scale_pages)
             untouched(codes, pages)
             untouched(scale, scale_pages)
             found.append((codes[:, pages].flatten(3, 4), scale[:, scale_pages]))
@@ -126,7 +126,7 @@ if TRITON_RUNS:
         [(2, 128, 4, 8), (3, 64, 4, 1), (1, 96, 4, 16), (3, 64, 2, 8), (2, 128, 2, 8), (3, 64, 3, 4), (2, 128, 3, 8),
          (1, 96, 2, 8), (1, 16, 4, 8)],
     )  # fmt: skip
-    def test_quantised_rows(heads: int, dim: int, bits: int, chunk: int, dtype: torch.dtype) -> None:
+    def test_quantized_rows(heads: int, dim: int, bits: int, chunk: int, dtype: torch.dtype) -> None:
         x, rotation = pages_of(heads, dim, dtype), random_rotation(dim, "values").to(DEVICE)
         codec = ROTATED_ROWS[bits]
         codes, (scale, wanted_scale) = coded_by_both(x, codec, rotation, (), chunk)
@@ -371,12 +371,12 @@ if TRITON_RUNS:
         codes, scale = arena(2, 8, 8, 64, dtype=torch.uint8), arena(2, 64, 1, dtype=torch.float16)
         pages = page_ids()
         coded = x, ROTATED_ROWS[4], rotation, (), codes, pages, scale, pages
-        rows_triton.quantise_rows(*coded)
+        rows_triton.quantize_rows(*coded)
         wanted = codes.clone(), scale.clone()
         codes.fill_(77)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            rows_triton.quantise_rows(*coded)
+            rows_triton.quantize_rows(*coded)
         scale.fill_(77)
         graph.replay()
         assert torch.equal(codes, wanted[0])

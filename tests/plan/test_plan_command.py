@@ -121,7 +121,7 @@ def test_steps_read_the_experts_that_their_tokens_are_expected_to_touch(capsys: 
     assert any(line.startswith("experts  128 in 48 layers, 8 a token: 54.00 GiB of the weights; ") for line in lines)
 
 
-def test_quantised_experts_are_planned_as_gpus_hold_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantized_experts_are_planned_as_gpus_hold_them(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--model", "qwen3-30b-a3b-2507", "--quantization", "gptq", "--context", "32768", "--kv", "full"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -131,7 +131,7 @@ def test_quantised_experts_are_planned_as_gpus_hold_them(capsys: pytest.CaptureF
     others = found["weight_bytes"] - found["expert_weight_bytes"] - 2 * table
     twice = 48 * 2048 * (4096 + 2 * 512)  # rows of queries, keys and values
     assert 0.5 * (attention + twice) < others < 0.6 * (attention + twice)  # 4 bits, scales, and some plain numbers
-    assert found["weight_bytes_dequantised"] > found["weight_bytes"] + 1.4 * numbers
+    assert found["weight_bytes_dequantized"] > found["weight_bytes"] + 1.4 * numbers
     for flags, inner, held in ((["8"], 96, 128), (["8", "--enable-expert-parallel"], 768, 16)):
         assert main([*command, "--json", "--tensor-parallel-size", *flags]) == 0
         rank, group = json.loads(capsys.readouterr().out), min(128, inner & -inner)  # of 96 columns there are 3 groups
@@ -159,7 +159,7 @@ def test_windows_and_full_layers_of_gpt_oss(capsys: pytest.CaptureFixture[str]) 
         assert sum(plan["device_bytes_by_layer_kind"].values()) == plan["device_bytes_per_sequence"]
     assert main(command) == 0
     text = capsys.readouterr().out
-    assert "bfloat16, mxfp4 weights" in text and "dequantised as they load, 38.96 GiB" in text
+    assert "bfloat16, mxfp4 weights" in text and "dequantized as they load, 38.96 GiB" in text
     (line,) = (line for line in text.splitlines() if line.startswith("  in layers of full attention "))
     assert line.split()[-2:] == [f"{kinds['full attention']:,}" for kinds in (full, turbo)]
     main(["--model", "qwen3-30b-a3b-2507", "--context", "32768"])
@@ -443,12 +443,12 @@ def test_weights_of_a_form(quantization: str, words: str, bits: float, capsys: p
     assert (plain["quantization"], found["quantization"]) == (None, words)
     saved = plain["weight_bytes"] - found["weight_bytes"]
     assert saved == pytest.approx(PROJECTIONS * (2 - bits / 8) - QKV * bits / 8, rel=1e-3)
-    assert found["weight_bytes_dequantised"] == plain["weight_bytes"] and plain["weight_bytes_dequantised"] is None
+    assert found["weight_bytes_dequantized"] == plain["weight_bytes"] and plain["weight_bytes_dequantized"] is None
     cut = run_json(capsys, "--quantization", quantization, "--tensor-parallel-size", "2")
     assert cut["weight_bytes"] == pytest.approx(found["weight_bytes"] / 2, rel=1e-3)
     main([*COMMAND, "--quantization", quantization])
     text = capsys.readouterr().out
-    assert f"bfloat16, {words} weights" in text and "dequantised as they load, 14.96 GiB" in text
+    assert f"bfloat16, {words} weights" in text and "dequantized as they load, 14.96 GiB" in text
 
 
 @pytest.mark.parametrize(
@@ -460,7 +460,7 @@ def test_weights_of_a_form(quantization: str, words: str, bits: float, capsys: p
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 0),
     ],
 )
-def test_a_folder_says_how_its_weights_are_quantised(
+def test_a_folder_says_how_its_weights_are_quantized(
     stated: dict[str, Any], words: str, kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No weights are read. 8-bit floats are planned with their own arithmetic."""

@@ -24,8 +24,8 @@ from shadowkv.engine.startup.sizing import (
     tables_bytes,
     working_bytes,
 )
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import choose_ops
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens
 from shadowkv.kvcache.policy.shape import FULL, Indexer, IndexQueries, LayerKind, ModelShape, PooledHeads

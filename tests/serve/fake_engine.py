@@ -13,9 +13,9 @@ from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.outputs import LayerSelections, RequestTimes, TextOutput, TokenLogprobs, TokenSelections
 from shadowkv.engine.request import EngineBusy, EngineDead, Request, RequestError
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.kvcache.cache import TierUse
 from shadowkv.kvcache.decode.fetching import FetchCounts
-from shadowkv.prefix_cache.cache import PrefixSegment
+from shadowkv.kvcache.kv_cache import TierUse
+from shadowkv.prefix_cache.prefix_cache import PrefixSegment
 from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, Saved, UnknownName, UnusableName
 from shadowkv.prefix_cache.stats import TierStats
 

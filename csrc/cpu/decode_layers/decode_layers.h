@@ -10,13 +10,13 @@
 
 #include "cpu/attention/paged_attention.h"
 #include "cpu/common/task_ranges.h"
-#include "cpu/quantised_matmul/quantised_matmul.h"
+#include "cpu/quantized_matmul/quantized_matmul.h"
 
 namespace shadowkv {
 
 // Rows of a matrix that are stored alike: blocks, or floats.
 struct RowBlock {
-  std::optional<QuantisedMatrix> blocks;
+  std::optional<QuantizedMatrix> blocks;
   const float* floats;
   int64_t row_size;  // floats from one row to the next
   int64_t rows;

@@ -69,7 +69,7 @@ struct Lists {
             x.stride(1) == 1 && x.size(1) * format->values == columns * format->bytes, name, " has rows of ", x.size(1),
             " bytes, not ", columns, " numbers in ", format->name);
         result.row_blocks.push_back(
-            {shadowkv::QuantisedMatrix{x.const_data_ptr<uint8_t>(), x.stride(0), x.size(0), columns, format->kind},
+            {shadowkv::QuantizedMatrix{x.const_data_ptr<uint8_t>(), x.stride(0), x.size(0), columns, format->kind},
              nullptr, 0, x.size(0)});
       }
       count += x.size(0);

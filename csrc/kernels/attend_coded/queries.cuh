@@ -24,7 +24,7 @@ struct CodedQueriesShared {
 };
 
 // In a block of at least kCodedQueries warps, the first warps take one query each; queries past the group are 0.
-__device__ __forceinline__ void quantise_queries(const float* q, int queries, float scale, CodedQueriesShared& to) {
+__device__ __forceinline__ void quantize_queries(const float* q, int queries, float scale, CodedQueriesShared& to) {
   static_assert(kCodedDim == 4 * 32);
   const int lane = threadIdx.x % 32, query = threadIdx.x / 32;
   if (query >= kCodedQueries) return;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void quantise_queries(const float* q, int queries, fl
 template <int kWarps, class KeyDim>
 __device__ __forceinline__ void ask_by_bytes(
     const float* q, int queries, float scale, const KeyDim& key_dim, CodedQueriesShared& asked) {
-  quantise_queries(q, queries, scale, asked);
+  quantize_queries(q, queries, scale, asked);
   __syncthreads();
   for (int i = threadIdx.x; i < 2 * 32 * 4; i += kWarps * 32) {
     const int unit = i / 128, row = i % 128 / 16, quad = i % 4;

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import DecodePlan
+from shadowkv.kvcache.decode.decode_batch import DecodePlan
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.prefill.exact import MAX_PROMPTS
 from shadowkv.kvcache.sequences.sequence import CachedSequence

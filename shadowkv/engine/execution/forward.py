@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import Batch
-from shadowkv.kvcache.cache import FanOut, KVCache
+from shadowkv.kvcache.kv_cache import FanOut, KVCache
 from shadowkv.kvcache.memory.streams import upload
-from shadowkv.kvcache.prefill.batch import PrefillBatch
+from shadowkv.kvcache.prefill.prefill_batch import PrefillBatch
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.layers.per_layer_inputs import LayerInput
 from shadowkv.models.decoder import Decoder

@@ -13,17 +13,17 @@ from typing import cast
 from torch import Tensor
 
 from shadowkv.kvcache.batch import Batch
-from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.decode.decode_batch import DecodeBatch
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.layers.decoder_layer import DecoderLayer
 from shadowkv.layers.linear import FP8Linear
 from shadowkv.layers.mlp import MLP
 from shadowkv.layers.norm import RMSNorm
-from shadowkv.layers.quantised_matrix import QuantisedLinear, QuantisedMatrix
+from shadowkv.layers.quantized_matrix import QuantizedLinear, QuantizedMatrix
 from shadowkv.layers.spec import Projection
 from shadowkv.models.decoder import Decoder
 from shadowkv.ops.decode_layers import layers as op
-from shadowkv.ops.quantised.blocks import BlockForm
+from shadowkv.ops.quantized.blocks import BlockForm
 
 
 class FusedLayers:
@@ -58,7 +58,7 @@ class FusedLayers:
         ops = cache.ops
         kernel = "decode_layers" in ops.called and ops.backends["decode_layers"] != "reference"
         alone = model.group.size == 1 and not model.config.quantization and model.config.experts is None
-        matrices = [module for module in model.modules() if isinstance(module, QuantisedMatrix)]
+        matrices = [module for module in model.modules() if isinstance(module, QuantizedMatrix)]
         row_blocks = [block for matrix in matrices for block in matrix.row_blocks]
         known = all(block.form is None or isinstance(block.form, BlockForm) for block in row_blocks)
         config = model.config
@@ -107,7 +107,7 @@ def _layer(layer: DecoderLayer, k_pages: Tensor, v_pages: Tensor) -> op.Layer:
 
 def _projection(by: Projection) -> op.Projection:
     assert not isinstance(by, FP8Linear), "FP8 weights do not fit"
-    if isinstance(by, QuantisedLinear):
+    if isinstance(by, QuantizedLinear):
         return op.Projection(tuple(by.weight.stored(0, by.out_features)), by.bias)
     return op.Projection((by.weight,), by.bias)
 

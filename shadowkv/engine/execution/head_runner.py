@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.decoder import Decoder

@@ -15,8 +15,8 @@ from shadowkv.engine.execution.forward import Flow, Step, forward, pieces, prefi
 from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.engine.execution.sampler import Sampler, logprobs_of
 from shadowkv.engine.outputs import TokenLogprobs
-from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import DecodePlan, micro_batches
+from shadowkv.kvcache.decode.decode_batch import DecodePlan, micro_batches
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.layers.decoder_layer import DecoderLayer
@@ -280,7 +280,7 @@ def kinds(layers: list[DecoderLayer], groups: Sequence[int]) -> list[DecoderLaye
 
     The first layer is listed separately because it is the only one that has no output of an earlier layer to add to the
     residual stream. Layers are of different kinds if their weights differ in dtype or shape (fp8 checkpoints can leave
-    some layers unquantised) or if the cache keeps them in different groups of layers. ``groups`` are the group numbers
+    some layers unquantized) or if the cache keeps them in different groups of layers. ``groups`` are the group numbers
     of all layers.
     """
     first_of: dict[tuple[object, ...], DecoderLayer] = {}

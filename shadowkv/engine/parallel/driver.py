@@ -15,7 +15,7 @@ from shadowkv.engine.parallel.calls import CACHE, HEAD, HEAD_CACHE, RUNNER
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.startup.draft_head import open_head
 from shadowkv.engine.startup.loading import graphs_up_to, load_engine_parts
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel

@@ -20,7 +20,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.startup.prefix_cache import RankCache
 from shadowkv.engine.startup.sizing import offload_bytes
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import OutOfBlocks
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.kvcache.snapshots.header import Link, SnapshotHeader

@@ -25,7 +25,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.prefix_cache import protocol
-from shadowkv.prefix_cache.cache import PrefixSegment
+from shadowkv.prefix_cache.prefix_cache import PrefixSegment
 from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, Saved, SaveError, WrittenByAnotherServer
 from shadowkv.wording import counted
 

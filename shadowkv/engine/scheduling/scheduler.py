@@ -22,13 +22,13 @@ from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.request import Request, RequestError
 from shadowkv.engine.scheduling.pacing import Pace
 from shadowkv.engine.scheduling.waiting_queue import WaitingQueue
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.prefix_cache.cache import PrefixCache
 from shadowkv.prefix_cache.matches import Match, Prompt
 from shadowkv.prefix_cache.page_hashes import common_pages
+from shadowkv.prefix_cache.prefix_cache import PrefixCache
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)

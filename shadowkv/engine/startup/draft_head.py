@@ -10,7 +10,7 @@ from shadowkv.engine.execution.head_runner import HeadRunner
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.startup.loading import ops_for
 from shadowkv.engine.startup.sizing import head_blocks, head_layout, kept_states
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.models.loader import LoadedModel
 from shadowkv.wording import SettingsError
 

@@ -24,8 +24,8 @@ from shadowkv.engine.startup.sizing import (
     size_cache,
 )
 from shadowkv.installation import building_cpu, building_cuda
-from shadowkv.kvcache.cache import KVCache
 from shadowkv.kvcache.case import case_of, choose_ops
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import describe, prefill_strategy
 from shadowkv.kvcache.plugins import load_installed

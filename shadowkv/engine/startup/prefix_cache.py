@@ -14,11 +14,10 @@ import torch
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.sizing import offload_bytes
-from shadowkv.kvcache.cache import KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.loader import LoadedModel
-from shadowkv.prefix_cache.cache import PrefixCache
 from shadowkv.prefix_cache.disk.filesystem import FileSystem
 from shadowkv.prefix_cache.disk.header import FileHeader
 from shadowkv.prefix_cache.disk.tier import DiskTier
@@ -26,6 +25,7 @@ from shadowkv.prefix_cache.eviction import Eviction
 from shadowkv.prefix_cache.host import HostTier, Mover
 from shadowkv.prefix_cache.lower_tiers import STEP_BYTES
 from shadowkv.prefix_cache.page_hashes import CacheKey, origin
+from shadowkv.prefix_cache.prefix_cache import PrefixCache
 from shadowkv.wording import GIB, SettingsError
 
 Origin = Callable[[str | None], str]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.runner import Runner
-from shadowkv.eval.fidelity.attention import AttentionLoss, Reuse
+from shadowkv.eval.fidelity.attention_loss import AttentionLoss, Reuse
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache
 from shadowkv.eval.fidelity.prompts import Prompt

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import Batch
-from shadowkv.kvcache.cache import KVCache
-from shadowkv.kvcache.decode.batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.decode.decode_batch import DecodeBatch, DecodePlan
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.shape import IndexQueries

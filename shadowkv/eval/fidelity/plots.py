@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shadowkv.eval.fidelity.attention import SIZES
+from shadowkv.eval.fidelity.attention_loss import SIZES
 from shadowkv.eval.fidelity.measured import Measured, labels, of_policy
 from shadowkv.eval.fidelity.report import FIGURES, LAYER_FIGURES, layer_means, over_prompts
 from shadowkv.eval.reports.colours import styles

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
-from shadowkv.eval.fidelity.attention import SIZES
+from shadowkv.eval.fidelity.attention_loss import SIZES
 from shadowkv.eval.fidelity.measured import Measured, by_kind, labels, of_policy
 from shadowkv.eval.records.predictions import write_csv, write_text
 from shadowkv.eval.reports.statistics import markdown_table, mean_and_error

@@ -1,4 +1,4 @@
-"""Rotated rows coded with the optimal quantiser of a Gaussian (TurboQuant, arXiv:2504.19874).
+"""Rotated rows coded with the optimal quantizer of a Gaussian (TurboQuant, arXiv:2504.19874).
 
 After a rotation the entries of any unit row are nearly Gaussian with deviation 1 / sqrt(d). A row is stored as levels
 and one scale. The best scale depends on the use of the row. With the row's norm as the scale, products are 1 % too

@@ -14,7 +14,7 @@ from shadowkv.ops.codec import CodecId, UniformRows
 
 
 class RotatedRows(UniformRows):
-    """Codes are levels of the optimal uniform quantiser of a unit Gaussian (Max, 1960). The scale of a row is its
+    """Codes are levels of the optimal uniform quantizer of a unit Gaussian (Max, 1960). The scale of a row is its
     least-squares step, 0 for a zero row."""
 
     def __init__(self, id: int, step: float, packing: Lanes) -> None:

@@ -1,6 +1,6 @@
-"""Tables of optimal scalar quantisers (Max, 1960; Lloyd, 1982) for a unit Gaussian.
+"""Tables of optimal scalar quantizers (Max, 1960; Lloyd, 1982) for a unit Gaussian.
 
-The quantisers are symmetric, so tables have only the positive levels, in ascending order. An entry is coded as the
+The quantizers are symmetric, so tables have only the positive levels, in ascending order. An entry is coded as the
 nearest level: boundaries are midpoints, and one of them is 0.
 """
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.compression.storing import Storing
-from shadowkv.kvcache.decode.batch import GroupPlan, SegmentNumbers, SequenceNumbers
+from shadowkv.kvcache.decode.decode_batch import GroupPlan, SegmentNumbers, SequenceNumbers
 from shadowkv.kvcache.decode.fetching import Fetching
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from shadowkv.kvcache.decode.batch import DecodeBatch
+from shadowkv.kvcache.decode.decode_batch import DecodeBatch
 from shadowkv.kvcache.decode.native import NativeSelected, gathered, with_scores
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import INDEX_KEYS, Selection

@@ -1,7 +1,7 @@
 """An index with a sketch of every key, 2 bits per dimension (``turbo``). The sketches are searched in two levels: the
 sign bits choose runs of 8 tokens, and all bits choose chunks in the best runs.
 
-After a random rotation, coordinates are nearly Gaussian, so one fixed quantiser fits all keys (TurboQuant,
+After a random rotation, coordinates are nearly Gaussian, so one fixed quantizer fits all keys (TurboQuant,
 arXiv:2504.19874). The prompt's mean key is subtracted first: it would only shift the scores of all tokens equally, and
 without it keys are coded in finer steps. Before the rotation R, keys are multiplied by a root L of the second moments
 of the prompt's last queries, and queries by the inverse of L. Products stay the same, but the sketch's error is smaller

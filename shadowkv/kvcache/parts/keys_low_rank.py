@@ -39,7 +39,7 @@ subspace of few dimensions."""
 class LowRankKeys(KeyPart):
     """Keys as latents, in the form of a codec.
 
-    Quantised latents are computed from centred keys, because the mean key dominates every norm if keys have a bias
+    Quantized latents are computed from centred keys, because the mean key dominates every norm if keys have a bias
     (Qwen2). Each rank dimension has its own step. The steps are folded into the basis, so a key is latents x basis +
     mean. ``source`` gives these arrays to the ops that rebuild keys: ``ops/attend_selected`` for the tokens that a step
     selects, ``ops/rebuild_rows`` for all tokens, to which a later turn attends.

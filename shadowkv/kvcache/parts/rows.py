@@ -20,8 +20,8 @@ from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.ops.apply_rope.reference import rope_by
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
 from shadowkv.ops.codec import RowCodec
-from shadowkv.ops.quantise_rows import in_one_pass
-from shadowkv.ops.quantise_rows.reference import CODED_AT_ONCE
+from shadowkv.ops.quantize_rows import in_one_pass
+from shadowkv.ops.quantize_rows.reference import CODED_AT_ONCE
 from shadowkv.settings import setting
 
 KEY_MEAN = "key_mean"
@@ -47,7 +47,7 @@ class CodedPart(StoredPart):
     """
 
     axis: ClassVar[str]
-    ops = ("quantise_rows",)
+    ops = ("quantize_rows",)
 
     @classmethod
     def named(cls, spec: KVSpec) -> RowCodec:
@@ -117,11 +117,11 @@ class CodedPart(StoredPart):
         state = tuple(store.state[field.name][tokens.layers][:, tokens.states] for field in self.learned_fields())
         coded = rows, self.codec, self._rotation(store), state
         if not across_bus:
-            store.ops.quantise_rows(*coded, codes, pages, scale, tokens.pages)
+            store.ops.quantize_rows(*coded, codes, pages, scale, tokens.pages)
             return
         here = torch.arange(len(pages), device=pages.device)
         near = torch.empty(len(codes), len(here), *codes.shape[2:], dtype=codes.dtype, device=here.device)
-        store.ops.quantise_rows(*coded, near, here, scale, tokens.pages)
+        store.ops.quantize_rows(*coded, near, here, scale, tokens.pages)
         store.write_heads(self.axis, tokens.layers, pages, near.flatten(3, 4).transpose(2, 3))
 
     def coded_rows(self, store: CompressedStore, layer: int, batch: CompressedBatch, pages: Tensor) -> CodedRows:

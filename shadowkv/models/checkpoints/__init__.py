@@ -1,1 +1,1 @@
-"""Checkpoints: safe reading of their files, weights in safetensors (plain or quantised), and LoRA adapters."""
+"""Checkpoints: safe reading of their files, weights in safetensors (plain or quantized), and LoRA adapters."""

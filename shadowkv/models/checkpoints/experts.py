@@ -7,7 +7,7 @@ experts of a layer in one tensor. With E experts of inner width I and hidden siz
 - GGUF files, after renaming: ``mlp.experts.gate_proj`` and ``mlp.experts.up_proj``, each [E, I, D], instead of
   ``gate_up_proj``.
 - gpt-oss's safetensors files are *interleaved*: rows of gate and up alternate in ``gate_up_proj``. Plain matrices are
-  also transposed, [E, D, 2I] and [E, I, D]. Quantised matrices are not.
+  also transposed, [E, D, 2I] and [E, I, D]. Quantized matrices are not.
 
 A joined bias has the matrix's name with ``_bias`` at the end. It is [E, 2I] for ``gate_up_proj``, [E, I] for
 ``gate_proj`` and ``up_proj``, and [E, D] for ``down_proj``.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shadowkv.models.checkpoints.reading import Reading, read_ahead
 from shadowkv.models.checkpoints.stored_weight import Stored
-from shadowkv.ops.quantised.rows import Form
+from shadowkv.ops.quantized.rows import Form
 
 _JOINED = re.compile(r"^(.+\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(_bias)?$")
 _MIXTRAL = {
@@ -61,7 +61,7 @@ class _Part:
         """Returns the weight, as a view of the tensor of all experts."""
         if isinstance(stored, Tensor):
             return (stored[self.expert].T if self.transposed else stored[self.expert])[self.rows]
-        first = self.expert * self.of_expert  # quantised rows of all experts follow one another
+        first = self.expert * self.of_expert  # quantized rows of all experts follow one another
         return stored[slice(first + self.rows.start, first + self.rows.stop, self.rows.step)]
 
 
@@ -70,14 +70,14 @@ class SeparateExperts:
 
     Args:
         shapes: shapes of all weights, by their names in the files.
-        forms: forms of the quantised weights.
+        forms: forms of the quantized weights.
         experts: number of experts in a layer.
         drafting: layers that draft tokens, whose weights are left out.
         interleaved: whether rows of gate and up alternate, as in gpt-oss's safetensors files.
 
     Attributes:
         shapes: shapes of all weights that are read, with each expert's under its own name.
-        forms: forms of those weights in ``shapes`` that are quantised.
+        forms: forms of those weights in ``shapes`` that are quantized.
         left_out: names, in the files, of weights that are not read.
 
     Raises ValueError if the files have an expert's weight both separately and joined.

@@ -17,7 +17,7 @@ from shadowkv.models.checkpoints.files import ModelFileError, check_regular, is_
 from shadowkv.models.checkpoints.reading import Reading, read_bytes
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-"""Types of plain weights. Other types belong to quantised weights, which only a config can interpret."""
+"""Types of plain weights. Other types belong to quantized weights, which only a config can interpret."""
 
 _TORCH_DTYPES = {
     "F64": torch.float64,
@@ -59,7 +59,7 @@ def read_header(
             dtype = entry.get_dtype()
             if dtype not in dtypes and renamed(name) is not None:
                 reason = f"tensor {name!r} is of type {dtype}; supported: {', '.join(dtypes)}"
-                raise ModelFileError(file, reason, "use a model that is not quantised, or a GGUF file")
+                raise ModelFileError(file, reason, "use a model that is not quantized, or a GGUF file")
             header[name] = tuple(entry.get_shape()), dtype
     if not header:
         raise ModelFileError(file, "it holds no tensors")

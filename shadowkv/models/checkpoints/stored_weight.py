@@ -1,4 +1,4 @@
-"""A weight as files store it: a plain tensor, or quantised rows."""
+"""A weight as files store it: a plain tensor, or quantized rows."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shadowkv.ops.activation_rows.reference import quantise_tokens
-from shadowkv.ops.quantised.groups import GroupForm
-from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.activation_rows.reference import quantize_tokens
+from shadowkv.ops.quantized.groups import GroupForm
+from shadowkv.ops.quantized.rows import QuantizedRows
 from shadowkv.ops.registry import Choice, choose
 
 NUMBERS_AT_ONCE = 2**22
-"""How many numbers are dequantised or quantised at a time: their size in float32 is small compared with the weights."""
+"""How many numbers are dequantized or quantized at a time: their size in float32 is small compared with the weights."""
 
 FP8_ROWS = GroupForm("e4m3", None, torch.float32)
 """The form of weights in ``FP8Linear``."""
 
-Stored = Tensor | QuantisedRows
+Stored = Tensor | QuantizedRows
 
 
 def dense(stored: Stored) -> Tensor:
-    """The unquantised weight, in float32 if it was quantised."""
+    """The unquantized weight, in float32 if it was quantized."""
     if isinstance(stored, Tensor):
         return stored
-    numbers: Tensor = _dequantise(stored.tensors[0].device.type).function(stored)
+    numbers: Tensor = _dequantize(stored.tensors[0].device.type).function(stored)
     return numbers
 
 
 @cache
-def _dequantise(device: str) -> Choice:
-    return choose("dequantise_rows", device)
+def _dequantize(device: str) -> Choice:
+    return choose("dequantize_rows", device)
 
 
 @torch.no_grad()
@@ -47,8 +47,8 @@ def fill_plain(parameter: Tensor, stored: Stored) -> None:
 @torch.no_grad()
 def fill_fp8(weight: Tensor, scale: Tensor, stored: Stored) -> None:
     """Writes rows [N, K] of a projection and their scales [N, 1]. Codes that already have one scale per row are copied;
-    other numbers are quantised per row."""
-    if isinstance(stored, QuantisedRows) and stored.form == FP8_ROWS:
+    other numbers are quantized per row."""
+    if isinstance(stored, QuantizedRows) and stored.form == FP8_ROWS:
         weight.copy_(stored.tensors[0])
         scale.copy_(stored.tensors[1])
         return
@@ -56,6 +56,6 @@ def fill_fp8(weight: Tensor, scale: Tensor, stored: Stored) -> None:
     for start in range(0, len(weight), step):
         rows = slice(start, start + step)
         part = stored[rows].to(weight.device)
-        codes, scales = quantise_tokens(dense(part))
+        codes, scales = quantize_tokens(dense(part))
         weight[rows].copy_(codes)
         scale[rows].copy_(scales)

@@ -14,12 +14,12 @@ from gguf.quants import dequantize, quant_shape_to_byte_shape
 from torch import Tensor
 
 from shadowkv.models.checkpoints.files import ModelFileError, check_regular, naming
-from shadowkv.models.checkpoints.quantised.fp4 import MXFP4, fp4_rows
+from shadowkv.models.checkpoints.quantized.fp4 import MXFP4, fp4_rows
 from shadowkv.models.checkpoints.reading import read_bytes
 from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.models.gguf.header import read_header
-from shadowkv.ops.quantised.blocks import BLOCKS
-from shadowkv.ops.quantised.rows import Form, QuantisedRows
+from shadowkv.ops.quantized.blocks import BLOCKS
+from shadowkv.ops.quantized.rows import Form, QuantizedRows
 
 T = TypeVar("T")
 
@@ -110,10 +110,10 @@ class GGUFFile:
             return self.tensor(name)
         in_blocks = form is not MXFP4
         blocks = read_bytes(self.path, entry.start, entry.stop, pinned=pinned and in_blocks).view(prod(shape[:-1]), -1)
-        return QuantisedRows((blocks,), form) if in_blocks else _from_mxfp4(blocks, pinned)
+        return QuantizedRows((blocks,), form) if in_blocks else _from_mxfp4(blocks, pinned)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor dequantised to float32, rows first. Raises ModelFileError for types without a decoder."""
+        """A tensor dequantized to float32, rows first. Raises ModelFileError for types without a decoder."""
         shape, entry = self.shape(name), self._header.tensors[name]
         raw = read_bytes(self.path, entry.start, entry.stop).numpy()
         try:
@@ -126,7 +126,7 @@ class GGUFFile:
         return torch.from_numpy(np.asarray(values, dtype=np.float32)).reshape(shape)
 
 
-def _from_mxfp4(blocks: Tensor, pinned: bool) -> QuantisedRows:
+def _from_mxfp4(blocks: Tensor, pinned: bool) -> QuantizedRows:
     """Converts MXFP4 blocks, uint8 [N, K / 32 * 17], to rows [N, K]. A block is an exponent and 16 bytes. The low
     halves of the bytes have the first 16 numbers, the high halves the other 16. In the result, as in other files, each
     byte has two neighbouring numbers."""

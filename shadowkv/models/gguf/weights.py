@@ -14,7 +14,7 @@ from shadowkv.models.checkpoints.stored_weight import Stored, dense
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.gguf.config import drafting_layers
 from shadowkv.models.gguf.file import GGUFFile
-from shadowkv.ops.quantised.rows import Form, QuantisedRows
+from shadowkv.ops.quantized.rows import Form, QuantizedRows
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
 _RATE = re.compile(r"^blk\.(\d+)\.ssm_a$")
@@ -96,7 +96,7 @@ def gguf_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
 
 
 def gguf_forms(file: GGUFFile) -> dict[str, Form]:
-    """Forms of the weights that stay quantised, by name."""
+    """Forms of the weights that stay quantized, by name."""
     forms = {name: file.form(name) for name in _weights(file)}
     return {_hf_name(name, file.architecture): form for name, form in forms.items() if form is not None}
 
@@ -161,8 +161,8 @@ def _hf_name(name: str, architecture: str) -> str:
 def _halves_from_pairs(stored: Stored, heads: int) -> Stored:
     """Undoes the row order of ``llama`` files. Their RoPE rotates pairs of neighbouring rows; this engine's RoPE
     rotates pairs of rows that are half a head apart."""
-    if isinstance(stored, QuantisedRows):
-        return QuantisedRows(tuple(_in_halves(tensor, heads) for tensor in stored.tensors), stored.form)
+    if isinstance(stored, QuantizedRows):
+        return QuantizedRows(tuple(_in_halves(tensor, heads) for tensor in stored.tensors), stored.form)
     return _in_halves(stored, heads)
 
 

@@ -1,1 +1,1 @@
-"""Operations on rows of activations: RMSNorm, gated activations, and quantisation to 8-bit floats."""
+"""Operations on rows of activations: RMSNorm, gated activations, and quantization to 8-bit floats."""

@@ -1,4 +1,4 @@
-"""Norms, gated activations and quantisation of rows in PyTorch."""
+"""Norms, gated activations and quantization of rows in PyTorch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ MIN_SCALE = 2.0**-126
 scale."""
 
 
-def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the codes and scales of rows. The largest magnitude of a row becomes 448, the format's largest number.
 
     Args:

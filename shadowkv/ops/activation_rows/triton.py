@@ -1,4 +1,4 @@
-"""Norms, gated activations and quantisation of rows in Triton. Each is one kernel."""
+"""Norms, gated activations and quantization of rows in Triton. Each is one kernel."""
 
 from __future__ import annotations
 
@@ -119,13 +119,13 @@ def _multiply(
     tl.store(out + row * SIZE + column, gated.to(out.dtype.element_ty), mask=column < size)
 
 
-def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Same as the reference. The last dimension must be contiguous."""
     rows, size = x.shape
     codes = torch.empty(rows, size, dtype=FP8, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
-    _quantise_tokens[(rows,)](
+    _quantize_tokens[(rows,)](
         x, codes, scale, x.stride(0), STEP, MIN_SCALE, SIZE=size, BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
     )  # fmt: skip
@@ -133,7 +133,7 @@ def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _quantise_tokens(x, codes, scale, row_stride, step, least, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _quantize_tokens(x, codes, scale, row_stride, step, least, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     lives = column < SIZE

@@ -40,7 +40,7 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, but computed entirely in float32. Results are bitwise equal for any number of threads.
 
-    Queries, dense rows, bases and means are float32 or bfloat16, and so are latents that are not quantised.
+    Queries, dense rows, bases and means are float32 or bfloat16, and so are latents that are not quantized.
 
     Raises:
         IndexError: the selection uses a page, state, slot, entry, chunk or position that does not exist.

@@ -37,7 +37,7 @@ class LatentKeys:
     """Low-rank keys (ShadowKV, arXiv:2410.21465): key = RoPE(latents x basis + mean).
 
     Attributes:
-        latents: [N, C, c, w], stored by ``codec``. The quantisation step of each rank dimension is part of the basis.
+        latents: [N, C, c, w], stored by ``codec``. The quantization step of each rank dimension is part of the basis.
         codec: codec of the latents.
         basis: [states, r, H, d], contiguous but for the first axis. It is int8 if there is a ``basis_step``.
         mean: [states, H, d], contiguous but for the first axis, or None for zero.

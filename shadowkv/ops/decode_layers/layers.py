@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RotaryTables
-from shadowkv.ops.quantised.rows import QuantisedRows
+from shadowkv.ops.quantized.rows import QuantizedRows
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Projection:
     """A linear layer, y = x Wᵀ + b.
 
     Attributes:
-        row_blocks: W [N, K], split into consecutive blocks of rows [rows, K]. Each block is plain or quantised.
+        row_blocks: W [N, K], split into consecutive blocks of rows [rows, K]. Each block is plain or quantized.
         bias: [N], or None.
     """
 
-    row_blocks: tuple[Tensor | QuantisedRows, ...]
+    row_blocks: tuple[Tensor | QuantizedRows, ...]
     bias: Tensor | None = None
 
 
@@ -77,8 +77,8 @@ class Layers:
         projections = [projection for x in self.layers for projection in (x.qkv, x.out, x.gate_up, x.down)]
         self.row_blocks = [len(projection.row_blocks) for projection in projections]
         row_blocks = [block for projection in projections for block in projection.row_blocks]
-        self.matrices = [block.tensors[0] if isinstance(block, QuantisedRows) else block for block in row_blocks]
-        self.forms = [block.form.name if isinstance(block, QuantisedRows) else "" for block in row_blocks]
+        self.matrices = [block.tensors[0] if isinstance(block, QuantizedRows) else block for block in row_blocks]
+        self.forms = [block.form.name if isinstance(block, QuantizedRows) else "" for block in row_blocks]
         self.k_pages, self.v_pages = [x.k_pages for x in self.layers], [x.v_pages for x in self.layers]
 
     def __iter__(self) -> Iterator[Layer]:

@@ -11,8 +11,8 @@ from shadowkv.ops.apply_rope.reference import apply_rope
 from shadowkv.ops.copies.reference import append_tokens
 from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projection
 from shadowkv.ops.paged_attention.reference import paged_attention
-from shadowkv.ops.quantised.rows import QuantisedRows
-from shadowkv.ops.quantised_matmul.reference import quantised_matmul
+from shadowkv.ops.quantized.rows import QuantizedRows
+from shadowkv.ops.quantized_matmul.reference import quantized_matmul
 
 SYNCHRONISES = True
 """The reference of ``paged_attention`` makes the host wait for the device."""
@@ -68,7 +68,7 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def _project(x: Tensor, by: Projection) -> Tensor:
     parts = [
-        quantised_matmul(x, block) if isinstance(block, QuantisedRows) else F.linear(x, block)
+        quantized_matmul(x, block) if isinstance(block, QuantizedRows) else F.linear(x, block)
         for block in by.row_blocks
     ]
     product = torch.cat(parts, -1)

@@ -26,7 +26,7 @@ def project_latents(
         basis: [L, states, r, H, d], r rank dimensions. With ``step``, each row is multiplied by its step.
         mean: float32 [L, states, r], the products of the mean key with ``basis``. They are subtracted from the keys'
             products. None if ``step`` is None.
-        step: float32 [L, states, r], quantisation steps of the latents; None if latents are not quantised.
+        step: float32 [L, states, r], quantization steps of the latents; None if latents are not quantized.
         states: int64 [n], the state of each page in ``basis``, ``mean`` and ``step``, or [1] if all pages share one.
         latents: [L, N, C, c, w] in the codec's format, views over all pages, each of C chunks of c tokens, C c = 64.
             Written.

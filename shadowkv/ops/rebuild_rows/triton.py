@@ -11,7 +11,7 @@ from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRo
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, LANES, CodecId, LevelRows, unknown_codecs
 from shadowkv.ops.page import PAGE
-from shadowkv.ops.quantise_rows.triton import whole_numbers
+from shadowkv.ops.quantize_rows.triton import whole_numbers
 from shadowkv.ops.triton_sizes import LARGEST_HEAD, TOKENS, dot_size
 
 BLOCKS = 32

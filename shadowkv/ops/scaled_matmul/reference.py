@@ -1,4 +1,4 @@
-"""Matrix products of scaled 8-bit floats in PyTorch: dequantised, multiplied in float32."""
+"""Matrix products of scaled 8-bit floats in PyTorch: dequantized, multiplied in float32."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The 2-bit key sketch, and the scores of its sign plane, in PyTorch.
 
-A random rotation makes the coordinates of every key nearly Gaussian, so that one uniform quantiser with 4 levels fits
+A random rotation makes the coordinates of every key nearly Gaussian, so that one uniform quantizer with 4 levels fits
 all keys (TurboQuant, arXiv:2504.19874). A key's scale is chosen so that the product of the key with its own sketch is
 exact. The two bits are stored in two planes: signs are read for all tokens, the other bits only for runs with good sign
 scores (``select_by_sketch``).
@@ -17,7 +17,7 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.sketch_queries.reference import SketchQueries, plane_bytes
 
 STEP = 0.9957
-"""Distance between levels, in standard deviations, of the uniform 4-level quantiser with the least error for a
+"""Distance between levels, in standard deviations, of the uniform 4-level quantizer with the least error for a
 Gaussian."""
 
 RUN = 8

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
-from shadowkv.ops.quantise_rows import MAX_DIMS
-from shadowkv.ops.quantise_rows.triton import HEADS_AT_ONCE, WARPS
+from shadowkv.ops.quantize_rows import MAX_DIMS
+from shadowkv.ops.quantize_rows.triton import HEADS_AT_ONCE, WARPS
 from shadowkv.ops.sign_scores.reference import LARGEST_SCALE, SCALE_SHIFT, STEP
 from shadowkv.ops.sketch_queries.reference import plane_bytes
 from shadowkv.ops.triton_sizes import TOKENS

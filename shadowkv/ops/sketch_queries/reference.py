@@ -1,4 +1,4 @@
-"""Queries for a key sketch in PyTorch. They are multiplied by their sequence's map, quantised, and put into the order
+"""Queries for a key sketch in PyTorch. They are multiplied by their sequence's map, quantized, and put into the order
 of the sketch's bits."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def in_sixteenths(whole: Tensor) -> Tensor:
 
 
 def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
-    """Quantises queries for ``sign_scores`` and ``select_by_sketch``.
+    """Quantizes queries for ``sign_scores`` and ``select_by_sketch``.
 
     Args:
         q: [B, H_q, d], query heads of B sequences, with d a multiple of 8, after RoPE.

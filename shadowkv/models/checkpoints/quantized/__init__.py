@@ -1,0 +1,1 @@
+"""Quantized checkpoints: one module per format, which reads it into the engine's forms of matrices."""

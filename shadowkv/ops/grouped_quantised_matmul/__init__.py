@@ -1,2 +1,0 @@
-"""Matrix products for mixtures of experts whose weights are quantised: each row is multiplied with its own expert's
-matrix."""

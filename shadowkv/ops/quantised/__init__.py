@@ -1,1 +1,0 @@
-"""Quantised rows of weights and their forms. Weight matrices, ops and readers of checkpoints use them."""
