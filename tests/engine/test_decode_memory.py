@@ -96,7 +96,9 @@ def test_a_step_without_memory_loses_no_page(
     tails = {before_tails: (200, 210), within_tails: (200, 210), between_tails: (200, 200)}.get(fault)
     outputs = []
     for disturbed in (False, True):
-        engine = test_layer_kinds.engine_of(model, kv=f"{kv}:budget=0.5" if tails else kv)
+        # In bfloat16, two of the 256 logits are often equal, and prompts' passes, whose shapes depend on the time they
+        # take, then decide between them.
+        engine = test_layer_kinds.engine_of(model, kv=f"{kv}:budget=0.5" if tails else kv, dtype="float32")
         engine.decode_steps.run_ahead = ahead
         for number, length in enumerate(tails or (1000, 1100)):
             engine.add_request(str(number), prompt(number, length), LONG)
