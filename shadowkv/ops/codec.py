@@ -1,8 +1,7 @@
 """The codec interface, and the ids by which kernels identify codecs.
 
 A codec in ``shadowkv.kvcache.codecs`` defines a format. Reference backends call the codec. Kernels receive its id and
-reject ids that they do not support. ``csrc/codecs.h`` repeats the ids that C++ and CUDA kernels support. Ids from 1000
-on belong to codecs from outside the package.
+reject ids that they do not support. ``csrc/codecs.h`` repeats the ids that C++ and CUDA kernels support.
 """
 
 from __future__ import annotations
@@ -16,6 +15,9 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.rotations import random_rotation
+
+FIRST_OUTSIDE_ID = 1000
+"""Codecs from outside the package have ids from this on."""
 
 
 class CodecId(IntEnum):

@@ -10,7 +10,8 @@ from shadowkv.kvcache.codecs.fp8 import Fp8Rows
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
 from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
-from shadowkv.ops.codec import LatentCodec, RowCodec
+from shadowkv.kvcache.plugins import checked_name
+from shadowkv.ops.codec import FIRST_OUTSIDE_ID, LatentCodec, RowCodec
 
 ROW_CODECS: dict[str, RowCodec] = {}
 LATENT_CODECS: dict[str, LatentCodec] = {}
@@ -23,8 +24,13 @@ def register(codec: RowCodec | LatentCodec) -> None:
     """Registers a codec under its name on its axes. Registering it again changes nothing.
 
     Raises:
-        ValueError: another codec has the same name or id, or a part has the same name on one of the axes.
+        ValueError: another codec has the same name or id, a part has the same name on one of the axes, the text of a
+            policy cannot contain the name, or a codec from outside the package has an id below ``FIRST_OUTSIDE_ID``.
     """
+    checked_name(codec.name)
+    if codec.id < FIRST_OUTSIDE_ID and type(codec).__module__.partition(".")[0] != "shadowkv":
+        reason = f"ids below {FIRST_OUTSIDE_ID} are for shadowkv's own codecs, which kernels know; use another"
+        raise ValueError(f"codec {codec.name!r} has id {codec.id}: {reason}")
     known: list[RowCodec | LatentCodec] = [*ROW_CODECS.values(), *LATENT_CODECS.values()]
     for other in known:
         if (type(codec), codec.name, codec.id) == (type(other), other.name, other.id):
