@@ -462,7 +462,8 @@ class EngineConfig:
         if self.speculative_config is None:  # policies with drafts of their own fetch nothing
             raise SettingsError(f"kv={self.policy!r}: {recurrent}choose a policy without drafts, such as full", ["kv"])
         if layout.most_drafted == 0:
-            raise self._refused_drafts(f"{recurrent}choose method suffix or ngram")
+            methods = "choose method suffix or ngram, or mtp if the files have such a layer"
+            raise self._refused_drafts(f"{recurrent}{methods}")
         raise self._refused_drafts(
             "the policy fetches values from the host into a buffer, in which two rows of a sequence would collide; set "
             "fetch_buffer=0, or choose a policy that keeps values on the device"
@@ -502,7 +503,7 @@ class EngineConfig:
     @property
     def drafts_with_head(self) -> bool:
         """Whether a layer of the checkpoint drafts tokens."""
-        return self.speculation is not None and self.speculation.method == "mtp"
+        return self.speculation is not None and self.speculation.with_head
 
     @property
     def drafted_tokens(self) -> int:

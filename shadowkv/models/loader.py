@@ -267,7 +267,9 @@ def _load(
 
 
 def _with_draft_head(config: ModelConfig, path: Path) -> ModelConfig:
-    """Returns the config with a draft head. Raises SettingsError if the model of ``path`` has none."""
+    """Returns the config with a draft head. Raises SettingsError if none can be read from the model of ``path``."""
+    if path.suffix == ".gguf":
+        raise _no_draft_head(path, "layers that draft tokens are read from safetensors files only")
     try:
         return with_draft_head(config)
     except ValueError as error:

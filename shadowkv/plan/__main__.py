@@ -112,7 +112,8 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     shard = Shard(config, 0, args.tensor_parallel_size, args.enable_expert_parallel)
     checkpoints, state_dtype = args.max_mamba_checkpoints, args.mamba_ssm_cache_dtype
     check_states(config.shape, max_mamba_checkpoints=checkpoints, mamba_ssm_cache_dtype=state_dtype)
-    states = StateSettings.of(checkpoints, state_dtype, engine.drafted_states)
+    drafted = min(engine.drafted_states, engine.drafted_tokens)  # the planner knows for how many sequences
+    states = StateSettings.of(checkpoints, state_dtype, drafted)
     options = args.hit_rate, args.fetch_buffer, args.replicas, forms, states
     planner = Planner(shard, dtype, args.context, machine, *options)
     drafts = args.speculative_config

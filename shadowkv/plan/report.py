@@ -110,7 +110,7 @@ def _recurrent(planner: Planner) -> list[str]:
 
 def _draft_head(planner: Planner, drafts: SpeculativeConfig | None) -> list[str]:
     """A line about a draft head; empty without one."""
-    if drafts is None or drafts.method != "mtp":
+    if drafts is None or not drafts.with_head:
         return []
     sizes, tokens = (planner.config, planner.dtype, planner.context), drafts.num_speculative_tokens or 0
     one, two = (head_bytes(*sizes, sequences, tokens) for sequences in (1, 2))

@@ -55,6 +55,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--compare is for a server, not for a batch run")
     if args.compare is not None and args.tensor_parallel_size > 1:
         parser.error("--compare takes --tensor-parallel-size 1: both policies share one copy of the weights")
+    if args.compare is not None and (args.speculative_config or {}).get("method") == "mtp":
+        parser.error("--compare does not go with --speculative-config method 'mtp': both policies share one draft head")
     if args.api_server_count < 1:
         parser.error(f"--api-server-count {args.api_server_count} must be at least 1")
     if args.api_server_count > 1 and args.input is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from drafting import KINDS, PLAIN, SEEDED, counts, said
 from test_engine import assert_empty, drain, prompt, tokens
 from test_faults import Graph, with_graphs
@@ -138,6 +139,24 @@ def test_only_draft_steps_select(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
     for (before, first), (after, second) in pairwise(steps):
         if before:
             assert second == first + 1 if after else second < first + 1, "a draft grows, a step begins where it began"
+
+
+@pytest.mark.usefixtures("opened")
+def test_a_draft_step_without_memory_costs_the_draft_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, wanted, failed = make(kv=NARROW), make(kv="full"), []
+    decode = engine.runner.decode
+
+    def failing(*given: Any) -> Any:
+        if given[-1] is True and len(failed) < 3:  # a draft step
+            failed.append(given)
+            raise torch.OutOfMemoryError("no memory")
+        return decode(*given)
+
+    monkeypatch.setattr(engine.runner, "decode", failing)
+    for one in (engine, wanted):
+        one.add_request("a", prompt(1, 450), PLAIN)
+    assert tokens(drain(engine)["a"]) == tokens(drain(wanted)["a"])
+    assert len(failed) == 3 and min(counts(engine)) > 0
 
 
 @pytest.mark.usefixtures("opened")

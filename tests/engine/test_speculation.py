@@ -62,6 +62,28 @@ def test_requests_that_come_and_go_are_answered_alike(make: Any, monkeypatch: py
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("kv", ["full", "turbo:rank=8,budget=64"])
+def test_a_step_without_memory_for_its_draft_is_made_without(
+    make: Any, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    wanted = answers(make(kv=kv), KINDS)
+    draft_by(monkeypatch, mostly(wanted[0]))
+    engine, failed = make(kv=kv, speculative_config=SUFFIX), []
+    step = engine.runner.step
+
+    def short(*given: Any) -> torch.Tensor:
+        hidden: torch.Tensor = step(*given)
+        if len(hidden) > len(engine.scheduler.running) and len(failed) < 5:
+            failed.append(len(hidden))
+            raise torch.OutOfMemoryError("no memory")
+        return hidden
+
+    monkeypatch.setattr(engine.runner, "step", short)
+    assert answers(engine, KINDS) == wanted
+    assert len(failed) == 5 and min(counts(engine)) > 50
+    assert_empty(engine)
+
+
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_a_step_makes_as_many_tokens_as_are_right(make: Any, monkeypatch: pytest.MonkeyPatch, right: float) -> None:
     (plain := make(kv="full")).add_request("a", prompt(1, 70), PLAIN)

@@ -186,7 +186,14 @@ class DecodeSteps:
         drafts = [] if before is not None or prompts or record is not None else self._drafts(rows)
         started = Mark(self.runner.cache.device)
         captures, eager_runs = self.runner.captures, self.runner.eager_runs
-        logits = self.runner.decode([running.sequence for running in rows], tokens, sources, record, work, drafts)
+        decode = partial(self.runner.decode, [running.sequence for running in rows], tokens, sources, record, work)
+        try:
+            logits = decode(drafts)
+        except torch.OutOfMemoryError:
+            if not drafts or self.runner.model.group.size > 1:  # other ranks may have made the step
+                raise
+            drafts = []  # a step without drafts has fewer rows
+            logits = decode(drafts)
         if self.speculation is not None:
             newest = [len(one.request.output_token_ids) - (at < 0) for one, at in zip(rows, sources, strict=True)]
             counts = [1 + len(draft) for draft in drafts] or [1] * len(rows)
@@ -198,12 +205,15 @@ class DecodeSteps:
         return _Step([*rows, *prompts], ahead, logits, self.runner, started, *how, asking, record, count, drafts)
 
     def _drafts(self, rows: Sequence[Running]) -> list[list[int]]:
-        """Returns a draft for each row, or an empty list if nothing is drafted."""
+        """Returns a draft for each row. Returns an empty list if nothing is drafted, or if draft steps ran out of
+        memory."""
         if self.speculation is None:
             return []
         sequences = [running.sequence for running in rows]
         most = [tokens - 1 for tokens in self.runner.cache.most_tokens(sequences)]
-        return self.speculation.drafts([running.request for running in rows], sequences, most)
+        with suppress(() if self.runner.model.group.size > 1 else torch.OutOfMemoryError):
+            return self.speculation.drafts([running.request for running in rows], sequences, most)
+        return []
 
 
 class _Step:

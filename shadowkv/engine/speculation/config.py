@@ -80,6 +80,11 @@ class SpeculativeConfig:
             bad.append(f"prompt_lookup_min={least} must be at most prompt_lookup_max, which is {most}")
         return bad
 
+    @property
+    def with_head(self) -> bool:
+        """Whether a layer of the checkpoint drafts tokens."""
+        return self.method == "mtp"
+
     def drafted_rows(self, batch: int) -> int:
         """Maximum number of rows of a decode step of ``batch`` sequences for drafted tokens: those of one sequence, or
         of all if all draft together."""

@@ -281,14 +281,16 @@ def largest_batch(
     pages = layout.tier_bytes(Blocks({kind: need[kind] for kind in layout.paged}))
 
     def too_many(batch: int) -> bool:
-        rows, head = batch, 0
+        drafted, more = 0, 0
         if drafts is not None:
-            rows += drafts.drafted_rows(batch)
-            if drafts.method == "mtp":
+            drafted = drafts.drafted_rows(batch)
+            if drafts.with_head:
                 sizes = layout.dtype, layout.max_model_len, batch, drafts.num_speculative_tokens or 0
-                head = head_bytes(model, *sizes)
-        working = working_bytes(model, layout, rows, offload)
-        return batch * pages["device"] + layout.fixed_bytes(batch) + working + head > device_bytes
+                more = head_bytes(model, *sizes)
+            if layout.recurrent is not None:  # it counts the states of one sequence's drafts
+                more += (drafted - layout.recurrent.settings.drafted) * layout.recurrent.state_bytes
+        working = working_bytes(model, layout, batch + drafted, offload)
+        return batch * pages["device"] + layout.fixed_bytes(batch) + working + more > device_bytes
 
     device = bisect_left(range(1, 1 + max(0, device_bytes) // step_bytes(model, layout)), True, key=too_many)
     of_host = pages["host"]

@@ -13,8 +13,14 @@ from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource
 from shadowkv.ops.case import Case
 from shadowkv.ops.page import PAGE
 
-BACKENDS = {"cpu": "cpu", "cuda_selected_sm90": "cuda_sm90", "cuda_selected": "cuda", "triton_selected": "triton"}
-"""The backends by name, and the backend of ``attend_selected`` that each calls."""
+BACKENDS = {
+    "cpu": ("cpu", False),
+    "cuda_selected_sm90": ("cuda_sm90", False),
+    "cuda_selected": ("cuda", True),
+    "triton_selected": ("triton", False),
+}
+"""The backends by name. For each, the backend of ``attend_selected`` that it calls, and whether it serves only latents,
+because other kernels read rows faster."""
 
 
 class EveryChunk(ModuleType):
@@ -22,7 +28,8 @@ class EveryChunk(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._selected = import_module(f"shadowkv.ops.attend_selected.{BACKENDS[name]}")
+        selected, self._latents_only = BACKENDS[name]
+        self._selected = import_module(f"shadowkv.ops.attend_selected.{selected}")
 
     def missing(self) -> list[str]:
         """Why this backend cannot run here."""
@@ -31,7 +38,7 @@ class EveryChunk(ModuleType):
 
     def supports(self, case: Case) -> list[str]:
         """Why this backend cannot serve ``case``."""
-        if self.__name__ == "cuda_selected" and not case.rank:  # other kernels read all rows faster
+        if self._latents_only and not case.rank:
             return [f"codec {case.key_codec} of keys is not for latents"]
         reasons: list[str] = self._selected.supports(case)
         return reasons

@@ -186,8 +186,8 @@ class Directory:
             return None
         except OSError as error:
             if name not in self.bad:
-                self.bad[name] = self.unreadable(name, error)
-                logger.warning("%s", self.bad[name])
+                fault = self.bad[name] = self.unreadable(name, error)
+                logger.warning("%s", fault)
             return None
         self._report("found", header)
         return header

@@ -179,7 +179,8 @@ def _inputs(linear: LinearAttention, ours: str, theirs: str) -> Targets:
 
 
 def text_weight(name: str) -> str | None:
-    """The text model's name of a weight; None for weights of the image encoder and of layers that draft tokens."""
+    """The text model's name of a weight; None for weights of the image encoder and of layers that draft tokens.
+    ``registry.text_weight`` names those of a draft head that is read."""
     if name.startswith(_OTHERS):
         return None
     return f"model.{name.removeprefix(_PREFIX)}" if name.startswith(_PREFIX) else name
