@@ -43,7 +43,8 @@ class Trig(RankedIndex):
         )
 
     def state_bytes_read(self) -> int:
-        """Only the number of queries; compression reads the other fields."""
+        """Bytes of the number of queries, the only field that a decode step reads. The other fields are read when
+        tokens are compressed."""
         return self.state_fields()[2].nbytes
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
@@ -100,7 +101,8 @@ def rope(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
 
 def statistics(queries: Tensor, config: RopeConfig) -> tuple[Tensor, Tensor]:
     """Returns the mean [L, n, ..., d] of queries before RoPE [L, n, w, ..., d]. Also returns, for each frequency, the
-    queries' mean length minus the length of their mean, [L, n, ..., dim / 2]."""
+    queries' mean length minus the length of their mean, [L, n, ..., r / 2], where r = ``config.dim`` is the number of
+    dimensions that RoPE rotates."""
     mean = queries.mean(2)
     return mean, lengths(queries, config).mean(2) - lengths(mean, config)
 
@@ -117,7 +119,8 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
 
     Args:
         query: [..., G, d], the mean query, RoPE-rotated to future positions.
-        spread: [..., G, w], the length differences of ``statistics``; only the first dim / 2 are used.
+        spread: [..., G, w], the length differences of ``statistics``; only the first r / 2 are used, where r =
+            ``config.dim`` is the number of dimensions that RoPE rotates.
         keys: [..., n, d], after RoPE.
 
     Returns:
@@ -129,7 +132,8 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
 
 
 def lengths(x: Tensor, config: RopeConfig) -> Tensor:
-    """Lengths [..., dim / 2] of the pairs of coordinates in [..., d] that RoPE rotates together."""
+    """Lengths [..., r / 2] of the pairs of coordinates in [..., d] that RoPE rotates together. r = ``config.dim`` is
+    the number of dimensions that it rotates."""
     return torch.hypot(*halves(x[..., : config.dim], config))
 
 

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="shadowkv doctor", description=__doc__)
-    text = "model whose shapes the ops are chosen for, as for shadowkv serve; its weights are not read"
+    text = "model, named as for shadowkv serve; ops are chosen for its shapes, and its weights are not read"
     add_flag(parser, EngineConfig, "model", help=text)
     for name in ("kv", "device", "attention_backend"):
         add_flag(parser, EngineConfig, name)

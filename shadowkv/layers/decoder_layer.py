@@ -76,8 +76,8 @@ class DecoderLayer(nn.Module):
             x: residual stream [T, D]; D is the hidden size.
             added: the previous layer's output [T, D], not yet added to ``x``; None if nothing is left to add. It is
                 added in the same launch as the next norm.
-            own: computes the tokens' inputs to a single layer, from the layer's number; None if the model has no such
-                inputs.
+            own: function from a layer's number to the tokens' inputs to that layer alone (``PerLayerInputs``, as in
+                Gemma 4 E2B and E4B); None if the model has no such inputs.
         """
         x, normed = self._normalised(x, added)
         finish = self._mixer.start(normed, cache, batch)
@@ -89,7 +89,8 @@ class DecoderLayer(nn.Module):
         self._mixer.append(self._normalised(x, added)[1], cache, batch)
 
     def _normalised(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Adds ``added`` to the residual stream. Returns the sum and its norm, the input of attention."""
+        """Adds ``added`` to the residual stream. Returns the sum and the normalised sum. The latter is the input of
+        attention."""
         return (x, self.attention_norm(x)) if added is None else self.attention_norm.after_add(x, added)
 
     def _finish(self, x: Tensor, attended: Tensor, batch: Any, own: LayerInput | None) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ class Indexer(nn.Module):
         self.width, self.eps = spec.heads.head_dim, spec.rms_norm_eps
         self.heads, self.dim = spec.indexer.pooled or (spec.heads.num_kv_heads, spec.heads.head_dim)
         dim = self.dim
-        if self.pooled:  # files join the projections of queries and keys
+        if self.pooled:  # checkpoints store both projections as one matrix
             rows = self.heads * dim
             self.query_key = projection(
                 spec, "attention.indexer.query_key", spec.hidden_size, rows + dim, borders=(rows,)

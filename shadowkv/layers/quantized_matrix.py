@@ -1,4 +1,4 @@
-"""Matrices and projections that stay quantized as files store them. Blocks of rows can have different forms."""
+"""Matrices and projections that stay quantized as in the checkpoint. Blocks of rows can have different forms."""
 
 from __future__ import annotations
 

@@ -214,7 +214,8 @@ class LayerSpec:
         linear: the linear attention that replaces attention; None for attention.
         indexer: the indexer that selects what a query attends to; None without one.
         n_grams: the n-gram embeddings that the layer adds to all streams; None without them.
-        row_blocks: row blocks of the weights that stay quantized as files store them, by name within the layer.
+        row_blocks: the row blocks of each weight that stays quantized as in the checkpoint, by the weight's name within
+            the layer.
         hidden_size: D, width of the residual stream.
         rms_norm_eps: added to the mean square in every RMSNorm.
         activation: activation of the MLP's gate, one that the op ``gated_activation`` supports. It has the name that

@@ -38,7 +38,8 @@ class Decoder(nn.Module):
         config: the model.
         dtype: dtype of activations and of unquantized weights, except norms under ``wide_norms``.
         device: device of the weights.
-        row_blocks: row blocks of parameters that stay quantized as files store them, by name.
+        row_blocks: the row blocks (rows in one form each) of each parameter that stays quantized as in the checkpoint,
+            by the parameter's name.
         group: the ranks that the model is split across. With several ranks, ``config`` is ``Shard.config``, this rank's
             part.
 
@@ -116,7 +117,8 @@ class Decoder(nn.Module):
             torch.cuda.empty_cache()  # frees the unpacked weights: the KV cache is sized by free memory
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Returns the residual stream [T, D], or all of them joined, of token ids, int64 [T]."""
+        """Returns the residual stream [T, D] of token ids, int64 [T]. If the model has several residual streams
+        (hyper-connections), they are concatenated: [T, streams * D]."""
         x = self._look_up(token_ids)
         if self.config.streams is not None:
             x = x.repeat(1, self.config.streams.count)
@@ -125,7 +127,9 @@ class Decoder(nn.Module):
         return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()  # rounded, as in the families' code
 
     def layer_inputs(self, token_ids: Tensor, embedded: Tensor | None = None) -> LayerInput | None:
-        """Returns a function that computes the layers' own inputs of token ids, int64 [T]. None if layers have none.
+        """Returns a function from a layer's number to the inputs to that layer alone, for the tokens ``token_ids``,
+        int64 [T]. If the model has n-gram layers, the function returns the token ids. None if layers have no such
+        inputs.
 
         Args:
             embedded: ``embed(token_ids)``, if this is kept until the last layer. None to compute it for each layer.
@@ -184,7 +188,7 @@ class Decoder(nn.Module):
 
     @property
     def forms(self) -> list[str]:
-        """Names of the forms of weights that stay quantized as files store them."""
+        """Names of the forms of weights that stay quantized as in the checkpoint."""
         matrices = self._quantized_matrices()
         return sorted({block.form.name for matrix in matrices for block in matrix.row_blocks if block.form is not None})
 
@@ -216,7 +220,7 @@ class Decoder(nn.Module):
 
         The draft head does not count. An embedding table that is not also the head does not count, because a step reads
         only a few of its rows. Of experts, it counts the expected number of bytes, assuming that all are chosen equally
-        often. Plans use models that are not packed, because rows that are packed twice would count twice.
+        often. Call it before ``pack``: packing stores some rows twice, and they would count twice.
         """
         tables = 0 if self.per_layer_inputs is None else self.per_layer_inputs.table.nbytes
         tables += sum(weight.nbytes for name, weight in self.named_parameters() if name.endswith(".n_grams.table"))

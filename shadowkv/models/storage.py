@@ -135,7 +135,7 @@ def _why(name: str, form: Form, dtype: torch.dtype, device: torch.device, quanti
         return f"quantization={quantization!r}"
     if device.type == "cuda":
         if quantization is not None and not _of_experts(name):
-            return f"quantization={quantization!r} stores only projections in few bits"
+            return f"with quantization={quantization!r}, only experts keep the checkpoint's format"
         if missing := humming.missing():
             return "; ".join(missing)
         if dtype != torch.bfloat16:

@@ -30,7 +30,7 @@ HOPPER = (9, 0)
 
 
 class Unbuilt(str):
-    """The reason why a library cannot be used, if another build of it could be used."""
+    """A reason why a library cannot be used that building it, or building it again, can remove."""
 
 
 def torch_version() -> tuple[int, int]:

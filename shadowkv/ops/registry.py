@@ -123,8 +123,8 @@ class Choice:
         synchronises: whether the function makes the host wait for the device.
         needs_lengths: whether the host must know the lengths of packed sequences.
         reasons: faster backends that are not used, and why: ``name: reason``.
-        unbuilt: the first reason why a faster backend's library cannot be used, if another build of the library could
-            be used. None if there is no such reason.
+        unbuilt: why a faster backend's library cannot be used, if building it, or building it again, can remove this
+            reason (``Unbuilt``). If there are several such reasons, the first. None if there is none.
     """
 
     backend: str
@@ -217,8 +217,8 @@ class Ops(References):
         backends: the backend's name for each entry of ``CALLS``.
         outside: entries of ``called`` whose backend was registered from outside the package.
         reasons: for each entry of ``CALLS``, the faster backends that are not used, and why: ``name: reason``.
-        unbuilt: entries of ``called`` for which another build would bring a faster backend, each with the reason why
-            this backend cannot be used now.
+        unbuilt: entries of ``called`` that would have a faster backend if a library were built, or built again. Each
+            has the reason why the library cannot be used now.
         synchronising: entries of ``called`` that make the host wait for the device. They cannot be captured in a graph.
         needing_lengths: entries of ``called`` for which the host must know the lengths of packed sequences. A graph
             would keep the lengths that it was captured with.

@@ -30,8 +30,9 @@ def keep_score(node: Node, now: float) -> float:
     each hit, minus 0.01 for each second since the node's last use.
 
     An edge joins a node to its parent. Its weight is 1, plus 0.1 for each hit of the child, and at most 10.
-    This is the block graph of aither-kvcache, without importance (attention is not tracked below the device) and
-    without labels that are never evicted (tokens have no roles here).
+    This is the score of aither-kvcache's block graph without two of its parts: a block's importance, because attention
+    is not tracked for copies in host memory; and the protection of blocks by label, such as system prompts, because
+    tokens have no roles here.
     """
     continuing = node.children if node.parent is None else [node, *node.children]
     score = HIT * node.hits - SECOND * (now - node.used)
@@ -61,7 +62,8 @@ class Eviction:
         return self._last
 
     def touch(self, node: Node, hits: int = 0) -> None:
-        """Records a use of a node and its ancestors, by ``hits`` requests that need not compute their pages."""
+        """Marks a node and its ancestors as used now, and adds ``hits`` to their counts of hits: the number of requests
+        that did not have to compute their pages."""
         now = self._now()
         for touched in (node, *node.ancestors):
             touched.used = now

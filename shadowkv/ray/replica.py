@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """An engine that answers the front's requests; Ray Serve creates one in each replica's process.
+    """An engine that answers the requests that the front (``front.py``) forwards. Ray Serve creates one in each
+    replica's process.
 
     Args:
         config: the engine's config.
@@ -83,7 +84,7 @@ class Replica:
                 await task
 
     async def describe(self) -> tuple[list[str], str]:
-        """Returns the lines that a server prints when it starts, and the model's name to clients."""
+        """Returns the lines that a server prints when it starts, and the served model name."""
         return self._process.clients[0].describe(), self._served_name
 
     async def metrics(self) -> tuple[str, bytes]:

@@ -148,8 +148,9 @@ def add_middleware(
 
 
 def ready_app(engines: Sequence[EngineClient], served_name: str, settings: ServerSettings, counts: Counts) -> FastAPI:
-    """Builds the application for a process that does nothing else. The application serves ``engines[0]``. If there is a
-    second engine, the page compares the answers of both."""
+    """Builds the application for a process that only serves it, and tunes the process's memory and garbage collection
+    for that. The application serves ``engines[0]``. If there is a second engine, the page compares the answers of
+    both."""
     app = build_app(engines[0], served_name, settings, *engines[1:], counts=counts)
     give_back_large_blocks()
     gc.collect()

@@ -83,8 +83,8 @@ class Workers:
         counts: the counts of open connections and requests of all processes.
         settings: the settings, with a storage folder that all processes share.
 
-    With more than one process, metrics are shared from here on: ``prometheus_client`` must not have been imported
-    before. Raises ChildProcessError if a process does not start.
+    With more than one process, the constructor turns on prometheus_client's multiprocess mode. So ``prometheus_client``
+    must not have been imported earlier. Raises ChildProcessError if a process does not start.
     """
 
     def __init__(

@@ -13,7 +13,9 @@ from fp8_files import compressed_tensors
 from shadowkv.models import load_config, load_model
 
 CONFIGS, REMEDY = "config.json", "use the unquantized checkpoint, or a GGUF file"
-KNOWN = "formats that load are awq, gptq, compressed-tensors, fp8, fbgemm_fp8, modelopt, mxfp4"
+KNOWN = (
+    "this format is not supported; supported formats: awq, gptq, compressed-tensors, fp8, fbgemm_fp8, modelopt, mxfp4"
+)
 
 NAMED = [
     "bitsandbytes",
@@ -67,7 +69,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "tokens": (packed(strategy="token"), "by token is not int of 4 or 8 bits by tensor, channel, group"),
     "other format": (
         packed() | {"format": "marlin-24"},
-        "formats that load are pack-quantized, int-quantized, float-quantized, nvfp4-pack-quantized, mxfp4-",
+        "supported formats: pack-quantized, int-quantized, float-quantized, nvfp4-pack-quantized, mxfp4-",
     ),
     "sparse": (packed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "is not dense"),
     "rotated": (packed() | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config has transforms"),

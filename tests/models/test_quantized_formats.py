@@ -200,7 +200,10 @@ def test_each_reason_why_weights_are_dequantized_has_a_line(monkeypatch: pytest.
         return [line.partition(": ")[2] for line in lines]
 
     assert reasons(None) == ["it is not here"]
-    assert reasons("fp8") == ["quantization='fp8' stores only projections in few bits", "it is not here"]
+    assert reasons("fp8") == [
+        "with quantization='fp8', only experts keep the checkpoint's format",
+        "it is not here",
+    ]
 
 
 def test_scales_of_caches_are_not_used_and_said(tmp_path: Path) -> None:
@@ -271,7 +274,12 @@ Q = f"{LAYER}.self_attn.q_proj"
         ("gptq", "qzeros", torch.full((4, 32), 0x66666666).int(), "says sym, and zero points are not all 8"),
         ("gptq", "qweight", torch.zeros(31, 256).int(), "4 scales do not divide rows of 248|needs"),
         ("gptq", "g_idx", torch.zeros(9).int(), r"g_idx is I32 \(9,\), not I32 or I64 \(256,\)"),
-        ("gptq, scattered", "g_idx", torch.full((256,), 4).int(), "it has groups 4 to 4, and 4 scales"),
+        (
+            "gptq, scattered",
+            "g_idx",
+            torch.full((256,), 4).int(),
+            "its columns are in groups 4 to 4, but scales are only for groups 0 to 3",
+        ),
         ("int4", "weight_shape", torch.tensor([256, 300]), r"weight_packed is I32 \(256, 32\), not I32 \(256, 38\)"),
         (
             "int4, zero points",

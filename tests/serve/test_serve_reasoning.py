@@ -43,7 +43,7 @@ def test_gemma4s_reasoning_and_calls_are_one_format():
     ServerSettings(tool_call_parser="gemma4", reasoning_parser="gemma4").check_template("<|tool_call>")
     for calls, thoughts in (("hermes", "gemma4"), ("gemma4", "qwen3"), ("openai", "gemma4")):
         with pytest.raises(
-            ValueError, match=f"{calls!r} does not go with reasoning_parser={thoughts!r}: .* one format"
+            ValueError, match=f"{calls!r} does not go with reasoning_parser={thoughts!r}: .* only with each other"
         ):
             ServerSettings(tool_call_parser=calls, reasoning_parser=thoughts)
     with pytest.raises(ValueError, match=r"--reasoning-parser qwen3: .* pass gemma4"):

@@ -31,8 +31,8 @@ class Call(NamedTuple):
         target, method: names of the object and of its method.
         makes: number of the sequence or prefill that the call returns; None if it returns none.
         ends: number of the sequence that the call releases; None if it releases none.
-        asks: number of the answer that rank 0 waits for; None if it waits for none. A call with an answer returns an
-            iterator, whose result is the answer.
+        asks: number of the answer that rank 0 waits for; None if it waits for none. A method that answers is a
+            generator; its return value is the answer.
     """
 
     target: str
@@ -108,7 +108,7 @@ class Reader:
 
     Attributes:
         made: sequences and prefills that calls have returned, by number.
-        asked: iterators whose results are answers, by number.
+        asked: generators whose return values are answers, by number.
     """
 
     def __init__(self, targets: Mapping[str, object], device: torch.device) -> None:
@@ -128,7 +128,7 @@ class Reader:
             self.asked[call.asks] = result
 
     def answers(self) -> Iterator[Answer]:
-        """Advances the iterators that compute answers. Yields the answers that are known now."""
+        """Advances the generators that compute answers. Yields the answers that are known now."""
         for number, result in list(self.asked.items()):
             try:
                 next(result)
@@ -138,7 +138,9 @@ class Reader:
 
     def own(self, kind: str, *what: Any) -> Any:
         """Returns this rank's own object for an argument that is not pickled."""
-        if kind == RECORD:  # with a context, this rank runs the step without a CUDA graph, as rank 0 does
+        if kind == RECORD:
+            # Only rank 0 records selections. Any context manager makes this rank run the step without a CUDA graph, as
+            # rank 0 does.
             return nullcontext()
         if kind == TENSOR:
             dtype, shape = what

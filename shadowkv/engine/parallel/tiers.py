@@ -100,7 +100,8 @@ class DriverMover(Mover):
 
     def open(self, sequence: CachedSequence, start: int, stop: int) -> Reading:
         number = next(self._count)
-        # The other ranks are told first: opening a reading changes the sequence on every rank, even if it fails.
+        # Opening a reading changes the sequence even if opening fails. So the other ranks must open theirs too, and are
+        # told before rank 0 tries.
         self._call("open", number, sequence, start, stop)
         try:
             reading = super().open(sequence, start, stop)
@@ -131,7 +132,7 @@ class DriverMover(Mover):
             yield 0
         if failure is not None:
             raise failure
-        # If a rank has ended, the others may compute wrong values.
+        # If a rank's process has ended, the other ranks' parts may be wrong, so the copy counts as failed.
         if self._ranks.failure is not None or answers.exception() or not all(answers.result()):
             raise torch.OutOfMemoryError("another tensor-parallel rank could not copy its part")
 

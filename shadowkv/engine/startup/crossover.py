@@ -4,8 +4,8 @@
 It is computed once, from the model, the policy and the batch. It does not depend on the load, so an answer does not
 depend on other requests. The model of costs: each decoded token costs its share of the bytes that a step reads. A
 compressed sequence adds the time of its search to each step, and the time of fitting and compression once. A prompt of
-at most one prefill block is never compressed: it has no later block that could be computed during the compression, so
-the first token would come a tenth later.
+at most one prefill block is never compressed: it has no later block whose computation could hide the compression, which
+would delay the first token by about 10 %.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Costs:
         step: extra time of a step, per layer, if any of its sequences is compressed.
         row: extra time of a step, per layer and compressed sequence.
         fit: time per layer to fit a prompt's states.
-        compress: time to compress one token of a prompt, per layer and per dimension of the kv heads together.
+        compress: time to compress one token of a prompt, per layer and per dimension of its keys (number of kv heads
+            times head dim).
     """
 
     bandwidth: float
@@ -50,14 +51,15 @@ class Costs:
 
 
 COSTS = {
-    # One H200, Llama-3.1-8B. A step of one sequence of 60K tokens takes 1.2 ms more than the time that
-    # the dense step and the bytes read account for. Prompts of 512 to 2,048 tokens take 15 to 17 ms more than under
-    # `full`, one of 8,192 takes 32 ms more, and one of 60K takes 55 ms more.
+    # One H200, Llama-3.1-8B. With one sequence of 60K tokens, a compressed step takes 1.2 ms more than is
+    # predicted from the time of a dense step and the bytes that both read. Prompts of 512 to 2,048 tokens take 15 to
+    # 17 ms more than under `full`, one of 8,192 takes 32 ms more, and one of 60K takes 55 ms more.
     "cuda": Costs(DEVICE_BANDWIDTH, HOST_BANDWIDTH, step=37e-6, row=0.0, fit=0.015 / 32, compress=2e-6 / (32 * 1024)),
-    # SmolLM2-135M in blocks, CPU time of one thread. A step of one sequence takes 73, 104 and 106 ms with `turbo` at
-    # 6,144, 18,816 and 32,000 tokens, and 46, 101 and 171 ms with `full`. A step of eight sequences takes 304 and
-    # 421 ms with `turbo` at 4,096 and 12,288 tokens, and 186 and 481 ms with `full`. Eight sequences take less per
-    # sequence, but the costs are those of one sequence, because a CPU mostly serves one user.
+    # SmolLM2-135M with weights in a block format of GGUF files; CPU time of one thread. A step of one sequence takes
+    # 73, 104 and 106 ms with `turbo` at 6,144, 18,816 and 32,000 tokens, and 46, 101 and 171 ms with `full`. A step of
+    # eight sequences takes 304 and 421 ms with `turbo` at 4,096 and 12,288 tokens, and 186 and 481 ms with `full`.
+    # Eight sequences take less per sequence, but the costs are those of one sequence, because a CPU mostly serves one
+    # user.
     "cpu": Costs(14e9, 14e9, step=0.0, row=1.8e-3, fit=0.1 / 30, compress=250e-6 / (30 * 192)),
 }
 

@@ -1,5 +1,5 @@
-"""The suite ``fidelity``: it cuts prompts from texts and follows full attention's own continuation with every
-policy."""
+"""The suite ``fidelity``: it cuts prompts from texts, generates a continuation of each with full attention, and runs
+every policy over this continuation by teacher forcing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def measure(
     rewrites all files.
 
     Args:
-        leading: the model whose full attention is followed, if it is not the policies' own model.
+        leading: the model that generates the continuations with full attention; None if it is ``loaded``, the model
+            that the policies run on.
     """
     path = args.out / "fidelity.json"
     measured = read_measured(path)

@@ -170,9 +170,9 @@ def follow(
     """Returns the results of all ``policies`` on ``prompts``. The prompts are decoded together.
 
     Args:
-        loaded: the model of the policies.
-        leading: the model whose full attention the policies follow. Its tokenizer and attention heads must be those of
-            ``loaded``. None means ``loaded``.
+        loaded: the model that the policies run on.
+        leading: the model that generates the continuations with full attention. Its tokenizer and attention heads must
+            be those of ``loaded``. None means ``loaded``.
         steps: number of tokens that full attention generates.
         every: attention is compared at every ``every``-th step.
         progress: called once per step.

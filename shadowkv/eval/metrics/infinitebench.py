@@ -86,7 +86,8 @@ def math_calc(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def rouge_l_sum(prediction: str, references: tuple[str, ...]) -> float:
-    """ROUGE-Lsum F1 as in the ``rouge_score`` package, unstemmed: sentences are lines, and each word counts once."""
+    """ROUGE-Lsum F1 as in the ``rouge_score`` package, unstemmed: sentences are lines, and each occurrence of a word is
+    matched at most once."""
     return max(_rouge_l_sum(_lines(prediction), _lines(reference)) for reference in references)
 
 

@@ -23,7 +23,8 @@ each exact page, int64 [B, H, E]. ``PooledSelection`` returns the tokens of exac
 
 
 class NativeSelection:
-    """Selects for the steps of a group of layers with an indexer, for all segments of a sequence together."""
+    """Selects the blocks that decode steps attend to in a group of layers with an indexer. The blocks of all segments
+    of a sequence compete with each other."""
 
     def __init__(self, store: GroupStore) -> None:
         assert store.layout.indexer is not None and store.index_keys is not None

@@ -18,8 +18,8 @@ from shadowkv.kvcache.sequences.store import GroupStore
 
 
 class PooledSelection:
-    """Selects for the steps of a group of layers, for all segments of a sequence together. A compressed chunk is a
-    block. All kv heads attend to the same blocks."""
+    """Selects the blocks that decode steps attend to in a group of layers. The blocks of all segments of a sequence
+    compete with each other. A compressed chunk is a block. All kv heads attend to the same blocks."""
 
     def __init__(self, store: GroupStore) -> None:
         assert store.layout.indexer is not None and store.layout.indexer.pooled is not None

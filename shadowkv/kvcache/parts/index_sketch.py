@@ -65,7 +65,8 @@ class KeySketch(IndexPart):
         )
 
     def state_bytes_read(self) -> int:
-        """Bytes of the map of queries. Only compression reads the other fields."""
+        """Bytes of the map of queries, the only field that a decode step reads. The other fields are read when tokens
+        are compressed."""
         return self.state_fields()[-1].nbytes
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:

@@ -18,7 +18,8 @@ from shadowkv.ops.recurrence import Spans
 
 
 class Round(NamedTuple):
-    """Spans that are computed together.
+    """Spans (consecutive tokens of one sequence, ``ops/recurrence.py``) that one call of an op computes. It is not a
+    round of prefill.
 
     Attributes:
         rows: int64 [n], the rows of the spans' tokens in the part. None if the spans contain all tokens of the part.

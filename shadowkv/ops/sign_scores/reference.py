@@ -100,8 +100,8 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     and the query, times its scale. A run's score is the largest score of its tokens, for any query of its kv head.
 
     Queries are scaled to length 1, so that the query heads of a kv head are comparable without a softmax. On real
-    prompts, the eighth of the runs that these scores choose has as much attention weight as the eighth that exact
-    softmax weights choose.
+    prompts, the best 1/8 of the runs by these scores have as much attention weight as the best 1/8 by exact softmax
+    weights.
 
     Args:
         queries: of B sequences and H_q query heads.

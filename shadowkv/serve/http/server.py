@@ -72,7 +72,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            # The lower backlog in uvicorn's configuration stays: uvicorn accepts that many connections at once.
+            # Set here and not by uvicorn's ``backlog``: uvicorn would also accept that many connections in one turn of
+            # the event loop.
             listener.listen(WAITING_CONNECTIONS)
         self._ready()
 

@@ -29,8 +29,8 @@ KEY_VARIABLE = "SHADOWKV_API_KEY"
 """Environment variable of API keys, one per line: a command line is visible to every user of the machine."""
 
 METRICS_PREFIXES = ("shadowkv", "vllm", "llamacpp")
-"""Prefixes of metrics' names, for dashboards and autoscalers made for these servers. With ``llamacpp``, the page has
-llama.cpp's metrics instead of vLLM's (``llama_metrics.py``)."""
+"""Prefixes of metrics' names, for dashboards and autoscalers made for these servers. With ``llamacpp``, /metrics has
+only metrics that llama.cpp has (``llama_metrics.py``). With the other prefixes, metrics are named as in vLLM."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Loopback names of this machine."""
@@ -232,8 +232,8 @@ class ServerSettings:
     limit_concurrency: int | None = setting(
         None,
         LIMITS,
-        "maximum number of open connections; when it is exceeded, the server closes a connection that waits for its "
-        "client; if there is none, new requests get a 503 "
+        "maximum number of open connections; beyond it, the server closes a connection that is idle or whose request "
+        "is incomplete; if there is none, new requests get a 503 "
         f"(default: {DEFAULT_CONNECTIONS}, or fewer where the limit of open files is lower)",
         metavar="N",
         check=POSITIVE,
@@ -272,7 +272,8 @@ class ServerSettings:
         own = FORMATS[calls].thoughts if calls in FORMATS else None
         of_thoughts = OF_FORMATS.get(thoughts or "")
         if None not in (calls, thoughts) and (own or of_thoughts) and calls != of_thoughts:
-            reason = f"{(calls if own else of_thoughts)!r} and {(own or thoughts)!r} are one format"
+            pair = f"tool_call_parser={(calls if own else of_thoughts)!r} and reasoning_parser={(own or thoughts)!r}"
+            reason = f"{pair} go only with each other"
             bad.append(f"tool_call_parser={calls!r} does not go with reasoning_parser={thoughts!r}: {reason}")
         if bad:
             raise SettingsError("; ".join(bad), [field.name for field in fields(self)])
@@ -298,8 +299,8 @@ class ServerSettings:
         return self.cache_salt_by_key if self.cache_salt_by_key is not None else len(set(self.api_key)) > 1
 
     def listening(self) -> ServerSettings:
-        """The settings of a server that listens. If it listens on a port of this machine alone, and there are neither
-        API keys nor allowed hosts, only the names in ``LOOPBACK`` are allowed."""
+        """The settings of a server that listens. If it listens on a loopback address, and neither API keys nor allowed
+        hosts are set, only the host names in ``LOOPBACK`` are allowed."""
         if self.allowed_hosts or self.api_key or self.uds is not None or self.host not in LOOPBACK:
             return self
         return replace(self, allowed_hosts=LOOPBACK)
@@ -325,8 +326,8 @@ class ServerSettings:
             raise ApiError(f"{reason} (--trust-request-chat-template)", param="chat_template")
 
     def check_template(self, template: str | None) -> None:
-        """Raises ValueError if tool calls need a parser but neither a flag nor the template shows their format, or if
-        the template's reasoning format contradicts the flag."""
+        """Raises ValueError in two cases: ``enable_auto_tool_choice`` is set, but neither a flag nor the template shows
+        the format of tool calls; or ``reasoning_parser`` contradicts the template."""
         known = self.tool_format(template)
         if self.enable_auto_tool_choice and known is None:
             reason = "the chat template does not show the model's format of tool calls"

@@ -165,7 +165,7 @@ def _scheme(name: str, group: Any, layout: Any) -> Scheme:
     what = f"config_groups.{name}: {str(layout)[:40]} of {str(bits)[:9]}-bit {str(kind)[:9]} by {str(strategy)[:20]}"
     expected = {_PACKED: ("int", (4, 8)), _INTEGERS: ("int", (8,)), _FLOATS: ("float", (8,))}
     if layout not in FORMATS:
-        raise ValueError(f"{what}: formats that load are {', '.join(FORMATS)}")
+        raise ValueError(f"{what}: this format is not supported; supported formats: {', '.join(FORMATS)}")
     kinds, widths = expected.get(layout, ("float", (4,)))
     symmetric = weights.get("symmetric", True) is True
     if kind != kinds or bits not in widths or strategy not in _STRATEGIES[layout]:

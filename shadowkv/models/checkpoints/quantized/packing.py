@@ -34,7 +34,10 @@ def in_any_order(codes: Tensor, zeros: Tensor | None, scales: Tensor, groups: Te
     """
     groups = groups.long()
     if groups.min() < 0 or groups.max() >= scales.shape[1]:
-        raise ValueError(f"it has groups {groups.min()} to {groups.max()}, and {scales.shape[1]} scales")
+        raise ValueError(
+            f"its columns are in groups {groups.min()} to {groups.max()}, but scales are only for groups 0 to "
+            f"{scales.shape[1] - 1}"
+        )
     middle = 1 << (bits - 1)
     zero = middle if zeros is None else zeros.float()[:, groups]
     return (codes.float() - zero) * scales.float()[:, groups]

@@ -33,14 +33,14 @@ SHAPES: dict[str, Form] = {
     "nvfp4": NVFP4,
     "mxfp4": MXFP4,
 }
-"""Name in ``load_settings.QUANTIZATIONS`` -> form of projections in plans and with random weights. Most checkpoints
-have these forms."""
+"""Name in ``load_settings.QUANTIZATIONS`` -> form of the projections where no files state it: in memory plans, and with
+random weights. Most checkpoints have these forms."""
 
 
 def format_of(method: str, stated: Mapping[str, Any]) -> Format:
     """The format that a config describes; raises ValueError with the reason if there is none."""
     if method not in FORMATS:
-        raise ValueError(f"formats that load are {', '.join(FORMATS)}")
+        raise ValueError(f"this format is not supported; supported formats: {', '.join(FORMATS)}")
     module, name = FORMATS[method]
     made = getattr(import_module(f"shadowkv.models.checkpoints.quantized.{module}"), name)
     return cast(Format, made({**stated, "quant_method": method}))
