@@ -177,7 +177,7 @@ def test_what_is_no_prompt(tiny_llm: LLM, prompts: Any, words: str) -> None:
 def test_wrong_types_name_the_argument(tiny_llm: LLM, tiny: Path) -> None:
     with pytest.raises(TypeError, match=r"sampling_params must be SamplingParams or a list of them, and is .*\(dict\)"):
         tiny_llm.generate("Hi", {"temperature": 0})
-    with pytest.raises(ValueError, match="sampling_params has 2 for 1 prompt"):
+    with pytest.raises(ValueError, match="sampling_params has 2 entries for 1 prompt"):
         tiny_llm.generate("Hi", [GREEDY, GREEDY])
     with pytest.raises(TypeError, match="messages must be a list of"):
         tiny_llm.chat("Hi")

@@ -24,7 +24,7 @@ from shadowkv.kvcache.parts import keys_low_rank
 from shadowkv.kvcache.parts import prefill as sparse_prefill
 from shadowkv.kvcache.parts import rows as part_rows
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.kvcache.prefill import batch as batches
+from shadowkv.kvcache.prefill import prefill_batch as batches
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.configs.model_config import ModelConfig

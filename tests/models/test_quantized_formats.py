@@ -271,7 +271,7 @@ Q = f"{LAYER}.self_attn.q_proj"
             r"scales is F64 \(4, 256\), and scales are one of F16",
         ),
         ("awq", "qweight", torch.ones(256, 32), r"qweight is F32 \(256, 32\), not I32"),
-        ("gptq", "qzeros", torch.full((4, 32), 0x66666666).int(), "says sym, and zero points are not all 8"),
+        ("gptq", "qzeros", torch.full((4, 32), 0x66666666).int(), "says sym, but zero points are not all 8"),
         ("gptq", "qweight", torch.zeros(31, 256).int(), "4 scales do not divide rows of 248|needs"),
         ("gptq", "g_idx", torch.zeros(9).int(), r"g_idx is I32 \(9,\), not I32 or I64 \(256,\)"),
         (

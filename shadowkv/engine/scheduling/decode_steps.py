@@ -211,9 +211,12 @@ class DecodeSteps:
             return []
         sequences = [running.sequence for running in rows]
         most = [tokens - 1 for tokens in self.runner.cache.most_tokens(sequences)]
-        with suppress(() if self.runner.model.group.size > 1 else torch.OutOfMemoryError):
+        try:
             return self.speculation.drafts([running.request for running in rows], sequences, most)
-        return []
+        except torch.OutOfMemoryError:
+            if self.runner.model.group.size > 1:
+                raise
+            return []
 
 
 class _Step:

@@ -31,6 +31,10 @@ class EveryChunk(ModuleType):
         selected, self._latents_only = BACKENDS[name]
         self._selected = import_module(f"shadowkv.ops.attend_selected.{selected}")
 
+    def __deepcopy__(self, memo: dict[int, object]) -> EveryChunk:
+        """Itself, as functions are: a dry run copies the ops of a model's layers."""
+        return self
+
     def missing(self) -> list[str]:
         """Why this backend cannot run here."""
         reasons: list[str] = getattr(self._selected, "missing", lambda: [])()
