@@ -44,11 +44,12 @@ A body of token ids takes about 12 bytes per byte."""
 
 
 class BodyReader:
-    """Reads bodies for one server. Its processes end with ``close``, with the server, or after ``IDLE_SECONDS``.
+    """Reads bodies for one server. Its processes end with ``close``, with the server, or after ``IDLE_SECONDS`` without
+    work.
 
     Args:
         max_body_bytes: maximum length of a body.
-        seconds: time limit for reading a body; None is the limit of JSON bodies, which depends on their length.
+        seconds: time limit for reading a body. None: the limit depends on the body's length (``SECONDS_PER_MIB``).
 
     Attributes:
         idle: processes without work.
