@@ -94,7 +94,7 @@ class RequestLog:
                 record.cut = CLIENT_GONE
             elif begun and not complete:  # if the answer has not begun, outer handlers send an error
                 record.cut = record.cut or INTERNAL
-            # Probes and the page send a request every few seconds: successful ones are neither counted nor logged.
+            # Probes and the chat page send a request every few seconds: successful ones are neither counted nor logged.
             if not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
                 scope["app"].state.metrics.answered(record.status)
                 if self._log:

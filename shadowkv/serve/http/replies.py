@@ -70,7 +70,7 @@ class Events:
     """The chunks of a stream and the format of its API.
 
     Attributes:
-        chunks: what to send, as JSON.
+        chunks: the values to send; each is sent as JSON.
         failure: makes the chunk for an error.
         named: whether each event has its ``type`` as its name.
         end: bytes that end the stream.

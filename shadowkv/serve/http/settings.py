@@ -29,8 +29,9 @@ KEY_VARIABLE = "SHADOWKV_API_KEY"
 """Environment variable with API keys, one per line. Flags with keys would be visible to every user of the machine."""
 
 METRICS_PREFIXES = ("shadowkv", "vllm", "llamacpp")
-"""Prefixes of metrics' names, for dashboards and autoscalers made for these servers. With ``llamacpp``, /metrics has
-only metrics that llama.cpp has (``llama_metrics.py``). With the other prefixes, metrics are named as in vLLM."""
+"""Prefixes of metrics' names, for dashboards and autoscalers that were made for one of these servers. With
+``llamacpp``, /metrics has only metrics that llama.cpp has (``llama_metrics.py``). With the other prefixes, metrics are
+named as in vLLM."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Loopback names of this machine."""
