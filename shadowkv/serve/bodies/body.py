@@ -115,8 +115,8 @@ B = TypeVar("B", bound=Body)
 
 @dataclass(frozen=True)
 class Attachments:
-    """Permission to read a request's documents, which can take a minute. ``folder`` has the files that the request
-    names by id."""
+    """Permission to read a request's documents. Reading them can take a minute. ``folder`` has the files that the
+    request names by id."""
 
     folder: Path | None = None
 

@@ -1,4 +1,5 @@
-"""Limits of the API's parameters, each with its reason. Most docstrings name only what is counted.
+"""Limits of the API's parameters, each with its reason. Unless a docstring says otherwise, the limit is the maximum
+number of what the docstring names.
 
 ``--max-body-mib`` limits a whole body, and the model's context limits a prompt. The limits below are far above what
 clients send. Without them, a body of a few MiB could keep the server busy for minutes. The OpenAPI schema

@@ -99,7 +99,7 @@ class BodyReader:
         return result
 
     def close(self) -> None:
-        """Ends the processes; bodies that are being read or waiting are refused."""
+        """Ends the processes. Refuses bodies that are being read or that wait for their turn."""
         self._closed = True
         self._turns.drop(server_stopping())
         for process in (*self.idle, *self.working):
