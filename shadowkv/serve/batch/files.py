@@ -138,9 +138,9 @@ class BatchFiles:
         """Makes the partial file. With ``resume``, it begins with the answers of earlier runs. Returns the custom_ids
         of these answers.
 
-        ``requests`` maps each request's custom_id to the id of its record. An answer is dropped if its custom_id has a
-        different request by now. Failures are dropped, too, since their causes may have been fixed. Raises ValueError,
-        without any change, if a line of an earlier run is not a record.
+        ``requests`` maps each request's custom_id to the id of its record. An answer is dropped if the request
+        with its custom_id has changed since. Failures are dropped, too, because their causes may have been fixed.
+        Raises ValueError, without any change, if a line of an earlier run is not a record.
         """
         answered: set[str] = set()
         if not self.resume:
@@ -196,8 +196,8 @@ def _answers(record: dict[str, Any], request: str | None) -> bool:
 
 
 def _records(path: Path, half_a_line: bool) -> Iterator[dict[str, Any]]:
-    """The records of a file; none if the file is missing. With ``half_a_line``, the last line may be cut off by a
-    crash."""
+    """The records of a file; none if the file is missing. With ``half_a_line``, leaves out a last line that a crash
+    has cut off."""
     if not path.exists():
         return
     with path.open("rb") as file:

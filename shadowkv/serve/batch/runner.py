@@ -45,7 +45,7 @@ LINE_BYTES = 2**22
 tokens."""
 
 REQUESTS, ANSWERS, RESULTS = "requests.jsonl", "answers.jsonl", "results.jsonl"
-"""Files in a batch's folder; only Anthropic's batches have the first and the last."""
+"""Files in a batch's folder; only Anthropic's batches have ``REQUESTS`` and ``RESULTS``."""
 
 
 def new_batch(**fields: Any) -> dict[str, Any]:
