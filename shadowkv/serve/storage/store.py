@@ -256,8 +256,8 @@ class RecordStore:
         newest_first: bool = True,
         purpose: str | None = None,
     ) -> list[Record]:
-        """Returns the records after the one with the id ``after`` (None: from the beginning of the list). Returns at
-        most ``limit`` + 1 of them, so that the caller sees whether more than ``limit`` follow. ``purpose`` restricts
+        """Returns the records that follow the record ``after`` in the list (None: from the beginning). Returns up to
+        ``limit`` + 1 records, so that the caller sees whether there are more than ``limit``. ``purpose`` restricts
         files to one purpose."""
         order = "DESC" if newest_first else "ASC"
         values: list[Any] = [owner, kind]
