@@ -88,7 +88,7 @@ def _endpoint(content: bytes, media_type: str) -> Callable[[], Awaitable[Respons
 
 
 class DocumentText(Answer):
-    """Answer of ``/page/document``: the document's text and its number of pages; 0 if it has no pages."""
+    """Answer of ``/page/document``: the document's text and number of pages, which is 0 for plain text."""
 
     text: str
     pages: int
