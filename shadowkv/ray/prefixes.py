@@ -1,6 +1,6 @@
-"""Chooses a replica for a prompt: the one that has received the longest prefix of the prompt, because that
-prefix may still be in the replica's prefix cache. Of several such replicas, the least loaded one is chosen. If it has
-too many more requests than the least loaded of all replicas, the latter is chosen instead.
+"""Chooses a replica for a prompt: the one that has received the longest prefix of the prompt, because that prefix may
+still be in the replica's prefix cache. Of several such replicas, the least loaded one is chosen. If it has too many
+more requests than the least loaded of all replicas, the latter is chosen instead.
 
 Prompts are compared as text, in blocks of characters, because tokens would need the model's tokenizer and chat
 template. A block's hash covers its text and the hash of the block before it. So if two blocks have the same hash, the

@@ -51,7 +51,7 @@ class PrefixRouter(RequestRouter):
 
     @classmethod
     def config(cls, margin: int) -> RequestRouterConfig:
-        """The config that makes this a deployment's router; ``margin`` as for ``PrefixTable``."""
+        """The config that makes this class a deployment's router; ``margin`` as for ``PrefixTable``."""
         path = f"{cls.__module__}.{cls.__qualname__}"
         return RequestRouterConfig(request_router_class=path, request_router_kwargs={"margin": margin})
 
