@@ -1,4 +1,4 @@
-"""The web application: its middleware, the routes of all APIs, and serving it on a socket."""
+"""Builds the web application, with its middleware and the routes of all APIs, and serves it on a socket."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def build_app(
     shared = app.state.counts.processes > 1
     metrics = Metrics(engine, served_name, shared, settings.metrics_prefix)
     batches = BatchRunner(store, engine, served_name, settings, metrics)
-    app.state.settings, app.state.metrics = settings, metrics  # the connections need them
+    app.state.settings, app.state.metrics = settings, metrics  # the connections read them here
     app.include_router(cache_routes(engine, served_name, settings, metrics))
     respond = Responder(engines, served_name, settings, metrics)
     for routes in (choice_routes, messages_routes, native_routes):
@@ -149,8 +149,8 @@ def add_middleware(
 
 def ready_app(engines: Sequence[EngineClient], served_name: str, settings: ServerSettings, counts: Counts) -> FastAPI:
     """Builds the application for a process that only serves it, and tunes the process's memory and garbage collection
-    for that. The application serves ``engines[0]``. If there is a second engine, the chat page compares the
-    answers of both."""
+    for that. The application serves ``engines[0]``. If there is a second engine, the chat page compares the answers
+    of both."""
     app = build_app(engines[0], served_name, settings, *engines[1:], counts=counts)
     give_back_large_blocks()
     gc.collect()

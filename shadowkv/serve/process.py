@@ -1,4 +1,4 @@
-"""Setup of every process that serves clients: how signals end it, and how many files it can open."""
+"""Setup of the commands that serve clients: how signals end them, and how many files they can open."""
 
 from __future__ import annotations
 

@@ -73,8 +73,9 @@ def bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
 
 @contextmanager
 def bind_file(file: str | Path) -> Iterator[socket.socket]:
-    """A context with a Unix domain socket at ``file``. The file of a killed server is replaced. A lock on ``FILE.lock``
-    is held for the whole context, even while the server loads or drains and nobody can connect."""
+    """A context with a Unix domain socket at ``file``. The file of a killed server is replaced. For the whole
+    context, a lock on ``FILE.lock`` keeps other servers from using the same file, even while this server loads its
+    model or shuts down and nobody can connect."""
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(open(f"{file}.lock", "w"))

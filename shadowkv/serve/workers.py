@@ -100,7 +100,7 @@ class Workers:
         if count == 1:
             self.counts = Counts(keys)
             return
-        # The engine's folder would not do, because it is removed as soon as the engine ends.
+        # The engine's folder is not used, because it is removed as soon as the engine ends.
         self._shared = self._exit.enter_context(HeldFolder())
         folder = self._shared.path
         Counts.create(counts_file(folder), keys, count)
