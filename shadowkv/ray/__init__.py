@@ -1,1 +1,1 @@
-"""Many engines on one Ray cluster. Within this package ``import ray`` is the library, since imports are absolute."""
+"""Many engines on one Ray cluster. In this package, ``import ray`` imports the library, since imports are absolute."""

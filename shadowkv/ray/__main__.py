@@ -15,7 +15,8 @@ COMMANDS = {
     "serve": "one server whose requests are answered by several replicas of an engine, on Ray Serve",
     "batch": "a file of requests in the OpenAI batch format, answered by several replicas, on Ray Data",
 }
-"""Names of modules, which import Ray only when they run, so that ``--help`` works without Ray."""
+"""Subcommands, which are modules of this package, with their help texts. A module is imported only when its subcommand
+runs, so that ``--help`` works without Ray."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = import_module(f"shadowkv.ray.{command}").main(arguments[1:])
     except ModuleNotFoundError as error:
-        if error.name not in (None, "ray"):  # Ray without Ray Serve raises it without a name
+        if error.name not in (None, "ray"):  # Ray without Ray Serve raises this error without a name
             raise
         print(f"error: shadowkv ray {command} needs Ray: {adding('ray')}", file=sys.stderr)
         return 2

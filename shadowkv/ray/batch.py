@@ -1,8 +1,8 @@
 """Batch files on a Ray cluster: Ray Data assigns the lines to replicas, and reassigns those of a dead replica.
 
-The driver reads and checks the file, and it alone writes the output, each answer as it arrives. Every line gets exactly
-one answer, even if some are answered twice. The replicas get the positions of their lines, so every node must be able
-to read the input by its path.
+This process, Ray's driver, reads and checks the file. It alone writes the output, each answer as it arrives. The output
+has exactly one answer to every line, even if replicas answer a line twice. The replicas get only the positions of their
+lines in the file, so every node must be able to read the input by its path.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from shadowkv.settings import add_flag
 from shadowkv.wording import counted
 
 CONCURRENCY = 2
-"""Requests in flight at a replica, as a multiple of its batch. Those beyond the batch wait in the engine, already
-tokenized."""
+"""A replica has this many requests in flight for each sequence that its engine can run at once. Requests that do not
+run yet wait in the engine, already tokenized."""
 
 MAX_BLOCKS = 10_000
-"""Maximum number of pieces of a file; each is answered, and retried, as a whole. A piece is one line if the file has no
-more lines than this."""
+"""Maximum number of pieces of a file (Ray Data's blocks). A piece is answered, and retried, as a whole. It is one line
+if the file has no more lines than this."""
 
 RETRIES = 3
-"""A piece is retried until this number of replicas have died while they answered it. Then the run ends, because a line
-of the piece may be the cause."""
+"""Maximum number of times that a piece is retried because a replica died while it answered the piece. Then the run
+ends, because a line of the piece may be the cause."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,14 +85,14 @@ class Replica:
         try:
             self._process = EngineProcess(config)  # the engine's process ends with this one
             engine = self._process.clients[0]
-        except (ValueError, MemoryError, OSError) as error:  # not all of these can be pickled for the driver
+        except (ValueError, MemoryError, OSError) as error:  # not all of these can be pickled and sent to the driver
             raise RuntimeError(one_line(error)) from None
         self._answers = LineAnswers(engine, settings.served_name(engine.model_name), settings)
         self._path = path
 
     async def __call__(self, lines: dict[str, Any]) -> dict[str, list[str]]:
-        """Answers the lines at ``offset``, of ``size`` bytes each. Returns their records as JSON. A record has its
-        line's ``id``."""
+        """Answers lines. ``lines`` has three arrays with an entry for each line: ``id``, ``offset`` and ``size`` (in
+        bytes). Returns the records, each as JSON; a record's id is its line's ``id``."""
         places = zip(lines["id"], lines["offset"], lines["size"], strict=True)
         requests = await asyncio.to_thread(lambda: [self._read(str(id), int(at), int(size)) for id, at, size in places])
         try:
@@ -137,8 +137,8 @@ def _cluster() -> Iterator[None]:
 
 
 def share(device: str, replicas: int, ranks: int) -> dict[str, Any]:
-    """The cluster resources of each replica: a GPU per rank, or on CPUs its share of the cores. Raises ValueError if
-    there are too few."""
+    """The cluster resources of each replica: a GPU for each rank or, on CPUs, an equal share of the cores. Raises
+    ValueError if there are too few."""
     import ray
 
     available = ray.cluster_resources()

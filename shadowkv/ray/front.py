@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ACCEPT_SECONDS = 60.0
-"""How long, in seconds, a request waits for a replica that accepts it, since one may just be starting."""
+"""Maximum time, in seconds, that a request waits for a replica to accept it. A replica may just be starting."""
 
 METRICS_SECONDS = 5.0
 RESPONSES_URL = "/v1/responses"
 SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)')
 
 LABEL = "replica"
-"""Label of each sample of the replicas' metrics, with the replica's id."""
+"""Name of the label that each sample of the replicas' metrics gets. Its value is the replica's id."""
 
 
 def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settings: ServerSettings) -> Front:
@@ -56,7 +56,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
     Args:
         handle: the deployment's handle.
         app_name: name of the Ray Serve application.
-        model: the model's name to clients.
+        model: the name that clients use for the model.
     """
     front = Front(handle, settings)
 
@@ -65,7 +65,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
         yield
         front.bodies.close()
 
-    # The replicas also serve the API's documentation.
+    # No documentation here: requests for it are forwarded to the replicas, too.
     app = FastAPI(openapi_url=None, lifespan=lifespan)
     app.state.settings, app.state.metrics = settings, ConnectionMetrics(model, prefix=settings.metrics_prefix)
     add_middleware(app, settings)
@@ -87,7 +87,7 @@ def build_front(handle: DeploymentHandle[Any], app_name: str, model: str, settin
 
 
 def _any_running(app_name: str) -> bool:
-    """Whether Ray Serve considers any replica healthy; it checks them every few seconds."""
+    """Whether Ray Serve considers any replica healthy. Ray Serve checks the replicas every few seconds."""
     application = serve.status().applications.get(app_name)
     deployments = [] if application is None else application.deployments.values()
     states = [deployment.replica_states for deployment in deployments]
@@ -95,7 +95,7 @@ def _any_running(app_name: str) -> bool:
 
 
 class Front:
-    """Forwards requests to the replicas of a deployment, and their answers to clients.
+    """Forwards requests to the replicas of a deployment, and the replicas' answers to clients.
 
     If a replica dies before the client has received any of the answer, the request is sent to another replica, at most
     once. Otherwise the answer ends with an error, as if a server's engine had died.
@@ -136,7 +136,7 @@ class Front:
             await asyncio.to_thread(response.cancel)
 
     async def metrics(self) -> dict[str, bytes]:
-        """Prometheus metrics of the replicas that answer, by replica."""
+        """Returns the metrics page of each replica that answers; the keys are the replicas' ids."""
         try:
             replies = await self._handle.broadcast("metrics").results_async(
                 timeout_s=METRICS_SECONDS, return_exceptions=True
@@ -214,7 +214,7 @@ class _Answer:
         self.has_begun = self.is_whole = False
 
     async def send(self, message: Message) -> None:
-        """Forwards one of the application's messages."""
+        """Forwards one ASGI message of a replica's application to the client, or holds it back."""
         if message["type"] == "http.response.start":
             # The id is removed here, since the front's middleware adds it to any answer.
             headers = [(name, value) for name, value in message["headers"] if name != b"x-request-id"]
@@ -230,8 +230,9 @@ class _Answer:
         await self._send(message)
 
     async def fail(self, error: ApiError, cut: str) -> None:
-        """Ends the answer with an error, which is the last event of a stream. ``cut`` is the log's word for the
-        reason."""
+        """Ends the answer with an error. If the answer has not begun, the error is the whole answer. In a stream, the
+        error is the last event. Otherwise this raises ``error``, which closes the connection. ``cut`` is the log's word
+        for the reason."""
         path = self._scope["path"]
         if not self.has_begun:
             response = error_response(error, path)
@@ -261,7 +262,7 @@ def merged(pages: Mapping[str, bytes], own: bytes, prefix: str) -> bytes:
     """Merges the metrics pages of replicas into one, with the number of replicas.
 
     Args:
-        pages: pages by replica.
+        pages: the replicas' pages; keys are the replicas' ids.
         own: the front's page; its samples get no label, and replace the replicas' samples of the same metrics.
         prefix: prefix of the metric with the number of replicas.
     """

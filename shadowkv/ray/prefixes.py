@@ -1,8 +1,10 @@
-"""Chooses the replica that has received the longest prefix of the prompt. Among equals, it chooses the least loaded
-one. A replica with too many more requests than the least loaded one is not chosen for its prefix.
+"""Chooses a replica for a prompt: the one that has received the longest prefix of the prompt, because that prefix may
+still be in the replica's prefix cache. Of several such replicas, the least loaded one is chosen. If it has too many
+more requests than the least loaded of all replicas, the latter is chosen instead.
 
-Prompts are compared as text, in blocks; tokens would need the model's tokenizer and chat template. A block's hash
-covers its text and the hash of the block before it, so that equal hashes imply equal text up to there.
+Prompts are compared as text, in blocks of characters, because tokens would need the model's tokenizer and chat
+template. A block's hash covers its text and the hash of the block before it. So if two blocks have the same hash, the
+prompts have the same text from the beginning to the end of these blocks.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from collections.abc import Mapping, Sequence
 import xxhash
 
 BLOCK_CHARS = 256
-"""Characters of JSON in a block, about the 64 tokens of a page of the prefix cache."""
+"""Number of characters of JSON in a block. They are about 64 tokens, as many as a page of the prefix cache has."""
 
 MAX_BLOCKS = 4096
-"""Maximum number of blocks of a prompt, a million characters. Prompts that share all of these are the same to the
-router."""
+"""Maximum number of a prompt's blocks that are compared, a million characters. The router ignores the text after
+them."""
 
 REMEMBERED_BLOCKS = 2**17
 """Maximum number of remembered blocks of all prompts together: 32 million characters."""
@@ -46,7 +48,7 @@ def prefix_of(body: bytes | bytearray) -> tuple[int, ...]:
 
 
 class PrefixTable:
-    """Remembers which replicas have received the most recently requested prefixes.
+    """Remembers, for the most recently requested prefixes, which replicas have received them.
 
     Args:
         margin: a replica is chosen for its prefix only if it has at most this many more running requests than the least
@@ -88,7 +90,7 @@ class PrefixTable:
         return min(replicas, key=lambda replica: (loads[replica], self._last.get(replica, 0), replica))
 
     def _remember(self, prefix: Sequence[int], replica: str) -> None:
-        for name in reversed(prefix):  # the first block is evicted last: later ones are found only after it
+        for name in reversed(prefix):  # the first block is evicted last: later ones are found only through it
             self._given.setdefault(name, set()).add(replica)
             self._given.move_to_end(name)
         while len(self._given) > self._most:

@@ -1,5 +1,5 @@
-"""Requests between the front and the replicas, and Ray Serve's router that chooses the replica by prefix, then by load
-(``prefixes.py``)."""
+"""The requests that the front (``front.py``) sends to replicas, and the router that Ray Serve uses for them. The router
+chooses a replica by prefix, then by load (``prefixes.py``)."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def sendable(scope: Scope, request_id: str, owner: str | None, tenant: str) -> d
 
 
 class PrefixRouter(RequestRouter):
-    """Chooses replicas for the front. A replica's load is the number of its requests in flight. The front sends all
-    requests, so this router counts them all."""
+    """Chooses replicas for the front's requests. A replica's load is the number of its requests in flight. The front
+    sends all requests, so this router counts them all."""
 
     @classmethod
     def config(cls, margin: int) -> RequestRouterConfig:
-        """The config that makes this a deployment's router; ``margin`` as for ``PrefixTable``."""
+        """The config that makes this class a deployment's router; ``margin`` as for ``PrefixTable``."""
         path = f"{cls.__module__}.{cls.__qualname__}"
         return RequestRouterConfig(request_router_class=path, request_router_kwargs={"margin": margin})
 

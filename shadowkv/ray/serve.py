@@ -33,7 +33,7 @@ SEEN_TO = ("api_key", "cache_salt_by_key", "max_concurrent_requests_per_key", "a
 """Settings that the front handles, and replicas do not have."""
 
 MARGIN = 4
-"""The router's ``margin`` is the batch size divided by this number."""
+"""The router's ``margin`` is ``max_num_seqs`` divided by this number."""
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """Ray Serve's logging: the front logs the requests."""
@@ -109,8 +109,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def check_room(args: argparse.Namespace, gpus: float) -> None:
-    """Raises ValueError if this machine has less than the replicas need, because Ray would wait forever. A cluster is
-    not checked, since it can get more nodes."""
+    """Raises ValueError if this machine has fewer CPU cores or GPUs than the replicas need: Ray would wait for them
+    forever. If RAY_ADDRESS names a cluster, nothing is checked, since a cluster can get more nodes."""
     import ray
 
     if os.environ.get("RAY_ADDRESS", "local") != "local":
@@ -147,8 +147,8 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
         Replica,
         name="Replica",
         **({"autoscaling_config": scaling} if max_replicas > args.replicas else {"num_replicas": args.replicas}),
-        # The engine's own queue refuses the excess, as in a plain server; the front accepts no more connections than
-        # this.
+        # This limit is never exceeded, since the front accepts no more connections. As in a plain server, the engine's
+        # own queue refuses requests if there are too many.
         max_ongoing_requests=settings.max_connections,
         ray_actor_options={"num_cpus": args.cpus_per_replica, "num_gpus": gpus},
         logging_config=LOGGING,

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess
 
 CONCURRENCY = 2
-"""Batch requests in flight, as a multiple of the sequences that the engine can run. The surplus waits in the engine,
-already tokenized."""
+"""A batch run has this many requests in flight for each sequence that the engine can run at once. Requests that do not
+run yet wait in the engine, already tokenized."""
 
 
 def main(
@@ -79,7 +79,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
                 listener = stack.enter_context(bound_socket(settings))
             process = start(config, settings.compare)
             stack.callback(process.stop, STOP_SECONDS)  # has no effect if ``serve`` has already stopped the process
-            # With several processes, ``Workers`` must set up shared metrics before this import.
+            # With several processes, the import waits until ``Workers`` has set up the metrics that they share.
             if args.input is None and args.api_server_count == 1:
                 import_module("shadowkv.serve.app")  # the import takes a second; the engine loads meanwhile
             engine = process.clients[0]

@@ -1,4 +1,4 @@
-"""The web application: its middleware, the routes of all APIs, and serving it on a socket."""
+"""Builds the web application, with its middleware and the routes of all APIs, and serves it on a socket."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from shadowkv.engine.process.launch import EngineProcess
 
 LOCALHOST = "localhost"
-"""A value of ``allowed_origins`` that allows pages of this machine, as in llama.cpp."""
+"""A value of ``allowed_origins`` that allows web pages of this machine on any port, as in llama.cpp."""
 
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 
@@ -103,7 +103,7 @@ def build_app(
     shared = app.state.counts.processes > 1
     metrics = Metrics(engine, served_name, shared, settings.metrics_prefix)
     batches = BatchRunner(store, engine, served_name, settings, metrics)
-    app.state.settings, app.state.metrics = settings, metrics  # the connections need them
+    app.state.settings, app.state.metrics = settings, metrics  # the connections read them here
     app.include_router(cache_routes(engine, served_name, settings, metrics))
     respond = Responder(engines, served_name, settings, metrics)
     for routes in (choice_routes, messages_routes, native_routes):
@@ -149,18 +149,19 @@ def add_middleware(
 
 def ready_app(engines: Sequence[EngineClient], served_name: str, settings: ServerSettings, counts: Counts) -> FastAPI:
     """Builds the application for a process that only serves it, and tunes the process's memory and garbage collection
-    for that. The application serves ``engines[0]``. If there is a second engine, the page compares the answers of
-    both."""
+    for that. The application serves ``engines[0]``. If there is a second engine, the chat page compares the answers
+    of both."""
     app = build_app(engines[0], served_name, settings, *engines[1:], counts=counts)
     give_back_large_blocks()
     gc.collect()
-    gc.freeze()  # otherwise, a garbage collection of the libraries' objects stops every stream for 0.15 s
+    gc.freeze()  # without this, a full collection visits the libraries' objects and stops every stream for 0.15 s
     return app
 
 
 def serve(process: EngineProcess, served_name: str, listener: socket.socket, workers: Workers) -> bool:
-    """Serves the engines of a process on a bound socket, together with ``workers``. Returns whether the engine process
-    has ended by itself. After a signal, shuts everything down and raises the signal's exception."""
+    """Serves the engines of ``process`` on a bound socket, which the processes of ``workers`` serve, too. Returns
+    whether the engine process has ended by itself. After a signal, shuts everything down and raises the signal's
+    exception."""
 
     async def stop() -> None:
         await asyncio.to_thread(workers.join)

@@ -1,4 +1,4 @@
-"""Setup of every process that serves clients: how signals end it, and how many files it can open."""
+"""Setup of the commands that serve clients: how signals end them, and how many files they can open."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shadowkv.wording import SettingsError
 logger = logging.getLogger("shadowkv.serve.open_files")  # the name that the log shows
 
 ENGINE_DIED = 70
-"""Exit status if the engine has ended by itself; a supervisor should start the command again."""
+"""Exit status if the engine's process has ended by itself. A supervisor should then start the command again."""
 
 AGAIN_SECONDS = 0.5
-"""Seconds after a signal until ``_Stop`` checks whether its exception was dropped."""
+"""Seconds after a signal until ``_Stop`` checks whether the signal's exception was dropped."""
 
 FILES_BESIDE = 512
-"""Open files reserved for everything but connections: the model's files, and accepted connections that are about to
-close."""
+"""Number of open files that are reserved in addition to the allowed connections. They are for the model's files, and
+for surplus connections, which are accepted before they are closed."""
 
 
 def run_until_stopped(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
@@ -42,8 +42,8 @@ def run_until_stopped(run: Callable[[argparse.Namespace], int], args: argparse.N
 
 def exit_on_signals() -> None:
     """Makes SIGINT, SIGTERM and SIGHUP raise an exception that ends the process, until a server installs its own
-    handlers. A signal that is already ignored stays ignored: the command was started in the background, or with nohup
-    to outlive its terminal."""
+    handlers. A signal that is already ignored stays ignored. It is ignored if a script has started the command in the
+    background, or if nohup lets the command outlive its terminal."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop.handle)
@@ -53,12 +53,13 @@ def exit_on_signals() -> None:
 def stops_repeated() -> Iterator[None]:
     """A context in which no signal that ends the process is lost.
 
-    Python drops a signal's exception if it is raised in a finalizer, a callback or C code, as in imports. The signal is
-    therefore raised again after half a second, unless its exception is still propagating. The handler that is installed
-    by then receives it. If an import has turned the exception into another error, this context raises the original
-    exception.
+    Python drops a signal's exception if it is raised in a finalizer, in a callback or in some C code. This can happen
+    during an import, for example. So this context sends the signal again after half a second, unless the first
+    exception is still propagating. The repeated signal goes to the handler that is installed by then. If an import has
+    turned the exception into another error, this context raises the original exception.
 
-    This must be the innermost context: outer contexts then release their resources without an interruption by a signal.
+    This must be the innermost context. Then no repeated signal can interrupt the outer contexts while they release
+    their resources.
     """
     _stop.repeats = True
     try:
@@ -73,8 +74,8 @@ def stops_repeated() -> Iterator[None]:
 
 class _Interrupted(KeyboardInterrupt):
     """The exception that SIGINT raises. It is a subclass, since Python's own exceptions cannot have weak references.
-    Also, a plain KeyboardInterrupt that has left an ``exec`` makes the interpreter end by SIGINT, whatever exit status
-    the command has."""
+    Also, if a plain KeyboardInterrupt has passed through a call of ``exec()``, the interpreter ends by SIGINT, whatever
+    exit status the command returns."""
 
 
 class _Terminated(SystemExit):

@@ -1,4 +1,4 @@
-"""What the serving commands start with: their flags, a bound socket, and engines."""
+"""What the serving commands need at their start: flags, a bound socket, and engines."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def parse_arguments(parser: Parser, arguments: Sequence[str] | None) -> argparse
 
 
 def with_surroundings(settings: ServerSettings) -> ServerSettings:
-    """Completes the settings from this machine: the host names that requests may use, and the number of connections
-    that the limit of open files allows. Raises ValueError if files or libraries that a flag needs are missing, or if
-    ``limit_concurrency`` exceeds the allowed number of connections."""
+    """Completes the settings with what depends on this machine: the host names that requests may use, and the number of
+    connections that the limit of open files allows. Raises ValueError if files or libraries that a flag needs are
+    missing, or if ``limit_concurrency`` exceeds the allowed number of connections."""
     settings.check_files_and_libraries()
     connections = allow_open_files(settings.max_connections, or_fewer=settings.limit_concurrency is None)
     return replace(settings.listening(), limit_concurrency=connections)
@@ -73,8 +73,9 @@ def bound_socket(settings: ServerSettings) -> Iterator[socket.socket]:
 
 @contextmanager
 def bind_file(file: str | Path) -> Iterator[socket.socket]:
-    """A context with a Unix domain socket at ``file``. The file of a killed server is replaced. A lock on ``FILE.lock``
-    is held for the whole context, even while the server loads or drains and nobody can connect."""
+    """A context with a Unix domain socket at ``file``. The file of a killed server is replaced. For the whole
+    context, a lock on ``FILE.lock`` keeps other servers from using the same file, even while this server loads its
+    model or shuts down and nobody can connect."""
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(open(f"{file}.lock", "w"))
@@ -93,7 +94,7 @@ def bind_file(file: str | Path) -> Iterator[socket.socket]:
 
 def _is_answered(file: str | Path) -> bool:
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(1)  # a server with a full queue does not answer
+        client.settimeout(1)  # a server whose queue of connections is full does not answer in time
         try:
             client.connect(str(file))
         except ConnectionRefusedError:
@@ -118,8 +119,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def start_engine(config: EngineConfig, compare: str | None, **module: str) -> EngineProcess:
-    """Starts the process of an engine and, with ``compare``, of a second engine with that policy. Both share the
-    weights. The second one has room for two sequences: a running one and a cached one. ``module`` as for
+    """Starts the process of an engine. With ``compare``, the process also has a second engine, with that policy and the
+    same weights. The second engine has room for two sequences: a running one and a cached one. ``module`` as for
     ``EngineProcess``."""
     print(f"loading {config.model}", file=sys.stderr, flush=True)
     # Imported here: --help does not need PyTorch, whose import takes seconds.

@@ -1,7 +1,8 @@
 """An additional HTTP process of a server. The first process starts it. It serves clients on the same socket until the
 first process stops it or has ended.
 
-``python -m shadowkv.serve.worker FD LISTENER``, where FD is the socket to the first process (``workers.py``).
+``python -m shadowkv.serve.worker FD LISTENER``, where both are file descriptors: FD of the socket to the first process
+(``workers.py``), and LISTENER of the socket that clients connect to.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main(descriptor: int, listening: int) -> int:
     except (OSError, EOFError):
         return 1
     tokenizer = tokenizer_from_config(launch.facts[0].config)
-    tokenizer.chat_encoder.prepare()  # as in the first process (launch.py)
+    tokenizer.chat_encoder.prepare()  # as in the first process (engine/process/launch.py)
     clients = [EngineClient(facts, tokenizer, launch.sockets) for facts in launch.facts]
     counts = Counts(len(launch.settings.api_key), counts_file(launch.shared), launch.row)
     app = ready_app(clients, launch.served_name, launch.settings, counts)

@@ -1,4 +1,4 @@
-"""The HTTP processes of ``--api-server-count`` besides the first: starts them, and notices when one ends."""
+"""The HTTP processes of ``--api-server-count`` besides the first one: starts them, and notices when one ends."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class _Worker:
 
 
 class Workers:
-    """The additional HTTP processes, which serve clients on the same socket as this one. Leaving the context ends them.
+    """A context with additional HTTP processes, which serve clients on the same socket as this process. At the end of
+    the context, they are killed.
 
     The additional processes also end if this process is killed. A process that ends by itself is not restarted: its
     requests are aborted, and the other processes continue.
@@ -99,7 +100,7 @@ class Workers:
         if count == 1:
             self.counts = Counts(keys)
             return
-        # This folder is separate from the engine's, which is removed with the engine.
+        # The engine's folder is not used, because it is removed as soon as the engine ends.
         self._shared = self._exit.enter_context(HeldFolder())
         folder = self._shared.path
         Counts.create(counts_file(folder), keys, count)

@@ -1,5 +1,5 @@
-"""The files of a batch run. They are checked and locked before the model is loaded, which takes minutes, and they are
-never left half written."""
+"""The files of a batch run. They are checked and locked before the model is loaded, because loading can take minutes.
+They are never left half written."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class BatchFiles:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A context in which the files are usable and no other run writes them. The system releases the lock of a
-        crashed run.
+        """A context in which the files are usable and no other run writes them. The operating system releases the
+        lock of a crashed run.
 
         Raises ValueError, before anything is changed, if the files cannot be used or another run holds the lock.
         """
@@ -99,8 +99,8 @@ class BatchFiles:
             self._check_answers()
             yield
         finally:
-            # The file is removed while it is locked: after the release, it could be another run's lock. No run waits
-            # for the lock.
+            # The file is removed while it is locked: after the release, it could be another run's lock. No run can get
+            # the lock on the removed file, because none waits for a lock.
             with suppress(OSError):  # Windows removes the file when the lock is released
                 self.lock.unlink()
             lock.release()
@@ -138,9 +138,9 @@ class BatchFiles:
         """Makes the partial file. With ``resume``, it begins with the answers of earlier runs. Returns the custom_ids
         of these answers.
 
-        ``requests`` maps each request's custom_id to the id of its record. An answer is dropped if its custom_id has a
-        different request by now. Failures are dropped, too, since their causes may have been fixed. Raises ValueError,
-        without any change, if a line of an earlier run is not a record.
+        ``requests`` maps each request's custom_id to the id of its record. An answer is dropped if the request
+        with its custom_id has changed since. Failures are dropped, too, because their causes may have been fixed.
+        Raises ValueError, without any change, if a line of an earlier run is not a record.
         """
         answered: set[str] = set()
         if not self.resume:
@@ -187,16 +187,17 @@ def _rename(source: Path, target: Path) -> None:
 
 def _answers(record: dict[str, Any], request: str | None) -> bool:
     """Whether a record is a successful answer to the request that now has its custom_id. ``request`` is the record id
-    of that request, or None if no request has the custom_id. An answer without a request is kept, and so is an answer
-    of an earlier version, whose id is random."""
+    of that request, or None if no request has the custom_id. An answer whose request is gone counts, too. So does an
+    answer of an earlier version of this program, because its random id does not show whether the request has changed.
+    """
     name, response, request_then = record["custom_id"], record.get("response"), str(record.get("id"))
     changed = request is not None and request_then.startswith(DIGEST) and request_then != request
     return name is not None and response is not None and response.get("status_code") == 200 and not changed
 
 
 def _records(path: Path, half_a_line: bool) -> Iterator[dict[str, Any]]:
-    """The records of a file; none if the file is missing. With ``half_a_line``, the last line may be cut off by a
-    crash."""
+    """The records of a file; none if the file is missing. With ``half_a_line``, leaves out a last line that a crash
+    has cut off."""
     if not path.exists():
         return
     with path.open("rb") as file:

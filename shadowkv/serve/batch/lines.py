@@ -30,7 +30,7 @@ class LineRequest:
     """A line to answer.
 
     Attributes:
-        id: id of the record of its answer.
+        id: id of the record with its answer.
         offset, size: position and length of the line in the file, in bytes.
     """
 
@@ -49,8 +49,8 @@ def digest(request: Any) -> str:
 
 
 class BatchLines:
-    """The lines of one run, which are read in order. The constructor creates the partial file. It raises what
-    ``BatchFiles.begin`` raises.
+    """The lines of one run, which are read in order. The constructor creates the file ``BatchFiles.partial``. It raises
+    what ``BatchFiles.begin`` raises.
 
     Args:
         files: the run's files.

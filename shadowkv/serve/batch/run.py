@@ -1,9 +1,10 @@
 """Answers a file of requests in OpenAI's batch format.
 
-A line ``{"custom_id", "method": "POST", "url", "body"}`` becomes a line ``{"id", "custom_id", "response", "error"}``;
-the order can change. Records are written as they complete, to a ``.partial`` file that is renamed at the end. An
-interrupted run can be resumed: ``custom_id`` shows which requests have been answered. ``id``, a digest of the request,
-shows whether a request has changed since. Failed and changed requests are answered again.
+For each line ``{"custom_id", "method": "POST", "url", "body"}``, the output has a record, which is a line ``{"id",
+"custom_id", "response", "error"}``. The order of the records can differ from that of the requests. Each record is
+written as soon as its answer is complete, to a ``.partial`` file that is renamed at the end. An interrupted run can be
+resumed: ``custom_id`` shows which requests have been answered. ``id``, a digest of the request, shows whether a request
+has changed since. Failed and changed requests are answered again.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class BatchRun:
         skipped: number of lines that earlier runs have answered.
         failed: number of this run's records that are errors.
         tokens: number of generated tokens.
-        reasons: for each reason, the number of failures, and a text with the custom_id of the first failure.
-        start: when the run began, in seconds of ``monotonic``.
+        reasons: for each reason of a failure, the number of failures, and a text with the custom_id of the first one.
+        start: when the run began, in seconds of ``time.monotonic``.
     """
 
     files: BatchFiles
@@ -106,7 +107,7 @@ class BatchRun:
                         self.write(request_or_record)
                     else:
                         self.skipped += 1
-                        self._bar.total = self.total - self.skipped  # the bar estimates the time left
+                        self._bar.total = self.total - self.skipped  # for the bar's estimate of the time left
                 offset += len(line)
 
     def write(self, record: dict[str, Any]) -> None:

@@ -41,10 +41,11 @@ BATCH_SECONDS = 24 * 3600
 """Time limit of a batch, as in both APIs; requests without an answer then expire."""
 
 LINE_BYTES = 2**22
-"""Maximum length of a batch's line. Parsing a line of this length takes 0.1 s, in which the server sends no token."""
+"""Maximum length of a batch's line. Parsing a line of this length takes 0.1 s, during which the server sends no
+tokens."""
 
 REQUESTS, ANSWERS, RESULTS = "requests.jsonl", "answers.jsonl", "results.jsonl"
-"""Files in a batch's folder; only Anthropic's batches have the first and the last."""
+"""Files in a batch's folder; only Anthropic's batches have ``REQUESTS`` and ``RESULTS``."""
 
 
 def new_batch(**fields: Any) -> dict[str, Any]:
@@ -77,7 +78,8 @@ class BatchRunner:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """A context in which batches are answered. Batches that are unfinished when the context ends stay open."""
+        """A context in which batches are answered. Batches that are unfinished at its end stay open, so that the next
+        server can continue them."""
         task = asyncio.create_task(self._run()) if self._store.is_on else None
         try:
             yield
@@ -186,7 +188,8 @@ class BatchRunner:
             return True
 
         # The size also reserves room for the output files. A batch of messages becomes one file of results, which is
-        # shorter than the requests and their records together. Other batches become at most two files.
+        # shorter than the requests and their records together. The records of other batches are split into at most two
+        # files, each of which counts for at least ``MIN_BYTES``.
         beside = source.stat().st_size if record.kind == "message_batch" else 2 * MIN_BYTES
         value: dict[str, Any] = (await self._change(record, count, beside + run.written)).value
         return value

@@ -30,11 +30,11 @@ from shadowkv.serve.bodies.parameters import IGNORED, NEUTRAL, UNSUPPORTED, comp
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 Dropped = Annotated[None, PlainValidator(lambda value: None, json_schema_input_type=Any)]
-"""Fields of earlier answers that clients send back; they have no effect."""
+"""Type of fields that clients copy from earlier answers into a request. Such fields have no effect."""
 
 PIECE = 2**20
-"""Portion size in bytes for splitting a body at its quotes. Splitting portion by portion limits the number of strings
-that exist at once."""
+"""Number of bytes of a body that ``_outside_strings`` splits at their quotes at a time. This limits the number of
+strings that exist at once."""
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -68,7 +68,7 @@ class Body(BaseModel):
             text = "{param} is not supported" + ("; leave it out or pass {neutral}" if name in NEUTRAL else "")
             neutral = " or ".join(repr(value) for value in NEUTRAL.get(name, ()))
             raise PydanticCustomError("unsupported", text, {"param": name, "neutral": neutral})
-        self.__pydantic_extra__ = {}  # extra values are not used, and can have any size and depth
+        self.__pydantic_extra__ = {}  # frees the extra values, which are not used and can have any size and depth
         return self
 
     def finish(self) -> None:
@@ -81,7 +81,7 @@ def refusal(param: str, message: str) -> PydanticCustomError:
 
 
 def at_most(limit: int, things: str, count: int) -> None:
-    """Raises if ``count`` exceeds ``limit``; ``things`` names what is counted."""
+    """Raises the error of ``wrong`` if ``count`` exceeds ``limit``. ``things`` names what is counted."""
     if count > limit:
         raise wrong(f"{count} {things} are too many; at most {limit} are allowed")
 
@@ -92,7 +92,8 @@ def wrong(message: str) -> PydanticCustomError:
 
 
 def bounded(chars: int, value: Any) -> Any:
-    """Returns a JSON value unchanged; raises if it has more than ``chars`` characters or is nested too deeply."""
+    """Returns a JSON value unchanged. Raises the error of ``wrong`` if the value has too many parts, more than
+    ``chars`` characters, or too many levels."""
     level, depth, values = [value], 0, 0
     while level:
         depth += 1
@@ -114,8 +115,8 @@ B = TypeVar("B", bound=Body)
 
 @dataclass(frozen=True)
 class Attachments:
-    """Permission to read a request's documents, which can take a minute. ``folder`` has the files that the request
-    names by id."""
+    """Permission to read a request's documents. Reading them can take a minute. ``folder`` has the files that the
+    request names by id."""
 
     folder: Path | None = None
 
@@ -150,7 +151,7 @@ def read_body(raw: bytes | bytearray, model: type[B], documents: Attachments | N
 
 
 def _check_counts(raw: bytes | bytearray) -> None:
-    """Refuses a body with more arrays, objects and items than any valid one has, before they are created."""
+    """Refuses a body with more arrays, objects or items than any valid body has, before the parser creates them."""
     if _containers(raw) > MAX_CONTAINERS or raw.count(b",") > MAX_ITEMS:
         raw = _outside_strings(raw)  # a long text can have that many brackets and commas
     for count, limit, things in (
@@ -167,7 +168,7 @@ def _containers(raw: bytes | bytearray) -> int:
 
 
 def _outside_strings(raw: bytes | bytearray) -> bytes:
-    """The JSON text without the content of its strings."""
+    """Returns a JSON text without the content of its strings."""
     raw, kept, within = raw.replace(rb"\\", b"").replace(rb"\"", b""), [], 0
     for start in range(0, len(raw), PIECE):
         parts = raw[start : start + PIECE].split(b'"')

@@ -1,4 +1,5 @@
-"""Limits of the API's parameters, each with its reason.
+"""Limits of the API's parameters, each with its reason. Unless a docstring says otherwise, the limit is the maximum
+number of what the docstring names.
 
 ``--max-body-mib`` limits a whole body, and the model's context limits a prompt. The limits below are far above what
 clients send. Without them, a body of a few MiB could keep the server busy for minutes. The OpenAPI schema
@@ -20,23 +21,26 @@ MAX_TOKEN_ID = 2**31 - 1
 """Maximum token id: ids are stored, and sent between processes, in 32 bits."""
 
 MAX_TEXT_CHARS = 2**23
-"""Characters of all prompts or messages of a request: two million tokens of English. Long bodies are read in another
-process. Receiving a text from that process holds the interpreter's lock for about 3 ns per character."""
+"""Characters of all prompts or messages of a request: two million tokens of English. The limit also bounds a
+pause: long bodies are read in another process, and receiving a text from that process holds the interpreter's lock for
+about 3 ns per character."""
 
 MAX_KEYS = 2**16
 """Keys of one JSON object."""
 
 MAX_MESSAGES = 8_192
-"""Messages of a conversation (OpenAI: 2,048), and content parts and tool calls of all messages together."""
+"""Messages of a conversation (OpenAI: 2,048). It is also the limit of the content parts of all messages together, and
+of all their tool calls."""
 
 MAX_NAME_CHARS = 256
 """Characters of ``model``, of a message's ``name``, and of the names and ids of tools."""
 
 MAX_TOOLS, MAX_TOOLS_CHARS = 1_024, 2**20
-"""Tools of one request (OpenAI: 128), and their length as JSON: all of them are in the prompt."""
+"""Tools of one request (OpenAI: 128), and characters of their JSON: all tools become part of the prompt."""
 
 MAX_TEMPLATE_CHARS = 2**16
-"""Characters of ``chat_template``, and of ``chat_template_kwargs`` as JSON, which are a few switches."""
+"""Characters of ``chat_template``, and of ``chat_template_kwargs`` as JSON. The latter usually has only a few
+switches."""
 
 MAX_NESTING = 100
 """Nesting levels of tools, of a call's arguments and of ``chat_template_kwargs``: templates traverse them

@@ -1,5 +1,5 @@
-"""Parameters that are not fields of a body: ignored, refused, or unknown and logged once. Also what ``/openapi.json``
-adds for all parameters: ranges, nulls and neutral values."""
+"""Parameters that are not fields of a body. They are ignored, or refused, or (if unknown) dropped and logged once. This
+module also completes the parameters in ``/openapi.json``: with ranges, null, and values that have no effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNSUPPORTED = frozenset(
     ("audio", "conversation", "input", "instructions", "logprobs", "max_completion_tokens")
     + ("max_output_tokens", "max_tokens", "messages", "moderation", "previous_response_id", "prompt")
     + ("reasoning", "refusal", "response_format", "stop", "text", "top_logprobs", "web_search_options")
-    # From Anthropic's.
+    # From Anthropic's API.
     + ("container", "mcp_servers", "output_config", "output_format", "stop_sequences", "system", "thinking")
     # From vLLM, llama.cpp and others, and from other routes of this server.
     + ("add_special_tokens", "parse_special")
@@ -73,7 +73,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "tool_calls": ([],),
     "annotations": ([],),
-    # Samplers of llama.cpp and details of its answers, which its clients send even if they are off.
+    # Samplers of llama.cpp and details of its answers. Its clients send these parameters even if they are off.
     "dry_multiplier": (0, 0.0),
     "dynatemp_range": (0, 0.0),
     "mirostat": (0,),
@@ -83,7 +83,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (-1, -1.0),
     "typical_p": (1, 1.0),
     "xtc_probability": (0, 0.0),
-    # SGLang's.
+    # From SGLang.
     "no_stop_trim": (False,),
     "return_hidden_states": (False,),
     "separate_reasoning": (True,),
@@ -106,8 +106,8 @@ RANGES: dict[str, dict[str, float]] = {
     "top_logprobs": {"minimum": -1},
     "prompt_logprobs": {"minimum": -1},
 }
-"""Ranges that ``SamplingParams`` checks; its error names all wrong values at once. The engine limits the number of
-log-probabilities (``--max-logprobs``)."""
+"""Ranges that ``/openapi.json`` shows. ``SamplingParams`` checks them, so that one error names all wrong values. The
+engine limits the number of log-probabilities (``--max-logprobs``)."""
 
 logger = logging.getLogger("shadowkv.serve.unknown")  # the name that the log shows
 
@@ -133,8 +133,8 @@ def complete(schema: dict[str, Any]) -> None:
 
 
 class Unknown:
-    """Names of unknown parameters, such as hints for other servers. Each parameter is dropped and logged once, up to
-    ``MAX_UNKNOWN`` names in all.
+    """Names of unknown parameters, such as hints for other servers. Unknown parameters are dropped. Each name is logged
+    once, up to ``MAX_UNKNOWN`` names in all.
 
     Attributes:
         collects: whether names are kept for ``take`` and not logged, as in a process without a log.

@@ -44,11 +44,12 @@ A body of token ids takes about 12 bytes per byte."""
 
 
 class BodyReader:
-    """Reads bodies for one server. Its processes end with ``close``, with the server, or after ``IDLE_SECONDS``.
+    """Reads bodies for one server. Its processes end with ``close``, with the server, or after ``IDLE_SECONDS`` without
+    work.
 
     Args:
         max_body_bytes: maximum length of a body.
-        seconds: time limit for reading a body; None is the limit of JSON bodies, which depends on their length.
+        seconds: time limit for reading a body. None: the limit depends on the body's length (``SECONDS_PER_MIB``).
 
     Attributes:
         idle: processes without work.
@@ -98,7 +99,7 @@ class BodyReader:
         return result
 
     def close(self) -> None:
-        """Ends the processes; bodies that are being read or waiting are refused."""
+        """Ends the processes. Refuses bodies that are being read or that wait for their turn."""
         self._closed = True
         self._turns.drop(server_stopping())
         for process in (*self.idle, *self.working):

@@ -31,14 +31,15 @@ from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.wording import counted
 
 MIN_BODY_RATE = 500
-"""Minimum rate of a body, in bytes per second averaged over ``client_body_timeout``. It is Apache's default MinRate."""
+"""Minimum rate at which a body must arrive, in bytes per second, averaged over ``client_body_timeout`` seconds. It is
+the default of Apache's ``MinRate``."""
 
 UNSENT_BYTES = 2**14
 """Maximum number of unsent bytes of an answer that the operating system buffers. With a larger buffer it takes longer
 to notice that a client does not read."""
 
 HEADER_PIECE = 4096
-"""Bytes after which a header's length is checked."""
+"""A header is parsed in pieces of this many bytes; its length is checked after each piece."""
 
 ACCEPTED_AT_ONCE = 64
 """Maximum number of connections accepted before any of them is handled."""
@@ -54,15 +55,15 @@ Owed = Literal["request", "header", "body"]
 class ConnectionConfig(uvicorn.Config):
     """uvicorn's configuration for an application from ``build_app``, whose settings limit the connections.
 
-    It always uses the h11 parser, whichever others are installed. It has no WebSockets, which the limits would not
-    cover.
+    It always uses the h11 parser, whichever others are installed. It disables WebSockets, because the limits would not
+    cover them.
     """
 
     def __init__(self, app: FastAPI, **options: Any) -> None:
         self.settings: ServerSettings = app.state.settings
         self.metrics, self.counts = app.state.metrics, app.state.counts
         self.owing: OrderedDict[Connection, None] = OrderedDict()
-        """Connections that wait for their client to send something, the longest-waiting first."""
+        """Connections on which the server waits for the client to send something, longest wait first."""
         super().__init__(
             app,
             http=Connection,
@@ -79,8 +80,8 @@ class ConnectionConfig(uvicorn.Config):
 
 
 class Connection(H11Protocol):
-    """One connection. Its client either has to send the rest of a request, or reads an answer. Both have a time
-    limit."""
+    """One connection. The server limits both the time in which the client must send a request, and the time in which it
+    must read the answer."""
 
     config: ConnectionConfig
 
@@ -104,9 +105,10 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._socket = transport.get_extra_info("socket")
-        # Writing counts as paused as soon as anything is buffered here. The timer then covers all answers, also small
-        # ones and those on a closing connection. TLS pauses when the buffer reaches the limit, not when it exceeds the
-        # limit: with 0 it would never resume.
+        # asyncio calls ``pause_writing`` when the transport's buffer exceeds this limit; the method starts the timer
+        # for unread answers. With the limit 0, every answer that does not go out at once has a timer: also a small one,
+        # and one on a closing connection. With TLS, asyncio pauses when the buffer reaches the limit. With the limit 0
+        # it would then never resume.
         transport.set_write_buffer_limits(high=1 if self.scheme == "https" else 0)
         if hasattr(socket, "TCP_NOTSENT_LOWAT") and self._socket.family in (socket.AF_INET, socket.AF_INET6):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -120,13 +122,13 @@ class Connection(H11Protocol):
         self._idle = False
         self._received += len(data)
         while data and not self.transport.is_closing():
-            # h11 checks a header's length only while it is incomplete.
+            # h11 checks a header's length only while the header is incomplete. So it gets headers in pieces.
             size = HEADER_PIECE if self._owes() == "header" else len(data)
             super().data_received(data[:size])
             data = data[size:]
         if self._is_between_requests() and not self.transport.is_closing():
             # The rest of a body has arrived after its answer was sent. uvicorn's keep-alive timer stopped at the body's
-            # first byte.
+            # first byte, so it is started again.
             self._idle = True
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -171,8 +173,8 @@ class Connection(H11Protocol):
         return "body" if self.cycle.more_body else None
 
     def _watch_reading(self) -> None:
-        """If ``_owes`` has changed, stops the old timer and starts a new one. While the server waits for a further
-        request, uvicorn's keep-alive timer runs instead."""
+        """If the result of ``_owes`` has changed, stops the old timer and starts a new one. While the server waits for
+        a further request, uvicorn's keep-alive timer runs instead."""
         owed = self._owes(), self.cycle
         if owed == self._owed:
             return
@@ -195,7 +197,7 @@ class Connection(H11Protocol):
         seconds, before = self.config.settings.client_body_timeout, self._received
 
         def check() -> None:
-            # The client is not at fault for bytes that wait because the server does not read them.
+            # While the server has paused reading, the client is not at fault for a low rate.
             if self.flow.read_paused or self._received - before >= seconds * MIN_BODY_RATE:
                 self._watch_body()
             else:
@@ -206,7 +208,7 @@ class Connection(H11Protocol):
         self._read_clock = self.loop.call_later(seconds, check)
 
     def cut_short(self) -> None:
-        """Closes the connection if its client is still sending a request, because the server is stopping."""
+        """Called when the server stops: closes the connection if its client is still sending a request."""
         if self._owes() in ("header", "body"):
             self._cut("server_stopping", 503, "the server is stopping")
 
@@ -220,7 +222,7 @@ class Connection(H11Protocol):
                 self._watch_writing()
             else:
                 self.config.metrics.cut("send_timeout")
-                # A reset also makes the system drop the unsent answer.
+                # Unlike an ordinary close, a reset makes the system drop the unsent answer.
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.transport.abort()  # also tells the application that the client is gone
 
@@ -237,8 +239,8 @@ class Connection(H11Protocol):
         return self.config.counts.connections > self.config.settings.max_connections
 
     def _make_room(self) -> None:
-        """Closes the connection of this process that has waited longest for its client to send something. If all other
-        connections are being answered, marks the new one as surplus instead."""
+        """Makes room for this new connection. Of this process's connections on which the server waits for the client,
+        closes the one with the longest wait. If there is no other such connection, marks this one as surplus."""
         oldest = next(iter(self.config.owing))
         if oldest is self:
             self._surplus = True
@@ -255,7 +257,7 @@ class Connection(H11Protocol):
         """Passes a request to the application if its framing is valid and there is room for its connection."""
         _to_origin_form(scope)
         names = {name for name, _ in scope["headers"]}
-        if {b"content-length", b"transfer-encoding"} <= names:  # request smuggling
+        if {b"content-length", b"transfer-encoding"} <= names:  # together they are used for request smuggling
             text = "a request cannot have both Content-Length and Transfer-Encoding (RFC 9112, 6.3); leave one out"
             response = error_response(ApiError(text), scope["path"])
             response.headers["Connection"] = "close"
@@ -273,8 +275,8 @@ class Connection(H11Protocol):
         await response(scope, receive, send)
 
     def _cut(self, reason: str, status: int, message: str) -> None:
-        """Closes this connection, which waits for its client. A request that has begun and has no answer yet gets an
-        error."""
+        """Closes this connection, on which the server waits for the client. If a request has begun and has no answer
+        yet, it is answered with an error."""
         self.config.metrics.cut(reason)
         self.config.owing.pop(self, None)
         _stop(self._read_clock)

@@ -9,10 +9,10 @@ from pathlib import Path
 class Counts:
     """Open connections, and running requests of each API key.
 
-    All processes share one table in memory, int64 [processes, 1 + keys], whose first column counts connections. Each
-    process writes its own row and reads all rows. There is no lock, because a killed or stopped process could keep it.
-    A request is counted before the limit is checked: two concurrent requests for the last place may both be refused,
-    but are never both admitted.
+    All processes share one table in memory, int64 [processes, 1 + keys]. Its first column counts connections; the
+    others count the requests of one key each. Each process writes its own row and reads all rows. There is no lock,
+    because a killed or stopped process could keep it. A request is counted before the limit is checked: if two
+    concurrent requests reach the limit, both may be refused, but they never exceed the limit.
 
     Args:
         keys: number of API keys.
@@ -40,7 +40,7 @@ class Counts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that started the others, which also does the work that must be done only once."""
+        """Whether this is the first process. It started the others, and does the work that must be done only once."""
         return self._row == 0
 
     @property
@@ -53,8 +53,8 @@ class Counts:
         self._table[self._row * self._width] = of_this_process
 
     def begin(self, key: int, limit: int) -> bool:
-        """Counts a request of a key, unless the key already has ``limit`` requests; 0 sets no limit. Returns whether
-        the request was counted."""
+        """Counts a request of the API key with the index ``key``, unless that key already has ``limit`` requests; 0
+        sets no limit. Returns whether the request was counted."""
         self._table[self._row * self._width + 1 + key] += 1
         if limit and self._total(1 + key) > limit:
             self.end(key)
@@ -62,7 +62,7 @@ class Counts:
         return True
 
     def end(self, key: int) -> None:
-        """Uncounts a request of a key."""
+        """Subtracts a request of a key when the request has ended."""
         self._table[self._row * self._width + 1 + key] -= 1
 
     def clear(self, row: int) -> None:

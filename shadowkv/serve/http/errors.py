@@ -39,10 +39,10 @@ RETRY_SECONDS = 2
 requests."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a request whose client disconnected too early; only the log shows it."""
+"""nginx's status for a request whose client disconnected before the answer. Only the log shows it."""
 
 LINGER_SECONDS = 5.0
-"""How long, in seconds, the server continues to read a refused body."""
+"""Maximum time, in seconds, for which the server continues to read a refused body."""
 
 
 class DeadlineExceeded(Exception):
@@ -54,7 +54,8 @@ class BodyTooLarge(HTTPException):
 
 
 class BodyRefused(HTTPException):
-    """A body that was refused. FastAPI would turn an exception of any other type into a 400, unlogged."""
+    """A body that was refused. It is an HTTPException, because FastAPI would turn any other exception that comes from
+    reading a body into a 400, and not log it."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.status, error.message)
@@ -99,7 +100,8 @@ def too_large(message: str, path: str) -> JSONResponse:
 
 
 class _Lingering(JSONResponse):
-    """Responds and then reads for a while: clients send a whole body before they look at the answer."""
+    """Responds, and then reads the rest of the body for at most ``LINGER_SECONDS``: many clients do not look at the
+    answer before they have sent the whole body."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def drain() -> None:
@@ -118,8 +120,8 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        # There is no body, or one of another content type. Other types are refused on purpose: a web page may post them
-        # to a local server without a preflight request by the browser.
+        # There is no body, or one of another content type. Other types are refused on purpose: a browser lets any web
+        # page post them to a local server without a preflight request.
         text = "the request needs a JSON object as its body, and the header Content-Type: application/json"
         return error_response(ApiError(text), request.url.path)
 

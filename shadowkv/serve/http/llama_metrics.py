@@ -10,7 +10,10 @@ from prometheus_client.utils import floatToGoString
 PREFIX = "llamacpp"
 
 Figures = Mapping[str, float]
+"""Values of this server's own metrics, by name without the prefix."""
+
 Value = Callable[[Figures], float]
+"""Computes the value of one of llama.cpp's metrics."""
 
 
 def _own(name: str) -> Value:
@@ -18,7 +21,7 @@ def _own(name: str) -> Value:
 
 
 def _drafted(name: str) -> Value:
-    """A figure of speculative decoding; 0 if drafts are off."""
+    """A metric of speculative decoding; 0 if drafts are off."""
     return lambda figures: figures.get(name, 0.0)
 
 

@@ -73,7 +73,7 @@ TIERS_OF = {
 
 
 class ConnectionMetrics:
-    """Metrics of connections and of the requests that come over them, in a separate registry.
+    """Metrics of connections and of the requests that come over them, in a registry of their own.
 
     Args:
         shared: whether the metrics cover all processes whose environment has the same PROMETHEUS_MULTIPROC_DIR.
@@ -118,8 +118,8 @@ class ConnectionMetrics:
 
 
 class Metrics(ConnectionMetrics):
-    """Metrics of one server: of its requests and connections and, if the server is a single process, of that
-    process."""
+    """Metrics of one server: of its requests, its connections and its engine. If the server is a single process, also
+    of that process."""
 
     def __init__(
         self, engine: EngineClient, model: str, shared: bool = False, prefix: str = METRICS_PREFIXES[0]
@@ -191,7 +191,8 @@ class Metrics(ConnectionMetrics):
         return llama_page(self._shown.collect()) if self._prefix == LLAMA_PREFIX else await super().text()
 
     def figures(self) -> dict[str, float]:
-        """Some of the metrics as numbers, counted since the start."""
+        """Returns the samples in ``FIGURES``, counted since the start, under the names that ``FIGURES`` has for
+        them."""
         fields = {f"{self._prefix}:{name}": field for name, field in FIGURES.items()}
         metrics = self._together or self.registry.restricted_registry(list(fields))
         samples = [sample for metric in metrics.collect() for sample in metric.samples]
@@ -217,7 +218,7 @@ class Metrics(ConnectionMetrics):
 
         try:
             yield see
-        except (EngineBusy, RequestError) as error:  # usually before the request has started
+        except (EngineBusy, RequestError) as error:  # usually raised before the request has started
             if isinstance(error, EngineBusy):
                 self._refused.inc()
             reason = reason or ("abort" if last is not None else "")
@@ -230,7 +231,8 @@ class Metrics(ConnectionMetrics):
                 self._ended.labels(self._model, reason or "abort").inc()
 
     def _step(self, outputs: Sequence[TokenOutput]) -> None:
-        """Counts the tokens that an engine step adds to requests."""
+        """Observes an engine step's number of tokens: the generated ones, and the computed tokens of prompts whose
+        prefill the step has completed."""
         tokens = 0
         for output in outputs:
             tokens += len(output.token_ids)
@@ -266,7 +268,7 @@ class Metrics(ConnectionMetrics):
         self._cached.inc(output.cached_tokens)
         self._by_source.labels(self._model, CACHED).inc(output.cached_tokens)
         self._by_source.labels(self._model, COMPUTED).inc(output.prompt_tokens - output.cached_tokens)
-        if output.prompt_logprobs is None:  # a prompt with log-probabilities is computed in full
+        if output.prompt_logprobs is None:  # prompts with log-probabilities are not looked up in the prefix cache
             self._queries.inc(output.prompt_tokens)
             self._hits.inc(output.cached_tokens)
         times = output.times

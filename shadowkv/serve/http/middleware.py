@@ -55,7 +55,7 @@ class RequestLog:
     Args:
         app: the application that answers.
         log: whether requests are logged.
-        tracing: sends the spans of requests; None sends none.
+        tracing: sends the spans of requests. None: no spans are sent.
     """
 
     def __init__(self, app: ASGIApp, log: bool, tracing: Tracing | None) -> None:
@@ -94,7 +94,7 @@ class RequestLog:
                 record.cut = CLIENT_GONE
             elif begun and not complete:  # if the answer has not begun, outer handlers send an error
                 record.cut = record.cut or INTERNAL
-            # Probes and the page send a request every few seconds: successful ones are neither counted nor logged.
+            # Probes and the chat page send a request every few seconds: successful ones are neither counted nor logged.
             if not (record.status == 200 and scope["path"] in OPEN_PATHS | {STATS_PATH}):
                 scope["app"].state.metrics.answered(record.status)
                 if self._log:
@@ -107,7 +107,7 @@ def _line(scope: Scope, record: RequestRecord) -> str:
     """The request's log line: fields without names, then ``name=value`` fields. Fields contain no blanks, so that a
     client cannot forge a field."""
     client = "-" if scope.get("client") is None else "{}:{}".format(*scope["client"])
-    path = scope.get("raw_path", b"").decode("latin-1")  # the path is still quoted, and has no query
+    path = scope.get("raw_path", b"").decode("latin-1")  # percent-encoded, without the query
     fields = [_field(client), _field(scope["method"]), _field(path), str(record.status), f"id={record.id}"]
     if record.generation is not None:
         usage = record.generation.usage()
@@ -127,8 +127,8 @@ def _field(text: str) -> str:
 
 
 class RootPath:
-    """ASGI middleware that removes ``--root-path`` from the front of a path, if a proxy has not removed it. The
-    application adds the root path to the links that it makes."""
+    """ASGI middleware that removes ``--root-path`` from the beginning of a path, unless a proxy has already done so.
+    The application adds the root path to the links that it makes."""
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root
@@ -156,8 +156,8 @@ class Unprefixed:
 
 
 class HeadAsGet:
-    """ASGI middleware that answers HEAD requests for all paths that support GET. FastAPI's routes do not. The answer
-    has the status and headers of a GET, and no body."""
+    """ASGI middleware that answers HEAD requests for all paths that support GET. FastAPI's routes do not answer them.
+    The answer has the status and headers of a GET, and no body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -201,7 +201,7 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, path = dict(scope["headers"]), scope["path"]
-        named = headers.get(b"host")  # every browser sends this header
+        named = headers.get(b"host")  # browsers, which this check is against, always send this header
         if self._hosts and named is not None and (host := _host(named)) not in self._hosts:
             hosts = ", ".join(sorted(self._hosts))
             error = ApiError(f"this server is {hosts}, not {host!r} (--allowed-hosts)", status=403, code="unknown_host")
@@ -271,6 +271,6 @@ def _matching_key(credentials: bytes, bare: bytes, keys: Sequence[bytes]) -> int
     x-api-key header."""
     scheme, _, given = credentials.partition(b" ")
     given = given.lstrip(b" ") if scheme.lower() == b"bearer" else b""
-    # Comparing takes the same time for all keys of one length, and every key is compared.
+    # Every key is compared, in a time that depends only on its length. So the time does not help to guess a key.
     matches = [n for n, key in enumerate(keys) if hmac.compare_digest(given, key) | hmac.compare_digest(bare, key)]
     return matches[0] if matches else None

@@ -15,10 +15,11 @@ OWNER = "shadowkv.owner"
 """Key in a request's ASGI scope for its owner."""
 
 PROMPT_OWNER = "shadowkv.prompt_owner"
-"""Key in a request's ASGI scope for the owner of its cached prompts. Set if another process has checked the API key."""
+"""Key in a request's ASGI scope for the owner of its cached prompts. Only set if another process has checked the API
+key."""
 
 TENANT = "shadowkv.tenant"
-"""Key in a request's ASGI scope for its tenant. Set if another process has chosen the tenant."""
+"""Key in a request's ASGI scope for its tenant. Only set if another process has chosen the tenant."""
 
 IPV6_NETWORK_BITS = 64
 """Number of bits in the network part of an IPv6 address; a client can choose the rest (RFC 4291, 2.5.1)."""
@@ -53,7 +54,7 @@ def prompt_owner() -> str | None:
 
 
 def tenant_of_address(scope: Scope) -> str:
-    """The tenant of a request without a key: its address, or the network of an IPv6 address."""
+    """The tenant of a request without a key: its client's address, or the network of an IPv6 address."""
     host = (scope.get("client") or ("",))[0]
     try:
         address = ip_address(host.partition("%")[0])

@@ -1,5 +1,5 @@
 """Sends responses: whole, as an error with its status, or as server-sent events. When a client disconnects, the work on
-its request is cancelled at once, and the request's resources are free before the next token."""
+its request is cancelled at once, so that the request's resources are free before the next token is generated."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Events:
     """The chunks of a stream and the format of its API.
 
     Attributes:
-        chunks: what to send, as JSON.
+        chunks: the values to send; each is sent as JSON.
         failure: makes the chunk for an error.
         named: whether each event has its ``type`` as its name.
         end: bytes that end the stream.
@@ -111,8 +111,8 @@ def encoded_event(data: dict[str, Any], named: bool) -> bytes:
 class EventStream(Response):
     """Server-sent events that stop when the client disconnects.
 
-    Events go to the connection's ``BodyWriter`` if the request has one. Tokens then skip the middleware that wraps the
-    application's messages.
+    Events go directly to the connection's ``BodyWriter``, if the request's scope has one. They then skip the
+    middleware, which the application's other messages pass through.
 
     Args:
         events: what to send.

@@ -27,8 +27,8 @@ class Generation(Protocol):
     """What the log and traces report about the generation for a request.
 
     Attributes:
-        model: the model's name to clients.
-        choices: the requests to the engine.
+        model: the name that clients use for the model.
+        choices: the choices of the answer, each of which is a request to the engine.
         last_outputs: the latest output of each choice; keys are the choices' indices.
     """
 

@@ -47,7 +47,7 @@ class _Request(Request):
     model: type[Body]
 
     async def body(self) -> bytes:  # the result is a bytearray, which works as well
-        # The body grows as it arrives: joining the pieces of 32 MiB at the end would block the event loop for a while.
+        # Each piece is appended as it arrives: joining 32 MiB of pieces at the end would block the event loop.
         if not hasattr(self, "_body"):
             received = bytearray()
             async for piece in self.stream():
@@ -64,14 +64,14 @@ class _Request(Request):
             raise BodyRefused(as_api_error(error)) from error
         finally:
             if isinstance(raw, bytearray) and not self.model.is_read_again:
-                raw.clear()  # FastAPI holds the body until the request is answered
+                raw.clear()  # frees memory: FastAPI holds the body until the request is answered
         if body is None:
             raise ClientDisconnect
         return body
 
 
 async def read_request(request: Request, raw: bytes, model: type[B]) -> B:
-    """The request in a body, with the text of its documents; raises ApiError."""
+    """Returns the request in a body, with the text of the documents that it refers to. Raises ApiError."""
     state = request.app.state
     bodies: BodyReader = state.bodies
     try:
@@ -131,9 +131,9 @@ def documented(
     """FastAPI's arguments for a route. The route's answers are sent unchecked: the models only describe them.
 
     Args:
-        answer: the JSON body of a 200; None if the body has no model.
+        answer: the model of a 200's JSON body; None if there is no model.
         statuses: the other statuses, from ``STATUSES``.
-        error: the body of the other statuses.
+        error: the model of the other statuses' body.
         text: a media type besides JSON that a 200 can have: server-sent events, or the text of metrics.
     """
     well: dict[str, Any] = {} if answer is None else {"model": answer}

@@ -21,7 +21,7 @@ from shadowkv.wording import counted
 Stop = Callable[[], Awaitable[object]]
 
 CONNECTION_SECONDS = 5
-"""How long a stop waits for clients to read their answers, in seconds."""
+"""Maximum time that a shutdown waits for clients to read their answers, in seconds."""
 
 POLL_SECONDS = 0.05
 
@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
 
     Args:
         app: its state has ``settings``, ``metrics`` and ``counts``, as ``build_app`` sets them.
-        stops: functions that end the work still in progress; they are called when the drain time is over.
+        stops: functions that end the work that is still in progress after ``shutdown_timeout``.
         ready: called once connections are accepted.
         draining: called once no more connections are accepted.
 
@@ -72,8 +72,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            # Set here and not by uvicorn's ``backlog``: uvicorn would also accept that many connections in one turn of
-            # the event loop.
+            # The backlog is not set by uvicorn's ``backlog``, because uvicorn would also accept that many connections
+            # in one turn of the event loop.
             listener.listen(WAITING_CONNECTIONS)
         self._ready()
 
@@ -106,8 +106,8 @@ class Server(uvicorn.Server):
                 print(f"stopping: {self._drain:g} s for {in_flight} to end", file=sys.stderr, flush=True)
         while tasks and monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
-        # Stops run before the connections end: what is still in progress ends with an error instead of delaying the
-        # shutdown.
+        # ``stops`` come before the connections end. So requests that are still in progress are answered with an error
+        # and do not delay the shutdown.
         await asyncio.gather(*(stop() for stop in self._stops))
         for connection in list(self.server_state.connections):
             assert isinstance(connection, Connection)  # the only kind that ConnectionConfig makes

@@ -26,11 +26,12 @@ from shadowkv.settings import NOT_EMPTY, NOT_NEGATIVE, POSITIVE, Check, setting,
 from shadowkv.wording import SettingsError
 
 KEY_VARIABLE = "SHADOWKV_API_KEY"
-"""Environment variable of API keys, one per line: a command line is visible to every user of the machine."""
+"""Environment variable with API keys, one per line. Flags with keys would be visible to every user of the machine."""
 
 METRICS_PREFIXES = ("shadowkv", "vllm", "llamacpp")
-"""Prefixes of metrics' names, for dashboards and autoscalers made for these servers. With ``llamacpp``, /metrics has
-only metrics that llama.cpp has (``llama_metrics.py``). With the other prefixes, metrics are named as in vLLM."""
+"""Prefixes of metrics' names, for dashboards and autoscalers that were made for one of these servers. With
+``llamacpp``, /metrics has only metrics that llama.cpp has (``llama_metrics.py``). With the other prefixes, metrics are
+named as in vLLM."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Loopback names of this machine."""
@@ -295,7 +296,7 @@ class ServerSettings:
 
     @property
     def keeps_keys_apart(self) -> bool:
-        """Whether cached and saved prompts belong to the API key of their request."""
+        """Whether only requests with the same API key can use a cached or saved prompt."""
         return self.cache_salt_by_key if self.cache_salt_by_key is not None else len(set(self.api_key)) > 1
 
     def listening(self) -> ServerSettings:
@@ -356,7 +357,8 @@ class ServerSettings:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             if self.ssl_certfile is not None:
-                # A server that starts unattended cannot ask for the password of an encrypted key.
+                # With the empty password, an encrypted key raises an error. With None, OpenSSL would ask for the
+                # password.
                 context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
             if self.ssl_ca_certs is not None:
                 context.load_verify_locations(self.ssl_ca_certs)

@@ -13,27 +13,28 @@ if TYPE_CHECKING:
     from pypdfium2 import PdfPage
 
 MAX_DOCUMENT_BYTES = 20 * 2**20
-"""Maximum size of a file in bytes. A PDF with a thousand pages of text has a few MB; anything larger is pictures."""
+"""Maximum size of a file in bytes. A PDF with a thousand pages of text has a few MB; larger ones are mostly
+pictures."""
 
 DOCUMENT_SECONDS = 60.0
 """Time limit for reading a document; PDFium reads hundreds of pages per second."""
 
 _DIVIDED = "\ufffe"
-"""PDFium's mark for a word that a hyphen divides at the end of a line."""
+"""Character that PDFium writes where a hyphen at the end of a line divides a word."""
 _OTHERS = re.compile("(?<=[^\\W\\d_])[\u2010\u00ad]\r\n(?=[^\\W\\d_])")
-"""Divisions of words that PDFium does not mark: those with U+2010 (which browsers write) or a soft hyphen."""
+"""Divisions of words at line ends that PDFium does not mark: by U+2010 (which browsers write) or by a soft hyphen."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document's text, and its number of pages; 0 if it has no pages."""
+    """A document's text and number of pages. The number is 0 for plain text."""
 
     text: str
     pages: int
 
 
 def read_document(raw: bytes) -> Document:
-    """The text of a file; raises ApiError if there is none."""
+    """Returns the document in a file; raises ApiError if the file has no text or too much."""
     document = _pdf(raw) if b"%PDF-" in raw[:1024] else Document(_plain(raw), 0)
     if not document.text.strip():
         scanned = "this PDF has no text, only pictures of it; pass it through OCR first"
@@ -55,7 +56,8 @@ def _plain(raw: bytes) -> str:
 
 
 def _pdf(raw: bytes) -> Document:
-    """The pages of a PDF, in order. This must run in its own process, as PDFium is C++ and takes one call at a time."""
+    """Returns the text of a PDF's pages, in order. This must run in a separate process, because PDFium is C++ code,
+    which may crash, and is not thread-safe."""
     try:
         from pypdfium2 import PdfDocument, PdfiumError
         from pypdfium2.raw import FPDF_ERR_PASSWORD, FPDF_ERR_SECURITY

@@ -1,5 +1,6 @@
-"""Routes of the chat page at ``/``: its static files, with headers that block all other content, the text of a
-document, and the server's statistics. For everything else, the page uses the public APIs."""
+"""Routes of the chat page at ``/``. They serve the page's static files, extract the text of a document, and return the
+server's statistics. With the headers of the static files, browsers block content from elsewhere. For everything else,
+the page uses the public APIs."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
 )
-"""Content security policy: only the page's own files, no inline scripts, no frames; text becomes markup only through
-DOMPurify."""
+"""Content security policy: only the page's own files, no inline scripts, no frames. Text becomes HTML only through the
+library DOMPurify."""
 
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -59,14 +60,14 @@ def _assets(folder: Traversable, path: str = "/page/") -> dict[str, Traversable]
 ASSETS = _assets(FOLDER)
 
 PAGE_PATHS = frozenset(ASSETS)
-"""Paths that need no key: the page itself asks for the key."""
+"""Paths that need no API key, because the page asks the user for it."""
 
 MAX_SEGMENTS = 256
 """Maximum number of reported segments: the page draws each of them."""
 
 BINARY = "application/octet-stream"
-"""The only accepted content type. As with JSON bodies, web pages of other origins cannot send it without a preflight
-request."""
+"""The only content type that is accepted for documents. As with JSON, a browser does not send it for a web page of
+another origin without a preflight request."""
 DOCUMENT = {"requestBody": {"required": True, "content": {BINARY: {"schema": {"type": "string", "format": "binary"}}}}}
 
 
@@ -87,7 +88,7 @@ def _endpoint(content: bytes, media_type: str) -> Callable[[], Awaitable[Respons
 
 
 class DocumentText(Answer):
-    """Answer of ``/page/document``: the document's text and its number of pages; 0 if it has no pages."""
+    """Answer of ``/page/document``: the document's text and number of pages, which is 0 for plain text."""
 
     text: str
     pages: int
@@ -161,7 +162,8 @@ def page_routes(engine: EngineClient, metrics: Metrics, documents: BodyReader, c
         segments, count = ([], 0) if prompt_owner() else await engine.segments(MAX_SEGMENTS)
         stats = await engine.stats()
         tiers: dict[str, Any] = {name: asdict(use) for name, use in stats.tiers.items()}
-        for name, tier in stats.prefixes.items():  # host memory of the prefix cache is not part of the KV cache
+        for name, tier in stats.prefixes.items():
+            # The KV cache has no disk tier. It has no host tier, either, if only the prefix cache uses host memory.
             if name == "disk" or (name == "host" and not tiers.get(name, {}).get("total_bytes")):
                 tiers[name] = {"used_bytes": tier.used_bytes, "total_bytes": tier.total_bytes}
         answer = {

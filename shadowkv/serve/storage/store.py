@@ -175,8 +175,8 @@ class RecordStore:
             value: written as JSON.
             content: bytes of a file beside the record.
             is_open: whether the record is unfinished work.
-            room_of: another record of the owner, which has reserved room for this one. The size of that record shrinks
-                by the size of this one.
+            room_of: another record of the owner, whose size includes room for this one. The size of that record is
+                reduced by the size of this one.
 
         Raises ApiError if the owner's limit leaves no room.
         """
@@ -256,8 +256,9 @@ class RecordStore:
         newest_first: bool = True,
         purpose: str | None = None,
     ) -> list[Record]:
-        """Returns the records after the one with the id ``after`` (None: from the beginning of the list). There are at
-        most ``limit`` + 1, so that the caller sees whether more follow. ``purpose`` restricts files to one purpose."""
+        """Returns the records that follow the record ``after`` in the list (None: from the beginning). Returns up to
+        ``limit`` + 1 records, so that the caller sees whether there are more than ``limit``. ``purpose`` restricts
+        files to one purpose."""
         order = "DESC" if newest_first else "ASC"
         values: list[Any] = [owner, kind]
         where = "owner = ? AND kind = ?"
@@ -296,7 +297,7 @@ class RecordStore:
         return [Record(owner, kind, id, created, decode(raw)) for owner, kind, id, created, raw in rows]
 
     def work_folder(self, batch: str) -> Path:
-        """Folder of a batch's work, and of the content of Anthropic's batches."""
+        """Folder of a batch while it is answered. For Anthropic's batches, it also holds the results."""
         return self._root / "batches" / batch
 
     # -- files -----------------------------------------------------------------------------------------------------
