@@ -1,4 +1,4 @@
-"""The command ``shadowkv``. Each subcommand is the ``main`` of a package's ``__main__``, as with ``python -m``."""
+"""The command ``shadowkv``. Each subcommand runs ``main`` of a package's ``__main__`` module, as ``python -m`` does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _stopped_at_once():
             module = import_module(f"shadowkv.{PACKAGES.get(command, command)}.__main__")
         code: int = module.main(arguments[1:])
-    except KeyboardInterrupt:  # during imports, which take seconds; later the commands handle it themselves
+    except KeyboardInterrupt:  # Ctrl-C outside the imports, at a point where the command does not handle it itself
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
