@@ -26,7 +26,7 @@ COMMANDS = {
 }
 
 PACKAGES = {"cache": "prefix_cache"}
-"""Package by command, for commands whose package has another name."""
+"""Maps a command to its package, for commands whose package has another name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def _stopped_at_once() -> Iterator[None]:
     """A context in which Ctrl-C ends the process at once. A KeyboardInterrupt would not be enough, because code that
     runs during an import can catch or replace it."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # a background process ignores the signal
+    if before is signal.default_int_handler:  # not so in a background process, which ignores the signal
         signal.signal(signal.SIGINT, _stop)
     try:
         yield

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from shadowkv.wording import NamesSettings
 
 ALIKE = 0.75
-"""A flag is suggested for an unknown one if their similarity (``difflib``) is at least this."""
+"""A known flag is suggested in place of an unknown one if their similarity (``difflib``) is at least this."""
 
 SHORT_BYTES = 2**17
 """Maximum size in bytes of a file of flags. YAML of this size is parsed in a second or two."""

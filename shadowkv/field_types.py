@@ -1,4 +1,4 @@
-"""Checks the values of a dataclass against the types of its fields. Configs and sampling parameters are checked so."""
+"""Checks the values of a dataclass against the types of its fields, for configs and sampling parameters."""
 
 from __future__ import annotations
 

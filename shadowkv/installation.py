@@ -2,7 +2,7 @@
 module writes these commands.
 
 A clone has the sources beside the package. It is either installed with ``pip install -e``, or only on Python's path.
-For an installation from an sdist or a folder, pip has recorded where that is. An installation from a wheel has neither
+For an installation from an sdist or a folder, pip has recorded its path. An installation from a wheel has neither
 sources nor such a record.
 """
 
@@ -92,6 +92,6 @@ def _pip() -> str:
 
 
 def _shown(path: str | Path) -> str:
-    """A path as a user would type it in the current folder, quoted."""
+    """Returns a path as a user would type it in the current folder, in quotes if the shell needs them."""
     path, here = str(path), os.getcwd()
     return "." if path == here else shlex.quote(path.removeprefix(os.path.join(here, "")))

@@ -68,8 +68,8 @@ class Setting:
         group: title of the flag's group in ``--help``.
         help: help of the flag. ``--help`` adds the default, unless the text has ``(default: ...)`` itself.
         aliases: other names of the flag.
-        parse: converts the flag's text to a value. For a tuple field it converts each text to a tuple of values. If
-            None, the field's type converts the text.
+        parse: function that converts the flag's text to a value. For a tuple field, it converts each text to a tuple of
+            values. If None, the field's type converts the text.
         metavar: the placeholder of the flag's value in ``--help``.
         choices: all valid values. None is valid too if it is the default.
         check: a rule for values other than None.

@@ -118,8 +118,8 @@ class MockEngine:
         self._number += 1
         self._made[self._number % DIGITS] = now
         # A group of ``DIGITS`` tokens encodes the time of the step at which the group began, and groups of different
-        # streams begin at different steps. A stream whose current group began p steps ago gets entry p of ``tokens``,
-        # which is digit p of that step's time.
+        # streams begin at different steps. A stream whose current group began p steps ago gets entry p of ``tokens``.
+        # The entry is digit p of the time of that group's first step.
         tokens = [
             self._tokens[clock_digits(self._made[(self._number - place) % DIGITS])[place]] for place in range(DIGITS)
         ]

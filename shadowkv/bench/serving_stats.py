@@ -107,7 +107,7 @@ def figures(
 
 def goodput(records: Sequence[Record], asked: int, seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
     """Counts the requests that met all ``limits`` (ms). Returns their number per second, as vLLM defines it, and their
-    share of the ``asked`` requests. Requests that failed or were never sent do not count as met."""
+    share of the ``asked`` requests. Requests that failed or were never sent have not met the limits."""
     good = sum(record.meets(limits) for record in records)
     return {"goodput": dict(limits), "request_goodput": good / max(seconds, 1e-9), "good_share": good / asked}
 
@@ -134,7 +134,7 @@ def _in_ms(seconds: float | None) -> float | None:
 def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, float]]:
     """Returns the time spans (start, end) in which at least ``clients`` requests had their first token but not their
     last, and no request waited for its first token."""
-    changes: list[tuple[float, int, int]] = []  # time, change of waiting, change of decoding
+    changes: list[tuple[float, int, int]] = []  # time, changes in the numbers of waiting and of decoding requests
     for record in records:
         if record.chunks:
             changes += [(record.sent, 1, 0), (record.chunks[0], -1, 1), (record.chunks[-1], 0, -1)]

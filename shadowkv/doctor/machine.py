@@ -46,7 +46,7 @@ class Machine:
         cuda_runtime: version of CUDA that torch was built with; None for a CPU build.
         driver: version of NVIDIA's driver and of its CUDA; None if there is no driver.
         gpus: devices that torch can use.
-        gpu_problem: why torch finds no device although there is a driver; None otherwise.
+        gpu_problem: why torch finds no device although there is a driver; None if it finds one or there is no driver.
         cuda_compiler, cpp_compiler: the compiler that would build the ops; if there is none, what is missing.
         cpp_ops: the library of the C++ ops; if it cannot be used, the reasons.
         cuda_ops: the libraries of the CUDA ops that were built.

@@ -1,4 +1,4 @@
-"""Finds the backend of every op that an engine would choose for a model and a policy on this machine."""
+"""Finds which backend an engine would choose for each op, given a model and a policy, on this machine."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ class Plan:
         attended_tokens: number of tokens that a step attends to for each kv head.
         sequence_bytes: bytes of one sequence.
         bytes_of_kinds: device bytes of one sequence for each kind of layer. The keys are ``str(LayerKind)``.
-        device_saving: device bytes of ``full`` divided by this policy's.
-        largest_batch: number of sequences that fit.
+        device_saving: device bytes of one sequence with ``full``, divided by those with this policy.
+        largest_batch: numbers of sequences that fit into device memory, into host memory, and into both.
         drafts: how tokens are drafted; None without drafts.
         drafted_rows: number of rows that drafted tokens add to a step of the largest batch. Their memory is counted,
             but ``single`` and ``largest`` are steps without them.
@@ -116,8 +116,9 @@ class Plan:
             policy's attention.
         single: shortest time of a step with one sequence.
         largest: shortest time of a step with the largest batch; None if not even one sequence fits.
-        gpus_needed: GPUs per replica on which one sequence fits. It is the planned number if that is enough, otherwise
-            a larger power of two. None if more than ``MAX_GPUS`` are needed, or if only host memory is too small.
+        gpus_needed: number of GPUs per replica with which one sequence fits. It is the planned number if that is
+            enough, otherwise a larger power of two. None if more than ``MAX_GPUS`` are needed, or if only host memory
+            is too small.
     """
 
     kv: str
@@ -140,8 +141,8 @@ class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
     If the model is split across ranks, the figures are those of one rank, and no time is counted for communication
-    between ranks. ``forms`` maps names of quantized weights to their forms. Weights stay in their form if GPUs can
-    multiply by weights in it. ``states`` are the settings of recurrent states.
+    between ranks. ``forms`` maps names of quantized weights to their forms. Weights stay quantized if GPUs can multiply
+    by weights of their form. ``states`` are the settings of recurrent states.
 
     Attributes:
         shard: the rank's part of the model. ``config`` is the config of this part.

@@ -8,8 +8,7 @@ from shadowkv.serve.openai.protocol import CompletionRequest, TextRequest
 
 
 class NativeCompletion(CompletionRequest):
-    """A completion. Without ``max_tokens``, its length is limited by the server's default, not to 16 tokens as in the
-    OpenAI API.
+    """A completion. Its default ``max_tokens`` is the server's, not 16 as in the OpenAI API.
 
     Attributes:
         pieces: for each prompt, the number of consecutive items of ``prompt`` that form it. Empty if each item is a

@@ -150,7 +150,8 @@ class Ended(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """Log-probabilities of a text's tokens. If the text begins with the prompt, the first token's are null."""
+    """Log-probabilities of a text's tokens. If the text begins with the prompt, the values of the first token are
+    null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -293,7 +294,7 @@ class SavedPrompt(RestoredPrompt):
 
 
 class TokenizerInfo(BaseModel):
-    """Answer of ``/tokenizer_info``, with every special token that the tokenizer names."""
+    """Answer of ``/tokenizer_info``. It also has a field for every special token that the tokenizer names."""
 
     eos_token: str | None
     vocab_size: int

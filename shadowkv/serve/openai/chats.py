@@ -83,7 +83,7 @@ class Chat(Endpoint):
         kind = None if known is None else known.reasoning
         if self.settings.reasoning_parser is not None:
             kind = kind or ReasoningParser
-        if kind is None or request.output_schema is not None:  # JSON has no room for reasoning
+        if kind is None or request.output_schema is not None:  # a constrained output has no room for reasoning
             return None
         return kind(self._end(prompt))
 
@@ -139,7 +139,7 @@ class EventOutput(Protocol):
     """One answer in the form of stream events.
 
     Attributes:
-        answer: what ``events`` has assembled so far.
+        answer: the answer, as far as ``events`` has built it.
     """
 
     answer: dict[str, Any]

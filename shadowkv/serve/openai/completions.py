@@ -26,11 +26,11 @@ from shadowkv.serve.text.tokenization import check_prompt, encode
 from shadowkv.serve.text.tool_parser import CallPart
 
 NO_PARTS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-"""Message fields that are null. Only ``reasoning`` is set, if the answer has reasoning."""
+"""Message fields that are always null, and ``reasoning``, which is null unless the answer has reasoning."""
 
 
 class Choices(Endpoint):
-    """An endpoint whose answers have choices."""
+    """An endpoint whose answers have a list of choices."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]

@@ -122,9 +122,9 @@ class Responder:
     """Answers requests within the server's limits, and aborts them when the client disconnects.
 
     Attributes:
-        engines: all engines; keys are the model names that clients use.
+        engines: maps the model names that clients use to engines.
         served_name: name of the model that answers if a request names no model.
-        metrics: counts the work of ``served_name`` alone.
+        metrics: the metrics, in which only requests to the model ``served_name`` are counted.
     """
 
     engines: Mapping[str, EngineClient]

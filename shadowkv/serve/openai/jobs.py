@@ -1,4 +1,4 @@
-"""``Job``: a validated request, whose answer it yields in pieces. The HTTP server and the batch mode both use jobs."""
+"""``Job``: a validated request. It yields the answer in pieces. The HTTP server and the batch mode both use jobs."""
 
 from __future__ import annotations
 

@@ -182,8 +182,8 @@ def _few_values(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return turns
 
 
-# Messages are validated as pydantic models, and then kept as the dictionaries that templates expect. Bodies are read in
-# a process of their own, which can send thousands of plain dictionaries quickly. It would send models slowly.
+# Messages are validated as pydantic models, and then kept as the dictionaries that templates expect. The process that
+# reads bodies sends them to another process. Thousands of plain dictionaries are sent quickly, models are slow to send.
 if TYPE_CHECKING:
     Turn = dict[str, Any]
 else:

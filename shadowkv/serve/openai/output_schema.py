@@ -138,7 +138,7 @@ def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) ->
         }
         for number, function in enumerate(functions)
     ]
-    # References within a function's schema start at the root of that schema, so they change when it is moved.
+    # References within a function's schema start at the root of that schema, so ``_moved`` has to adjust them.
     documents = {
         str(number): _moved(function["parameters"], f"/$defs/{number}") for number, function in enumerate(functions)
     }

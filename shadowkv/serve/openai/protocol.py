@@ -66,8 +66,8 @@ _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 RULES = {
     **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},  # vLLM's older names
-    **{"regex": "regex", "ebnf": "grammar"},  # SGLang's
-    **{"grammar": "grammar", "json_schema": "json"},  # llama.cpp's
+    **{"regex": "regex", "ebnf": "grammar"},  # SGLang's names
+    **{"grammar": "grammar", "json_schema": "json"},  # llama.cpp's names
 }
 """Maps other names of parameters to the fields of ``structured_outputs`` that they mean."""
 
@@ -157,7 +157,7 @@ StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fai
 
 
 def _biases(value: Any) -> Any:
-    """Converts the keys, which are strings in JSON, to token ids. The field's own check refuses other keys."""
+    """Converts the keys, which are strings in JSON, to token ids. The field's own check refuses keys of other forms."""
     if not isinstance(value, dict):
         return value
     at_most(MAX_LOGIT_BIASES, "token ids", len(value))

@@ -27,7 +27,7 @@ def input_items(raw: bytes) -> list[Any]:
 
 
 class History:
-    """The stored responses of one owner.
+    """The stored responses of one owner. An owner is an API key; without API keys, all clients are one owner.
 
     Args:
         limit: maximum length in bytes of a body, and also of a whole conversation.

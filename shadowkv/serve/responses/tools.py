@@ -17,7 +17,7 @@ SEPARATOR = "__"
 
 
 class FunctionTool(Function):
-    """A function."""
+    """A function that the model can call."""
 
     type: Literal["function"]
 
