@@ -1,4 +1,5 @@
-"""Checks the values of a dataclass against the types of its fields, for configs and sampling parameters."""
+"""Checks the values of a dataclass against the types of its fields. It is used for configs, sampling parameters and
+settings of cache parts."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from shadowkv.ops.extension import CUDA_FOLDER, built_with, cpu_library, cpu_mis
 
 DRIVER = Path("/proc/driver/nvidia/version")
 EXTRAS = ("json", "page", "gpu", "hf", "eval", "otel", "ray")
-"""The package's extras for users. Extras for developers are not reported."""
+"""Those extras of the package that are reported."""
 
 
 @dataclass(frozen=True)
