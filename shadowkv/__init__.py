@@ -34,7 +34,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy imports, so that `--help` and the planner do not wait for PyTorch.
+    # Imports are lazy, so that `--help` and the planner do not wait for PyTorch.
     if name not in _HOMES:
         raise AttributeError(f"module 'shadowkv' has no attribute {name!r}")
     from importlib import import_module

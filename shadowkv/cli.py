@@ -1,4 +1,4 @@
-"""The command ``shadowkv``. Each subcommand is the ``main`` of a package's ``__main__``, as with ``python -m``."""
+"""The command ``shadowkv``. Each subcommand runs ``main`` of a package's ``__main__`` module, as ``python -m`` does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = {
 }
 
 PACKAGES = {"cache": "prefix_cache"}
-"""Package by command, for commands whose package has another name."""
+"""Maps a command to its package, for commands whose package has another name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _stopped_at_once():
             module = import_module(f"shadowkv.{PACKAGES.get(command, command)}.__main__")
         code: int = module.main(arguments[1:])
-    except KeyboardInterrupt:  # during imports, which take seconds; later the commands handle it themselves
+    except KeyboardInterrupt:  # Ctrl-C outside the imports, at a point where the command does not handle it itself
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT
     return code
@@ -57,7 +57,7 @@ def _stopped_at_once() -> Iterator[None]:
     """A context in which Ctrl-C ends the process at once. A KeyboardInterrupt would not be enough, because code that
     runs during an import can catch or replace it."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # a background process ignores the signal
+    if before is signal.default_int_handler:  # not so in a background process, which ignores the signal
         signal.signal(signal.SIGINT, _stop)
     try:
         yield

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from shadowkv.wording import NamesSettings
 
 ALIKE = 0.75
-"""A flag is suggested for an unknown one if their similarity (``difflib``) is at least this."""
+"""A known flag is suggested in place of an unknown one if their similarity (``difflib``) is at least this."""
 
 SHORT_BYTES = 2**17
 """Maximum size in bytes of a file of flags. YAML of this size is parsed in a second or two."""
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     def parse_with_file(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Parses a command line and the YAML file of ``--config``, if there is one. As in vLLM, the file's keys are
         names of flags, and the command line overrides the file."""
-        unset: list[Any] = []  # a list, because flags with several values extend the default
+        unset: list[Any] = []  # marks flags that are not given; a list, because flags with several values extend it
         before = argparse.Namespace(**{action.dest: unset for action in self._actions})
         given = {name: value for name, value in vars(self.parse_args(arguments, before)).items() if value is not unset}
         file = given.get("config")
@@ -57,8 +57,8 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _near(self, flag: str) -> str | None:
-        """Returns the most similar flag that --help lists, or None if none is similar. It suggests no hidden flag,
-        because hidden flags are ignored or refused."""
+        """Returns the most similar flag that --help lists, or None if none is similar. Hidden flags are not suggested,
+        because they are ignored or refused."""
         listed = [name for name, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
         return next(iter(get_close_matches(flag, listed, 1, ALIKE)), None)
 
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"argument {argument}: expected one argument")
             try:
                 _add_entry(objects.setdefault(found[1], {}), found[2].split("."), bool(found[3]), value)
-            except (AttributeError, TypeError):  # the entry is inside a value that is no object, or no list
+            except (AttributeError, TypeError):  # an earlier argument gave the entry a value that cannot be extended
                 self.error(f"argument {argument}: it conflicts with another argument for the same entry")
         for flag in objects:
             if any(argument.partition("=")[0] == flag for argument in others):
@@ -142,8 +142,8 @@ def _dashed(argument: str) -> str:
 
 
 def _add_entry(entries: dict[str, Any], path: list[str], is_listed: bool, text: str) -> None:
-    """Sets the entry at ``path`` of an object. With ``is_listed`` it appends to a list there instead. The value is
-    ``text`` parsed as JSON, or ``text`` itself if it is not JSON."""
+    """Sets the entry at ``path`` of an object. With ``is_listed``, the value is appended to the list at ``path``
+    instead. The value is ``text`` parsed as JSON, or ``text`` itself if it is not JSON."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -175,8 +175,8 @@ def _as_text(value: Any) -> str:
 
 
 def one_line(error: BaseException, **renamed: str) -> str:
-    """Returns the message of an error in one line, with all its reasons. If the message is empty, returns the name of
-    the error's type.
+    """Returns an error's message as one line, in which semicolons separate the reasons that the message lists. If the
+    message is empty, returns the name of the error's type.
 
     Names of settings in the message become names of flags. A setting's flag is its name with dashes, unless
     ``renamed`` has another flag for it.

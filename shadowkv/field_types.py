@@ -1,4 +1,5 @@
-"""Checks the values of a dataclass against the types of its fields. Configs and parameters use it."""
+"""Checks the values of a dataclass against the types of its fields. It is used for configs, sampling parameters and
+settings of cache parts."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _NUMBERS: dict[type, type] = {int: Integral, float: Real}
-"""Abstract types of numbers, which include NumPy's."""
+"""Abstract types of numbers. NumPy's numbers belong to them, too."""
 
 _SHOWN = {types.NoneType: "None", Mapping: "dict"}
-"""Names of types in messages, where they are not the type's ``__name__``."""
+"""Names that messages use for types, where they differ from the type's ``__name__``."""
 
 
 def wrong_types(values: DataclassInstance) -> list[str]:
-    """Returns a reason for each field whose value has a wrong type: ``max_model_len='8k' must be int or None, and is
-    str``.
+    """Returns a message for each field whose value has a wrong type, such as ``max_model_len='8k' must be int or None,
+    and is str``.
 
     Items of containers are not checked. A bool does not count as a number.
     """

@@ -1,6 +1,7 @@
 """Writes grammars other than JSON schemas as text: the kind of the grammar, a colon, and the grammar.
 
-JSON text never begins with one of these kinds and a colon, so a text shows whether it is a schema.
+``SamplingParams.grammar`` has either such a text or a JSON schema. JSON never begins with one of the kinds and a colon,
+so the beginning of the text shows which of the two it is.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ KIND = re.compile(r"(regex|grammar|structural_tag|choice):")
 
 
 def grammar_text(kind: GrammarKind, rules: str) -> str:
-    """Returns the text of a grammar for ``SamplingParams.grammar``. ``rules`` is a regular expression, a grammar in
-    GBNF (a kind of EBNF with the start rule ``root``), a structural tag of XGrammar as JSON text, or a JSON list of
-    choices."""
+    """Returns the text of a grammar for ``SamplingParams.grammar``. Depending on ``kind``, ``rules`` is a regular
+    expression, a grammar in GBNF (a dialect of EBNF with the start rule ``root``), a structural tag of XGrammar as JSON
+    text, or a JSON list of choices."""
     return f"{kind}:{rules}"
 
 
 def choice_text(choices: Sequence[str]) -> str:
-    """Returns the text of a grammar whose only answers are ``choices``."""
+    """Returns the text of a grammar that allows only ``choices`` as answers."""
     return grammar_text("choice", json.dumps(choices, ensure_ascii=False))
 
 
@@ -33,11 +34,11 @@ def choice_grammar(rules: str) -> str:
 
 
 def grammar_kind(text: str) -> tuple[str, str] | None:
-    """Splits a text into the kind and the grammar. Returns None for a JSON schema."""
+    """Splits a grammar's text into the kind and the rules. Returns None for a JSON schema."""
     kind = KIND.match(text)
     return None if kind is None else (kind[1], text[kind.end() :])
 
 
 def _literal(text: str) -> str:
-    """A literal in GBNF. Its escapes are those of JSON, except for surrogate pairs."""
+    """Returns ``text`` as a literal in GBNF. GBNF has the escapes of JSON, except for surrogate pairs."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,9 +1,9 @@
-"""Finds out how this package was installed. Makes the commands that messages suggest to install or build what is
-missing.
+"""Finds out how this package was installed. Messages suggest commands that install or build what is missing; this
+module writes these commands.
 
-A clone has the sources beside the package. It was installed with ``pip install -e``, or is only on Python's path. An
-installation from an sdist or a folder records its source. An installation from a wheel has neither sources nor such a
-record.
+A clone has the sources beside the package. It is either installed with ``pip install -e``, or only on Python's path.
+For an installation from an sdist or a folder, pip has recorded its path. An installation from a wheel has neither
+sources nor such a record.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _source() -> Path | None:
 def _distribution(name: str = NAME) -> Distribution | None:
     try:
         return distribution(name)
-    except PackageNotFoundError:  # this package is not installed if a clone is only on Python's path
+    except PackageNotFoundError:  # also raised for this package, if a clone is only on Python's path
         return None
 
 
@@ -92,6 +92,6 @@ def _pip() -> str:
 
 
 def _shown(path: str | Path) -> str:
-    """A path as a user would type it in the current folder, quoted."""
+    """Returns a path as a user would type it in the current folder, in quotes if the shell needs them."""
     path, here = str(path), os.getcwd()
     return "." if path == here else shlex.quote(path.removeprefix(os.path.join(here, "")))

@@ -12,16 +12,16 @@ from typing import Any
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 DEQUANTIZED = "none"
 QUANTIZATIONS = ("fp8", "fp8-block", "awq", "gptq", "int4", "int8", "nvfp4", "mxfp4", DEQUANTIZED)
-"""Values of ``quantization``. ``fp8`` converts any weights to 8 bits at load. ``none`` dequantizes any weights. The
-other values choose the format of random weights, and of weights in plans."""
+"""Values of ``quantization``. ``fp8`` converts weights of any format to 8 bits at load. ``none`` dequantizes weights of
+any format. The other values choose the format of random weights, and of weights in memory plans."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 """Values of ``dtype``. ``half`` and ``float`` are other names of float16 and float32, as in vLLM and PyTorch."""
 STATE_DTYPES = ("auto", "float32", "bfloat16")
 """Values of ``mamba_ssm_cache_dtype``; ``auto`` is float32."""
 ATTENTION_BACKENDS = ("auto", "shadowkv", "flashinfer", "flash-attn")
-"""Values of ``attention_backend``. ``auto`` takes the kernels that measured fastest, and ``shadowkv`` only this
-project's kernels. The other values name packages, whose kernels are taken wherever they can run."""
+"""Values of ``attention_backend``. ``auto`` uses the kernels that were fastest in measurements. ``shadowkv`` uses only
+this project's kernels. The other values name packages, whose kernels are used wherever they can run."""
 
 _MULTIPLES = {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)} | {
     letter: 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)

@@ -9,14 +9,14 @@ MAX_CHARS = 2000
 """Maximum number of characters of a message, and of each line of a traceback. Both can quote a request."""
 
 MAX_LINES = 200
-"""Maximum number of lines of a traceback. The middle of a longer one is left out."""
+"""Maximum number of lines of a traceback. The middle of a longer traceback is left out."""
 
 INDENT = "    "
 
 
 class LogFormatter(logging.Formatter):
     """Escapes and shortens messages, so that text from a client cannot make a record very long, or make it look like
-    two records. Tracebacks keep their lines, which are indented, so that none looks like a record."""
+    two records. Tracebacks keep their line breaks. Their lines are indented, so that no line looks like a record."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -36,14 +36,14 @@ class LogFormatter(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """Returns ``text`` on one line: shortened, with escapes for control characters."""
+    """Returns ``text`` as one line of at most about ``MAX_CHARS`` characters, with escapes for control characters."""
     cut = text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}… ({len(text)} characters)"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in cut)
 
 
 def set_up_log() -> None:
-    """Sets up logging to stderr in this format, unless logging is set up already. It shows warnings and errors of all
-    libraries, the engine's messages about its start, and a line for each request."""
+    """Sets up logging to stderr in this format, unless logging is set up already. The log has warnings and errors of
+    all libraries, the engine's messages about its start, and a line for each request."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.basicConfig(handlers=[handler])

@@ -1,7 +1,8 @@
 """Declarations of settings: a dataclass field declares its default, check, flag and the flag's help in one place.
 
 ``EngineConfig``, ``ServerSettings`` and the settings of cache parts are declared this way. The flags of ``shadowkv
-serve`` and their checks follow from the declarations. So do the flags of other commands that have the same meaning.
+serve`` and their checks are made from the declarations. Flags of other commands are made from them, too, if they have
+the same meaning.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Check(NamedTuple):
     """A rule that a value must keep.
 
     Attributes:
-        holds: whether a value keeps the rule.
-        rule: the rule as an error states it, after the value: ``must be at least 1``.
+        holds: function that returns whether a value keeps the rule.
+        rule: text that error messages put after the value, such as ``must be at least 1``.
     """
 
     holds: Callable[[Any], bool]
@@ -67,8 +68,8 @@ class Setting:
         group: title of the flag's group in ``--help``.
         help: help of the flag. ``--help`` adds the default, unless the text has ``(default: ...)`` itself.
         aliases: other names of the flag.
-        parse: converts the flag's text to a value. For a tuple field it converts each text to a tuple of values. If
-            None, the field's type converts the text.
+        parse: function that converts the flag's text to a value. For a tuple field, it converts each text to a tuple of
+            values. If None, the field's type converts the text.
         metavar: the placeholder of the flag's value in ``--help``.
         choices: all valid values. None is valid too if it is the default.
         check: a rule for values other than None.
@@ -97,8 +98,8 @@ def settings_of(config: type[DataclassInstance]) -> Mapping[str, Setting]:
 
 
 def violation(config: type[DataclassInstance], name: str, value: Any) -> str | None:
-    """Returns the reason why ``value`` violates the declaration of the field ``name``: ``max_num_seqs=0 must be at
-    least 1``. None if it does not."""
+    """Returns the reason why ``value`` violates the declaration of the field ``name``, such as ``max_num_seqs=0 must be
+    at least 1``. Returns None if the value is valid."""
     declared = settings_of(config)[name]
     if value is None:
         return None
@@ -138,7 +139,7 @@ def add_flag(group: Any, config: type[DataclassInstance], name: str, *aliases: s
 
     Args:
         aliases: other names of the flag.
-        changed: arguments of ``add_argument`` to replace, for example its default or help.
+        changed: arguments of ``add_argument`` that replace those from the declaration, such as the default or the help.
     """
     declared = settings_of(config)[name]
     options: dict[str, Any] = {"dest": name, "default": _default(config, name), "help": declared.help}
@@ -163,7 +164,8 @@ def add_flag(group: Any, config: type[DataclassInstance], name: str, *aliases: s
 
 
 class _Extend(argparse.Action):
-    """Collects all values in a tuple, in the order of the command line. They replace the default."""
+    """Collects the values of all occurrences of a flag in one tuple, in the order of the command line. The tuple
+    replaces the default."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
         before = getattr(namespace, self.dest)
@@ -183,8 +185,8 @@ def _default(config: type[DataclassInstance], name: str) -> Any:
 
 
 def _kind(config: type[DataclassInstance], name: str) -> type:
-    """Returns the type that a flag's text is converted to: tuple for a tuple field. For other fields it is the first of
-    the field's types that is bool, int or float, or str if none is."""
+    """Returns the type that a flag's text is converted to. For a tuple field it is tuple. For other fields it is the
+    first of the field's types that is bool, int or float. If none of them is, it is str."""
     hint = _hints(config)[name]
     if get_origin(hint) is tuple:
         return tuple

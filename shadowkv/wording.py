@@ -20,7 +20,7 @@ class NamesSettings(Exception):
     """An error whose message names settings as Python fields: ``max_num_seqs=-3 must be at least 1``.
 
     Args:
-        message: the message, with settings as ``name=value``. Names of several words can also stand without a value.
+        message: the message, with settings as ``name=value``. Names with underscores can also stand without a value.
         settings: names of the settings. Other names in the message, for example fields of a file, are not settings.
     """
 
@@ -35,7 +35,7 @@ class NamesSettings(Exception):
         """Returns the message for a user who typed flags: ``--max-num-seqs -3 must be at least 1``.
 
         Args:
-            renamed: flags by setting, for flags that are not the setting's name with dashes.
+            renamed: maps a setting to its flag, for flags that are not the setting's name with dashes for underscores.
         """
 
         def flag(found: re.Match[str]) -> str:

@@ -1,1 +1,1 @@
-"""Benchmarks of servers, this one or others, as a client sees them: ``shadowkv bench``."""
+"""``shadowkv bench``: benchmarks of this server or other servers, measured by a client."""

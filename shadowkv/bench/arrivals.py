@@ -1,8 +1,8 @@
 """Arrival times and lengths of requests: drawn at a rate, or read from a trace of an earlier run.
 
-A trace is a file of one JSON object per line, with the names that guidellm's ``trace_synthetic`` reads: ``timestamp``
-in seconds after the start, ``input_length`` and ``output_length`` in tokens; and ``seed``, from which the prompt is
-drawn.
+A trace is a file with one JSON object per line. Three of its fields are those that guidellm's ``trace_synthetic``
+reads: ``timestamp`` in seconds after the start, ``input_length`` and ``output_length`` in tokens. The fourth is
+``seed``, from which the prompt is drawn.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request before it is sent: its time in seconds after the start, its lengths in tokens, and its prompt's
-    seed."""
+    """A request before it is sent: when to send it in seconds after the start, its lengths in tokens, and the seed of
+    its prompt."""
 
     timestamp: float
     input_length: int
@@ -37,9 +37,9 @@ def draw_arrivals(
 ) -> list[Arrival]:
     """Draws ``count`` requests at ``rate`` per second, in order of arrival. With an infinite rate all arrive at once.
 
-    Gaps between arrivals are drawn as in vLLM, from a gamma distribution with shape ``burstiness``. With 1 the arrivals
-    are a Poisson process. With infinity they are evenly spaced. Gaps are scaled so that the last request arrives after
-    exactly ``count / rate`` seconds.
+    Gaps between arrivals are drawn as in vLLM, from a gamma distribution with shape ``burstiness``. With ``burstiness``
+    1, the arrivals are a Poisson process; with infinity, they are evenly spaced. Gaps are scaled so that the last
+    request arrives after exactly ``count / rate`` seconds.
     """
     draw = random.Random(seed)
     seeds = [draw.getrandbits(32) for _ in range(count)]
@@ -58,9 +58,9 @@ def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """Reads a trace, in order of arrival; a line without a seed gets its line number as seed.
+    """Reads a trace. Returns its requests in order of arrival. The seed of a line without a seed is the line's number.
 
-    Raises ValueError for a file that is not a trace, or has no request; OSError if it cannot be read.
+    Raises ValueError for a file that is not a trace or has no requests, and OSError for a file that cannot be read.
     """
     arrivals = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

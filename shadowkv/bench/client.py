@@ -1,7 +1,7 @@
 """A cheap client for streamed completions: HTTP/1.1 on asyncio's streams, with one JSON parse per event.
 
-General HTTP clients spend more time per event than servers do, so a benchmark with one would measure the client.
-Proxies of the environment are not used.
+General HTTP clients spend more time per event than servers do, so a benchmark with such a client would measure the
+client. Proxies that environment variables name are not used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 from shadowkv.bench.serving_stats import Record
 
 IDLE_SECONDS = 1.0
-"""Maximum idle time of a connection that is used again. Servers close idle connections after a few seconds."""
+"""A connection that was idle for longer is not used again, because servers close idle connections after a few
+seconds."""
 
 EventTaker = Callable[[bytes, float], None]
 
@@ -31,8 +32,8 @@ class CompletionClient:
     """Sends completions to one server, any number in parallel. Connections are reused.
 
     Args:
-        base_url: URL of the API, with its ``/v1``; http or https.
-        api_key: sent as bearer token.
+        base_url: http or https URL of the API, including ``/v1``.
+        api_key: the API key, which is sent as bearer token.
         path: path below ``base_url``.
     """
 
@@ -53,11 +54,11 @@ class CompletionClient:
     async def stream(
         self, body: bytes, record: Record, see: Callable[[dict[str, Any], float], None] = lambda event, when: None
     ) -> None:
-        """Sends the JSON of a streaming completion, and fills ``record`` until the answer has ended. ``see`` is called
-        with each event and its time.
+        """Sends ``body``, the JSON of a request for a streamed completion, and fills ``record`` until the answer has
+        ended. ``see`` is called with each event and the time at which it arrived.
 
         ``record.sent`` is set before a connection is opened, so latencies include connecting, as in vLLM's benchmark.
-        Raises Refused if the answer is not complete; ``record`` then has the part that arrived.
+        Raises Refused if the answer is not complete; ``record`` then describes the part that arrived.
         """
         record.sent = time.perf_counter()
 
@@ -123,7 +124,8 @@ class _Connection:
     async def post(self, request: bytes, take: EventTaker) -> None:
         """Sends ``request``; ``take`` is called with each event's data and the arrival time of its last byte.
 
-        Raises Refused for any status but 200 and for an answer that is not HTTP, and whatever ``take`` raises.
+        Raises Refused if there is no answer, if its status is not 200, and if it cannot be read. It cannot be read if
+        it is not HTTP, or if ``take`` raises ValueError, LookupError or TypeError.
         """
         self._writer.write(request)
         status, body = 0, b""
@@ -142,7 +144,7 @@ class _Connection:
             if not status:
                 reason = "the connection was closed" if isinstance(error, asyncio.IncompleteReadError) else error
                 raise Refused(f"no answer: {reason}") from error
-            # Otherwise this is the end of the answer; the caller checks that its events are complete.
+            # If there is a status, the answer ends here, and the caller checks that its events are complete.
         except (ValueError, LookupError, TypeError, asyncio.LimitOverrunError) as error:
             raise Refused(f"the answer cannot be read: {type(error).__name__}: {error}") from error
         self.last_used = time.perf_counter()
@@ -160,7 +162,7 @@ class _Connection:
         return int(first.split()[1]), {name.strip().lower(): value.strip().lower() for name, _, value in fields}
 
     async def _pieces(self, headers: Mapping[str, str]) -> AsyncGenerator[bytes, None]:
-        """The body's pieces, as they arrive."""
+        """Yields the body's pieces as they arrive."""
         reader, length = self._reader, headers.get("content-length")
         self._may_be_reused = headers.get("connection") != "close"
         if "chunked" in headers.get("transfer-encoding", ""):

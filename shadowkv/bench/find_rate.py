@@ -1,6 +1,6 @@
 """Finds the highest request rate that a server sustains within latency limits.
 
-Measured rates are stored in a file, so that an interrupted search continues.
+Measured rates are stored in a file, so that an interrupted search can be continued.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from pathlib import Path
 from typing import Any
 
 GOOD_SHARE = 0.99
-"""Share of requests that must meet all limits."""
+"""A rate is good if at least this share of the requests meets all limits."""
 
 TOLERANCE = 1.05
-"""The search ends when the lowest rate that is too high exceeds the highest good rate by at most this factor."""
+"""The search ends when the lowest rate that is not good exceeds the highest good rate by at most this factor."""
 
 SHORTEST_SECONDS = 10.0
 """Minimum time over which the requests of a run arrive. Requests that arrive in less time are a burst, and a burst does
 not measure a sustained rate."""
 
 SLOWEST = 1 / 16
-"""Lowest rate to try, relative to the first: runs at lower rates take ever longer."""
+"""Lowest rate to try, as a share of the first rate. Runs at lower rates would take very long."""
 
 
 def next_rate(shares: Mapping[float, float], first: float, most: float) -> float | None:
-    """Returns the next rate to measure, or None if the search is over. ``shares`` has the measured rates and the share
-    of good requests at each.
+    """Returns the next rate to measure, or None if the search is over. ``shares`` maps each measured rate to the share
+    of its requests that met all limits.
 
     The search doubles or halves the rate from ``first`` on, until one rate is good and a higher one is not. Then it
-    bisects between these two. Rates do not exceed ``most``. The result depends only on the arguments.
+    bisects between these two. Rates do not exceed ``most``. The result depends only on the arguments, so a continued
+    search tries the same rates as one without an interruption.
     """
     if not shares:
         return first
@@ -44,7 +45,7 @@ def next_rate(shares: Mapping[float, float], first: float, most: float) -> float
 
 
 def highest_rate(shares: Mapping[float, float]) -> float | None:
-    """Returns the highest good rate below all bad ones, or None if there is none."""
+    """Returns the highest good rate below all rates that are not good, or None if there is no such rate."""
     lowest_bad = min((rate for rate, share in shares.items() if share < GOOD_SHARE), default=float("inf"))
     return max((rate for rate in shares if rate < lowest_bad), default=None)
 
@@ -56,15 +57,17 @@ def find_rate(
     requests: int,
     measure: Callable[[float, int], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Searches for the rate and returns the final content of ``path``: ``settings``, ``runs`` and ``highest_rate``.
+    """Searches for the highest good rate. Returns the final content of the file ``path``: ``settings``, ``runs`` and
+    ``highest_rate``.
 
     Args:
         path: the file of measured rates, which is created if it does not exist.
-        settings: settings that must be the same in every run of the file.
+        settings: settings that all runs in the file must share.
         first: the first rate, in requests per second.
-        requests: requests per run; more requests allow higher rates.
-        measure: measures a rate and returns figures with ``good_share``. It also gets the number of earlier runs, so
-            that no two runs have the same prompts, which a server may have cached.
+        requests: number of requests per run. With more requests, higher rates can be measured (``SHORTEST_SECONDS``).
+        measure: function that measures a rate and returns figures, one of which is ``good_share``. Its second argument
+            is the number of earlier runs. With it, each run can have other prompts: a server may have cached those of
+            earlier runs.
 
     Raises ValueError if the file is not a result file of this search, or if its runs have other settings.
     """

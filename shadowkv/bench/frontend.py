@@ -2,8 +2,8 @@
 
 The HTTP process is the real one, with its connection to the engine's process. The mock engine makes tokens at a set
 rate, one per stream and step. On two or more cores, client and engine share one core, and the HTTP process has another.
-Without ``--rate`` two rates are measured. The first is the highest at which nearly every token has its own event. The
-second is the rate of delivered tokens under overload, when waiting tokens share an event.
+Without ``--rate`` two rates are measured. The first is the highest rate at which nearly every token has its own event.
+The second is the rate at which tokens are delivered under overload, when tokens that wait to be sent share an event.
 
     shadowkv bench frontend --out frontend.json
     shadowkv bench frontend --streams 256 --rate 5000 --api chat
@@ -73,11 +73,11 @@ SHOWN = (
 
 @dataclass
 class Window:
-    """The measurement window. It begins when all streams have a token, and ends when the first stream ends.
+    """The measurement window. It begins when all streams have received a token, and ends when the first stream ends.
 
     Args:
         streams: number of streams.
-        server: the HTTP process, whose processor time is read at both ends.
+        server: the HTTP process. Its processor time is read at the window's beginning and end.
     """
 
     streams: int
@@ -102,7 +102,7 @@ class Window:
             self.end, self.cpu = time.perf_counter(), _cpu(self.server) - self.cpu
 
     def take(self, tokens: int, delays: list[float]) -> None:
-        """Counts an event that arrives within the window."""
+        """Counts an event, with its number of tokens and its ``delays`` in seconds, if it arrives within the window."""
         if self.begin and not self.end:
             self.tokens += tokens
             self.events += 1
@@ -110,8 +110,14 @@ class Window:
 
 
 class Stream:
-    """Reads the events of a stream's answer. Each character is a token. Every group of ``DIGITS`` characters encodes
-    the time at which the group's first character was made."""
+    """Reads the events of one answer of a stream. Each character is a token. Every group of ``DIGITS`` characters
+    encodes the time at which the group's first character was made.
+
+    Args:
+        window: the measurement window.
+        first: whether the answer is the stream's first.
+        last: whether the answer is the stream's last.
+    """
 
     def __init__(self, window: Window, first: bool, last: bool) -> None:
         self._window, self._first, self._last = window, first, last
@@ -148,7 +154,7 @@ def _cpu(process: psutil.Process) -> float:
 
 
 def body(args: argparse.Namespace, tokens: int, steps: int) -> bytes:
-    """The JSON of a request for ``tokens`` tokens, made at ``steps`` per second."""
+    """Returns the JSON of a request for ``tokens`` tokens, of which the engine makes ``steps`` per second."""
     text = {"messages": [{"role": "user", "content": "x" * args.input_len}]}
     ids = {"prompt": [97] * args.input_len}
     about = {"max_tokens": tokens, "ignore_eos": True, "seed": steps, "stream": True, "temperature": 0.0}
@@ -157,8 +163,8 @@ def body(args: argparse.Namespace, tokens: int, steps: int) -> bytes:
 
 
 async def run_once(client: CompletionClient, args: argparse.Namespace, rate: float, server: int) -> dict[str, Any]:
-    """Measures ``--streams`` streams, with ``rate`` tokens per second for all together. ``server`` is the id of the
-    HTTP process."""
+    """Measures ``--streams`` streams, which together get ``rate`` tokens per second. ``server`` is the id of the HTTP
+    process."""
     steps = max(1, round(rate / args.streams))
     each = max(DIGITS, round(steps * args.seconds))
     tokens = min(each, args.tokens or each)
@@ -173,7 +179,7 @@ async def run_once(client: CompletionClient, args: argparse.Namespace, rate: flo
             await client.stream(request, record, reader.take)
 
     lengths = [[tokens] * answers for _ in range(args.streams)]
-    if answers > 1:  # shorter first answers, so that later requests do not coincide
+    if answers > 1:  # first answers differ in length, so that streams do not send later requests at the same time
         for stream, answer_lengths in enumerate(lengths):
             answer_lengths[0] = max(1, tokens * (stream + 1) // args.streams)
     requests = [[body(args, length, steps) for length in answer_lengths] for answer_lengths in lengths]
@@ -221,8 +227,8 @@ def server(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def pinned(http: int) -> Iterator[list[int]]:
-    """A context in which the HTTP process has one core, and its engine and this process have another. Yields the two
-    cores. If there is only one core, or processes cannot be pinned, the list is empty."""
+    """A context in which the HTTP process has one core, and its engine and this process share another. Yields the
+    numbers of the two cores. If there is only one core, or processes cannot be pinned, the list is empty."""
     if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
         yield []
         return
@@ -297,7 +303,7 @@ def search(once: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Returns the result as a table."""
     runs = {name: result[name] for name in ("at_rate", "paced", "overload") if name in result}
     lines = [f"{'':36}" + "".join(f"{name:>12}" for name in runs)]
     lines += [f"{text:36}" + "".join(f"{run[name]:>12{form}}" for run in runs.values()) for name, text, form in SHOWN]

@@ -12,14 +12,14 @@ WRAP = len(ALPHABET) ** DIGITS
 
 
 def clock_digits(seconds: float) -> list[int]:
-    """Digits of a time as indices in ``ALPHABET``, the highest first."""
+    """Returns the digits of a time in ticks, as indices in ``ALPHABET``. The most significant digit comes first."""
     ticks = int(seconds * TICKS)
     return [ticks // len(ALPHABET) ** (DIGITS - 1 - place) % len(ALPHABET) for place in range(DIGITS)]
 
 
 def seconds_since(digits: str, now: float) -> float:
-    """Returns the seconds from the time that ``DIGITS`` characters encode to ``now``, a time of ``time.monotonic``. It
-    is correct up to ``WRAP`` ticks, nearly three minutes."""
+    """Returns the seconds from the time that ``DIGITS`` characters encode to ``now``, a time of ``time.monotonic``. The
+    result is correct up to ``WRAP`` ticks, nearly three minutes."""
     ticks = 0
     for character in digits:
         ticks = ticks * len(ALPHABET) + ALPHABET.index(character)

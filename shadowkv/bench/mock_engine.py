@@ -1,11 +1,12 @@
-"""A mock engine's process: it has no model and makes tokens at a set rate, over a real engine's connection.
+"""A mock engine's process. It has no model and makes tokens at a set rate. The HTTP process is connected to it as to a
+real engine.
 
 A step adds a token to every request in flight. The newest request's ``seed`` sets the number of steps per second, so
 that one server can be measured at several rates. An answer's text is a clock: every ``DIGITS`` characters tell when the
 first of them was made, in ticks of ``time.monotonic`` modulo ``WRAP``. A client on the same machine can thus tell how
 long a token was on its way.
 
-The process is started as ``python -m shadowkv.bench.mock_engine FD``. ``FD`` is as for
+The process is started as ``python -m shadowkv.bench.mock_engine FD``. ``FD`` means the same as for
 ``shadowkv.engine.process.main``.
 """
 
@@ -32,7 +33,7 @@ from shadowkv.engine.startup.loading import tokenizer_from_config
 from shadowkv.kvcache.decode.fetching import FetchCounts
 
 STEPS = 50
-"""Number of steps per second, unless a request sets another."""
+"""Number of steps per second, unless a request sets another number."""
 
 MAX_MODEL_LEN = 2**17
 
@@ -42,7 +43,8 @@ POLL_MS = 50
 
 @dataclass
 class _Stream:
-    """A request in flight: its output so far, which is changed in place, its limit, and the step of its first token."""
+    """A request in flight: its output so far (changed in place), its maximum number of tokens, and the number of the
+    step that makes its first token."""
 
     output: TokenOutput
     max_tokens: int
@@ -116,8 +118,8 @@ class MockEngine:
         self._number += 1
         self._made[self._number % DIGITS] = now
         # A group of ``DIGITS`` tokens encodes the time of the step at which the group began, and groups of different
-        # streams begin at different steps. A stream whose current group began p steps ago gets entry p of ``tokens``,
-        # which is digit p of that step's time.
+        # streams begin at different steps. A stream whose current group began p steps ago gets entry p of ``tokens``.
+        # The entry is digit p of the time of that group's first step.
         tokens = [
             self._tokens[clock_digits(self._made[(self._number - place) % DIGITS])[place]] for place in range(DIGITS)
         ]

@@ -19,7 +19,7 @@ PROGRESS_SECONDS = 0.5
 
 
 def completion_body(model: str, arrival: Arrival, vocab_size: int, ignore_eos: bool = True) -> bytes:
-    """The JSON of a greedy, streamed completion with an arrival's prompt and length."""
+    """Returns the JSON of a request for a greedy, streamed completion with an arrival's prompt and output length."""
     body = {
         "model": model,
         "prompt": arrival.prompt(vocab_size),
@@ -37,11 +37,12 @@ class Replay:
 
     Attributes:
         records: records of the requests sent so far, in order of sending.
-        start: start of the run, on the clock of the records.
-        lags: seconds by which the client sent each request late; waiting for ``max_concurrency`` is not counted.
+        start: time at which the run began, by the clock of the records' times.
+        lags: seconds by which the client was late with each request. Waiting for ``max_concurrency`` does not count.
 
     Args:
-        max_concurrency: maximum number of requests in flight; later ones wait, and their times exclude the wait.
+        max_concurrency: maximum number of requests in flight. Further requests wait, and their latencies do not include
+            this wait.
     """
 
     def __init__(self, client: CompletionClient, arrivals: Sequence[Arrival], max_concurrency: int | None = None):
@@ -51,8 +52,8 @@ class Replay:
         self._free = asyncio.Semaphore(self.clients)
 
     async def run(self, model: str, vocab_size: int, ignore_eos: bool = True) -> None:
-        """Sends all requests and waits until every answer has ended, successfully or not. Cancelling it aborts the
-        requests in flight."""
+        """Sends all requests and waits until every answer has ended, successfully or not. If this coroutine is
+        cancelled, it aborts the requests in flight."""
         # Bodies are made before the run: making a long one takes the client as long as reading several tokens.
         bodies = [completion_body(model, arrival, vocab_size, ignore_eos) for arrival in self.arrivals]
         gc.collect()

@@ -1,7 +1,7 @@
 """Measures a running server through OpenAI's completions API, as ``vllm bench serve`` does.
 
 Prompts are random token ids. Answers are streamed and have a set length. Ctrl-C ends a run and prints the results so
-far. With ``--find-rate`` no results are printed then, and the same command continues the search.
+far. With ``--find-rate``, Ctrl-C prints no results; the same command, run again, continues the search.
 
     shadowkv bench serve --base-url http://localhost:8000/v1 --num-prompts 48 \\
         --random-input-len 61184 --random-output-len 256 --out result.json
@@ -113,7 +113,7 @@ async def measure(
 
 
 def report(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Returns the result as a table."""
     shown = [(name, text) for name, text in SHOWN if name in result]
     for metric in METRICS:
         for kind in ("mean", "median", "std", "p99"):
@@ -251,8 +251,8 @@ def _search(client: CompletionClient, model: str, args: argparse.Namespace, orig
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark and returns the exit status.
 
-    It is 1 if some requests failed or were interrupted, or if ``--find-rate`` finds no rate. It is 2 for invalid flags,
-    if nothing could be measured, or if a search failed or was interrupted.
+    The status is 1 if some requests failed or were interrupted, or if ``--find-rate`` finds no rate. It is 2 for
+    invalid flags, if nothing could be measured, or if a search failed or was interrupted.
     """
     try:
         check(args)

@@ -22,7 +22,8 @@ LAST_LINES = 15
 def running(
     command: Sequence[str], base_url: str, log: Path, environment: Mapping[str, str], timeout: float = 600.0
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A context in which a server runs. It begins when the server answers ``base_url``/models, and yields the process.
+    """A context in which a server runs. The context begins when the server answers ``base_url``/models, and yields the
+    process.
 
     Args:
         command: the server's command line.

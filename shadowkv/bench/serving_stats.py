@@ -1,11 +1,13 @@
 """Statistics of a serving benchmark: times of each request's tokens, and figures with the names and definitions of
 ``vllm bench serve``.
 
-Per request, ``ttft`` is the time from sending (including connecting) to the first piece, and ``e2el`` to the last one.
-``tpot`` is the time between these two pieces divided by the number of tokens after the first, as counted by the
-server's ``usage``. ``itl`` are the gaps between pieces; a piece with several tokens ends one gap. Decode-only figures
-are this project's own. They cover the time in which every client's request had its first token and none had its last:
-nothing was prefilled then.
+An answer arrives in pieces, each with one or more tokens. Four metrics are measured per request. ``ttft`` is the time
+from sending (including connecting) to the first piece. ``e2el`` is the time from sending to the last piece. ``tpot`` is
+the time from the first piece to the last, divided by the number of tokens after the first, as counted by the server's
+``usage``. ``itl`` are the gaps between pieces; a piece with several tokens ends one gap.
+
+Decode-only figures are this project's own. They cover the time in which all parallel requests had received their first
+token, but not their last. The server did not prefill anything in that time.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Record:
 
     Attributes:
         chunks: arrival times of the answer's pieces.
-        output_tokens: the server's count; until it is known, each piece counts as a token.
+        output_tokens: number of the answer's tokens, as counted by the server; 0 until it is known. Until then, each
+            piece counts as a token.
         done: whether the answer is complete.
     """
 
@@ -57,8 +60,8 @@ class Record:
         return [later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)]
 
     def meets(self, limits: Mapping[str, float]) -> bool:
-        """Whether the answer is complete and meets ``limits``: times in ms, by names in ``LIMITED``. An answer of one
-        token meets every limit of ``tpot``."""
+        """Whether the answer is complete and meets ``limits``: maximum values in ms of metrics in ``LIMITED``. An
+        answer of one token meets every limit of ``tpot``."""
         if not self.done or not self.chunks:
             return False
         return all(1e3 * (self.seconds(name) or 0.0) <= limit for name, limit in limits.items())
@@ -104,7 +107,7 @@ def figures(
 
 def goodput(records: Sequence[Record], asked: int, seconds: float, limits: Mapping[str, float]) -> dict[str, Any]:
     """Counts the requests that met all ``limits`` (ms). Returns their number per second, as vLLM defines it, and their
-    share of the ``asked`` requests. Requests that failed or were never sent do not count as met."""
+    share of the ``asked`` requests. Requests that failed or were never sent have not met the limits."""
     good = sum(record.meets(limits) for record in records)
     return {"goodput": dict(limits), "request_goodput": good / max(seconds, 1e-9), "good_share": good / asked}
 
@@ -130,8 +133,8 @@ def _in_ms(seconds: float | None) -> float | None:
 
 def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, float]]:
     """Returns the time spans (start, end) in which at least ``clients`` requests had their first token but not their
-    last, and no request waited for its first."""
-    changes: list[tuple[float, int, int]] = []  # time, change of waiting, change of decoding
+    last, and no request waited for its first token."""
+    changes: list[tuple[float, int, int]] = []  # time, changes in the numbers of waiting and of decoding requests
     for record in records:
         if record.chunks:
             changes += [(record.sent, 1, 0), (record.chunks[0], -1, 1), (record.chunks[-1], 0, -1)]
@@ -147,8 +150,8 @@ def decode_only(records: Sequence[Record], clients: int) -> list[tuple[float, fl
 
 
 def _tokens_within(records: Sequence[Record], start: float, end: float) -> float:
-    """Returns the number of tokens that arrived between ``start`` and ``end``. It takes all pieces of an answer to have
-    equally many tokens."""
+    """Returns the number of tokens that arrived between ``start`` and ``end``. All pieces of an answer are assumed to
+    have equally many tokens."""
     count = 0.0
     for record in records:
         if record.chunks:

@@ -1,5 +1,5 @@
-"""``shadowkv doctor``: lists this machine's hardware and software, the backend that each op uses, why it uses no faster
-one, and what to do about it. No model is loaded."""
+"""``shadowkv doctor``: lists this machine's hardware and software, and the backend that each op uses. Where an op does
+not use its fastest backend, it also lists the reason and what to do about it. No model is loaded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shadowkv.settings import add_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report; returns the exit code, which is 0 whatever the report says, and 2 for wrong flags."""
+    """Prints the report. Returns the exit code, which is 0 whatever the report says, and 2 for wrong flags."""
     args = _parse(argv)
-    # Imported here: --help does not need PyTorch.
+    # Imported here, because these modules import PyTorch, which --help does not need.
     from shadowkv.doctor.machine import Machine
     from shadowkv.doctor.ops import choices_for
     from shadowkv.doctor.report import as_json, as_text

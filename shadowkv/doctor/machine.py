@@ -1,4 +1,4 @@
-"""The hardware and software of this machine that an engine's speed depends on."""
+"""The parts of this machine's hardware and software on which an engine's speed depends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shadowkv.ops.extension import CUDA_FOLDER, built_with, cpu_library, cpu_mis
 
 DRIVER = Path("/proc/driver/nvidia/version")
 EXTRAS = ("json", "page", "gpu", "hf", "eval", "otel", "ray")
-"""Extras of the package for users."""
+"""Those extras of the package that are reported."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,23 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine's hardware and software; texts are for people.
+    """The machine's hardware and software. The texts are to be read by people, not parsed.
 
     Attributes:
         shadowkv, python, torch, triton: versions; None for packages that are not installed.
         source: folder of the clone that the package runs from; None if it was installed without sources.
         cuda_runtime: version of CUDA that torch was built with; None for a CPU build.
-        driver: version of NVIDIA's driver; None if there is none.
+        driver: version of NVIDIA's driver and of its CUDA; None if there is no driver.
         gpus: devices that torch can use.
-        gpu_problem: why torch finds no device although there is a driver; None otherwise.
-        cuda_compiler, cpp_compiler: the compiler that would build the ops; without one, what is missing.
-        cpp_ops, cuda_ops: the libraries that were built; if they cannot be used, the reason.
+        gpu_problem: why torch finds no device although there is a driver; None if it finds one or there is no driver.
+        cuda_compiler, cpp_compiler: the compiler that would build the ops; if there is none, what is missing.
+        cpp_ops: the library of the C++ ops; if it cannot be used, the reasons.
+        cuda_ops: the libraries of the CUDA ops that were built.
         cores: logical cores that this process can use.
         simd: the instruction set of the C++ ops; without these ops, torch's instruction set.
-        total_bytes, free_bytes: host memory; control groups limit the free part.
-        extras: None for installed extras; for others the command that adds them.
+        total_bytes: host memory.
+        free_bytes: free host memory, within the limits of control groups.
+        extras: maps each extra to the command that installs it, or to None if it is installed.
     """
 
     shadowkv: str
@@ -76,7 +78,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Inspects this machine; takes a second or two."""
+        """Inspects this machine. This takes a second or two."""
         gpus, folder, driver = _gpus(), clone(), _driver()
         return cls(
             shadowkv=__version__,

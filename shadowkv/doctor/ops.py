@@ -1,4 +1,4 @@
-"""The backend of every op for a model and a policy on this machine, chosen as an engine chooses it."""
+"""Finds which backend an engine would choose for each op, given a model and a policy, on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OpChoice:
     Attributes:
         op: the op's name.
         backend: the backend's name in ``ops.registry``.
-        called: whether the model and the policy call the op; otherwise the backend is what the machine could use.
+        called: whether the model and the policy call the op. If not, ``backend`` is what this machine would use for it.
         reason: why the fastest backend is not used; None if it is used.
         remedy: a command or other remedy that makes a faster backend run; None if there is none.
     """

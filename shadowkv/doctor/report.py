@@ -12,11 +12,12 @@ from shadowkv.wording import GIB, counted
 
 HEADINGS = ("op", "runs in", "why no faster backend", "what to do")
 LANGUAGES = {"cpu": "C++", "cuda": "CUDA", "triton": "Triton", "reference": "PyTorch"}
-"""Languages by the beginning of a backend's name; other backends are named after the package that they call."""
+"""Maps the beginning of a backend's name to the language of the backend. A backend whose name begins differently is
+named after the package that it calls."""
 
 
 def as_json(machine: Machine, choices: Choices) -> dict[str, Any]:
-    """The whole report as a JSON object."""
+    """Returns the whole report as a JSON object."""
     chosen = {
         "model": choices.model,
         "kv": choices.kv,
@@ -27,8 +28,8 @@ def as_json(machine: Machine, choices: Choices) -> dict[str, Any]:
 
 
 def as_text(machine: Machine, choices: Choices) -> str:
-    """The report as text: the machine, the ops that are called, the other ops, and a last line that says whether
-    anything could be faster."""
+    """Returns the report as text: the machine, the ops that are called, the other ops, and a last line that says
+    whether anything could be faster."""
     ops = sorted(choices.ops, key=lambda choice: not choice.called)
     remedies = list(dict.fromkeys(choice.remedy for choice in ops if choice.remedy))
     rows = [HEADINGS, *(_row(choice, remedies) for choice in ops)]

@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> tuple[str, list[str]]:
     shard = Shard(config, 0, args.tensor_parallel_size, args.enable_expert_parallel)
     checkpoints, state_dtype = args.max_mamba_checkpoints, args.mamba_ssm_cache_dtype
     check_states(config.shape, max_mamba_checkpoints=checkpoints, mamba_ssm_cache_dtype=state_dtype)
-    drafted = min(engine.drafted_states, engine.drafted_tokens)  # the planner knows for how many sequences
+    drafted = min(engine.drafted_states, engine.drafted_tokens)  # of one sequence; the planner multiplies by the batch
     states = StateSettings.of(checkpoints, state_dtype, drafted)
     options = args.hit_rate, args.fetch_buffer, args.replicas, forms, states
     planner = Planner(shard, dtype, args.context, machine, *options)

@@ -1,4 +1,4 @@
-"""GPUs by name: their memory, and their bandwidths."""
+"""Memory and bandwidths of known GPUs, by the GPU's name."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ class Card:
 
     @property
     def device_bandwidth_tbs(self) -> float:
-        """Estimated bandwidth of kernels in TB/s: the data sheet's figure, scaled by the ratio of measured bandwidth
-        to data sheet bandwidth of an H200."""
+        """Bandwidth in TB/s at which kernels are estimated to read device memory. It is the data sheet's figure times
+        the ratio of measured bandwidth to data sheet bandwidth of an H200."""
         return round(self.sheet_tbs * DEVICE_BANDWIDTH / 1e12 / SHEET_OF_H200, 3)
 
     @property
     def host_bandwidth_gbs(self) -> float:
-        """Estimated bandwidth of reads from host memory in GB/s, scaled from an H200 by PCIe generation."""
+        """Bandwidth in GB/s at which the GPU is estimated to read host memory. It is the bandwidth measured on an H200,
+        scaled by PCIe generation."""
         return round(HOST_BANDWIDTH / 1e9 * 2.0 ** (self.pcie - HOST_GENERATION), 3)
 
 
@@ -60,8 +61,8 @@ CARDS = {
 
 
 def parse_card(text: str) -> str:
-    """Returns the name in ``CARDS`` of a GPU whose name is written in a usual way: ``4090``, ``RTX 4090``,
-    ``NVIDIA H100``. ``a100`` means the one with 80 GB.
+    """Returns the name in ``CARDS`` for a common spelling of a GPU's name, such as ``4090``, ``RTX 4090`` or
+    ``NVIDIA H100``. ``a100`` means the A100 with 80 GB.
 
     Raises ArgumentTypeError for an unknown GPU.
     """

@@ -30,21 +30,23 @@ MAX_GPUS = 64
 
 @dataclass(frozen=True)
 class SequenceBytes:
-    """Bytes of one sequence on the device and on the host, in whole blocks over all layers, with its states."""
+    """Bytes that one sequence takes on the device and on the host, for all layers and with its states. Memory is
+    counted in whole blocks of the arenas."""
 
     device: int
     host: int
 
 
 def sequence_bytes(layout: Layout, context: int) -> SequenceBytes:
-    """Bytes of a sequence of ``context`` tokens, prompt and output together."""
+    """Returns the bytes of a sequence of ``context`` tokens, prompt and output together."""
     size = layout.tier_bytes(layout.demand(context, context))
     recurrent = 0 if layout.recurrent is None else RING * layout.recurrent.state_bytes
     return SequenceBytes(size["device"] + size["segment_slots"] + size["states"] + recurrent, size["host"])
 
 
 def bytes_of_kinds(layout: Layout, context: int) -> dict[str, int]:
-    """Device bytes of a sequence of ``context`` tokens, by kind of layer (``LayerKind``) as text."""
+    """Returns the device bytes of a sequence of ``context`` tokens for each kind of layer. The keys are
+    ``str(LayerKind)``."""
     found = Counter[str]()
     for group in layout.groups:
         unit, need = group.bytes_per_block(), group.demand(context, context)
@@ -57,12 +59,12 @@ def bytes_of_kinds(layout: Layout, context: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Machine:
-    """The memory and bandwidths of a machine. Bandwidths are measured maxima of reads.
+    """The memory and bandwidths of a machine. A bandwidth is the highest that kernels reach when they read.
 
     Attributes:
         gpu_memory_gib: memory of the GPU.
         gpu_memory_utilization: share of the GPU's memory to use, weights included.
-        host_memory_gib: pinned host memory for values; None for as much as the batch needs.
+        host_memory_gib: pinned host memory for values. None means as much as the batch needs.
         kv_offload_gib: additional host memory for copies of cached prompts, of all ranks together.
         device_bandwidth_tbs: bandwidth of device memory in TB/s (1e12).
         host_bandwidth_gbs: bandwidth of the GPU's zero-copy reads from host memory in GB/s (1e9).
@@ -78,13 +80,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """The shortest time of a decode step, from the bytes that it reads.
+    """The shortest possible time of a decode step, computed from the bytes that the step reads.
 
     Attributes:
         batch: number of sequences.
         weight_bytes: bytes of weights that the step reads.
         step_ms: the shortest time of the step, in milliseconds.
-        tokens_per_second: the highest throughput.
+        tokens_per_second: throughput of steps of this duration.
     """
 
     batch: int
@@ -100,21 +102,23 @@ class Plan:
     Attributes:
         kv: the policy's name.
         spec: the policy, resolved for the model.
-        attended_tokens: tokens attended per step and kv head.
+        attended_tokens: number of tokens that a step attends to for each kv head.
         sequence_bytes: bytes of one sequence.
-        bytes_of_kinds: device bytes of one sequence, by kind of layer as text.
-        device_saving: device bytes of ``full`` divided by this policy's.
-        largest_batch: number of sequences that fit.
+        bytes_of_kinds: device bytes of one sequence for each kind of layer. The keys are ``str(LayerKind)``.
+        device_saving: device bytes of one sequence with ``full``, divided by those with this policy.
+        largest_batch: numbers of sequences that fit into device memory, into host memory, and into both.
         drafts: how tokens are drafted; None without drafts.
-        drafted_rows: rows of a step of the largest batch for drafted tokens. They take memory; times are of steps
-            without them.
+        drafted_rows: number of rows that drafted tokens add to a step of the largest batch. Their memory is counted,
+            but ``single`` and ``largest`` are steps without them.
         reads: bytes that a step reads for one sequence, in one layer of ``Layout.main``.
-        equivalent_bandwidth_tbs: bandwidth in TB/s that ``full`` would need to be as fast: bytes that its step reads
-            for one sequence, without weights, divided by the time of this policy's attention.
+        equivalent_bandwidth_tbs: bandwidth in TB/s with which attention of ``full`` would be as fast as this policy's:
+            the bytes that a step of ``full`` reads for one sequence, without weights, divided by the time of this
+            policy's attention.
         single: shortest time of a step with one sequence.
         largest: shortest time of a step with the largest batch; None if not even one sequence fits.
-        gpus_needed: GPUs per replica on which one sequence fits. It is the planned number if that is enough, otherwise
-            a larger power of two. None if more than ``MAX_GPUS`` are needed, or if only host memory is too small.
+        gpus_needed: number of GPUs per replica with which one sequence fits. It is the planned number if that is
+            enough, otherwise a larger power of two. None if more than ``MAX_GPUS`` are needed, or if only host memory
+            is too small.
     """
 
     kv: str
@@ -136,27 +140,28 @@ class Plan:
 class Planner:
     """Plans policies for sequences of ``context`` tokens, prompt and output together.
 
-    If the model is split across ranks, the figures are those of one rank, and communication between ranks takes no
-    time. ``forms`` has the forms of quantized weights by name. Weights keep their form if GPUs can multiply it.
-    ``states`` are the settings of recurrent states.
+    If the model is split across ranks, the figures are those of one rank, and no time is counted for communication
+    between ranks. ``forms`` maps names of quantized weights to their forms. Weights stay quantized if GPUs can multiply
+    by weights of their form. ``states`` are the settings of recurrent states.
 
     Attributes:
         shard: the rank's part of the model. ``config`` is the config of this part.
         replicas: number of copies of the whole model.
-        weights: description of the weights' form.
+        weights: description of the form of the weights.
         quantization: description of the projections' quantization; None if they are not quantized.
         weight_bytes: bytes of the rank's weights.
-        plain: description of the forms whose weights are planned as dequantized; empty if there are none.
+        plain: names of the forms whose weights are counted as dequantized, as text; empty if there are none.
         dequantized_bytes: bytes of the weights with all ``forms`` dequantized, as on a GPU that cannot multiply these
             forms; None if no weights stay quantized.
         bytes_read: function from a number of sequences to the bytes of weights that a step reads
             (``Decoder.bytes_read``).
         expert_bytes: bytes of the routed experts' weights.
         head_weight_bytes: bytes of the draft head's weights, part of ``weight_bytes``; 0 without one.
-        usable_bytes: usable bytes of the device without the weights; negative if the weights do not fit.
-        prefill_bytes, graph_bytes: bytes of the device left free for the longest prefill and for CUDA graphs. Some more
-            are left free for steps (per sequence), for fitting and compression, and for RoPE's tables.
-        cache_bytes: bytes that remain for the cache.
+        usable_bytes: device bytes that may be used (``gpu_memory_utilization``), minus those of the weights; negative
+            if the weights do not fit.
+        prefill_bytes, graph_bytes: device bytes that are left free for the longest prefill and for CUDA graphs.
+        cache_bytes: device bytes that remain for the cache. The largest batch uses fewer, because it also leaves bytes
+            free for steps (per sequence), for fitting and compression, and for RoPE's tables.
     """
 
     def __init__(
@@ -189,8 +194,8 @@ class Planner:
         self.cache_bytes = self.usable_bytes - self.prefill_bytes - self.graph_bytes
 
     def plan(self, config: EngineConfig) -> Plan:
-        """Returns the figures of the policy and the drafts of ``config``, whose other settings do not matter. Raises
-        ValueError with all reasons why the model cannot use them."""
+        """Returns the figures of the policy and the drafts of ``config``. Other settings of ``config`` do not matter.
+        Raises ValueError with all reasons why the model cannot use this policy or these drafts."""
         spec = config.spec()
         try:
             layout = self._layout(spec)

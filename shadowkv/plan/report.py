@@ -1,4 +1,4 @@
-"""Formats plans: as text with a column per policy, and as JSON with the unit in every key."""
+"""Formats plans as text with a column for each policy, or as JSON with units in the keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shadowkv.wording import GIB, counted
 
 
 def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
-    """The plans as text: the model, the machine, a description of each policy, and a table."""
+    """Returns the plans as text: the model, the machine, a description of each policy, and a table."""
     machine, shape, config = planner.machine, planner.config.shape, planner.config
     host = "as much as the batch needs" if machine.host_memory_gib is None else f"{machine.host_memory_gib:g} GiB"
     offload_gib = machine.kv_offload_gib / planner.shard.size
@@ -61,7 +61,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
 
 
 def _other_heads(shape: ModelShape) -> list[str]:
-    """A line for each kind of layer with heads of its own."""
+    """Returns a line for each kind of layer that has other heads than the model's main ones."""
     return [
         f"         {count} layers with {kind}: {kind.heads.num_query_heads} query and {kind.heads.num_kv_heads} kv "
         f"heads of {kind.heads.head_dim}"
@@ -71,14 +71,14 @@ def _other_heads(shape: ModelShape) -> list[str]:
 
 
 def _reusing(config: ModelConfig) -> list[str]:
-    """A line about layers without keys of their own; empty if there are none."""
+    """Returns a line about layers without keys of their own; an empty list if there are none."""
     count = config.num_kv_shared_layers
     return [f"         {counted(count, 'layer')} attend to keys and values of other layers"] if count else []
 
 
 def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
-    """Lines about experts: their bytes, the bytes of weights that steps read, and which are whole on this rank; empty
-    without experts."""
+    """Returns lines about experts: their bytes, the bytes of weights that steps read, and which experts are whole on
+    this rank. The list is empty if the model has no experts."""
     config = planner.config
     if config.experts is None:
         return []
@@ -95,7 +95,7 @@ def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
 
 
 def _recurrent(planner: Planner) -> list[str]:
-    """A line about recurrent states; empty without them."""
+    """Returns a line about recurrent states; an empty list if the model has none."""
     layout = RecurrentLayout.of(planner.config.shape, planner.states)
     if layout is None:
         return []
@@ -109,7 +109,7 @@ def _recurrent(planner: Planner) -> list[str]:
 
 
 def _draft_head(planner: Planner, drafts: SpeculativeConfig | None) -> list[str]:
-    """A line about a draft head; empty without one."""
+    """Returns a line about the draft head, a layer of the checkpoint that drafts tokens; an empty list without one."""
     if drafts is None or not drafts.with_head:
         return []
     sizes, tokens = (planner.config, planner.dtype, planner.context), drafts.num_speculative_tokens or 0
@@ -122,7 +122,7 @@ def _draft_head(planner: Planner, drafts: SpeculativeConfig | None) -> list[str]
 
 
 def _dequantized(planner: Planner) -> list[str]:
-    """Lines about the assumed form of quantized weights; empty if there are none."""
+    """Returns lines that say in which form quantized weights are counted; an empty list if no weights are quantized."""
     lines = []
     if planner.plain:
         dtype = str(planner.dtype).removeprefix("torch.")
@@ -202,14 +202,14 @@ def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str
 
 
 def _drafted(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
-    """A row about drafted tokens, if there are any."""
+    """Returns a row about drafted tokens; an empty list if no tokens are drafted."""
     if not any(plan.drafted_rows for plan in plans):
         return []
     return [("  rows for drafted tokens, not in times", [str(plan.drafted_rows) for plan in plans])]
 
 
 def _kinds(plans: Sequence[Plan]) -> list[tuple[str, list[str]]]:
-    """Rows of device bytes by kind of layer, if there are several kinds."""
+    """Returns a row of device bytes for each kind of layer; an empty list if all layers are of one kind."""
     kinds = plans[0].bytes_of_kinds
     if len(kinds) == 1:
         return []

@@ -1,4 +1,4 @@
-"""Response models of ``/v1/messages``, for the OpenAPI schema."""
+"""Models of the responses of ``/v1/messages``. They only describe the responses in the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MessagesErrorDetail(Answer):
 
 
 class MessagesError(Answer):
-    """Body of every status from 400 on."""
+    """Body of every response with a status of 400 or more."""
 
     type: Literal["error"]
     error: MessagesErrorDetail
@@ -38,7 +38,7 @@ class Text(Answer):
 
 
 class Thoughts(Answer):
-    """The model's reasoning; it is not signed."""
+    """The model's reasoning. It is not signed, so ``signature`` is empty."""
 
     type: Literal["thinking"]
     thinking: str
@@ -55,7 +55,7 @@ class ToolUse(Answer):
 
 
 class MessageUsage(Answer):
-    """Token counts; ``input_tokens`` excludes the tokens found in the prefix cache."""
+    """Token counts. ``input_tokens`` does not include the tokens that were found in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int

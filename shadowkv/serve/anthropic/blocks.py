@@ -37,7 +37,7 @@ class Base64Source(Body):
     data: FileData
 
     def read(self) -> str:
-        """The document's text; raises ApiError, and whatever ``attachments`` raises."""
+        """Returns the document's text. Raises what ``file_text`` raises."""
         return file_text(self.data, None)
 
 
@@ -71,7 +71,7 @@ class IdSource(Body):
     file_id: Name
 
     def read(self) -> str:
-        """The file's text; raises ApiError, and whatever ``attachments`` raises."""
+        """Returns the file's text. Raises what ``file_text`` raises."""
         return file_text(None, self.file_id)
 
 
@@ -79,7 +79,7 @@ Source = Annotated[Base64Source | TextSource | ContentSource | IdSource, ByType(
 
 
 class DocumentBlock(Body):
-    """A document; answers do not cite it."""
+    """A document. Answers contain no citations of it."""
 
     type: Literal["document"]
     source: Source
@@ -89,7 +89,7 @@ class DocumentBlock(Body):
 
     @property
     def text(self) -> str:
-        """The document's text for the prompt; raises ApiError, and whatever ``attachments`` raises."""
+        """The document's text for the prompt. Reading it raises what ``file_text`` raises."""
         return as_prompt(self.source.read(), self.title, self.context)
 
 
@@ -116,7 +116,8 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a tool call. ``is_error`` has no effect: the text itself must describe the error."""
+    """The result of a tool call. ``is_error`` has no effect: the model sees an error only if ``content`` describes
+    it."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -125,7 +126,7 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """The model's reasoning in an earlier turn; it is not signed."""
+    """The model's reasoning in an earlier turn. Its ``signature`` is not checked."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -133,7 +134,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Another model's encrypted reasoning, which is left out."""
+    """Another model's encrypted reasoning. It does not become part of the prompt."""
 
     type: Literal["redacted_thinking"]
     data: Text
@@ -178,7 +179,7 @@ Turns = Annotated[
 
 
 def messages_of(turns: Iterable[Turn], system: Iterable[TextBlock]) -> list[dict[str, Any]]:
-    """The conversation as chat messages."""
+    """Returns the conversation as messages of an OpenAI chat."""
     messages = [{"role": "system", "content": text}] if (text := text_of(system)) else []
     for turn in turns:
         messages += [_assistant(turn.content)] if turn.role == "assistant" else _user(turn.content)
@@ -186,7 +187,7 @@ def messages_of(turns: Iterable[Turn], system: Iterable[TextBlock]) -> list[dict
 
 
 def text_of(blocks: Iterable[Any]) -> str:
-    """The joined text of the text and document blocks."""
+    """Returns the text of all text and document blocks, joined by line ends."""
     return "\n".join(block.text for block in blocks if isinstance(block, TextBlock | DocumentBlock))
 
 
@@ -205,8 +206,8 @@ def _assistant(blocks: list[Block]) -> dict[str, Any]:
 
 
 def _user(blocks: list[Block]) -> list[dict[str, Any]]:
-    """The chat messages of a user message. Each tool result becomes a separate message; the order of results and text
-    is kept."""
+    """Converts a user message to chat messages. Each tool result becomes a message of its own. The order of results and
+    text is kept."""
     messages: list[dict[str, Any]] = []
     texts: list[TextBlock | DocumentBlock] = []
     for block in blocks:

@@ -1,5 +1,5 @@
-"""Builds the answer of ``/v1/messages``, block by block: the events of a stream, and the message that they add up
-to."""
+"""Builds the answer of ``/v1/messages`` block by block, in two forms: the events of a stream, and the message that the
+events add up to."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Event = dict[str, Any]
 PING: Event = {"type": "ping"}
 
 DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
-"""For each block type, the type of its deltas and the field that grows."""
+"""Maps a block's type to the type of its deltas, and to the name of the text field in the block and in its deltas."""
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageOutput:
-    """The answer to one job, which has one choice.
+    """The answer of a job with one choice.
 
     Attributes:
         answer: the message so far. A block's text or input is filled in when the block ends.
@@ -32,7 +32,7 @@ class MessageOutput:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._block: dict[str, Any] | None = None
-        self._sent: list[str] = []  # pieces of the block's text, joined at its end
+        self._sent: list[str] = []  # pieces of the current block's text, which are joined when the block ends
         self._call = -1
         self.answer: dict[str, Any] = {
             "id": job.id,
@@ -45,7 +45,7 @@ class MessageOutput:
         }
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """All events of the stream; raises ApiError or EngineDead."""
+        """Yields all events of the stream. Raises ApiError or EngineDead."""
         begun = False
         async with aclosing(self._job.pieces()) as pieces:
             async for piece in pieces:
@@ -62,7 +62,7 @@ class MessageOutput:
 
     @staticmethod
     def failure(error: ApiError) -> Event:
-        """The event that ends a failed stream."""
+        """Returns the event that ends a failed stream."""
         return error.body(MESSAGES_URL)
 
     def _read(self, piece: Piece) -> Iterator[Event]:
@@ -74,7 +74,7 @@ class MessageOutput:
             yield from self._argue(part)
 
     def _delta(self, kind: str, text: str, **fields: Any) -> Iterator[Event]:
-        """Events for more text or reasoning."""
+        """Yields the events for more text or reasoning."""
         delta, name = DELTAS[kind]
         if self._block is None or self._block["type"] != kind:
             yield from self._open({"type": kind, name: "", **fields})
@@ -82,7 +82,7 @@ class MessageOutput:
         yield self._event("content_block_delta", delta={"type": delta, name: text})
 
     def _argue(self, part: CallPart) -> Iterator[Event]:
-        """Events for a new call, or for more of a call's arguments."""
+        """Yields the events for a new call, or for more of a call's arguments."""
         if part.index != self._call:
             self._call = part.index
             yield from self._open({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
@@ -98,7 +98,7 @@ class MessageOutput:
         yield self._event("content_block_start", content_block=block)
 
     def _close(self) -> Iterator[Event]:
-        """Events that end the current block, if any."""
+        """Yields the events that end the current block; none if no block is open."""
         block, text = self._block, "".join(self._sent)
         if block is None:
             return
@@ -135,7 +135,7 @@ class MessageOutput:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A call's arguments; empty if the answer was cut off inside them."""
+    """Returns a call's arguments as an object. It is empty if the answer was cut off inside the arguments."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

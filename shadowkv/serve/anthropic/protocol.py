@@ -20,7 +20,8 @@ NAMES = MappingProxyType({"response_format": "output_config.format", "stop": "st
 
 
 class MessagesTool(Body):
-    """A tool of the client; ``input_schema`` is the JSON schema of its input. This server has no server tools."""
+    """A tool of the client. ``input_schema`` is the JSON schema of its input. Tools that run on the server are not
+    supported."""
 
     type: Literal["custom"] = "custom"
     name: FunctionName
@@ -29,7 +30,7 @@ class MessagesTool(Body):
     strict: bool | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """The equivalent tool of a chat."""
+        """Returns the equivalent tool of an OpenAI chat."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, "parameters": self.input_schema, **described}}
 
@@ -40,7 +41,7 @@ MessagesTools = Annotated[
 
 
 class MessagesToolChoice(Body):
-    """Which tools the answer must call; only the type "tool" has a ``name``."""
+    """Whether the answer must call a tool, and which one. Only the type "tool" has a ``name``."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
@@ -53,14 +54,15 @@ class MessagesToolChoice(Body):
         return self
 
     def as_choice(self) -> Any:
-        """The equivalent ``tool_choice`` of a chat."""
+        """Returns the equivalent ``tool_choice`` of an OpenAI chat."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 class Thinking(Body):
-    """Whether the model reasons, which the chat template controls; the budget has no effect."""
+    """Whether the model reasons. The chat template gets this as ``enable_thinking``. ``budget_tokens`` and ``display``
+    have no effect."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)

@@ -1,4 +1,4 @@
-"""Routes of ``/v1/messages`` and ``/v1/messages/count_tokens``: a chat whose answer is a list of blocks."""
+"""Routes ``/v1/messages``, a chat whose answer is a list of blocks, and ``/v1/messages/count_tokens``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Messages(EventChat):
 
 
 def messages_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
-    """The routes."""
+    """Returns the two routes."""
     router, endpoint = APIRouter(route_class=BodyRoute), Messages(engine.tokenizer, settings)
 
     @router.post(Messages.url, **documented(MessagesAnswer, *FOR_EVERY_TEXT, text=EVENT_STREAM, error=MessagesError))

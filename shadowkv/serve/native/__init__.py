@@ -1,1 +1,1 @@
-"""APIs of other engines besides the OpenAI API: SGLang's ``/generate`` and llama.cpp's ``/completion``."""
+"""Other engines' own APIs: SGLang's ``/generate``, llama.cpp's ``/completion``, and related routes of llama.cpp."""

@@ -1,4 +1,5 @@
-"""Bodies that express a completion differently: each is converted to a ``NativeCompletion`` when it is read."""
+"""Base of the bodies with which other engines' APIs ask for a completion. Such a body is converted to a
+``NativeCompletion`` when it is read."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from shadowkv.serve.openai.protocol import CompletionRequest, TextRequest
 
 
 class NativeCompletion(CompletionRequest):
-    """A completion whose default length is the number of tokens that the server reserves.
+    """A completion. Its default ``max_tokens`` is the server's, not 16 as in the OpenAI API.
 
     Attributes:
-        pieces: for each prompt, the number of items of ``prompt`` that form it; empty if each item is a prompt.
+        pieces: for each prompt, the number of consecutive items of ``prompt`` that form it. Empty if each item is a
+            prompt.
     """
 
     pieces: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""llama.cpp's ``/completion``: an answer has the text, the reason for its end, the settings and the timings."""
+"""llama.cpp's ``/completion``. An answer has the text, the reason why the text ended, the settings and the timings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LlamaRequest(NativeRequest, Sampling):
 
     @property
     def text_biases(self) -> list[tuple[str, float]]:
-        """Entries of ``logit_bias`` that name their tokens by a text."""
+        """Those entries of ``logit_bias`` that name tokens by a text: pairs of a text and a bias."""
         return self._text_biases
 
     def as_generation(self) -> dict[str, Any]:
@@ -123,8 +123,8 @@ def _pieces(prompt: Any) -> list[Any]:
 
 def _biases(value: Any) -> tuple[Any, list[tuple[str, float]]]:
     """Splits llama.cpp's ``logit_bias``. Returns the entries with token ids, as in OpenAI's ``logit_bias``, and the
-    entries with texts. An entry is a pair of a list, or a member of an object: a token id or a text, then a number or
-    false. false means minus infinity and becomes -100."""
+    entries with texts. An entry is a pair in a list, or a key of an object and its value. It consists of a token id or
+    a text, and of a number or false. false means minus infinity, and becomes -100."""
     if value is None:
         return None, []
     if not isinstance(value, list | dict):
@@ -185,7 +185,7 @@ class LlamaCompletions(Completions):
         return prompts
 
     def _tokens(self, pieces: Sequence[str | Tokens], limit: int) -> list[int]:
-        """Token ids of a prompt's pieces; special tokens are added to a text that comes first."""
+        """Returns the token ids of a prompt's pieces. Special tokens are added only if the first piece is a text."""
         tokens: list[int] = []
         for piece in pieces:
             if isinstance(piece, str):
@@ -195,7 +195,7 @@ class LlamaCompletions(Completions):
         return tokens
 
     async def answer(self, job: Job) -> Any:
-        """An answer, or a list of answers if there are several prompts."""
+        """Returns an answer, or a list of answers if there are several prompts."""
         answers = [self._selected(job, self._whole(job, piece)) for piece in await job.joined_pieces()]
         return answers if len(answers) > 1 else answers[0]
 
@@ -203,7 +203,7 @@ class LlamaCompletions(Completions):
         return Events(self._events(job), partial(ApiError.body, path=self.url), end=b"")
 
     async def _events(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
-        """Events with pieces of text, and for each prompt a last event with everything but the text."""
+        """Yields events with pieces of text, and for each prompt a last event with everything but the text."""
         body = _body(job)
         async with aclosing(job.pieces()) as pieces:
             async for piece in pieces:
@@ -229,7 +229,7 @@ class LlamaCompletions(Completions):
         biases: list[dict[str, Any]] = [
             {"token": token, "bias": bias} for token, bias in choice.params.logit_bias.items()
         ]
-        if choice.params.ignore_eos:  # minus infinity, which JSON cannot express
+        if choice.params.ignore_eos:  # the bias is minus infinity, which JSON cannot express
             biases += [{"token": token, "bias": None} for token in sorted(self.tokenizer.eos_token_ids)]
         return {
             "index": piece.index,
@@ -274,8 +274,8 @@ class LlamaCompletions(Completions):
         return {"id": token, "token": text, "logprob": max(logprob, LOWEST), "bytes": list(text.encode())}
 
     def _selected(self, job: Job, answer: dict[str, Any]) -> dict[str, Any]:
-        """Returns the answer with only the requested ``response_fields``, or with all fields if none are requested. The
-        name ``a/b`` means the field b of a."""
+        """Returns the answer with only the requested ``response_fields``, or with all fields if none are requested. In
+        ``response_fields``, ``a/b`` is the name of the field b in the object a."""
         fields: Sequence[str] = _body(job).response_fields
         if not fields:
             return answer
@@ -284,15 +284,15 @@ class LlamaCompletions(Completions):
 
 
 def _joined(request: CompletionRequest) -> Iterator[list[str | Tokens]]:
-    """The pieces of each prompt."""
+    """Returns an iterator over the prompts, which yields the list of each prompt's pieces."""
     assert isinstance(request, NativeCompletion)
     pieces = iter(request.prompt)
     return ([*islice(pieces, count)] for count in request.pieces)
 
 
 def _parts(piece: Piece) -> list[Piece]:
-    """The parts of a piece that are streamed before its end. With log-probabilities there is one part per token, and
-    the last part has all of the text."""
+    """Splits a piece into the parts that are streamed as events. With log-probabilities there is one part per token,
+    and the last part has all of the text. Without them, a piece with text is one part."""
     if not piece.logprobs:
         return [piece] if piece.text else []
     parts = [Piece(piece.index, token_ids=[step.token_id], logprobs=[step]) for step in piece.logprobs]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LlamaErrorDetail(Answer):
-    """The error, with llama.cpp's type, and the status as the code."""
+    """An error. ``type`` is llama.cpp's name for the kind of error, and ``code`` is the HTTP status."""
 
     message: str
     type: Literal[
@@ -46,7 +46,7 @@ class LlamaErrorDetail(Answer):
 
 
 class LlamaError(Answer):
-    """Body of every status from 400 on, at llama.cpp's own paths."""
+    """Body of every response with a status of 400 or more, at llama.cpp's own paths."""
 
     error: LlamaErrorDetail
 
@@ -65,7 +65,8 @@ class TemplateRequest(Conversation):
 
 
 def native_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
-    """Routes ``/generate``, ``/completion``, ``/apply-template``, and ``/props`` and ``/slots`` of llama.cpp."""
+    """Returns SGLang's route ``/generate``, and llama.cpp's routes ``/completion``, ``/apply-template``, ``/props`` and
+    ``/slots``."""
     router = APIRouter(route_class=BodyRoute)
     generate, complete = Generate(engine.tokenizer, settings), LlamaCompletions(engine.tokenizer, settings)
     of_sglang = documented(None, *FOR_EVERY_TEXT, text=EVENT_STREAM)
@@ -105,8 +106,8 @@ def native_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
 
     @router.get("/slots", **documented(None, 401, 429, 501, 503, error=LlamaError))
     async def get_slots() -> list[dict[str, Any]]:
-        """One slot per sequence that can run at once. Slots are not tied to requests: the first ones count as
-        processing."""
+        """Lists one slot for each sequence that can run at once. Slots are not tied to requests: if n sequences run,
+        the first n slots count as processing."""
         if not settings.slots:
             raise ApiError("this server was started with --no-slots", status=501)
         running = (await engine.stats()).running

@@ -1,4 +1,4 @@
-"""SGLang's ``/generate``: text or token ids in, text and token ids out."""
+"""SGLang's ``/generate``. A request has prompts as text or as token ids. Answers have both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shadowkv.serve.openai.jobs import Job, Piece
 from shadowkv.serve.openai.logprobs import LOWEST
 
 NEW_TOKENS = 128
-"""Length of an answer without ``max_new_tokens``, as in SGLang."""
+"""Value of ``max_new_tokens`` for a request without it, as in SGLang."""
 
 NAMES = MappingProxyType({"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "prompt": "text"})
 
@@ -34,7 +34,8 @@ ONE_OR_MORE: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "
 
 
 class GenerateSampling(Body):
-    """The parameters in ``sampling_params`` that a completion names differently. The completion checks all others."""
+    """The parameters in ``sampling_params`` that a completion names differently. All others are checked when the
+    completion is made."""
 
     max_new_tokens: int = NEW_TOKENS
     min_new_tokens: int | None = None
@@ -90,7 +91,8 @@ class Generate(Completions):
     names = NAMES
 
     async def answer(self, job: Job) -> Any:
-        """A choice, or a list of choices if there are several prompts or choices."""
+        """Returns a choice. If there are several, or if the request has a list of prompts, returns a list of
+        choices."""
         choices = [self._choice(job, piece) for piece in await job.joined_pieces()]
         return choices if len(choices) > 1 or _is_batch(job) else choices[0]
 
@@ -98,7 +100,7 @@ class Generate(Completions):
         return Events(self._events(job))
 
     async def _events(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
-        """Events that each have the whole text of a choice so far."""
+        """Yields events. Each has the whole text of a choice so far."""
         whole: dict[int, Piece] = {}
         async with aclosing(job.pieces()) as pieces:
             async for piece in pieces:

@@ -1,1 +1,1 @@
-"""The OpenAI API with vLLM's extensions, and the code that answers text requests, which all other APIs use."""
+"""The OpenAI API with vLLM's extensions, and the code that answers text requests. All other APIs use this code, too."""

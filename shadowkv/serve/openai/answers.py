@@ -1,5 +1,5 @@
-"""Response models of the OpenAI API, for the OpenAPI schema alone. Responses are written as plain objects and are not
-validated against these models."""
+"""Models of the OpenAI API's responses. They only describe responses in the OpenAPI schema: the server writes responses
+as plain objects, and does not validate them against these models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Usage(Answer):
 
 
 class KVTransfer(Answer):
-    """``kv_transfer_params`` that a proxy passes on to a decode server; only where the request asks for it."""
+    """``kv_transfer_params`` that a proxy passes on to a decode server. An answer has them only if the request asks for
+    them."""
 
     do_remote_prefill: Literal[True]
     do_remote_decode: Literal[False]
@@ -47,7 +48,7 @@ class KVTransfer(Answer):
 
 
 class RequestMetrics(Answer):
-    """Times of an answer, in milliseconds; only with ``--enable-per-request-metrics``."""
+    """Times of an answer in milliseconds. Answers have them only with ``--enable-per-request-metrics``."""
 
     time_to_first_token_ms: float
     generation_time_ms: float
@@ -78,8 +79,9 @@ ChatFinishReason = Literal["stop", "length", "tool_calls", "repetition"]
 class LayerSelections(Answer):
     """Attention of one group of layers to selected tokens.
 
-    ``layer`` is the layer that selected tokens for the layers [first, end) in ``layers``. ``cells`` are the cells of
-    those tokens; ``weights`` are the cells' shares of the attention to all selected tokens.
+    ``layers`` is the range [first, end) of the group's layers. Only one of them is reported, ``layer``. ``cells`` are
+    the numbers of the cells (``TokenSelections``) with the largest attention weights in that layer. ``weights`` are
+    these cells' shares of the attention to all selected tokens.
     """
 
     layers: list[int]
@@ -91,9 +93,9 @@ class LayerSelections(Answer):
 class TokenSelections(Answer):
     """The tokens that one token of an answer attended to, out of the ``length`` tokens before it.
 
-    Cell n has ``cell`` tokens and starts at position n x ``cell``. ``exact`` lists ranges [first, end) of positions
-    that every layer attended to without selection. ``groups`` has the attention to the remaining tokens: to the
-    selected ones or, if ``everything`` is true, to all of them.
+    Positions are grouped in cells. Cell n has ``cell`` tokens and starts at position n x ``cell``. ``exact`` lists
+    ranges [first, end) of positions that every layer attended to without selection. ``groups`` has the attention to the
+    remaining tokens. If ``everything`` is true, all remaining tokens were attended to, otherwise the selected ones.
     """
 
     length: int
@@ -104,7 +106,8 @@ class TokenSelections(Answer):
 
 
 Selections = list[TokenSelections | None]
-"""One entry per token; null for the first token, which prefill chose. Only where ``return_selections`` asks for it."""
+"""One entry per token. It is null for the first token, because that comes from prefill. An answer has these entries
+only if the request sets ``return_selections``."""
 
 
 class Generated(Answer, Generic[Kind, Choice]):
@@ -124,7 +127,8 @@ class Generated(Answer, Generic[Kind, Choice]):
 
 
 class PromptLogprob(Answer):
-    """Log-probability of one prompt token; ``rank`` is null if the token is not among the reported most likely ones."""
+    """Log-probability of a token at one position of a prompt. ``rank`` is null if the token is not among the reported
+    most likely ones."""
 
     logprob: float
     rank: int | None
@@ -132,7 +136,8 @@ class PromptLogprob(Answer):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""One entry per prompt token: an object whose keys are token ids. The entry of the first token is null."""
+"""One entry per prompt token: an object whose keys are the ids of this token and of the most likely ones. The entry of
+the first token is null."""
 
 
 class Ended(Answer):
@@ -145,7 +150,8 @@ class Ended(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """Log-probabilities of a text's tokens; null for the first token of a prompt."""
+    """Log-probabilities of a text's tokens. If the text begins with the prompt, the values of the first token are
+    null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -170,7 +176,7 @@ class Completion(Generated[Literal["text_completion"], CompletionChoice]):
 
 
 class TokenLogprob(Answer):
-    """A token's log-probability; ``bytes`` is null if the token is part of a character."""
+    """A token's log-probability. ``bytes`` is null if the token is only a part of a character."""
 
     token: str
     logprob: float
@@ -244,7 +250,7 @@ class ChatCompletion(Generated[Literal["chat.completion"], ChatChoice]):
 
 
 class InputTokens(Answer):
-    """Answer of ``/v1/chat/completions/input_tokens``, which is llama.cpp's."""
+    """Answer of ``/v1/chat/completions/input_tokens``, an endpoint of llama.cpp."""
 
     input_tokens: int
 
@@ -266,15 +272,16 @@ class Tokenized(Answer):
 
 
 class Detokenized(Answer):
-    """Answer of ``/detokenize``. ``prompt`` is vLLM's name of the text. ``content`` is llama.cpp's name. It is present
-    if the request names no model, because llama.cpp's clients name none."""
+    """Answer of ``/detokenize``. ``prompt`` is vLLM's name of the text, and ``content`` is llama.cpp's. ``content`` is
+    present if the request names no model, because llama.cpp's clients name none."""
 
     prompt: str
     content: str = ""
 
 
 class RestoredPrompt(Answer):
-    """Answer of ``/cache/restore``: number of the prompt's tokens, bytes of its files, and duration in seconds."""
+    """Answer of ``/cache/restore``: the number of the prompt's tokens, the bytes of its files, and how many seconds the
+    request took."""
 
     name: str
     tokens: int
@@ -283,11 +290,11 @@ class RestoredPrompt(Answer):
 
 
 class SavedPrompt(RestoredPrompt):
-    """Answer of ``/cache/save``."""
+    """Answer of ``/cache/save``, with the same fields."""
 
 
 class TokenizerInfo(BaseModel):
-    """Answer of ``/tokenizer_info``, with every special token that the tokenizer names."""
+    """Answer of ``/tokenizer_info``. It also has a field for every special token that the tokenizer names."""
 
     eos_token: str | None
     vocab_size: int

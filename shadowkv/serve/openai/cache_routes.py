@@ -1,4 +1,5 @@
-"""Routes ``/cache/save`` and ``/cache/restore``: they save a prompt to disk under a name, and bring it back."""
+"""Routes ``/cache/save``, which saves a prompt's cached keys and values to disk under a name, and ``/cache/restore``,
+which loads them again."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def cache_routes(engine: EngineClient, served_name: str, settings: ServerSettings, metrics: Metrics) -> APIRouter:
-    """The routes. Their work runs off the event loop and is abandoned when the client disconnects."""
+    """Returns the routes. Their work does not block the event loop, and is abandoned when the client disconnects."""
     router, statuses = APIRouter(route_class=BodyRoute), (*FOR_EVERY_BODY, 409, 504)
     completions, chat_completions = Completions(engine.tokenizer), ChatCompletions(engine.tokenizer, settings)
 
@@ -75,13 +76,14 @@ def cache_routes(engine: EngineClient, served_name: str, settings: ServerSetting
 
 
 def _own(name: str) -> str:
-    """The file name for ``name``. It includes the prompt owner, so that each owner can use any name."""
+    """Returns the name under which a prompt is stored. It includes the prompt's owner, so that several owners can use
+    the same ``name``."""
     owner = prompt_owner()
     return name if owner is None else f"{owner}.{name}"
 
 
 async def _within(seconds: float, work: Awaitable[Saved]) -> Saved:
-    """The result of ``work``; raises DeadlineExceeded after ``seconds`` unless that is 0."""
+    """Returns the result of ``work``. Raises DeadlineExceeded after ``seconds``; 0 sets no limit."""
     try:
         return await asyncio.wait_for(work, seconds or None)
     except asyncio.TimeoutError:

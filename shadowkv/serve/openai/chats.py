@@ -1,5 +1,6 @@
-"""Chat endpoints that all conversation APIs build on: they render a chat's prompt and choose the parsers of tool calls
-and reasoning. ``EventChat`` builds answers from typed stream events."""
+"""``Chat``: the base of chat endpoints in all APIs. It renders a chat's prompt, and chooses the parsers of tool calls
+and reasoning. ``EventChat`` is the base for APIs that stream typed events. Their whole answers are built from the same
+events."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 END_TOKENS = 16
-"""Number of tokens at the end of a prompt in which parsers look for an opening of the answer. Some templates write such
-an opening, for instance ``<think>``."""
+"""Number of tokens at the end of a prompt in which parsers look for the beginning of the answer. Some chat templates
+put such a beginning there, for instance ``<think>``."""
 
 
 class Chat(Endpoint):
-    """A chat endpoint: a conversation in, the assistant's message out."""
+    """A chat endpoint: it gets a conversation, and answers with the assistant's next message."""
 
     def sizes(self, request: ChatRequest) -> list[int]:
         return [request.characters]
@@ -56,13 +57,14 @@ class Chat(Endpoint):
         return self.tokenizer.encode(opening(self._end(prompt)), add_special_tokens=False)
 
     def format_of(self, request: ChatRequest) -> ToolFormat | None:
-        """How the model writes tool calls in answer to this request; None if that is unknown."""
+        """Returns the format in which the model writes tool calls in answer to this request; None if it is unknown."""
         if request.chat_template is not None:
             return self.settings.tool_format(request.chat_template)
         return self.tool_format
 
     def tool_parser(self, request: ChatRequest) -> ToolParser | None:
-        """The parser of tool calls, if any; raises ApiError if the model's format of calls is unknown."""
+        """Returns the parser of tool calls; None if the answer is not parsed. Raises ApiError if the model's format of
+        calls is needed and unknown, or if the server does not trust the request's template."""
         self.settings.check_trust(request.chat_template)
         chosen, known = request.chosen_tools, self.format_of(request)
         if chosen.is_forced:
@@ -81,7 +83,7 @@ class Chat(Endpoint):
         kind = None if known is None else known.reasoning
         if self.settings.reasoning_parser is not None:
             kind = kind or ReasoningParser
-        if kind is None or request.output_schema is not None:  # JSON has no room for reasoning
+        if kind is None or request.output_schema is not None:  # a constrained output has no room for reasoning
             return None
         return kind(self._end(prompt))
 
@@ -92,7 +94,7 @@ class Chat(Endpoint):
         return self.tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
 
     def _has_own_format(self, request: ChatRequest) -> bool:
-        """Whether the model's own format, such as reasoning, appears in answers even without tool calls."""
+        """Whether answers have marks of the model's own format even without tool calls, such as those of reasoning."""
         known = self.format_of(request)
         return known is not None and known.reasoning is not None and request.output_schema is None
 
@@ -104,8 +106,9 @@ def conversation_tokens(
     parse_special: bool | None = None,
     add_special_tokens: bool | None = None,
 ) -> list[int]:
-    """Token ids of a conversation's prompt. The flags are those of ``encode_chat``. Raises ApiError if the template
-    refuses the messages, and for prompts with many more tokens than ``limit``; a slightly longer prompt may pass."""
+    """Returns the token ids of a conversation's prompt. The flags are those of ``encode_chat``. Raises ApiError if the
+    template refuses the messages, or if the prompt has many more tokens than ``limit``. A prompt that is slightly
+    longer than ``limit`` may pass."""
     try:
         turns, variables = template_input(conversation, tokenizer.chat_template)
         return tokenizer.encode_chat(
@@ -122,7 +125,7 @@ def conversation_tokens(
 
 
 async def count_tokens(endpoint: Chat, chat: GenerationRequest, most: int, request: Request) -> Response:
-    """Responds with the number of tokens of a chat's prompt; refuses a prompt with many more than ``most`` tokens."""
+    """Responds with the number of tokens of a chat's prompt. Refuses a prompt with many more than ``most`` tokens."""
     assert isinstance(chat, ChatRequest)
 
     async def count() -> Response:
@@ -136,17 +139,17 @@ class EventOutput(Protocol):
     """One answer in the form of stream events.
 
     Attributes:
-        answer: what ``events`` has assembled so far.
+        answer: the answer, as far as ``events`` has built it.
     """
 
     answer: dict[str, Any]
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Events as the answer is generated."""
+        """Yields events while the answer is generated."""
         ...
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """The event for an error."""
+        """Returns the event that reports an error."""
         ...
 
 
@@ -157,7 +160,7 @@ class EventChat(Chat):
 
     @abstractmethod
     def output(self, job: Job) -> EventOutput:
-        """The object that builds the answer's events."""
+        """Returns the object that builds the answer's events."""
 
     async def answer(self, job: Job) -> dict[str, Any]:
         output = self.output(job)

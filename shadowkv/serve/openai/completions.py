@@ -26,25 +26,26 @@ from shadowkv.serve.text.tokenization import check_prompt, encode
 from shadowkv.serve.text.tool_parser import CallPart
 
 NO_PARTS = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-"""Message fields that are null. Only ``reasoning`` is set, if the answer has reasoning."""
+"""Message fields that are always null, and ``reasoning``, which is null unless the answer has reasoning."""
 
 
 class Choices(Endpoint):
-    """An endpoint whose answers have choices."""
+    """An endpoint whose answers have a list of choices."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
     @abstractmethod
     def choice(self, job: Job, piece: Piece) -> dict[str, Any]:
-        """A whole choice."""
+        """Returns a whole choice."""
 
     @abstractmethod
     def delta(self, job: Job, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks of a stream for one piece. The last chunk has the piece; chunks before it only open the choice."""
+        """Returns the chunks of a stream for one piece. The last chunk has the piece. Chunks before it, if any, only
+        open the choice."""
 
     def about(self, job: Job) -> dict[str, Any]:
-        """Fields beside the choices, in a whole answer and in the first chunk of a stream."""
+        """Returns the fields that stand beside the choices in a whole answer and in the first chunk of a stream."""
         return {}
 
     async def answer(self, job: Job) -> dict[str, Any]:
@@ -53,7 +54,7 @@ class Choices(Endpoint):
         def shape() -> dict[str, Any]:
             return {"choices": [self.choice(job, piece) for piece in pieces], **self.about(job)}
 
-        # Formatting the log-probabilities of a long prompt takes a while.
+        # Formatting the log-probabilities of a long prompt takes a while, and must not block the event loop.
         shaped = await asyncio.to_thread(shape) if job.echo or job.prompt_scores else shape()
         nulls = {"service_tier": None, "kv_transfer_params": None}
         end = {"usage": job.usage(), "system_fingerprint": fingerprint(job), **job.remote_prefill.answer_field()}
@@ -111,17 +112,17 @@ class Choices(Endpoint):
 
 
 def fingerprint(job: Job) -> str:
-    """``system_fingerprint``: it differs between versions, models and settings."""
+    """Returns the ``system_fingerprint``, which differs between versions, models and settings."""
     return f"shadowkv-{__version__}-{job.engine.fingerprint}"
 
 
 def token_ids_of(job: Job, piece: Piece) -> dict[str, Any]:
-    """A piece's token ids, if requested."""
+    """Returns a field with a piece's token ids if they are requested; otherwise no field."""
     return {"token_ids": list(piece.token_ids)} if job.request.return_token_ids else {}
 
 
 def end_of(piece: Piece) -> dict[str, Any]:
-    """``finish_reason`` and, at the end of a choice, its stop fields."""
+    """Returns the field ``finish_reason`` and, at the end of a choice, ``stop_reason`` and ``matched_stop``."""
     end: dict[str, Any] = {"finish_reason": piece.finish_reason}
     if piece.finish_reason is None:
         return end
@@ -129,14 +130,15 @@ def end_of(piece: Piece) -> dict[str, Any]:
 
 
 def selections_of(piece: Piece) -> dict[str, Any]:
-    """The tokens that each token of a piece attended to, if requested."""
+    """Returns a field with the tokens that each token of a piece attended to, if they are requested; otherwise no
+    field."""
     if piece.selections is None:
         return {}
     return {"selections": [None if selection is None else asdict(selection) for selection in piece.selections]}
 
 
 class Completions(Choices):
-    """Text in, text out."""
+    """``/v1/completions``, which continues texts."""
 
     url = "/v1/completions"
     request_type: ClassVar[type[TextRequest]] = CompletionRequest
@@ -198,7 +200,7 @@ class Completions(Choices):
 
 
 class ChatCompletions(Chat, Choices):
-    """The OpenAI API's chats."""
+    """``/v1/chat/completions``."""
 
     url = "/v1/chat/completions"
     request_type: ClassVar[type[ChatRequest]] = ChatRequest
@@ -261,7 +263,8 @@ def _chat(job: Job) -> ChatRequest:
 
 
 def _thoughts(request: ChatRequest, piece: Piece) -> dict[str, str]:
-    """A piece's reasoning, under DeepSeek's name and vLLM's, unless the request excludes reasoning."""
+    """Returns a piece's reasoning, under DeepSeek's name and vLLM's. If the request excludes reasoning, returns no
+    field."""
     return {"reasoning_content": piece.thought, "reasoning": piece.thought} if request.include_reasoning else {}
 
 
@@ -297,7 +300,7 @@ class ChatBatchRequest(ChatRequest):
 
     @property
     def chats(self) -> list[ChatRequest]:
-        """One request per conversation; all share the other parameters."""
+        """One request for each conversation. All have this request's other parameters."""
         others = {name: getattr(self, name) for name in ChatRequest.model_fields if name != "messages"}
         return [
             ChatRequest.model_construct(self.model_fields_set, messages=chat, **others)  # already validated with self
@@ -321,7 +324,7 @@ class ChatBatches(ChatCompletions):
 
 
 def _call(part: CallPart) -> dict[str, Any]:
-    """A tool call in the API's form; a later part of a streamed call has only arguments."""
+    """Returns a tool call in the API's form. The later parts of a streamed call have only arguments."""
     if part.name is None:
         return {"function": {"arguments": part.arguments}}
     return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}

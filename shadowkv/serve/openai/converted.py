@@ -1,4 +1,5 @@
-"""Bodies of other APIs: each converts itself to a completion or a chat of the OpenAI API when it is read."""
+"""Base classes of other APIs' bodies. Such a body is converted to a completion or a chat of the OpenAI API when it is
+read."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ SHARED = (Sampling.model_fields.keys() | {"chat_template_kwargs"}) - {"model", "
 
 
 def few_parts(value: Any) -> Any:
-    """Returns the list of items, messages or blocks; raises if it has too many parts in total. This check runs before
-    any part is validated."""
+    """Returns ``value``, a list of items, messages or blocks. Raises an error if these have too many parts in total.
+    The check runs before any part is validated."""
     level, count = value if isinstance(value, list) else [], 0
     while level:
         lists = [item.get(name) for item in level if isinstance(item, dict) for name in PART_LISTS]
@@ -38,7 +39,7 @@ class Converted(Body):
 
     Attributes:
         target: the class of the completion or chat.
-        names: this API's names of the parameters of ``target``, where the names differ.
+        names: maps parameters of ``target`` to their names in this API, where these differ.
     """
 
     target: ClassVar[type[GenerationRequest]]
@@ -66,7 +67,7 @@ class Converted(Body):
 
     @abstractmethod
     def as_generation(self) -> dict[str, Any]:
-        """Body of the completion or chat."""
+        """Returns the body of the completion or chat as an object."""
 
 
 class ConvertedChat(Converted):
@@ -85,8 +86,8 @@ class ConvertedChat(Converted):
 
     @abstractmethod
     def as_chat(self) -> dict[str, Any]:
-        """Body of the chat, without the shared parameters."""
+        """Returns the body of the chat as an object, without the parameters in ``shared``."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Drops this body's copy of the conversation, since the chat has its own."""
+        """Drops this body's copy of the conversation, because the chat has its own copy."""

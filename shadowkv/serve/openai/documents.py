@@ -1,4 +1,4 @@
-"""Documents in messages, PDF or plain text: their text becomes part of the prompt."""
+"""Documents in messages. They are PDF files or plain text, and their text becomes part of the prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shadowkv.serve.storage.store import content_in
 DATA_URL = re.compile(r"data:[^,]{0,200};base64,")
 
 FileData = Annotated[str, Field(min_length=1)]
-"""Base64, alone or as a ``data:`` URL; only the body's size limits its length."""
+"""A file in base64, alone or as a ``data:`` URL. Its length is limited only by the limit on the whole body."""
 
 
 class FileSource(Body):
@@ -35,7 +35,7 @@ class FileSource(Body):
 
     @property
     def text(self) -> str:
-        """The file's text for a prompt; raises ApiError if it cannot be read, and whatever ``attachments`` raises."""
+        """The file's text for a prompt. Reading it raises what ``file_text`` raises."""
         return as_prompt(file_text(self.file_data, self.file_id), title=self.filename)
 
 
@@ -52,8 +52,8 @@ class FilePart(Body):
 
 
 def file_text(data: str | None, id: str | None) -> str:
-    """The text of a file given as base64, or uploaded to ``/v1/files``; raises ApiError, and whatever ``attachments``
-    raises."""
+    """Returns the text of a file that is given as base64 (``data``), or that was uploaded to ``/v1/files`` (``id``).
+    Raises ApiError if there is no such file or if it cannot be read. Also raises whatever ``attachments`` raises."""
     here = attachments()
     if id is not None:
         if here.folder is None:
@@ -71,6 +71,6 @@ def file_text(data: str | None, id: str | None) -> str:
 
 
 def as_prompt(text: str, title: str | None = None, context: str | None = None) -> str:
-    """A document in the tags that Anthropic's and others' prompting guides recommend."""
+    """Returns a document's text in the tags that prompting guides recommend, such as Anthropic's."""
     about = "".join(f"<{name}>{value}</{name}>\n" for name, value in (("source", title), ("context", context)) if value)
     return f"<document>\n{about}<document_content>\n{text}\n</document_content>\n</document>"

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 LOAD_ASKED, LOAD_REPORTED = "endpoint-load-metrics-format", "endpoint-load-metrics"
-"""The request's and the response's header for load balancers, as in vLLM."""
+"""Header with which a request asks for the server's load, and header with which the response reports it, as in vLLM.
+They are for load balancers."""
 
 
 class Endpoint(ABC):
@@ -48,7 +49,10 @@ class Endpoint(ABC):
         settings: the server's settings, which name the parsers of tool calls and reasoning.
 
     Attributes:
-        names: this endpoint's names of the parameters of a ``GenerationRequest``, where the names differ.
+        url: the endpoint's path.
+        request_type: class of the bodies.
+        id_prefix: prefix of the answers' ids.
+        names: maps parameters of ``GenerationRequest`` to their names in this API, where these differ.
     """
 
     url: ClassVar[str]
@@ -61,43 +65,43 @@ class Endpoint(ABC):
         self.tool_format = self.settings.tool_format(tokenizer.chat_template)
 
     def request(self, body: TextRequest) -> GenerationRequest:
-        """The request in a body."""
+        """Returns a body as a completion or a chat, to which bodies of other APIs are converted."""
         request = body.generation if isinstance(body, Converted) else body
         assert isinstance(request, GenerationRequest)
         return request
 
     def new_id(self, body: Any, request_id: str | None) -> str:
-        """The id of an answer: the endpoint's prefix with ``request_id``, or with a random id if there is none."""
+        """Returns the id of an answer: the endpoint's prefix and ``request_id``, or a random id if that is None."""
         return f"{self.id_prefix}{request_id or uuid.uuid4().hex}"
 
     @abstractmethod
     def sizes(self, request: Any) -> list[int]:
-        """The size of every prompt, in characters or token ids, before any processing."""
+        """Returns the size of every prompt in characters or token ids, before any processing."""
 
     @abstractmethod
     def prompts(self, request: Any, limit: int) -> list[list[int]]:
-        """Token ids of every prompt. Raises ApiError for a prompt with many more tokens than ``limit``; a prompt that
-        is slightly longer may pass."""
+        """Returns the token ids of every prompt. Raises ApiError for a prompt with many more tokens than ``limit``. A
+        prompt that is slightly longer than ``limit`` may pass."""
 
     def opening(self, request: Any, prompt: list[int]) -> list[int]:
-        """Token ids to append to a prompt: an opening of the answer that the grammar does not let the model write
-        itself."""
+        """Returns token ids to append to a prompt. They are a beginning of the answer that the model expects, but that
+        it cannot write itself because the grammar does not allow it."""
         return []
 
     def predicted(self, request: Any) -> str:
-        """Text that the answers may contain. Tokens are also drafted from this text."""
+        """Returns text that the answers may contain. Drafted tokens can be taken from it."""
         return ""
 
     def echo(self, request: Any, prompts: list[list[int]]) -> list[str] | None:
-        """The text that each prompt's answers begin with, if the request asks for an echo."""
+        """Returns the text with which each prompt's answers begin, if the request asks for an echo; otherwise None."""
         return None
 
     def tool_parser(self, request: Any) -> ToolParser | None:
-        """The parser of tool calls in a choice's text; None if no calls are parsed."""
+        """Returns a parser of tool calls in a choice's text; None if no calls are parsed."""
         return None
 
     def reasoning_parser(self, request: Any, prompt: list[int]) -> ReasoningParser | None:
-        """The parser of reasoning in a choice's text; None if reasoning is not separated from the text."""
+        """Returns a parser of reasoning in a choice's text; None if reasoning is not separated from the text."""
         return None
 
     def reads_special_tokens(self, request: Any) -> bool:
@@ -106,11 +110,11 @@ class Endpoint(ABC):
 
     @abstractmethod
     async def answer(self, job: Job) -> dict[str, Any]:
-        """The whole answer; raises ApiError or EngineDead."""
+        """Returns the whole answer. Raises ApiError or EngineDead."""
 
     @abstractmethod
     def stream(self, job: Job) -> Events:
-        """The answer as a stream."""
+        """Returns the answer as a stream."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,9 @@ class Responder:
     """Answers requests within the server's limits, and aborts them when the client disconnects.
 
     Attributes:
-        engines: all engines; keys are the model names that clients use.
-        served_name: the model that answers if a request names none.
-        metrics: counts the work of ``served_name`` alone.
+        engines: maps the model names that clients use to engines.
+        served_name: name of the model that answers if a request names no model.
+        metrics: the metrics, in which only requests to the model ``served_name`` are counted.
     """
 
     engines: Mapping[str, EngineClient]
@@ -129,7 +133,7 @@ class Responder:
     metrics: Metrics
 
     async def __call__(self, endpoint: Endpoint, body: TextRequest, request: Request) -> Response:
-        """The answer, whole or as a stream, or the error."""
+        """Returns the response to a request: the whole answer, a stream, or an error."""
 
         async def answer() -> Response:
             job = await self.job(endpoint, body)
@@ -142,7 +146,7 @@ class Responder:
         return await reply(request, answer)
 
     async def job(self, endpoint: Endpoint, body: TextRequest) -> Job:
-        """The request's job, not yet started; raises what ``prepare`` does."""
+        """Returns the request's job, which has not started yet. Raises what ``prepare`` raises."""
         seconds = self.settings.request_timeout
         name = body.model or self.served_name
         if name not in self.engines:
@@ -176,8 +180,8 @@ def check_model(requested: str | None, model: str) -> None:
 async def prepare(
     engine: EngineClient, endpoint: Endpoint, body: TextRequest, model: str, deadline: float | None = None
 ) -> Job:
-    """The request's job, not yet started. Raises ApiError. Raises DeadlineExceeded if the request's schema is not
-    compiled by ``deadline``, in seconds of ``time.monotonic``."""
+    """Returns the request's job, which has not started yet. ``deadline`` is a time of ``time.monotonic``, in seconds.
+    Raises ApiError, and DeadlineExceeded if the request's schema is not compiled by ``deadline``."""
     check_model(body.model, model)
     try:
         job = await _prepare(engine, endpoint, body, model, deadline)

@@ -1,4 +1,4 @@
-"""Jobs: a validated request and its answer in pieces. The HTTP server and the batch mode both use them."""
+"""``Job``: a validated request. It yields the answer in pieces. The HTTP server and the batch mode both use jobs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Piece:
     finish_reason: str | None = None
     first: bool = True
     offset: int = 0
-    """Characters of all earlier tokens; counted only if log-probabilities are requested."""
+    """Number of characters of all earlier tokens of the choice. It is counted only if log-probabilities are
+    requested."""
     calls: Sequence[CallPart] = ()
     thought: str = ""
     stop_string: str | None = None
@@ -49,7 +50,7 @@ class Piece:
     matched_stop: str | int | None = None
     """SGLang's field: ``stop_reason``, or the token with which the model ended its answer."""
     prompt_progress: dict[str, int] | None = None
-    """Progress of the prompt's prefill; such a piece has no other content."""
+    """Progress of the prompt's prefill. A piece with progress has no other content."""
 
 
 @dataclass
@@ -62,10 +63,10 @@ class Job:
         choices: the requests to the engine, ``n`` for each prompt, prompt by prompt.
         reasoning, parsers: each choice's parsers of reasoning and of tool calls; None where there is nothing to parse.
         echo: for each prompt, the text that its choices begin with; None without an echo.
-        deadline: when the request times out, in seconds of ``time.monotonic``; None sets no limit.
-        thinking_tokens: reasoning tokens of all choices so far.
-        last_outputs: the latest output of each choice; keys are the choices' indices.
-        prompt_scores: log-probabilities of each choice's prompt tokens, if requested.
+        deadline: time of ``time.monotonic`` at which the request times out, in seconds; None sets no limit.
+        thinking_tokens: number of reasoning tokens of all choices so far.
+        last_outputs: maps a choice's index to its latest output.
+        prompt_scores: maps a choice's index to the log-probabilities of its prompt's tokens, if they are requested.
     """
 
     engine: EngineClient
@@ -89,8 +90,9 @@ class Job:
         self.thinking_tokens = 0
 
     async def outputs(self) -> AsyncGenerator[tuple[int, TextOutput], None]:
-        """Yields the index of a choice and its next output, as the engine generates them. Raises ApiError if a choice
-        fails. Ends only when other servers can find the prompts that they will continue."""
+        """Yields the index of a choice and its next output, while the engine generates them. Raises ApiError if a
+        choice fails. If other servers will continue the prompts, ends only when they can find them
+        (``RemotePrefill.send``)."""
         prompts = self.choices[:: self.request.n]
         await self.remote_prefill.receive(sum(len(prompt.prompt_token_ids) for prompt in prompts))
         timeout = None if self.deadline is None else self.deadline - time.monotonic()
@@ -130,7 +132,8 @@ class Job:
         return replace(output, text=text, logprobs=[*steps, *(output.logprobs or ())])
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """The answer as it is generated; raises ApiError, DeadlineExceeded, EngineBusy or EngineDead."""
+        """Yields the answer in pieces while it is generated. Raises ApiError, DeadlineExceeded, EngineBusy or
+        EngineDead."""
         wants_logprobs = self.choices[0].params.logprobs is not None
         offsets: dict[int, int] = {}
         async with aclosing(self.outputs()) as outputs:
@@ -154,7 +157,7 @@ class Job:
                 yield piece
 
     async def joined_pieces(self) -> list[Piece]:
-        """The whole answer, one piece per choice; raises what ``pieces`` does."""
+        """Returns the whole answer, with one piece per choice. Raises what ``pieces`` raises."""
         count, wants_logprobs = len(self.choices), self.choices[0].params.logprobs is not None
         thoughts: list[list[str]] = [[] for _ in range(count)]
         texts: list[list[str]] = [[] for _ in range(count)]
@@ -187,7 +190,7 @@ class Job:
         return pieces
 
     def _split(self, index: int, output: TextOutput) -> tuple[str, str]:
-        """The reasoning and the text of an output; counts the tokens of reasoning."""
+        """Splits an output into reasoning and text, and counts the reasoning tokens."""
         reasoning = self.reasoning[index]
         if reasoning is None:
             return "", output.text
@@ -197,7 +200,8 @@ class Job:
         return parts
 
     def _read(self, index: int, thought: str, text: str, end: str | None) -> Piece:
-        """The next piece of a choice, split into text and tool calls, with its finish reason at the end."""
+        """Makes the next piece of a choice, and splits its ``text`` into text and tool calls. ``end`` is the reason why
+        the choice ended; None if it goes on."""
         parser = self.parsers[index]
         if parser is None:
             return Piece(index, text, finish_reason=end, thought=thought)
@@ -222,14 +226,15 @@ class Job:
         return {**_usage(prompts, self.last_outputs.values()), **separate}
 
     def usage_of(self, index: int, has_begun: bool = True) -> dict[str, Any]:
-        """Token counts so far of one choice and its prompt; of the prompt alone if the choice has not ``has_begun``."""
+        """Token counts so far of one choice and its prompt. Without ``has_begun``, no tokens of the choice are
+        counted."""
         outputs = [self.last_outputs[index]] if index in self.last_outputs else []
         return _usage(outputs, outputs if has_begun else [])
 
     def metrics_of(self, index: int) -> dict[str, float]:
-        """Times of a choice, in milliseconds, under vLLM's names: from the start of prefill to the first token, from
-        the first token to the last, and in the queue. Also the mean time between tokens, if there are at least two, and
-        the tokens per second since the start of prefill."""
+        """Times of a choice in milliseconds, under vLLM's names: the time from the start of prefill to the first token,
+        the time from the first token to the last, and the time in the queue. If there are at least two tokens, also the
+        mean time between tokens. The last figure is the number of tokens per second since the start of prefill."""
         output = self.last_outputs[index]
         times, tokens = output.times, output.completion_tokens
         scheduled = times.arrival if times.scheduled is None else times.scheduled
@@ -255,7 +260,7 @@ class Job:
         return _timings(output.cached_tokens, read, prompt, written, answer)
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Fields at the start of every answer and every chunk."""
+        """Returns the fields with which every answer and every chunk begins."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
@@ -272,14 +277,14 @@ def _usage(prompts: Iterable[TextOutput], answers: Iterable[TextOutput]) -> dict
 
 
 def _matched_stop(output: TextOutput) -> str | int | None:
-    """``matched_stop`` for an answer's last output; None if the answer was cut off."""
+    """Returns ``matched_stop`` for an output. It is None if the answer goes on or was cut off."""
     if output.stop_reason is not None or output.finish_reason != "stop" or not output.token_ids:
         return output.stop_reason
     return output.token_ids[-1]
 
 
 def _whole_calls(piece: Piece) -> Sequence[CallPart]:
-    """The tool calls of a whole answer, without the last one if the answer was cut off inside it."""
+    """Returns the tool calls of a whole answer. If the answer was cut off inside its last call, that is left out."""
     if not piece.calls or piece.finish_reason not in ("length", "repetition"):
         return piece.calls
     try:
@@ -290,8 +295,8 @@ def _whole_calls(piece: Piece) -> Sequence[CallPart]:
 
 
 def prompt_progress(output: TextOutput, processed: int) -> dict[str, int]:
-    """llama.cpp's ``prompt_progress``: ``processed`` tokens of ``total``, of which ``cache`` came from the prefix
-    cache, and ``time_ms`` since prefill began."""
+    """Returns llama.cpp's ``prompt_progress``. The prompt has ``total`` tokens, of which ``processed`` are done. Of
+    these, ``cache`` came from the prefix cache. ``time_ms`` is the time since prefill began."""
     times = output.times
     seconds = (times.first_token or time.monotonic()) - (times.scheduled or times.arrival)
     counts = {"total": output.prompt_tokens, "cache": output.cached_tokens, "processed": processed}
@@ -299,14 +304,14 @@ def prompt_progress(output: TextOutput, processed: int) -> dict[str, int]:
 
 
 def progress_timings(progress: Mapping[str, int]) -> dict[str, float]:
-    """llama.cpp's ``timings`` of a chunk that has ``prompt_progress``."""
+    """Returns llama.cpp's ``timings`` for a chunk that has ``prompt_progress``."""
     read = progress["processed"] - progress["cache"]
     return _timings(progress["cache"], read, progress["time_ms"] / 1000 if read else 0.0, 0, 0.0)
 
 
 def _timings(cached: int, read: int, prompt: float, written: int, answer: float) -> dict[str, float]:
-    """llama.cpp's ``timings`` for ``read`` prompt tokens in ``prompt`` seconds and ``written`` answer tokens in
-    ``answer`` seconds. ``cached`` prompt tokens came from the prefix cache."""
+    """Returns llama.cpp's ``timings`` for ``read`` prompt tokens computed in ``prompt`` seconds and ``written`` answer
+    tokens generated in ``answer`` seconds. Another ``cached`` prompt tokens came from the prefix cache."""
     counts = {"cache_n": cached, "prompt_n": read, "predicted_n": written}
     return {**counts, **_pace("prompt", read, prompt), **_pace("predicted", max(0, written - 1), answer)}
 
@@ -321,11 +326,12 @@ def _pace(name: str, steps: int, seconds: float) -> dict[str, float]:
 
 
 class RemotePrefill:
-    """``kv_transfer_params``, under vLLM's names: one server computes a request's prompts and another continues them.
+    """``kv_transfer_params``, with vLLM's names: one server computes a request's prompts, and another server continues
+    them.
 
-    A proxy sends a request to a prefill server with ``max_tokens`` 1 and ``do_remote_decode``. It then sends the
-    request to a decode server, with the values from the first answer. These values name snapshots in a directory that
-    both servers share; the decode server computes whatever is missing.
+    A proxy sends a request to a prefill server, with ``max_tokens`` 1 and ``do_remote_decode``. Then the proxy sends
+    the request to a decode server, with the ``kv_transfer_params`` of the prefill server's answer. These name snapshots
+    in a directory that both servers share. The decode server computes whatever is missing there.
 
     Args:
         engine: the engine that serves the request.
@@ -337,22 +343,23 @@ class RemotePrefill:
         self._sent: list[str] = []
 
     async def receive(self, tokens: int) -> None:
-        """Waits until this server can find the prompts that another server has computed, ``tokens`` tokens in all. It
-        waits at most about as long as computing them would take."""
+        """Waits until this server can find the prompts that another server has computed, which have ``tokens`` tokens
+        in total. Waits at most about as long as it would take to compute them here."""
         if self._params.do_remote_prefill and not await self._engine.expect(
             tuple(self._params.remote_snapshots), tokens
         ):
             logger.warning("prompts of %d tokens have not arrived in time; the missing ones are computed", tokens)
 
     async def send(self, prompts: Sequence[ClientRequest]) -> None:
-        """Saves the computed prompts for other servers, and waits until these can find them. Does nothing unless the
-        request asks for it or this is a prefill server."""
+        """Saves the computed prompts for other servers, and waits until these servers can find them. Does nothing
+        unless the request has ``do_remote_decode`` or this is a prefill server."""
         if self._params.do_remote_decode or self._engine.role == "prefill":
             sent = await asyncio.gather(*map(self._hand_over, prompts))
             self._sent = list(dict.fromkeys(name for names in sent for name in names))
 
     async def _hand_over(self, prompt: ClientRequest) -> tuple[str, ...]:
-        """The names of a prompt's snapshots; none on failure, since the decode server can compute the prompt itself."""
+        """Saves a prompt and returns the names of its snapshots. A failure is only logged, and no names are returned,
+        because the decode server can compute the prompt itself."""
         try:
             return await self._engine.hand_over(prompt)
         except (SaveError, asyncio.TimeoutError) as error:
@@ -361,7 +368,8 @@ class RemotePrefill:
             return ()
 
     def answer_field(self) -> dict[str, Any]:
-        """The answer's ``kv_transfer_params``, if requested; null if no snapshot was handed over."""
+        """Returns the answer's field ``kv_transfer_params`` if the request has ``do_remote_decode``; otherwise no
+        field. The field is None if no snapshot was saved."""
         if not self._params.do_remote_decode:
             return {}
         names = {"do_remote_prefill": True, "do_remote_decode": False, "remote_snapshots": self._sent}

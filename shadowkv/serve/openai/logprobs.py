@@ -1,4 +1,5 @@
-"""Log-probabilities in the two shapes of the OpenAI API."""
+"""Log-probabilities in the OpenAI API's two forms, for completions and for chats, and in vLLM's form for prompts. A
+step (``TokenLogprobs``) has a token's log-probability and those of the most likely tokens at its position (``top``)."""
 
 from __future__ import annotations
 
@@ -19,29 +20,30 @@ LOWEST = -9999.0
 
 @lru_cache(maxsize=1 << 16)
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text in the middle of a sentence; for a part of a character, the text is U+FFFD.
+    """Returns a token's text in the middle of a sentence. If the token is part of a character, the text is U+FFFD.
 
-    The token is decoded twice in a row, and the second text is taken, because decoders strip a leading space.
+    The token is decoded together with a copy of itself, and the text of the copy is returned, because decoders strip a
+    space at the beginning.
     """
     once, twice = (tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
     return twice[len(once) :]
 
 
 def token_name(token_id: int) -> str:
-    """The name of a token under ``return_tokens_as_token_ids``."""
+    """Returns the name that a token has with ``return_tokens_as_token_ids``."""
     return f"token_id:{token_id}"
 
 
 def width(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs]) -> int:
-    """Number of characters in the texts of the steps' tokens."""
+    """Returns the number of characters of the tokens of ``steps``."""
     return sum(len(token_text(tokenizer, step.token_id)) for step in steps)
 
 
 def scored_prompt(
     token_ids: Sequence[int], scores: Sequence[TokenLogprobs | None] | None, most: int | None
 ) -> list[TokenLogprobs]:
-    """A prompt's tokens as steps with at most ``most`` alternatives; None and -1 mean all. A token without a score,
-    such as the first, gets NaN."""
+    """Returns a prompt's tokens as steps with at most ``most`` alternatives, or with all of them if ``most`` is None or
+    -1. The log-probability of a token without a score, such as the first, is NaN."""
     known = scores or [None] * len(token_ids)
     return [
         TokenLogprobs(token, math.nan, {}) if step is None else _with_fewer(step, most)
@@ -58,8 +60,8 @@ def _with_fewer(step: TokenLogprobs, most: int | None) -> TokenLogprobs:
 def prompt_logprobs(
     tokenizer: Tokenizer, scores: Sequence[TokenLogprobs | None]
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Log-probabilities of a prompt in vLLM's form: for each position a dictionary with token ids as keys. The first
-    key is the prompt's own token. Its ``rank`` is None if it is not among the reported most likely tokens."""
+    """Returns the log-probabilities of a prompt in vLLM's form: for each position, a dictionary with token ids as keys.
+    The first key is the prompt's token. Its ``rank`` is None if it is not among the reported most likely tokens."""
     return [None if step is None else _by_id(tokenizer, step) for step in scores]
 
 
@@ -78,8 +80,8 @@ def _by_id(tokenizer: Tokenizer, step: TokenLogprobs) -> dict[str, dict[str, Any
 def completion_logprobs(
     tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], offset: int, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Log-probabilities in the form of ``/v1/completions``. ``offset`` is where the first token begins in the text, in
-    characters. With ``as_ids``, tokens are named by ``token_name``."""
+    """Returns log-probabilities in the form of ``/v1/completions``. ``offset`` is the number of characters of the text
+    before the first token. With ``as_ids``, tokens are named by ``token_name``."""
     texts = [token_text(tokenizer, step.token_id) for step in steps]
     offsets = []
     for text in texts:
@@ -97,17 +99,18 @@ def _by_text(tokenizer: Tokenizer, step: TokenLogprobs, as_ids: bool) -> dict[st
     likeliest: dict[str, float] = {}
     for token_id, logprob in ({step.token_id: step.logprob} | step.top).items():
         text = token_name(token_id) if as_ids else token_text(tokenizer, token_id)
-        # Parts of characters all have the text U+FFFD; it gets the highest log-probability among them.
+        # All parts of characters have the text U+FFFD, whose entry is the highest log-probability among them.
         likeliest[text] = max(logprob, likeliest.get(text, LOWEST))
     return likeliest
 
 
 def chat_logprobs(tokenizer: Tokenizer, steps: Sequence[TokenLogprobs], as_ids: bool = False) -> dict[str, Any]:
-    """Log-probabilities in the form of ``/v1/chat/completions``; ``as_ids`` as in ``completion_logprobs``."""
+    """Returns log-probabilities in the form of ``/v1/chat/completions``. With ``as_ids``, tokens are named by
+    ``token_name``."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = token_name(token_id) if as_ids else token_text(tokenizer, token_id)
-        # Part of a character: its bytes cannot be derived from the text, and the API allows null.
+        # The bytes of a part of a character cannot be derived from the text U+FFFD. The API allows null for them.
         data = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": data}
 

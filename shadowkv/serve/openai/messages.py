@@ -1,4 +1,5 @@
-"""Conversations: messages, tools and template variables, as requests send them and as chat templates receive them."""
+"""Conversations: messages, tools and variables of chat templates. They are converted from the form in requests to the
+form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ RESERVED = frozenset(
     ("messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens", "parse_special")
     + ("chat_template", "check", "self")
 )
-"""Names that ``chat_template_kwargs`` cannot set: a template gets these variables in other ways, or not at all."""
+"""Names that ``chat_template_kwargs`` cannot set. A template gets variables of these names in other ways, or not at
+all."""
 
 EXPLANATION = (
     "You can call tools. To do so, answer with nothing but a JSON list of the calls, each of which is an object with "
@@ -60,7 +62,7 @@ Parts = Annotated[list[Part], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """A call's arguments as an object, since each template writes them in its own way."""
+    """Parses a call's arguments. Templates get them as an object, because each template writes them in its own way."""
     try:
         value = parse_json(text.encode()) if text.strip() else {}
     except json.JSONDecodeError as error:
@@ -93,14 +95,14 @@ class ToolCall(Body):
     index: int | None = None  # streamed calls have an index, which clients may send back
 
     def for_template(self) -> dict[str, Any]:
-        """The call in the form that chat templates expect."""
+        """Returns the call in the form that chat templates expect."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class Message(Body):
-    """One message of a conversation. ``developer`` is OpenAI's newer name for ``system``; the chat template decides
-    what other roles mean. ``reasoning`` is vLLM's newer name for ``reasoning_content``."""
+    """One message of a conversation. The role ``developer`` is OpenAI's newer name for ``system``. What other roles
+    mean depends on the chat template. ``reasoning`` is vLLM's newer name for ``reasoning_content``."""
 
     role: Annotated[Name, Field(min_length=1)]
     content: Annotated[Parts | None, BeforeValidator(_as_parts, json_schema_input_type=Text | Parts)] = None
@@ -127,7 +129,8 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message in the form that chat templates expect: content is a string, even if empty."""
+        """Returns the message in the form that chat templates expect. Its content is always a string, which may be
+        empty."""
         optional = {
             "name": self.name,
             "tool_calls": [call.for_template() for call in self.tool_calls] or None,
@@ -171,16 +174,16 @@ def _variables(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _few_values(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Checks the totals of all messages: characters, text of documents included, and values in the arguments of
-    calls."""
+    """Checks two totals over all messages: the characters, including the text of documents, and the values in the
+    arguments of calls."""
     at_most(MAX_TEXT_CHARS, "characters", sum(len(turn["content"]) for turn in turns))
     calls = [call["function"]["arguments"] for turn in turns for call in turn.get("tool_calls", ())]
     bounded(MAX_TEXT_CHARS, calls)
     return turns
 
 
-# Messages are validated as models and kept as the dictionaries that templates expect. The process that reads bodies can
-# send thousands of plain dictionaries quickly; models are slow to send.
+# Messages are validated as pydantic models, and then kept as the dictionaries that templates expect. The process that
+# reads bodies sends them to another process. Thousands of plain dictionaries are sent quickly, models are slow to send.
 if TYPE_CHECKING:
     Turn = dict[str, Any]
 else:
@@ -235,7 +238,7 @@ class Conversation(Body):
 
     @property
     def remote_prompt(self) -> array[int] | None:
-        """The prompt's token ids if another server has already rendered the messages; otherwise None."""
+        """The prompt's token ids, if another server has already rendered the messages; otherwise None."""
         return None
 
     @property
@@ -249,7 +252,7 @@ class Conversation(Body):
 
     @property
     def characters(self) -> int:
-        """Characters of the conversation."""
+        """Number of characters of the messages and the tools."""
         turns = self.messages or ()
         calls = sum(len(str(turn["tool_calls"])) for turn in turns if "tool_calls" in turn)
         texts = sum(len(turn["content"]) + len(turn.get("reasoning_content", "")) for turn in turns)
@@ -257,8 +260,8 @@ class Conversation(Body):
 
 
 def template_input(conversation: Conversation, template: str | None) -> tuple[list[Turn], dict[str, Any]]:
-    """Returns the messages and the other variables for the chat template. This is the conversation's own template, or
-    ``template`` (Jinja source) if the conversation has none."""
+    """Returns the messages and the other variables for a chat template: the conversation's own, or ``template`` (Jinja
+    source) if the conversation has none."""
     turns, tools = _with_names(conversation.messages or []), conversation.tools
     variables = conversation.template_variables
     if conversation.chat_template is not None:
@@ -272,8 +275,9 @@ def template_input(conversation: Conversation, template: str | None) -> tuple[li
 
 
 def describe_tools(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]:
-    """Messages for a template without tools. The system message explains the tools. Calls become text of the assistant,
-    in the format of ``output_schema.calls_schema``. Results of calls become user messages."""
+    """Returns the messages for a template that does not support tools. The system message explains the tools. Calls
+    become text of the assistant, in the format of ``output_schema.calls_schema``. Results of calls become user
+    messages."""
     turns = [_describe_call(turn) for turn in turns]
     if not tools:
         return turns
@@ -285,7 +289,7 @@ def describe_tools(turns: list[Turn], tools: list[dict[str, Any]]) -> list[Turn]
 
 
 def _with_names(turns: list[Turn]) -> list[Turn]:
-    """Messages with the called tool's name on each tool result, which some templates require."""
+    """Returns the messages with the called tool's ``name`` in each tool message, as some templates require."""
     names = {call["id"]: call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())}
     return [
         {"name": names[turn["tool_call_id"]], **turn} if turn.get("tool_call_id") in names else turn for turn in turns
@@ -293,8 +297,9 @@ def _with_names(turns: list[Turn]) -> list[Turn]:
 
 
 def _harmony_turns(turns: list[Turn]) -> list[Turn]:
-    """Messages as gpt-oss's templates read them. Reasoning is ``thinking``. Each call is a separate message, followed
-    by its result. Text before a call joins the reasoning, since a message with a call has room for only one text."""
+    """Returns the messages in the form that gpt-oss's templates read. The field with the reasoning is ``thinking``.
+    Each call is a message of its own, followed by its result. A message with a call has room for only one text, so the
+    content before a call is appended to the reasoning."""
     groups: list[list[Turn]] = []
     group_of: dict[str, list[Turn]] = {}
     for turn in turns:
@@ -316,7 +321,7 @@ def _harmony_turns(turns: list[Turn]) -> list[Turn]:
 
 
 def _described(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool with a description, which gpt-oss's templates require."""
+    """Adds an empty description to a tool without one, because gpt-oss's templates require a description."""
     return {**tool, "function": {"description": "", **tool["function"]}}
 
 

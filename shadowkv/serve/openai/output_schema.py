@@ -1,5 +1,6 @@
-"""Constraints on an output: ``response_format``, vLLM's ``structured_outputs``, or the JSON schema of calls that
-``tool_choice`` forces. Each is one text: a JSON schema, or another grammar (``grammar_text``)."""
+"""Constraints on an output. A constraint comes from ``response_format``, from vLLM's ``structured_outputs``, or from a
+``tool_choice`` that forces calls, as the JSON schema of these calls. Its form is always a text: a JSON schema, or
+another grammar (``grammar_text``)."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ RESPONSE_FORMAT: dict[str, Any] = {
 }
 
 MAX_CHOICES = 4_096
-"""How many texts ``choice`` can list."""
+"""Maximum number of texts in ``choice``."""
 
 ANY_OBJECT = '{"type": "object"}'
 
 
 def format_text(value: Any) -> str | None:
-    """Returns the constraint of a ``response_format`` as text; None for plain text. A schema is in ``json_schema``, as
-    in OpenAI's API, or beside ``type``, as in llama.cpp's and SGLang's. Raises PydanticCustomError."""
+    """Returns the constraint of a ``response_format`` as text; None if the output may be any text. A JSON schema is in
+    the field ``json_schema``, as in OpenAI's API, or in the field ``schema``, as in llama.cpp's and SGLang's. Raises
+    PydanticCustomError."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "text":
         return None
@@ -48,7 +50,7 @@ def format_text(value: Any) -> str | None:
 
 
 def checked_schema(named: Any) -> str:
-    """The ``schema`` field of an object, as JSON text; raises PydanticCustomError."""
+    """Returns the field ``schema`` of an object as JSON text. Raises PydanticCustomError."""
     schema = named.get("schema") if isinstance(named, dict) else None
     if not isinstance(schema, dict):
         raise wrong("json_schema needs a schema, an object")
@@ -74,8 +76,8 @@ Choices = Annotated[list[Rules], Field(min_length=1, max_length=MAX_CHOICES, fai
 
 
 class StructuredOutputs(Body):
-    """vLLM's ``structured_outputs``: exactly one of the first six fields. A schema or tag is an object or its JSON
-    text. A grammar is in GBNF, which includes vLLM's EBNF."""
+    """vLLM's ``structured_outputs``. Exactly one of the first six fields is set. A schema or a structural tag is an
+    object or its JSON text. A grammar is in GBNF, which includes vLLM's EBNF."""
 
     json_: Annotated[Rules | dict[str, Any] | None, Field(alias="json")] = None
     regex: Rules | None = None
@@ -97,7 +99,7 @@ class StructuredOutputs(Body):
 
     @property
     def text(self) -> str:
-        """The constraint as text; raises PydanticCustomError."""
+        """The constraint as text. Reading it raises PydanticCustomError if the constraint is invalid."""
         if self.json_ is not None:
             return _dumped(_object("json", self.json_))
         if self.regex is not None:
@@ -121,9 +123,9 @@ def _object(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) -> str:
-    """Returns the JSON schema of an answer that calls tools, as JSON text. As in vLLM, an answer that calls a named
-    function consists of the arguments. Any other answer is a list of objects with ``name`` and ``parameters``; the list
-    has one item unless calls can be ``parallel``."""
+    """Returns the JSON schema of an answer that calls tools, as JSON text. If ``choice`` names a function, the answer
+    consists of that function's arguments, as in vLLM. Otherwise it is a list of objects with ``name`` and
+    ``parameters``. The list has one item, or more if calls can be ``parallel``."""
     functions = [tool["function"] for tool in tools if choice.name in (None, tool["function"]["name"])]
     if choice.name is not None and functions:
         return json.dumps(functions[0]["parameters"])
@@ -136,7 +138,7 @@ def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) ->
         }
         for number, function in enumerate(functions)
     ]
-    # Each function's schema is a separate document, and its references start at its own root.
+    # References within a function's schema start at the root of that schema, so ``_moved`` has to adjust them.
     documents = {
         str(number): _moved(function["parameters"], f"/$defs/{number}") for number, function in enumerate(functions)
     }
@@ -145,7 +147,7 @@ def calls_schema(tools: list[dict[str, Any]], choice: Choice, parallel: bool) ->
 
 
 def _moved(value: Any, path: str) -> Any:
-    """A schema whose root moves to ``path``, with its references adjusted."""
+    """Returns a schema with its references adjusted, for when its root is moved to ``path``."""
     if isinstance(value, list):
         return [_moved(part, path) for part in value]
     if not isinstance(value, dict):

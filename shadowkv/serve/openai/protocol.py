@@ -1,8 +1,8 @@
-"""Request bodies: the supported parameters of the OpenAI API, vLLM's extra ones, and those of ``/cache``.
+"""Request bodies: the supported parameters of the OpenAI API, further parameters of vLLM, and those of ``/cache``.
 
-A parameter that would change the answer and is not supported is an error. An unknown parameter is ignored. Every list
-is bounded (``limits.py``), and its check stops at the first wrong item: a million errors would take seconds and
-gigabytes.
+A parameter that would change the answer and is not supported is an error. An unknown parameter is ignored. The length
+of every list is limited (``limits.py``). The check of a list stops at the first wrong item, because a million errors
+would take seconds and gigabytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from shadowkv.serve.openai.output_schema import (
 from shadowkv.serve.openai.tools import Choice, ToolChoice
 
 Tokens = array
-"""Token ids in 32 bits each. A list of a million ints is a million objects, which are slow to send between
+"""Token ids, with 32 bits each. A list of a million ints would be a million objects, which are slow to send between
 processes."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -66,19 +66,19 @@ _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 RULES = {
     **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},  # vLLM's older names
-    **{"regex": "regex", "ebnf": "grammar"},  # SGLang's
-    **{"grammar": "grammar", "json_schema": "json"},  # llama.cpp's
+    **{"regex": "regex", "ebnf": "grammar"},  # SGLang's names
+    **{"grammar": "grammar", "json_schema": "json"},  # llama.cpp's names
 }
-"""Other names for the kinds of ``structured_outputs``."""
+"""Maps other names of parameters to the fields of ``structured_outputs`` that they mean."""
 
 COMPLETION_TOKENS = 16
-"""Length of a completion without ``max_tokens``, as in the OpenAI API."""
+"""Value of ``max_tokens`` for a completion without it, as in the OpenAI API."""
 
 
 def prompts_of(value: Any) -> list[str | Tokens]:
     """Converts every form of ``prompt`` that the OpenAI API accepts to a list of texts and token ids.
 
-    A union type is not used: pydantic would try a list of a million tokens as each member and report an error per item.
+    No union type is used: pydantic would try a list of a million tokens as each type, and report an error per item.
     """
     prompts = value if isinstance(value, list) and value and type(value[0]) is not int else [value]
     at_most(MAX_PROMPTS, "prompts", len(prompts))
@@ -137,7 +137,7 @@ class RepetitionDetection(Body):
 
     @property
     def params(self) -> RepetitionDetectionParams:
-        """The parameters in the engine's form; raises PydanticCustomError."""
+        """The parameters in the engine's form. Reading them raises PydanticCustomError if they are invalid."""
         try:
             return RepetitionDetectionParams(self.max_pattern_size, self.min_pattern_size, self.min_count)
         except ValueError as error:
@@ -157,7 +157,7 @@ StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fai
 
 
 def _biases(value: Any) -> Any:
-    """Converts the keys, which are strings in JSON, to token ids. The field's own check refuses other keys."""
+    """Converts the keys, which are strings in JSON, to token ids. The field's own check refuses keys of other forms."""
     if not isinstance(value, dict):
         return value
     at_most(MAX_LOGIT_BIASES, "token ids", len(value))
@@ -176,8 +176,8 @@ SnapshotName = Annotated[str, Field(pattern=f"^{SNAPSHOT_NAME}$")]
 class KVTransferParams(Body):
     """How a request is split between servers. With ``do_remote_decode``, another server continues the prompt. With
     ``do_remote_prefill``, another server has computed the prompt and saved it as ``remote_snapshots``.
-    ``prompt_token_ids`` are a chat's prompt, if another server has rendered the messages. Fields of vLLM's connectors
-    are dropped unread."""
+    ``prompt_token_ids`` are a chat's prompt, if another server has rendered the messages. Fields that only vLLM's
+    connectors use are ignored."""
 
     prompt_token_ids: TokenIds | None = None
     do_remote_decode: bool = False
@@ -281,10 +281,10 @@ class GenerationRequest(Sampling):
         return self
 
     def limit(self, room: int | None) -> int | None:
-        """The maximum number of tokens to generate; None means the number that the server reserves.
+        """Returns the maximum number of tokens to generate. None means the server's default.
 
         Args:
-            room: tokens left in the context; None is unlimited.
+            room: number of tokens left in the context; None means no limit.
         """
         return self.max_tokens
 
@@ -302,8 +302,9 @@ class GenerationRequest(Sampling):
         """Cuts a prompt to its last ``truncate_prompt_tokens`` tokens, or to its first ones if ``truncation_side`` is
         "right".
 
-        -1 leaves room for the answer. If the request does not limit the answer, that room is ``default_max_tokens``,
-        but at most half of the context. Raises ApiError if ``truncate_prompt_tokens`` exceeds the context.
+        If ``truncate_prompt_tokens`` is -1, the prompt is cut so that the answer still fits in the context. If the
+        request does not limit the answer's length, room is left for ``default_max_tokens`` tokens, but for at most half
+        of the context. Raises ApiError if ``truncate_prompt_tokens`` exceeds the context.
         """
         most = self.truncate_prompt_tokens
         if most is None:
@@ -320,12 +321,12 @@ class GenerationRequest(Sampling):
 
     @property
     def output_schema(self) -> str | None:
-        """The constraint on the output: a JSON schema (as JSON text) or another grammar (``grammar_text``)."""
+        """The constraint on the output: a JSON schema as JSON text, another grammar (``grammar_text``), or None."""
         return self.response_format if self.structured is None else self.structured.text
 
     @property
     def structured(self) -> StructuredOutputs | None:
-        """``structured_outputs``, or the equivalent parameter of another name."""
+        """``structured_outputs``, also if the request gives it under another name (``RULES``); None without it."""
         for name, kind in RULES.items():
             if (value := getattr(self, name)) is not None:
                 try:
@@ -341,13 +342,13 @@ class GenerationRequest(Sampling):
 
     @property
     def calls_are_forced(self) -> bool:
-        """Whether the schema is that of tool calls. Calls are written on one line, as in the training data of models.
-        If any white space were allowed, small models would write nothing but white space."""
+        """Whether ``output_schema`` is that of tool calls that ``tool_choice`` forces. They are written on one line, as
+        in models' training data. If any white space were allowed, small models would write nothing but white space."""
         return False
 
     @property
     def parses_calls(self) -> bool:
-        """Whether the model decides itself if it calls tools, and writes the calls in its own format."""
+        """Whether the model itself decides whether to call tools. It then writes the calls in its own format."""
         return False
 
     @property
@@ -358,12 +359,12 @@ class GenerationRequest(Sampling):
     def sampling(
         self, defaults: Mapping[str, float] = MappingProxyType({}), room: int | None = None
     ) -> list[SamplingParams]:
-        """Sampling parameters for each choice of a prompt. The first choice has the request's seed; ``choice_seed``
-        makes the seeds of the others.
+        """Returns the sampling parameters of each choice of a prompt. The first choice has the request's seed. The
+        other choices have seeds that ``choice_seed`` makes from it.
 
         Args:
-            defaults: the parameters that the model's authors recommend, used where the request has none.
-            room: tokens left in the context after the prompt; None is unlimited.
+            defaults: parameters that the model's authors recommend. They are used where the request sets no value.
+            room: number of tokens left in the context after the prompt; None means no limit.
         """
         first = self._first_choice(defaults, room)
         seeds = [None if first.seed is None else choice_seed(first.seed, choice) for choice in range(1, self.n)]
@@ -392,7 +393,7 @@ class GenerationRequest(Sampling):
         try:
             return SamplingParams(**own, **others)
         except ValueError as error:
-            # Every reason begins with its parameter: "top_p=2 must be …".
+            # Every message begins with the name of the parameter, as in "top_p=2 must be …".
             raise refusal(str(error).split()[0].split("=")[0], str(error)) from error
 
 
@@ -481,13 +482,13 @@ class ChatRequest(GenerationRequest, Conversation):
 
     @property
     def echoed(self) -> str:
-        """The text that ``echo`` puts before the answer: the last message if it is the assistant's, otherwise none."""
+        """The text that ``echo`` puts before the answer: the last message if it is the assistant's, otherwise ""."""
         last = self.messages[-1]
         return last["content"] if self.echo and last["role"] == "assistant" else ""
 
     @property
     def chosen_tools(self) -> Choice:
-        """``tool_choice``, or its default."""
+        """``tool_choice``; if it is not set, "auto" with tools and "none" without."""
         return self.tool_choice or Choice("auto" if self.tools else "none")
 
     def limit(self, room: int | None) -> int | None:
@@ -517,8 +518,8 @@ class ChatRequest(GenerationRequest, Conversation):
 
 
 class TokenizeRequest(Conversation):
-    """Body of ``/tokenize``: a text or a conversation. ``content``, ``add_special`` and ``with_pieces`` are
-    llama.cpp's."""
+    """Body of ``/tokenize``: a text or a conversation. ``content``, ``add_special`` and ``with_pieces`` are parameters
+    of llama.cpp."""
 
     model: Name | None = None
     prompt: Text | None = None
@@ -540,7 +541,7 @@ class TokenizeRequest(Conversation):
 
     @property
     def size(self) -> int:
-        """Characters of the text or of all messages."""
+        """Number of characters of the text, or of the messages and tools."""
         return len(self.prompt or self.content or "") + self.characters
 
 

@@ -43,8 +43,8 @@ UNSERVED = ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/audio/trans
 
 
 class Invocation(Body):
-    """Body of Amazon SageMaker's ``/invocations``: a chat if it has ``messages``, otherwise a completion. The body is
-    then read again as one of these."""
+    """Body of Amazon SageMaker's ``/invocations``. It is a chat if it has ``messages``, otherwise a completion. This
+    class only finds out which; the body is then read again as a chat or a completion."""
 
     is_read_again = True
 
@@ -63,7 +63,7 @@ class Invocation(Body):
 
 
 def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Responder) -> APIRouter:
-    """``/v1/completions``, ``/v1/chat/completions``, batches of chats, counts of a chat's tokens, and
+    """Returns the routes ``/v1/completions``, ``/v1/chat/completions``, its ``/batch`` and ``/input_tokens``, and
     ``/invocations``."""
     router = APIRouter(route_class=BodyRoute)
     completions, chats = Completions(engine.tokenizer, settings), ChatCompletions(engine.tokenizer, settings)
@@ -98,18 +98,18 @@ def choice_routes(engine: EngineClient, settings: ServerSettings, respond: Respo
 
 
 def token_routes(engine: EngineClient, served_name: str, settings: ServerSettings) -> APIRouter:
-    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM. With them, lm_eval needs no tokenizer of its
-    own. Tokenization and the formatting of answers run in threads."""
+    """Returns the routes ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, as in vLLM. With them, lm_eval needs
+    no tokenizer of its own. Tokenization and the formatting of answers run in threads."""
     router, tokenizer = APIRouter(route_class=BodyRoute), engine.tokenizer
 
     def tokenize_content(body: TokenizeRequest, content: str) -> Response:
-        """llama.cpp's ``/tokenize``: it adds special tokens only on request."""
+        """Answers llama.cpp's form of ``/tokenize``, which adds special tokens only on request."""
         limit = tokenize_limit(engine.max_model_len)
         tokens = encode(tokenizer, content, limit, "content", add_special_tokens=body.add_special)
         return JSONResponse({"tokens": shown(body, tokens)})
 
     def shown(body: TokenizeRequest, tokens: list[int]) -> list[Any]:
-        """Token ids, or ids with their texts if the request asks for pieces, as in llama.cpp."""
+        """Returns the token ids. With ``with_pieces``, each id comes with the token's text, as in llama.cpp."""
         if not body.with_pieces:
             return tokens
         return [{"id": token, "piece": token_text(tokenizer, token)} for token in tokens]
@@ -152,7 +152,8 @@ def token_routes(engine: EngineClient, served_name: str, settings: ServerSetting
 
 
 def unserved_routes() -> APIRouter:
-    """Routes for other kinds of models: each returns an error, and no body is read."""
+    """Returns the routes for which other kinds of models would be needed. Each answers with an error, without reading
+    the body."""
     router = APIRouter()
 
     async def refuse() -> Response:

@@ -1,4 +1,4 @@
-"""``tools`` and ``tool_choice``: the functions that a model can call, and which ones an answer must call."""
+"""``tools`` and ``tool_choice``: the functions that a model can call, and whether an answer must call one."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def _parameters(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class Function(Body):
-    """A function; ``parameters`` is the JSON schema of its arguments. ``strict`` has no effect, as in vLLM: arguments
-    always follow the schema if ``tool_choice`` forces a call, and otherwise the model alone decides."""
+    """A function. ``parameters`` is the JSON schema of its arguments. As in vLLM, ``strict`` has no effect. If
+    ``tool_choice`` forces a call, its arguments always follow the schema. Otherwise nothing makes the model follow
+    it."""
 
     name: FunctionName
     description: Text | None = None
@@ -47,13 +48,13 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool; the only type is a function."""
+    """A tool. Functions are the only type of tools."""
 
     type: Literal["function"]
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """The tool in the form that chat templates expect."""
+        """Returns the tool in the form that chat templates expect."""
         return {"type": "function", "function": self.function.model_dump(exclude={"strict"}, exclude_none=True)}
 
 
@@ -72,7 +73,7 @@ def _different(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return tools
 
 
-# Tools are validated as models and kept as the dictionaries that templates expect, as messages are.
+# Like messages, tools are validated as pydantic models, and then kept as the dictionaries that templates expect.
 if TYPE_CHECKING:
     TemplateTool = dict[str, Any]
 else:
@@ -87,12 +88,13 @@ Tools = Annotated[
 
 Kind = Literal["none", "auto", "required", "function"]
 WORDS: tuple[Kind, ...] = ("none", "auto", "required")
-"""Kinds that a request can name by a single word."""
+"""Values of ``tool_choice`` that are a single word."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which tools an answer must call; ``name`` is the function's if ``kind`` is "function"."""
+    """Whether an answer must call a tool, and which one. If ``kind`` is "function", ``name`` is the function to
+    call."""
 
     kind: Kind
     name: str | None = None

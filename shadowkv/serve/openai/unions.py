@@ -1,4 +1,4 @@
-"""Unions of bodies that are discriminated by ``type``; errors come from the matching body alone."""
+"""Unions of bodies. The field ``type`` tells which of the bodies a value is, so errors are those of that body alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from shadowkv.serve.bodies.body import Body
 
 @dataclass(frozen=True)
 class ByType:
-    """Annotation of a union of bodies: the ``type`` of a value chooses the body, whose own ``type`` is a ``Literal``.
+    """Annotation of a union of bodies. In each body, ``type`` is a ``Literal``. A value is read as the body whose
+    ``type`` it has.
 
     Attributes:
         unsupported: the unsupported types in words, for the error message.

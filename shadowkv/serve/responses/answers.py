@@ -1,4 +1,4 @@
-"""Response models of ``/v1/responses``, for the OpenAPI schema."""
+"""Models of the responses of ``/v1/responses``. They only describe the responses in the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OutputReasoning(Answer):
 
 
 class OutputCall(Answer):
-    """A function call. ``arguments`` is JSON text; ``namespace`` is present if the function has one."""
+    """A function call. ``arguments`` is JSON text. ``namespace`` is present if the function is in a namespace."""
 
     type: Literal["function_call"]
     id: str
@@ -61,8 +61,8 @@ class OutputCall(Answer):
 
 
 class InputTokensDetails(Answer):
-    """Details of a prompt's tokens: how many were found in the prefix cache. Writes to it are not counted:
-    ``cache_write_tokens`` is 0."""
+    """Details of a prompt's tokens: how many were found in the prefix cache. Writes to the prefix cache are not
+    counted, so ``cache_write_tokens`` is 0."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -106,8 +106,8 @@ class RawMessage(Answer):
 
 
 class Response(Answer):
-    """Answer of ``/v1/responses``, which repeats the request's parameters. ``input_messages`` and ``output_messages``
-    are present if ``enable_response_messages`` asks for them."""
+    """Answer of ``/v1/responses``. It repeats the request's parameters. ``input_messages`` and ``output_messages`` are
+    present if the request sets ``enable_response_messages``."""
 
     id: str
     object: Literal["response"]
@@ -153,7 +153,7 @@ class DeletedResponse(Answer):
 
 
 class ItemList(Answer):
-    """Answer of ``/v1/responses/{id}/input_items``: the newest item first, unless ``order`` is "asc"."""
+    """Answer of ``/v1/responses/{id}/input_items``. The newest item comes first, unless ``order`` is "asc"."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

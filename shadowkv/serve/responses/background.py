@@ -1,5 +1,5 @@
-"""Background responses (``background``): they are stored from the beginning and answered while no client waits. Clients
-can read and cancel them at any time."""
+"""Background responses, which requests ask for with ``background``. They are stored from the beginning, and generated
+without a connection to the client. Clients can read and cancel them at any time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ LOST_SECONDS = 60.0
 """Seconds without a heartbeat after which the process that was working on a response counts as gone."""
 
 MAX_OF_AN_OWNER = 32
-"""Maximum number of responses that one process answers for an owner at a time: each writes to the store at every
-heartbeat."""
+"""Maximum number of responses that one process generates for an owner at a time. There is a limit because each response
+writes to the store at every heartbeat."""
 
 
 class Background:
-    """Answers the background responses that this process has received. ``store`` has those of all processes."""
+    """Generates the background responses that this process was asked for. ``store`` has the responses of all
+    processes."""
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
@@ -37,8 +38,8 @@ class Background:
         self._answering: dict[str, asyncio.Task[None]] = {}
 
     async def begin(self, owner: str, items: list[Any], output: ResponseOutput) -> dict[str, Any]:
-        """Starts a response to the input ``items`` and returns it, still without an answer. Raises ApiError if the
-        response cannot be stored, or if the owner has too many unfinished responses."""
+        """Starts a response to the input ``items``. Returns the response, which has no answer yet. Raises ApiError if
+        it cannot be stored, or if the owner has too many unfinished responses."""
         if [*self._owners.values()].count(owner) >= MAX_OF_AN_OWNER:
             reason = f"at most {MAX_OF_AN_OWNER} responses can run in the background at once"
             raise ApiError(reason, status=429, code="rate_limit_exceeded")
@@ -51,7 +52,8 @@ class Background:
         return queued
 
     async def get(self, owner: str, id: str) -> dict[str, Any]:
-        """A stored response, in the background or not; raises ApiError if there is none."""
+        """Returns a stored response, whether it is a background response or not. If the process that was working on it
+        is gone, the response is first marked as failed. Raises ApiError if there is no such response."""
         record = await asyncio.to_thread(self._store.get, owner, "response", id)
         response: dict[str, Any] = record.value["response"]
         if response["status"] in UNFINISHED and time.time() > record.value["seen"] + LOST_SECONDS:
@@ -61,7 +63,8 @@ class Background:
         return response
 
     async def cancel(self, owner: str, id: str) -> dict[str, Any]:
-        """Cancels a response and returns it; a finished response stays unchanged. Raises ApiError."""
+        """Cancels a background response, unless it is finished, and returns it. Raises ApiError if there is no such
+        response."""
         record = await asyncio.to_thread(self._store.get, owner, "response", id)
         response = record.value["response"]
         if not response["background"]:
@@ -72,7 +75,7 @@ class Background:
         return response
 
     async def close(self) -> None:
-        """Stops all work, because the server stops."""
+        """Stops all work. It is called when the server stops."""
         tasks = [*self._owners]
         for task in tasks:
             task.cancel()
@@ -105,7 +108,7 @@ class Background:
             output.failure(as_api_error(error))
 
     async def _is_wanted(self, record: Record) -> bool:
-        """Whether a response is neither cancelled nor deleted; also records the heartbeat."""
+        """Records a heartbeat. Returns whether the response is still wanted: neither cancelled nor deleted."""
 
         def beat(value: dict[str, Any]) -> bool:
             value["seen"] = time.time()
@@ -114,11 +117,12 @@ class Background:
         try:
             value: dict[str, Any] = (await asyncio.to_thread(self._store.change, record, beat)).value
         except ApiError as error:
-            return error.status != NOT_FOUND  # other errors are temporary failures of the disk
+            return error.status != NOT_FOUND  # other errors are temporary failures of the disk: the work goes on
         return value["response"]["status"] in UNFINISHED
 
     async def _keep(self, record: Record, output: ResponseOutput) -> None:
-        """Stores a response with its answer, or as failed and without output if there is no room for the answer."""
+        """Stores a response with its answer. If there is no room for the answer, stores the response as failed and
+        without output."""
         with suppress(ApiError):  # the response was deleted, or the disk fails
             try:
                 await self._change(record, output.answer, UNFINISHED, 0)
@@ -132,7 +136,7 @@ class Background:
         self, record: Record, response: dict[str, Any], states: tuple[str, ...], content: int | None = None
     ) -> dict[str, Any]:
         """Replaces the record's response by ``response``, if the old response's status is in ``states``. Returns the
-        response that is stored afterwards. ``content`` as for ``RecordStore.change``."""
+        response that is stored afterwards. ``content`` is passed on to ``RecordStore.change``."""
 
         def change(value: dict[str, Any]) -> bool:
             if value["response"]["status"] in states:

@@ -1,5 +1,5 @@
-"""Stored responses as conversations. A response is stored with its own input, and with the id of the response that it
-continues."""
+"""Makes conversations from stored responses. A response is stored with its own input only, and with the id of the
+response that it continues. A conversation is therefore a chain of stored responses."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from shadowkv.serve.bodies.limits import MAX_MESSAGES
 from shadowkv.serve.storage.store import RecordStore
 
 decode_body = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-"""A body's fields, each as raw JSON; ``read_body`` checks their content."""
+"""Splits a body into its fields, each as raw JSON. Their content is not checked here, but by ``read_body``."""
 
 
 CONTINUABLE = ("completed", "incomplete")
-"""Statuses of a response that can be continued."""
+"""A response can be continued if it has one of these statuses."""
 
 
 def input_items(raw: bytes) -> list[Any]:
-    """The items of a body's ``input``."""
+    """Returns the items of a body's ``input``."""
     items: list[Any] = msgspec.json.decode(b"[" + _items(decode_body(_plain(raw))["input"]) + b"]")
     return items
 
 
 class History:
-    """The stored responses of one owner.
+    """The stored responses of one owner. An owner is an API key; without API keys, all clients are one owner.
 
     Args:
-        limit: maximum length of a body in bytes, which also limits a conversation.
+        limit: maximum length in bytes of a body, and also of a whole conversation.
     """
 
     def __init__(self, store: RecordStore, owner: str, limit: int) -> None:
@@ -38,7 +38,7 @@ class History:
 
     def continued(self, raw: bytes, previous: str) -> bytes:
         """Returns the body with a longer ``input``: the conversation up to the response ``previous``, and then the
-        body's own input. Raises ApiError if that conversation is not stored or too long."""
+        body's own input. Raises ApiError if that conversation is not stored, or if it is too long."""
         turns, id = [_items(decode_body(_plain(raw))["input"])], previous
         size = len(raw)
         while id is not None:
@@ -76,7 +76,8 @@ class History:
         return value
 
     async def add(self, raw: bytes, answer: dict[str, Any]) -> None:
-        """Stores an answer and the input of its body. If that fails, ``store`` in the answer becomes false."""
+        """Stores an answer, and the input of the body that it answers. If that fails, ``store`` in the answer becomes
+        false."""
         try:
             await asyncio.to_thread(self._add, raw, answer)
         except ApiError:
@@ -91,7 +92,7 @@ def _plain(raw: bytes) -> bytes:
 
 
 def _items(given: msgspec.Raw) -> bytes:
-    """The items of ``input``, as the text inside a JSON list."""
+    """Returns the items of ``input`` as JSON, separated by commas but without the brackets of a list."""
     text = bytes(given).strip()
     if text.startswith(b"["):
         return text[1:-1].strip()

@@ -57,19 +57,19 @@ def _checked(text: str) -> str:
 
 
 class Item(Body):
-    """Fields that every item can have; they have no effect."""
+    """Base of the items, with the fields that every item can have. These fields have no effect."""
 
     id: Name | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class MessageItem(Item):
-    """A message; ``developer`` is OpenAI's newer name for ``system``."""
+    """A message. The role ``developer`` is OpenAI's newer name for ``system``."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    phase: Literal["commentary", "final_answer"] | None = None  # only of assistant messages; has no effect
+    phase: Literal["commentary", "final_answer"] | None = None  # for assistant messages only; it has no effect
 
 
 class CallItem(Item):
@@ -91,7 +91,7 @@ class ResultItem(Item):
 
 
 class ReasoningItem(Item):
-    """The model's reasoning in an earlier turn; summaries and encrypted content are dropped."""
+    """The model's reasoning in an earlier turn. Summaries and encrypted content are dropped."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field([])
@@ -103,8 +103,9 @@ InputItem = Annotated[MessageItem | CallItem | ResultItem | ReasoningItem, ByTyp
 
 
 def messages_of(items: Iterable[InputItem], instructions: str | None) -> list[dict[str, Any]]:
-    """The messages of a chat. The instructions and leading system messages become one message, as templates expect.
-    Consecutive reasoning, messages and calls of the model become one message, too."""
+    """Converts items to the messages of an OpenAI chat. The instructions and the system messages at the beginning
+    become one message, as chat templates expect. Consecutive items of the model (reasoning, messages and calls) become
+    one message, too."""
     messages: list[dict[str, Any]] = []
     systems = [] if instructions is None else [instructions]
     turn: _Turn | None = None
@@ -129,7 +130,7 @@ def messages_of(items: Iterable[InputItem], instructions: str | None) -> list[di
 
 @dataclass
 class _Turn:
-    """Consecutive items of the model."""
+    """Consecutive items of the model, which become one message."""
 
     thoughts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

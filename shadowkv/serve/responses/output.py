@@ -1,5 +1,5 @@
-"""Builds the answer of ``/v1/responses``, item by item: the events of a stream, and the response that they add up
-to."""
+"""Builds the answer of ``/v1/responses`` item by item, in two forms: the events of a stream, and the response that the
+events add up to."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shadowkv.serve.text.tool_parser import CallPart
 Event = dict[str, Any]
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-"""Prefixes of items' ids."""
+"""Maps an item's type to the prefix of its id."""
 
 ENDS = ("response.completed", "response.incomplete")
 
 
 class ResponseOutput:
-    """The answer to one job, which has one choice.
+    """The answer of a job with one choice.
 
     Attributes:
         answer: the response so far. An item's text or arguments are filled in when the item ends.
@@ -36,8 +36,8 @@ class ResponseOutput:
         self._keep = None if job.body.background else job.body.keep  # ``Background`` stores background responses
         self._functions = job.body.functions
         self._item: dict[str, Any] | None = None
-        self._sent: list[str] = []  # pieces of the item's text, joined at its end
-        self._scores: list[dict[str, Any]] = []  # log-probabilities of the item's tokens
+        self._sent: list[str] = []  # pieces of the current item's text, which are joined when the item ends
+        self._scores: list[dict[str, Any]] = []  # log-probabilities of the current item's tokens
         self._is_thinking = self._thinks()
         self._new_scores: list[dict[str, Any]] = []  # log-probabilities of tokens whose text is not sent yet
         self._call = -1
@@ -45,7 +45,7 @@ class ResponseOutput:
         self.answer = _asked(job, job.body)
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """All events of the stream; raises ApiError or EngineDead."""
+        """Yields all events of the stream. Raises ApiError or EngineDead."""
         begun = False
         async with aclosing(self._job.pieces()) as pieces:
             async for piece in pieces:
@@ -53,7 +53,7 @@ class ResponseOutput:
                     begun = True
                     yield self._of_response("created")
                     yield self._of_response("in_progress")
-                if piece.prompt_progress is not None:  # as in llama.cpp
+                if piece.prompt_progress is not None:  # llama.cpp reports progress in such events, too
                     yield {**self._of_response("in_progress"), "prompt_progress": piece.prompt_progress}
                     continue
                 self._tokens += piece.token_ids
@@ -67,7 +67,7 @@ class ResponseOutput:
                         yield {**event, **timings} if event["type"] in ENDS else event
 
     def failure(self, error: ApiError) -> Event:
-        """The event that ends a failed stream."""
+        """Marks the response as failed, and returns the event that ends a failed stream."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         self._write()
         self.answer |= {"status": "failed", "error": {"code": code, "message": error.message}}
@@ -94,7 +94,7 @@ class ResponseOutput:
         return reasoning is not None and reasoning.is_thinking
 
     def _delta(self, kind: str, part_kind: str, text: str) -> Iterator[Event]:
-        """Events for more text of a message or of reasoning."""
+        """Yields the events for more text of a message or of reasoning."""
         if self._item is None or self._item["type"] != kind:
             yield from self._close("completed")
             more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
@@ -108,7 +108,7 @@ class ResponseOutput:
             yield self._of_item(f"{part_kind}.delta", content_index=0, delta=text, **self._logprobs(part_kind))
 
     def _logprobs(self, part_kind: str) -> dict[str, Any]:
-        """Log-probabilities of the tokens whose text is about to be sent."""
+        """Returns a field with the log-probabilities of the tokens whose text is sent next; no field for reasoning."""
         if part_kind != "output_text":
             return {}
         scores, self._new_scores = self._new_scores, []
@@ -116,7 +116,7 @@ class ResponseOutput:
         return {"logprobs": scores}
 
     def _argue(self, part: CallPart) -> Iterator[Event]:
-        """Events for a new call, or for more of a call's arguments."""
+        """Yields the events for a new call, or for more of a call's arguments."""
         if part.index != self._call:
             yield from self._close("completed")
             self._call = part.index
@@ -140,7 +140,7 @@ class ResponseOutput:
             item["content"][0]["text"] = text
 
     def _close(self, status: str) -> Iterator[Event]:
-        """Events that end the current item, if any."""
+        """Yields the events that end the current item; none if no item is open."""
         item = self._item
         if item is None:
             return
@@ -183,7 +183,7 @@ class ResponseOutput:
         yield self._of_response(status)
 
     def _raw(self, tokens: list[int]) -> dict[str, Any]:
-        """A prompt or an answer in the form of vLLM's ``enable_response_messages``."""
+        """Returns a prompt or an answer in the form of vLLM's ``enable_response_messages``."""
         text = self._job.tokenizer.decode(tokens, skip_special_tokens=False)
         return {"type": "raw_message_tokens", "message": text, "tokens": tokens}
 
@@ -214,8 +214,8 @@ def _part(kind: str) -> dict[str, Any]:
 
 
 def _scores(job: Job, piece: Piece) -> list[dict[str, Any]]:
-    """Log-probabilities of a piece's tokens, as in a chat. The bytes of part of a character are an empty list instead
-    of null, which this API does not allow."""
+    """Returns the log-probabilities of a piece's tokens as in a chat, with one difference. If a token is only a part of
+    a character, its ``bytes`` are an empty list: this API does not allow null."""
     content: list[dict[str, Any]] = chat_logprobs(job.tokenizer, piece.logprobs or ())["content"]
     for token in content:
         for score in (token, *token["top_logprobs"]):
@@ -224,7 +224,7 @@ def _scores(job: Job, piece: Piece) -> list[dict[str, Any]]:
 
 
 def _asked(job: Job, body: ResponsesRequest) -> dict[str, Any]:
-    """A response with the request's parameters, and no output yet."""
+    """Returns a response with the request's parameters, and without output."""
     params = job.choices[0].params
     return {
         "id": job.id,

@@ -28,7 +28,7 @@ NAMES = MappingProxyType({"messages": "input", "max_tokens": "max_output_tokens"
 
 
 class Format(Body):
-    """Format of the answer; only the type ``json_schema`` has a ``schema``."""
+    """Format of the answer. Only the type ``json_schema`` has a ``schema``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: Name | None = None
@@ -40,7 +40,7 @@ class Format(Body):
     def _check_schema(self) -> Format:
         if self.type == "json_schema":
             checked_schema({"schema": self.schema_})
-        else:  # these have no effect and can be deeply nested, so answers do not repeat them
+        else:  # these fields have no effect and can be deeply nested, so answers do not repeat them
             self.name = self.description = self.schema_ = self.strict = None
         return self
 
@@ -53,7 +53,7 @@ class Format(Body):
         return {"type": self.type, **about, "schema": self.schema_}
 
     def as_response_format(self) -> dict[str, Any]:
-        """The equivalent ``response_format`` of a chat."""
+        """Returns the equivalent ``response_format`` of an OpenAI chat."""
         return {"type": self.type, **({"json_schema": {"schema": self.schema_}} if self.type == "json_schema" else {})}
 
 
@@ -65,7 +65,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """``reasoning``; this server makes no summaries."""
+    """``reasoning``. ``summary`` has no effect."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -115,8 +115,9 @@ def _known(value: str) -> str:
 
 
 class ResponsesRequest(ConvertedChat, Sampling):
-    """Body of ``/v1/responses``. A body with ``previous_response_id`` is read again, with the earlier conversation in
-    its ``input`` (``history.py``). ``max_tool_calls`` limits built-in tools, of which this server has none."""
+    """Body of ``/v1/responses``. If it has a ``previous_response_id``, the earlier conversation is put into its
+    ``input`` (``history.py``), and the body is read again. ``max_tool_calls`` limits calls of built-in tools, of which
+    this server has none."""
 
     names = NAMES
     is_read_again = True
@@ -161,7 +162,7 @@ class ResponsesRequest(ConvertedChat, Sampling):
 
     @property
     def keep(self) -> Keep | None:
-        """The function that stores the answer, if it is to be stored."""
+        """The function that stores the answer; None if the answer is not to be stored."""
         return self._keep if self.store else None
 
     def kept_by(self, keep: Keep) -> None:

@@ -1,4 +1,4 @@
-"""Routes of ``/v1/responses``: a chat whose answer is a list of items, and the stored responses."""
+"""Routes of ``/v1/responses``: one for chats, whose answer is a list of items, and others for stored responses."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Responses(EventChat):
     names = NAMES
 
     def new_id(self, body: ResponsesRequest, request_id: str | None) -> str:
-        # A client may reuse a request id, and a stored response must not be replaced.
+        # A client may use a request id again, and a later response must not replace a stored one.
         return super().new_id(body, request_id if body.keep is None else None)
 
     def output(self, job: Job) -> ResponseOutput:
@@ -55,7 +55,8 @@ class Responses(EventChat):
 def responses_routes(
     tokenizer: Tokenizer, settings: ServerSettings, respond: Responder, store: RecordStore, background: Background
 ) -> APIRouter:
-    """The routes. Answers are stored in ``store``, if that is on; ``background`` runs the background responses."""
+    """Returns the routes. Answers are stored in ``store`` if that is on. ``background`` generates the background
+    responses."""
     router, endpoint = APIRouter(route_class=BodyRoute), Responses(tokenizer, settings)
 
     @router.post(Responses.url, **documented(Response, *FOR_EVERY_TEXT, text=EVENT_STREAM))

@@ -1,4 +1,4 @@
-"""``tools`` and ``tool_choice`` of ``/v1/responses``: functions, alone or in namespaces."""
+"""``tools`` and ``tool_choice`` of ``/v1/responses``. Tools are functions, some of them in namespaces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEPARATOR = "__"
 
 
 class FunctionTool(Function):
-    """A function."""
+    """A function that the model can call."""
 
     type: Literal["function"]
 
@@ -46,7 +46,7 @@ Tool = Annotated[FunctionTool | NamespaceTool, ByType("built-in tools")]
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """A function's full name, which the model sees."""
+    """Returns a function's full name, which the model sees."""
     return name if namespace is None else f"{namespace}{SEPARATOR}{name}"
 
 

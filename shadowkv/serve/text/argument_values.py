@@ -1,5 +1,5 @@
-"""Arguments of tool calls that models write as plain text, without JSON's quotes: the function's schema gives their
-types."""
+"""Converts arguments of tool calls to JSON, for models that write them as plain text without JSON's quotes. The
+function's schema tells the types of the arguments."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ KINDS: dict[type, str] = {
     list: "array",
     type(None): "null",
 }
-"""JSON Schema's names of Python's types."""
+"""JSON Schema's name of each Python type."""
 
 ANYTHING = frozenset(KINDS.values())
 STRING = frozenset(("string",))
 OPTIONAL_STRING = frozenset(("string", "null"))
 
 WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
-"""Words for JSON values, compared without regard to case. Python's words (True, None) are included because chat
-templates show them to models."""
+"""Maps a word in lower case to the JSON value that it stands for in any case. Python's words (True, None) are included
+because chat templates show them to models."""
 
 ERRORS = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError)
 """Exceptions that parsing a text as a value can raise."""
@@ -36,8 +36,8 @@ class ValueWriter:
     """Writes the JSON of one value while its text arrives: strings piece by piece, other values when they are complete.
 
     Args:
-        types: JSON types of the value. A text of none of these types is written as a string, even if strings are not
-            among them: nothing that the model wrote is lost.
+        types: JSON types that the value may have. A text of none of these types is written as a string, even if strings
+            are not allowed, so that nothing that the model wrote is lost.
     """
 
     def __init__(self, types: frozenset[str]) -> None:
@@ -46,7 +46,7 @@ class ValueWriter:
         self._is_open = False
 
     def add(self, text: str) -> str:
-        """Takes more of the value's text; returns the JSON that is certain by now."""
+        """Takes more of the value's text. Returns the further JSON that is certain by now."""
         self._held += text
         if self._types == OPTIONAL_STRING and len(self._held.strip()) > max(map(len, WORDS)):
             self._is_string = True
@@ -57,14 +57,14 @@ class ValueWriter:
         return opening + json.dumps(held, ensure_ascii=False)[1:-1]
 
     def end(self) -> str:
-        """Returns the rest of the JSON, at the value's end."""
+        """Ends the value. Returns the rest of its JSON."""
         return f'{self.add("")}"' if self._is_string else json_value(self._held, self._types)
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
-    """Converts a text to the JSON of a value of one of ``types``. Valid JSON is kept; words and Python's dictionaries
-    and lists are translated. As in vLLM, null is accepted for any type but a string, and a text of none of the
-    ``types`` becomes a string."""
+    """Converts a text to the JSON of a value of one of ``types``. Valid JSON is kept. ``WORDS``, and dictionaries and
+    lists in Python's syntax, are translated. As in vLLM, null is accepted for any type but a string, and a text of none
+    of the ``types`` becomes a string."""
     core = text.strip()
     word = WORDS.get(core.lower())
     if word is not None and _is_of(json.loads(word), types):
@@ -83,14 +83,14 @@ def json_value(text: str, types: frozenset[str]) -> str:
 
 
 def properties(parameters: Any) -> Mapping[str, Any]:
-    """The arguments in a function's ``parameters`` (a JSON schema), with the schema of each."""
+    """Returns the schema of each argument by its name, from a function's ``parameters`` (a JSON schema)."""
     named = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return named if isinstance(named, Mapping) else {}
 
 
 def argument_types(parameters: Any, name: str) -> frozenset[str]:
-    """JSON types that a function's ``parameters`` (a JSON schema) allow for the argument ``name``; empty if the schema
-    names no types."""
+    """Returns the JSON types that a function's ``parameters`` (a JSON schema) allow for the argument ``name``. The set
+    is empty if the schema names no types."""
     types, seen = set[str](), set[str]()
     parts: list[Any] = [properties(parameters).get(name)]
     while parts:
@@ -123,7 +123,7 @@ def _is_of(value: Any, types: frozenset[str]) -> bool:
 
 def _python_value(text: str) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about escapes in strings
+        warnings.simplefilter("ignore")  # Python warns about invalid escapes in strings
         return ast.literal_eval(text)
 
 
@@ -132,7 +132,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _referred(schema: Any, reference: str) -> Any:
-    """The part of a schema that an internal reference (``#/$defs/…``) points to; None for other references."""
+    """Returns the part of a schema that an internal reference (``#/$defs/…``) points to; None for other references."""
     root, *steps = reference.split("/")
     part = schema if root == "#" else None
     for step in steps:

@@ -1,4 +1,5 @@
-"""Parsers of Gemma 4's answers: ``<|channel>thought``, reasoning and ``<channel|>``, then text and calls of tools."""
+"""Parsers of Gemma 4's answers. An answer begins with its reasoning, between ``<|channel>thought`` and ``<channel|>``.
+Text and tool calls follow."""
 
 from __future__ import annotations
 
@@ -10,21 +11,22 @@ from shadowkv.serve.text.text_reader import Reading
 from shadowkv.serve.text.tool_parser import ToolParser
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-"""Marks around a call, and on both sides of a string."""
+"""Marks at the beginning of a call, at its end, and on both sides of a string."""
 
 NOT_IN_NAMES, AFTER_KEYS, AFTER_VALUES = "{}<> \t\r\n", ":,{}[]", ",}]"
-"""Characters that end a function's name, a key, and a value without quotes."""
+"""Characters that end a function's name, those that end a key, and those that end a value without quotes."""
 
 
 class Gemma4Reasoning(ReasoningParser):
-    """Extracts reasoning. If the model shall not think, the prompt can end with an empty block of reasoning."""
+    """Extracts reasoning. The prompt can end with an empty block of reasoning, so that the model does not think."""
 
     begin, end = "<|channel>thought", "<channel|>"
 
 
 class Gemma4(ToolParser):
     """``<|tool_call>call:name{key:<|"|>text<|"|>,other:1,list:[…]}<tool_call|>``. Keys are plain text, and strings are
-    between marks of their own. Arguments become JSON as they arrive. A number or word that is cut off is left out."""
+    between marks (``QUOTE``). Arguments are converted to JSON while they arrive. If the answer ends inside a number or
+    a word, that value is left out."""
 
     def _read(self) -> Reading[None]:
         while (yield from self._until(BEGIN)):
@@ -49,7 +51,8 @@ class Gemma4(ToolParser):
 
     def _arguments(self) -> Reading[None]:
         """Reads the arguments, and emits their JSON."""
-        levels, before = list[str](), ""  # closing marks of open objects and lists; JSON to write before the next value
+        # ``levels`` has the closing marks of open objects and lists. ``before`` is JSON to write before the next value.
+        levels, before = list[str](), ""
         while True:
             yield from self._blanks()
             sign = yield from self._next()
@@ -80,13 +83,13 @@ class Gemma4(ToolParser):
             before = ", "
 
     def _emit(self, written: str) -> None:
-        """Reads one character, and emits what stands for it in JSON."""
+        """Reads one character, and emits ``written`` for it as JSON."""
         self._at += 1
         self._write(written)
         self._drop()
 
     def _key(self) -> Reading[str | None]:
-        """Reads a key and the colon after it; None if no colon follows."""
+        """Reads a key and the colon after it. Returns the key, or None if no colon follows."""
         if (yield from self._passed(QUOTE)):
             key = yield from self._up_to("<")
             yield from self._passed(QUOTE)
@@ -117,7 +120,7 @@ class Gemma4(ToolParser):
                 self._drop()
                 self._write('"')
                 return True
-            if self._ended:  # the rest may be the beginning of the mark
+            if self._ended:  # the rest of the text is left out, as it may be the beginning of the mark
                 self._at = len(self._text)
                 return False
             yield

@@ -22,7 +22,7 @@ ENDS = (*STOPS, START)
 """Marks that end a message's text."""
 
 HEADERS = (START, "<|channel|>", "<|constrain|>", MESSAGE, " to=")
-"""Marks that begin a message's header; anything else is already text."""
+"""Marks that can begin a message's header. If none of them comes first, the message is text without a header."""
 
 CHANNEL, RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
 
@@ -34,8 +34,8 @@ FUNCTIONS = "functions."
 
 
 def opening(prompt: str) -> str:
-    """Text to append to a prompt so that the answer is plain text from its first token on; ``prompt`` is the end of the
-    prompt."""
+    """Returns the text to append to a prompt so that the answer is plain text from its first token on. ``prompt`` is
+    the prompt's end."""
     return "" if prompt.endswith(MESSAGE) else FINAL
 
 
@@ -45,7 +45,7 @@ class Header:
 
     Attributes:
         channel: ``analysis``, ``commentary`` or ``final``.
-        function: name of the function that the message calls, if any.
+        function: name of the client's function that the message calls; None if it calls none.
     """
 
     channel: str
@@ -64,14 +64,15 @@ class Messages(TextReader):
     """Base of the parsers: reads an answer message by message."""
 
     def _header(self) -> Reading[Header | None]:
-        """Reads the header of the next message; None if the answer ends before the message's text begins."""
+        """Reads and returns the header of the next message. Returns None if the answer ends before that message's text
+        begins."""
         for beginning in HEADERS:
             if (yield from self._sees(beginning)):
                 break
         else:
             return None if self._ended and self._at == len(self._text) else Header("final")
         while (place := self._text.find(MESSAGE, self._at)) < 0:
-            if self._ended and not beginning.startswith("<"):  # " to=" was part of a text
+            if self._ended and not beginning.startswith("<"):  # no header: the text itself begins with " to="
                 self._at = self._begin
                 return Header("final")
             self._at = len(self._text) - (0 if self._ended else self._overlap(MESSAGE))
@@ -92,7 +93,7 @@ class Messages(TextReader):
 
 class HarmonyReasoning(Messages, ReasoningParser):
     """Extracts reasoning: the messages of the channel ``analysis``, joined by line ends. Calls of functions stay in the
-    text."""
+    answer's text, also those in this channel."""
 
     def __init__(self, prompt: str) -> None:
         super().__init__(prompt)
@@ -121,8 +122,9 @@ class HarmonyReasoning(Messages, ReasoningParser):
 
 
 class Harmony(Messages, ToolParser):
-    """Extracts tool calls, if there are tools: messages to functions, in any channel. All other messages are text,
-    joined by line ends: ``commentary`` is what the model says before a call, ``final`` is its answer."""
+    """Extracts tool calls. If there are tools, messages to functions are calls, whatever their channel. All other
+    messages are text, joined by line ends: ``commentary`` is what the model says before a call, ``final`` is its
+    answer."""
 
     def _read(self) -> Reading[None]:
         texts = 0

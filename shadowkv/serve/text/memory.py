@@ -1,12 +1,13 @@
-"""Returns the memory of long bodies and texts to the system; the GNU C library would keep it."""
+"""Returns the memory of long bodies and texts to the system. The GNU C library would otherwise keep it."""
 
 from __future__ import annotations
 
 import ctypes
 
 M_MMAP_THRESHOLD, LARGE_BLOCK = -3, 2**17
-"""The parameter of ``mallopt`` (malloc.h), and its value: the size in bytes from which a block comes straight from the
-system. The value is the C library's default. Unless it is set, the library raises it when large blocks are freed."""
+"""The number of a parameter of ``mallopt`` (malloc.h), and the value to set. Blocks of at least so many bytes are
+mapped separately, so that they go back to the system when they are freed. The value is the C library's default. But
+unless a program sets it, the library raises it when large blocks are freed."""
 
 _library = ctypes.CDLL(None)
 
@@ -18,7 +19,7 @@ def give_back_large_blocks() -> None:
 
 
 def give_back_small_blocks() -> None:
-    """Returns pages without any used block to the system; this takes milliseconds, in which the interpreter's lock is
-    free."""
+    """Returns those pages of the process's memory to the system that hold no used block. This takes milliseconds, in
+    which other Python threads can run."""
     if hasattr(_library, "malloc_trim"):
         _library.malloc_trim(0)

@@ -9,7 +9,7 @@ from shadowkv.serve.text.text_reader import Reading, TextReader
 BEGIN, END = "<think>", "</think>"
 
 TAGGED = ("deepseek_r1", "qwen3", "glm45", "glm47", "minimax_m2")
-"""vLLM's names in ``--reasoning-parser`` for models with these tags."""
+"""Values of vLLM's ``--reasoning-parser`` for models with these tags."""
 
 
 class ReasoningParser(TextReader):
@@ -17,7 +17,7 @@ class ReasoningParser(TextReader):
     dropped.
 
     Args:
-        prompt: the end of the prompt, since some templates open the reasoning themselves.
+        prompt: the end of the prompt. Some chat templates put the tags ``begin`` or ``end`` there.
 
     Attributes:
         begin, end: tags around the reasoning.
@@ -39,7 +39,7 @@ class ReasoningParser(TextReader):
         return self._output is self._thought
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
-        """Takes more generated text; returns the reasoning and the answer text that are certain by now."""
+        """Takes more generated text. Returns the further reasoning and the further text that are certain by now."""
         self._go_on(text, last)
         thought, answer = "".join(self._thought), "".join(self._answer)
         self._thought.clear()

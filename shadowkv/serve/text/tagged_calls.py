@@ -1,4 +1,5 @@
-"""Parsers of tool calls whose arguments are plain text between tags; the function's schema turns them into JSON."""
+"""Parsers of tool calls whose arguments are plain text between tags. The function's schema tells the types of the
+arguments, with which they are converted to JSON."""
 
 from __future__ import annotations
 
@@ -14,21 +15,22 @@ from shadowkv.serve.text.tool_parser import ToolParser
 NOT_IN_NAMES = " \t\r\n<>"
 
 END = ""
-"""Stands for the end of the answer in ``value_ends``."""
+"""Stands for the end of the answer in ``TaggedCalls.value_ends``."""
 
 
 class TaggedCalls(ToolParser):
     """Base of the parsers of tagged calls.
 
-    A value may itself contain tags. A tag ends a value only if the call continues or ends after it. Strings are emitted
-    as they arrive, other values when they are complete. A value that is cut off is left out.
+    A value may itself contain tags. A tag ends a value only if the text after it continues or ends the call. Strings
+    are emitted as they arrive, other values when they are complete. If the answer ends inside such a value, the value
+    is left out.
 
     Attributes:
         outer: tags around calls.
         begins: marks that can begin a call.
-        value_ends: tags that can end a value. Each has a list of tags, one of which must follow it (after optional
-            white space).
-        untyped: types of arguments whose schema names no type.
+        value_ends: maps each tag that can end a value to the tags of which one must follow (after optional white
+            space).
+        untyped: types that arguments may have if their schema names no type.
     """
 
     outer: ClassVar[tuple[str, str]] = ("<tool_call>", "</tool_call>")
@@ -62,7 +64,7 @@ class TaggedCalls(ToolParser):
 
     @property
     def _parameters(self) -> object:
-        """The argument schema of the called function."""
+        """The JSON schema of the called function's arguments."""
         return self._functions.get(self._name, {}).get("parameters")
 
     def _argument(self, key: str) -> Reading[None]:
@@ -85,7 +87,7 @@ class TaggedCalls(ToolParser):
                 yield
                 continue
             is_end = None if tag is None else (yield from self._is_value_end(tag.group()))
-            if tag is None or is_end is None:  # the rest may be the beginning of an end tag
+            if tag is None or is_end is None:  # the rest is left out, as it may be the beginning of an end tag
                 self._at = len(self._text)
                 self._drop()
                 return False
@@ -94,8 +96,8 @@ class TaggedCalls(ToolParser):
                 return True
 
     def _is_value_end(self, tag: str) -> Reading[bool | None]:
-        """Whether ``tag``, which comes next, ends a value; None if the answer ends before that is known. Reads past the
-        tag to find out."""
+        """Returns whether ``tag``, which comes next in the text, ends a value; None if the answer ends before that is
+        known. Reads past the tag to find out."""
         self._at += len(tag)
         yield from self._blanks()
         followers = self.value_ends[tag]
@@ -111,7 +113,8 @@ class TaggedCalls(ToolParser):
 class Qwen3Coder(TaggedCalls):
     """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``, with each tag and value on
     its own line. As in vLLM the outer tags may be missing. The tag that ends a value may be missing, too. The value
-    then ends at the function's end tag, or at the tag of another parameter of the function that has no value yet."""
+    then ends at the function's end tag, or at the tag of another parameter. That must be a parameter of the function,
+    and must not have a value yet."""
 
     _TAGS: ClassVar = {"</parameter>": ("<parameter=", "</function>", "</tool_call>"), "</function>": ("</tool_call>",)}
     value_ends: ClassVar = {
@@ -165,7 +168,7 @@ class Qwen3Coder(TaggedCalls):
 
 class Glm45(TaggedCalls):
     """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``. GLM-4.5 and 4.6 have line ends
-    between the tags, GLM-4.7 has none. An incomplete pair is left out, as in vLLM."""
+    between the tags, GLM-4.7 has none. An incomplete pair of key and value is left out, as in vLLM."""
 
     value_ends: ClassVar = {"</arg_value>": ("<arg_key>", "</tool_call>")}
     untyped: ClassVar = ANYTHING
@@ -208,7 +211,7 @@ class MinimaxM2(TaggedCalls):
             if key := (yield from self._named("parameter")):
                 yield from self._argument(key)
             else:
-                yield from self._to_value_end(lambda text: None)  # an incomplete tag
+                yield from self._to_value_end(lambda text: None)  # an incomplete tag: left out
             yield from self._passed("</parameter>")
         if (yield from self._sees("</invoke>")):
             self._write("}")

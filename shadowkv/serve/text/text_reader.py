@@ -1,4 +1,4 @@
-"""Base of the parsers of generated text, which arrives in pieces: the result does not depend on where pieces end."""
+"""Base of the parsers of generated text. The text arrives in pieces. The result does not depend on where pieces end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Reading = Generator[None, None, T]
-"""A generator that reads text and returns a T; it yields when it needs more text."""
+"""A generator that reads text and returns a value of type ``T``. It yields when it needs more text."""
 
 
 class TextReader(ABC):
@@ -18,12 +18,12 @@ class TextReader(ABC):
 
     def __init__(self) -> None:
         self._text, self._ended = "", False
-        self._begin = self._at = 0  # the text between them is read, but not yet emitted
+        self._begin = self._at = 0  # text from _begin to _at has been read, but not yet emitted
         self._output: list[str] = []
         self._steps = self._read()
 
     def _go_on(self, text: str, last: bool) -> None:
-        """Continues with more text, as far as possible; ``last`` marks the end of the answer."""
+        """Parses more text, as far as possible. ``last`` says that the answer ends with this text."""
         self._text, self._at = self._text[self._begin :] + text, self._at - self._begin
         self._begin, self._ended = 0, last
         next(self._steps, None)
@@ -42,7 +42,7 @@ class TextReader(ABC):
         self._begin = self._at
 
     def _next(self) -> Reading[str]:
-        """Returns the next character without consuming it; empty at the end."""
+        """Returns the next character without consuming it; an empty string at the end of the answer."""
         while self._at == len(self._text) and not self._ended:
             yield
         return self._text[self._at : self._at + 1]
@@ -52,7 +52,7 @@ class TextReader(ABC):
             self._at += 1
 
     def _sees(self, literal: str) -> Reading[bool]:
-        """Whether ``literal`` comes next, without consuming it."""
+        """Returns whether ``literal`` comes next, without consuming it."""
         size = len(literal)
         while not self._ended and len(rest := self._text[self._at : self._at + size]) < size:
             if not literal.startswith(rest):
@@ -76,10 +76,11 @@ class TextReader(ABC):
         return self._text[self._begin + begin : self._at]
 
     def _until(self, *marks: str, emit: Callable[[], None] | None = None) -> Reading[bool]:
-        """Emits the text up to the first of ``marks``, without white space before it. Returns whether a mark follows.
+        """Emits the text up to the first of ``marks``, without the white space before that mark. Returns whether there
+        is a mark.
 
         Args:
-            emit: emits the text that has been read, by default as plain text.
+            emit: function that emits the text that has been read. By default it is emitted as plain text.
         """
         pattern = "|".join(map(re.escape, marks))
         while True:
@@ -98,7 +99,7 @@ class TextReader(ABC):
             yield
 
     def _overlap(self, *marks: str) -> int:
-        """Length of the longest suffix of the text that is a prefix of one of ``marks``."""
+        """Returns the length of the longest suffix of the text that is a prefix of one of ``marks``."""
         longest = 0
         for mark in marks:
             sizes = range(min(len(mark) - 1, len(self._text) - self._at), longest, -1)

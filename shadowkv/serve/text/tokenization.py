@@ -1,5 +1,5 @@
-"""Tokenization for the server. A text that is too long is refused before it is tokenized, or as soon as the tokens of a
-part show this. Long texts take turns."""
+"""Tokenization for the server. A text that is too long is refused before it is tokenized, or as soon as one of its
+parts has too many tokens. Only ``TURNS`` long texts are tokenized at a time."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ TURNS = 3 if (os.cpu_count() or 1) > 2 else 2
 not wait."""
 
 FIRST_PART, NEXT_PART = 8, 4
-"""The first part of a text has ``FIRST_PART`` characters per allowed token; each later part is ``NEXT_PART`` times as
-long. English has four to five characters per token, so one part is enough. Runs of one character have up to a hundred
-characters per token."""
+"""The first part of a text has ``FIRST_PART`` characters per allowed token. Each further part also begins at the
+text's beginning, and is ``NEXT_PART`` times as long as the one before. English has four to five characters per token,
+so one part is enough. A repeated character has up to a hundred characters per token, so more parts may be needed."""
 
 MARGIN = 1.25
-"""Tolerance for the token count of a part of a text. A part can have a few tokens more than it has within the whole
-text, since the cut may split a token."""
+"""A text is refused if a part of it has more tokens than this factor times the limit. The factor is above 1 because the
+cut may split a token, so that the part alone has a few tokens more than within the whole text."""
 
 WORD_CHARS = 256
-"""A part ends at the end of a word, if one ends within this many characters."""
+"""A part ends at the end of a word, if a word ends within its last ``WORD_CHARS`` characters."""
 
 _turns = FairTurns(TURNS)
 _threads = ThreadPoolExecutor(TURNS, "shadowkv-tokenize")
@@ -67,11 +67,11 @@ async def in_turn(tenant: str, size: int, work: Callable[[], T]) -> T:
             raise server_stopping() from None
         except asyncio.CancelledError:
             unwanted.set()
-            await asyncio.wait((working,))  # the turn ends with its work
+            await asyncio.wait((working,))  # another tenant's turn may begin only when this work has ended
             raise
         finally:
             _in_flight.discard(unwanted)
-            if not _in_flight:  # no client waits for the time that this takes
+            if not _in_flight:  # no client waits for a long text now, so this delays none
                 _threads.submit(give_back_small_blocks)
 
 
@@ -83,7 +83,8 @@ def drop_long() -> None:
 
 
 def encode(tokenizer: Tokenizer, text: str, limit: int, param: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text; raises ApiError as ``check_length`` does, and for text that is not valid UTF-8."""
+    """Returns the token ids of a text. Raises ApiError as ``check_length`` does, and for text that is not valid
+    UTF-8."""
     try:
         check_length(tokenizer, limit, param, text)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -94,9 +95,9 @@ def encode(tokenizer: Tokenizer, text: str, limit: int, param: str, add_special_
 def check_length(tokenizer: Tokenizer, limit: int, param: str, text: str) -> None:
     """Raises ApiError, naming ``param``, for a text of more than ``limit`` tokens.
 
-    A lower bound from the text's length is checked first. Then parts of the text are tokenized, and the text is refused
-    at the first part with many more tokens than ``limit``. The bound from the length is weak if tokens can be long, and
-    useless if a normalizer can shrink the text.
+    First, a lower bound of the number of tokens is computed from the text's length. The bound is weak if tokens can be
+    long, and useless if a normalizer can shrink the text. Then parts of the text are tokenized. The text is refused at
+    the first part with more than ``MARGIN`` times ``limit`` tokens.
     """
     least = tokenizer.least_tokens(text)
     if least > limit:
@@ -129,13 +130,13 @@ def check_prompt(tokenizer: Tokenizer, prompt: Sequence[int], limit: int, param:
 
 
 def too_long(reason: str, param: str, tokens: int, limit: int) -> ApiError:
-    """The error for a prompt of ``tokens`` tokens or more that exceeds a context of ``limit`` tokens."""
+    """Returns the error for a prompt of at least ``tokens`` tokens, which exceeds a context of ``limit`` tokens."""
     text = f"at most {counted(limit, 'token')} are allowed, but {reason}"
     counts = {"n_prompt_tokens": tokens, "n_ctx": limit}
     return ApiError(text, param=param, code="context_length_exceeded", counts=counts)
 
 
 def tokenize_limit(max_model_len: int) -> int:
-    """Maximum number of tokens that ``/tokenize`` returns: the length of the context. If the context is short, the
-    maximum is higher, so that the answer shows how much too long a text is."""
+    """Returns the maximum number of tokens that ``/tokenize`` returns. It is the length of the context, but at least
+    ``TOKENIZE_TOKENS``, so that a client can find out how much a text exceeds a short context."""
     return max(max_model_len, TOKENIZE_TOKENS)

@@ -17,12 +17,12 @@ from shadowkv.serve.text.tool_parser import ToolParser, call_id
 MISTRAL_ID_CHARS = 9
 
 HARMONY, HARMONY_THOUGHTS = "openai", "openai_gptoss"
-"""vLLM's names of gpt-oss's format in ``--tool-call-parser`` and ``--reasoning-parser``."""
+"""Values of vLLM's ``--tool-call-parser`` and ``--reasoning-parser`` for the format of gpt-oss."""
 
 
 class Hermes(ToolParser):
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, of Hermes, Qwen2.5 and Qwen3. Qwen2.5-Coder instead
-    begins an answer with a code block that holds the call, which llama.cpp reads, too."""
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, the format of Hermes, Qwen2.5 and Qwen3. Qwen2.5-Coder
+    instead begins an answer with a code block that holds the call. This is read, too, as in llama.cpp."""
 
     def _read(self) -> Reading[None]:
         yield from self._blanks()
@@ -30,7 +30,7 @@ class Hermes(ToolParser):
             yield from self._passed("```")
             self._drop()
         else:
-            self._at = self._begin  # not a call
+            self._at = self._begin  # the answer does not begin with a call
         while (yield from self._until("<tool_call>")):
             yield from self._passed("<tool_call>")
             if not (yield from self._calls(",")):
@@ -41,8 +41,8 @@ class Hermes(ToolParser):
 
 
 class Llama3Json(ToolParser):
-    """An answer that is ``{"name": …, "parameters": {…}}``, or several of these separated by semicolons, of Llama 3.1
-    to 3.3."""
+    """The format of Llama 3.1 to 3.3. The answer is ``{"name": …, "parameters": {…}}``, or several of these separated
+    by semicolons."""
 
     def _read(self) -> Reading[None]:
         yield from self._blanks()
@@ -52,7 +52,7 @@ class Llama3Json(ToolParser):
 
 
 class Mistral(ToolParser):
-    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of newer tokenizers."""
+    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` with newer tokenizers."""
 
     def _read(self) -> Reading[None]:
         while (yield from self._until("[TOOL_CALLS]")):
@@ -83,8 +83,8 @@ class Mistral(ToolParser):
 
 
 class Listed(ToolParser):
-    """A JSON list of ``{"name": …, "parameters": {…}}``, which ``tool_choice`` "required" makes every model write. No
-    part of it is text: if the answer is cut off before a call's arguments, that call is dropped."""
+    """A JSON list of ``{"name": …, "parameters": {…}}``. With ``tool_choice`` "required", every model must write one.
+    No part of it is text. If the answer ends before a call's arguments, that call is dropped."""
 
     def _read(self) -> Reading[None]:
         yield from self._blanks()
@@ -93,8 +93,9 @@ class Listed(ToolParser):
 
 
 class Generic(ToolParser):
-    """A JSON list of ``{"name": …, "parameters": {…}}`` or one such object, possibly in a code block. Models write this
-    if their templates have no tools and the system message explains them. Anything else is text."""
+    """A JSON list of ``{"name": …, "parameters": {…}}`` or one such object, possibly in a code block. Anything else is
+    text. The format is for models whose chat templates have no tools: the system message explains the tools and the
+    format."""
 
     def _read(self) -> Reading[None]:
         yield from self._blanks()
@@ -110,8 +111,8 @@ class Generic(ToolParser):
 
 
 class Named(ToolParser):
-    """The arguments of one function and nothing else, which a ``tool_choice`` with the function's name makes every
-    model write.
+    """The arguments of one function and nothing else. With a ``tool_choice`` that names the function, every model must
+    write these.
 
     Args:
         name: the function's name.
@@ -132,7 +133,7 @@ class Named(ToolParser):
 
 
 def mistral_id() -> str:
-    """Returns the id of a new call. Mistral's templates require this form of ids in earlier messages."""
+    """Returns the id of a new call: nine letters and digits. Mistral's chat templates require ids of this form."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(MISTRAL_ID_CHARS))
 
 
@@ -146,8 +147,8 @@ class ToolFormat:
         others: strings of other formats that have the same signs. A template with one of these strings does not have
             this format.
         new_id: makes ids of calls.
-        reasoning: the reasoning parser, if the format's own marks separate reasoning. Answers are then parsed even
-            without tools, and special tokens are part of the parsed text.
+        reasoning: the format's reasoning parser, if the format has marks of its own for reasoning. Answers are then
+            parsed even without tools, and special tokens are part of the parsed text.
         thoughts: vLLM's name of ``reasoning`` in ``--reasoning-parser``.
         opening: for answers that must follow a schema: a function that takes the end of the prompt and returns the text
             to append to the prompt.
@@ -207,5 +208,5 @@ def tool_format(name: str | None, template: str | None) -> ToolFormat | None:
 
 
 def names_tools(template: str | None) -> bool:
-    """Whether a chat template (Jinja source) uses tools."""
+    """Whether a chat template (Jinja source) mentions tools."""
     return "tool" in (template or "")

@@ -13,7 +13,7 @@ from typing import Any
 from shadowkv.serve.text.text_reader import Reading, TextReader
 
 INSIDE, OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
-"""Characters that a search for the end of a JSON value stops at: inside a string, and outside of strings."""
+"""Characters at which the search for the end of a JSON value stops: those inside a string, and those outside."""
 
 ARGUMENTS = ("arguments", "parameters")
 """JSON fields that can hold a call's arguments. Hermes and Mistral use the first, Llama the second."""
@@ -38,8 +38,8 @@ class CallPart:
 class ToolParser(TextReader):
     """Parses one answer.
 
-    A text that only looks like the start of a call is text. White space beside a call is dropped. Arguments stay as the
-    model wrote them. If the answer is cut off inside arguments, the arguments end there, too.
+    What only looks like the start of a call is passed on as text. White space beside a call is dropped. Arguments stay
+    as the model wrote them. If the answer is cut off inside arguments, the arguments end there, too.
 
     Args:
         new_id: makes ids of calls.
@@ -54,8 +54,8 @@ class ToolParser(TextReader):
         self._parts: list[CallPart] = []
 
     def push(self, text: str, last: bool = False) -> tuple[str, list[CallPart]]:
-        """Takes more generated text; returns the output that is certain by now: text outside of calls, and at most one
-        part of each call."""
+        """Takes more generated text. Returns the further output that is certain by now: text outside of calls, and at
+        most one part of each call."""
         self._go_on(text, last)
         output, self._output = "".join(self._output), []
         parts, self._parts = self._parts, []
@@ -80,7 +80,7 @@ class ToolParser(TextReader):
             self._parts[-1].arguments += arguments
 
     def _calls(self, separator: str) -> Reading[bool]:
-        """Reads all calls and separators that follow; returns whether there is a call."""
+        """Reads all calls that come next, and the separators after them. Returns whether there was a call."""
         before = self.calls
         while (yield from self._next()) == "{" and (yield from self._call()):
             yield from self._blanks()
@@ -89,9 +89,10 @@ class ToolParser(TextReader):
         return self.calls > before
 
     def _call(self) -> Reading[bool]:
-        """Reads ``{"name": …, "arguments": {…}}``, its fields in any order. Returns whether a call was emitted.
+        """Reads ``{"name": …, "arguments": {…}}``, with the fields in any order. Returns whether a call was emitted.
 
-        Text of another form is left as text. If the form breaks after a call was emitted, the call stays.
+        What has another form is passed on as text. If the form is broken only after the call was emitted, the call
+        stays.
         """
         name, arguments, is_open = None, None, False
         self._at += 1
@@ -132,7 +133,7 @@ class ToolParser(TextReader):
         return (yield from self._passed(":"))
 
     def _string(self) -> Reading[str | None]:
-        """Reads a JSON string; None for anything else."""
+        """Reads and returns a JSON string. Returns None for anything else."""
         begin = self._at - self._begin
         if (yield from self._next()) != '"':
             return None
