@@ -42,12 +42,13 @@ class RequestTimes(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass(frozen=True)
 class LayerSelections:
-    """The cells with the largest attention weights in one layer of a group. They are in order of position.
+    """The cells with the largest attention weights in one layer of a group, in order of position. A cell is a range of
+    ``TokenSelections.cell`` positions.
 
     Attributes:
         layers: the group's range of layers [first, end).
         layer: the reported layer, one of the group.
-        cells: numbers of cells. Cell n holds the ``cell`` positions from ``n * cell`` on.
+        cells: numbers of cells. Cell n begins at position ``n * TokenSelections.cell``.
         weights: the attention weight of each cell's selected tokens, a mean over query heads. The softmax is over all
             selected tokens. If ``TokenSelections.everything`` is True, it is over all tokens outside
             ``TokenSelections.exact``.
@@ -69,9 +70,8 @@ class TokenSelections:
         everything: whether the step attended to all tokens: the sequence is dense, or the policy does not select.
         exact: ranges of positions [first, end) that the weights leave out, because every layer attends to them: the
             sink and the newest tokens. Outliers are not reported.
-        groups: for each group of layers, the weights of the selected tokens outside the ranges of ``exact``. If
-            ``everything`` is True, the weights of all tokens outside these ranges. Without such tokens a group has no
-            cells.
+        groups: for each group of layers, the weights of the selected tokens outside the ranges of ``exact``, or of all
+            tokens outside these ranges if ``everything`` is True. A group without such tokens has no cells.
     """
 
     length: int

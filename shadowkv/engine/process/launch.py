@@ -29,7 +29,8 @@ class EngineProcess:
 
     Args:
         compare: policy of a second engine on the same weights, for comparisons.
-        module: the module that the process runs. Its command line has the socket to this process.
+        module: the module that the process runs. The process's command line has the descriptor of the socket to this
+            process.
 
     Attributes:
         folder: folder of the engines' sockets, which only this user can enter.

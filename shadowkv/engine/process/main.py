@@ -1,7 +1,7 @@
 """The main module of an engine's process: loads the engine, serves it, and ends with the process that started it.
 
-``launch.py`` starts it as ``python -m shadowkv.engine.process.main FD``, where FD is the socket to the starting
-process.
+``launch.py`` starts it as ``python -m shadowkv.engine.process.main FD``, where FD is the file descriptor of the socket
+to the starting process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shadowkv.wording import SettingsError
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-"""Interval in which this process checks whether its engine has ended."""
+"""Seconds between two checks whether an engine of this process has ended."""
 
 ORPHAN_SECONDS = 5.0
 """Time limit for the last step after the starting process has ended, and for the shutdown of an engine that has
