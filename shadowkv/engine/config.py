@@ -1,5 +1,5 @@
-"""``EngineConfig``: the settings of an engine, which are also its command-line flags. Names are vLLM's where it has
-them."""
+"""``EngineConfig``: the settings of an engine, which are also its command-line flags. Settings that vLLM also has have
+vLLM's names."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def policy_name(text: str) -> str:
 def or_help(text: str) -> str:
     """Returns the text of ``--kv`` unchanged. For ``help`` it prints what a policy can be, and ends the process."""
     if text == "help":
-        from shadowkv.kvcache.listing import policies_text  # which imports PyTorch: other command lines do without
+        from shadowkv.kvcache.listing import policies_text  # imports PyTorch, which other command lines do not need
 
         print(policies_text())
         raise SystemExit(0)
@@ -91,7 +91,7 @@ def is_prefill(name: str) -> bool:
     """Whether ``--prefill`` accepts a name: one of ``PREFILL``, or the name of a registered strategy."""
     if name in PREFILL:
         return True
-    from shadowkv.kvcache.parts import is_known  # which imports PyTorch: the usual values do without
+    from shadowkv.kvcache.parts import is_known  # imports PyTorch, which the usual values do not need
 
     return is_known("prefill", name)
 
@@ -472,7 +472,8 @@ class EngineConfig:
         )
 
     def refused_policy(self, error: ValueError) -> SettingsError:
-        """Makes the error for a policy that was refused because of ``error``. It names this config's settings."""
+        """Makes the error for a policy that was refused because of ``error``. The message names the settings of this
+        config that chose the policy."""
         given: dict[str, Any] = {"prefill_error": self.prefill_error}
         if self.speculative_config is not None and self.speculation is not None and self.speculation.method == "sparse":
             given["speculative_config"] = dict(self.speculative_config)  # has added an index to the policy
@@ -562,7 +563,7 @@ def check_states(model: ModelShape, **chosen: Any) -> None:
 
 
 def refused_policy(error: ValueError, kv: str | None, **chosen: Any) -> SettingsError:
-    """Makes the error for a refused policy. It names the settings that chose the policy.
+    """Makes the error for a refused policy. The message names the settings that chose the policy.
 
     Args:
         error: the reason. It names fields of the policy.

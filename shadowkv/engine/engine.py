@@ -92,8 +92,8 @@ step takes more than a quarter of the token gap on a CPU, or more than half of i
 the gap says, but fuller batches soon make up for the delay."""
 
 IDLE_PREFILL_SECONDS = 0.1
-"""Seconds of a round of prefill while no sequence decodes. It is limited because aborts and Ctrl-C take effect between
-steps."""
+"""Seconds of a round of prefill while no sequence decodes. The round is limited because aborts and Ctrl-C take effect
+only between steps."""
 
 
 @dataclass(frozen=True)

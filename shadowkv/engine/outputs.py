@@ -95,9 +95,9 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         times: times of the request's events.
         accepted_drafts, rejected_drafts: numbers of drafted tokens that were accepted and rejected so far.
         logprobs: one per new token, if requested.
-        prompt_logprobs: one per prompt token, None for the first, if requested. They are on the first output that is
-            not progress (``is_progress``).
-        selections: one per new token, if requested; None for the first, which the prefill chose.
+        prompt_logprobs: one per prompt token, None for the first, if requested. The first output that does not only
+            report progress (``is_progress``) has them.
+        selections: one per new token, if requested; None for the answer's first token, which the prefill chose.
         prefilled: number of prompt tokens that are cached or computed so far, if requested (``return_progress``). It is
             set on outputs without tokens during the prefill, and on the output of the first token.
     """

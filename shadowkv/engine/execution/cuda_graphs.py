@@ -46,8 +46,8 @@ Function = Callable[[Tensor], Any]
 Step = Callable[[DecodePlan, Tensor, Tensor, "PromptInputs | None", bool], Tensor]
 
 PROMPT_ROWS = (128, 256, 512, 768, 1024, 1536, 2048)
-"""Sizes to which the prompts' tokens are padded in a captured mixed pass. Each has a graph for each size of
-``STEP_ROWS``."""
+"""Sizes to which the prompts' tokens are padded in a captured mixed pass. There is a graph for each pair of a size here
+and a size in ``STEP_ROWS``."""
 
 STEP_ROWS = (8, 32, 64, 128, 256)
 """Sizes to which a decode step's rows are padded in a captured mixed pass. They are coarse, because rows cost little
@@ -320,7 +320,7 @@ work."""
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The capture stream of a device. All graphs share it, because a pool's memory and the workspaces of matrix
-    products are per stream."""
+    products exist once per stream."""
     return torch.cuda.Stream(device)
 
 

@@ -122,7 +122,8 @@ class Answers:
 
 
 class EngineClient:
-    """A client of an engine in another process, over the engine's socket.
+    """A client of an engine in another process, over the engine's socket. A question is a message that the engine
+    answers, such as ``messages.Statistics``.
 
     Coroutines work on one event loop at a time, and never block it.
 

@@ -109,7 +109,7 @@ class EngineCore:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine steps."""
+        """Whether the engine thread runs."""
         return self._stepper.is_alive()
 
     @property

@@ -50,7 +50,8 @@ class EngineProcess:
             failing.callback(self.stop, 0.0)
             with suppress(OSError):  # the process has ended; _answer reports why
                 self._control.send(self.folder)
-            # This import is slow because of PyTorch, which the engine's process imports at the same time.
+            # This import is slow, because it imports PyTorch. It comes here because the engine's process imports
+            # PyTorch at the same time.
             from shadowkv.engine.process.facts import Launch, script
 
             with suppress(OSError):

@@ -71,7 +71,7 @@ class DraftedRows:
 
     def next(self) -> ChosenRows | None:
         """Chooses the next token of each sequence whose chosen tokens so far equal the drafted ones. Returns None if
-        there is no such sequence. The tokens of the previous call must have been added to their answers."""
+        there is no such sequence. The tokens of the previous call must have been added to the sequences' answers."""
         going, alive = [], {id(running) for running in self._scheduler.running}
         for one in self._rows:
             if one.agrees and id(one.running) in alive:

@@ -2,9 +2,9 @@
 it.
 
 A row of the head is computed from the model's hidden state of a token of the answer, and from the token that follows
-it. The hidden states of each step are kept. When the next draft begins, their rows are appended to the request's own
-sequence in the head's cache. So the head attends to the answer, not to the prompt. Only a few states of a sequence are
-kept. If more steps than that pass without a draft, older states are lost, and the head's sequence lacks their rows.
+it. The hidden states of each step are kept. When the next draft begins, the rows of these states are appended to the
+request's own sequence in the head's cache. So the head attends to the answer, not to the prompt. If more steps pass
+without a draft than states are kept, the oldest states are lost, and the head's sequence lacks their rows.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class _Context:
     rows: int = 0
 
     def keep(self, token: int, count: int, kept: int) -> list[int]:
-        """Records that a step has left the states of ``count`` tokens from ``token`` on. Returns their places, if
-        ``kept`` states of each sequence are kept."""
+        """Records that a step has computed the hidden states of ``count`` tokens, from ``token`` on. Returns the places
+        in which to keep them. ``kept`` states of each sequence are kept."""
         if token > self.stop:
             self.first = token
         self.stop = token + count

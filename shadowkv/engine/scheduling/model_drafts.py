@@ -19,8 +19,8 @@ from shadowkv.engine.speculation.speculation import Speculation, kind_of
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 ALIKE = MATCH_KINDS[-1]
-"""Length of match under which the acceptance rates of these drafts are recorded, although they follow no match. Before
-anything is measured, their rate is that of the longest matches."""
+"""Match length under which the acceptance rates of these drafts are recorded, although such drafts follow no match.
+Before anything is measured, their rate is that of the longest matches."""
 
 
 class ModelDrafts(Speculation):
@@ -91,8 +91,8 @@ class ModelDrafts(Speculation):
     def _counts(
         self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
     ) -> list[int]:
-        """Returns the number of tokens to draft for each request. The number is the same for all requests that have
-        room for it."""
+        """Returns the number of tokens to draft for each request: one number for all, or the request's own maximum if
+        that is smaller."""
         rows, can = len(requests), self._can_draft(requests, sequences)
         room = min(self._most, (self._max_rows - rows) // rows)
         most = [max(0, min(own, room)) if able else 0 for own, able in zip(most, can, strict=True)]
@@ -131,7 +131,7 @@ class ModelDrafts(Speculation):
                 logits = self._logits(place, asked, own, [sources[row] for row in rows])
                 steps = [len(request.output_token_ids) + 1 + place for request in asked]
                 chosen.append((rows, runner.sampler.choose(logits, asked, steps)[0]))
-                runner.chosen[: len(rows)] = chosen[-1][1]  # where the next step reads them
+                runner.chosen[: len(rows)] = chosen[-1][1]  # the next draft step reads them there
                 for number, row in enumerate(rows):
                     sources[row] = number
         finally:

@@ -25,12 +25,13 @@ capture and for the rest of the round."""
 LONG_SHARE = 0.25
 """Minimum share of prefill time for a long prompt while short ones overtake it. The share delays short prompts of a
 burst. Measured on an H200 with a share of one half: ten short prompts that came within 0.4 s had their first tokens
-after 0.34 to 0.40 s. If short prompts had got all of the prefill time, they would have had them after 0.25 s."""
+after 0.34 to 0.40 s. If short prompts had got all of the prefill time, they would have had their first tokens after
+0.25 s."""
 
 
 MAX_OWED = 0.5
 """Maximum time in seconds that newcomers can owe to a prefill that they overtake. Without a limit, a client whose
-requests end at once would be a newcomer each time."""
+requests end at once would be a newcomer each time, and could overtake that prefill again and again."""
 
 MAX_IN_FLIGHT = 3
 """Maximum number of prefills in flight: a long prompt, a pack of short prompts that has overtaken it, and newcomers'

@@ -1,9 +1,10 @@
 """The scheduler: admits waiting requests in the order of ``WaitingQueue``, if the memory of every tier suffices.
 
 A request is admitted only if all pages that it can need up to its last token are free. So running requests never run
-out of pages. One sequence and a little memory are reserved for newcomers: tenants of which no request runs or prefills.
-Short prompts overtake long ones without taking their memory. Requests that share a prefix wait for the first of them to
-compute it, if the others together would compute more tokens of the prefix than the first has left to compute.
+out of pages. One sequence and a little memory are reserved for newcomers: tenants of which no request runs or is
+prefilled. Short prompts overtake long ones without taking their memory. Requests that share a prefix wait for the first
+of them to compute it, if the others together would compute more tokens of the prefix than the first has left to
+compute.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 1024
-"""Number of tokens of a short question and its answer. Memory for so many tokens is reserved for newcomers."""
+"""Number of tokens of a short question and its answer. Memory for this many tokens is reserved for newcomers."""
 
 MAX_REFUSED = 32
 """An admission stops when this many requests of newcomers did not fit, or when any other request did not fit."""

@@ -1,9 +1,10 @@
 """``SparseDrafts``: the model drafts its own next tokens, in steps that attend to few tokens (sparse self-speculation:
 MagicDec, arXiv:2408.11049). ``DecodeSteps`` uses it.
 
-A draft step is a decode step in which the policy's index selects (``KVSpec.drafts``). Its keys and values are written
-where those of the next tokens belong. They are removed when all tokens are drafted, and the step that verifies the
-draft, with attention to every token, writes them again. So draft steps need no memory of their own.
+A draft step is a decode step in which the policy's index selects the tokens to attend to (``KVSpec.drafts``). Keys and
+values of a draft step are written where those of the next tokens belong. They are removed when all tokens are drafted,
+and the step that verifies the draft, with attention to every token, writes them again. So draft steps need no memory of
+their own.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class StepTimes:
 
     def seconds(self, rows: int) -> float:
         """Predicts the time of a step of ``rows`` rows. Between measured numbers of rows, the time is interpolated.
-        Above them, and before the first measurement, each row adds ``ROW_SHARE`` of a step."""
+        Above the largest measured number, and before the first measurement, each row adds ``ROW_SHARE`` of a step."""
         if not self._rows:
             return 1 + ROW_SHARE * (rows - 1)
         after = bisect_right(self._rows, rows)

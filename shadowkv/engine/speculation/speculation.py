@@ -40,7 +40,7 @@ class SpeculationStats:
 
 
 class Speculation(ABC):
-    """Drafts tokens for running requests, where it pays.
+    """Drafts tokens for running requests, where drafts are expected to save time.
 
     Args:
         max_rows: maximum number of rows of a step. Drafts that do not fit are cut.

@@ -2,7 +2,7 @@
 ``loading.py`` calls it.
 
 It is computed once, from the model, the policy and the batch. It does not depend on the load, so an answer does not
-depend on other requests. The model of costs: each decoded token costs its share of the bytes that a step reads. A
+depend on other requests. In the model of costs, each decoded token costs its share of the bytes that a step reads. A
 compressed sequence adds the time of its search to each step, and the time of fitting and compression once. A prompt of
 at most one prefill block is never compressed: it has no later block whose computation could hide the compression, which
 would delay the first token by about 10 %.

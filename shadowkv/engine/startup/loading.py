@@ -311,7 +311,7 @@ def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:
     """Lines about backends, for a server's start.
 
     They list the called ops by backend. They name the ops that run in Triton or PyTorch because a compiled library is
-    missing, with the command that builds it. They say why other ops run in PyTorch. On a GPU, and if a library is
+    missing, with the command that builds it. They say why other ops run in PyTorch. On a GPU, or if a library is
     missing, slow ops are also logged as warnings.
     """
     of_backend: dict[str, list[str]] = {}

@@ -58,8 +58,8 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
     They are the sum of three amounts. For both prefills: the residual stream, the numbers of the tokens, and keys
     (before and after RoPE), values and index keys of the layers that are stored together. For a block: the peak of its
-    activations. For a later turn: keys, values and index keys once more. They are copied behind the sequence's exact
-    tail before they are stored, and a turn that attends sparsely rebuilds all earlier keys and values.
+    activations. For a later turn: keys, values and index keys once more. They are copied behind the sequence's newest
+    exact tokens before they are stored, and a turn that attends sparsely rebuilds all earlier keys and values.
     """
     block, indexed = min(context, BLOCK_TOKENS["cuda"]), model.shape.indexed
 
@@ -169,13 +169,13 @@ def _fetching_bytes(layout: GroupLayout) -> int:
 
 
 def _stored(tokens: int, shape: ModelShape) -> int:
-    """Returns the maximum number of tokens that are stored together for a prompt of ``tokens`` tokens. A token counts
-    once for each layer that is stored with it."""
+    """Returns the maximum number of tokens that are stored together for a prompt of ``tokens`` tokens. Several layers
+    can be stored together: a token then counts once for each of these layers."""
     return max(tokens, min(TOKENS_AT_ONCE, min(STATES_AT_ONCE, shape.num_layers) * tokens))
 
 
 def storing_bytes(layout: Layout) -> int:
-    """Returns the device bytes with which the cache's parts fit states and compress pages. They do so one after
+    """Returns the device bytes that the cache's parts need to fit states and compress pages. They do so one after
     another, so this is the largest of their needs."""
     tokens = _stored(layout.max_model_len, layout.shape)
     parts = [part for group in layout.groups for part in group.parts]
@@ -392,7 +392,7 @@ def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Block
     if windows:
         shorter, each = layout.tier_bytes(_demand(layout, -(-tokens // SHORTER))), layout.tier_bytes(windows)
         fitting = [tiers[tier] // shorter[tier] for tier in tiers if shorter[tier]]
-        # This many windows fit beside one of the longest sequences.
+        # This many windows fit beside the other memory of one longest sequence.
         beside = [(tiers[tier] - sizes[tier]) // each[tier] for tier in tiers if each[tier]]
         blocks = Blocks({kind: max(1, min(slots, *fitting, *beside)) * count for kind, count in windows.items()})
         rest = tiers - layout.tier_bytes(blocks)

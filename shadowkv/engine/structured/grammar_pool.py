@@ -255,7 +255,7 @@ class GrammarPool:
     def _run(self) -> None:
         self._loop.run_forever()
         self._loop.call_soon(self._loop.stop)
-        self._loop.run_forever()  # the commands that have come before the pool was closed
+        self._loop.run_forever()  # runs the commands that came before the pool was closed
         self._end_forker()
         self._refuse_all(self._why_closed)
         self._loop.close()

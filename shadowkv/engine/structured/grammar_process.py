@@ -172,8 +172,8 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _low_priority(by: int) -> Iterator[ThreadPoolExecutor]:
-    """A context with a thread that has a lower priority than this process. The process keeps its own, because an
-    unprivileged process could not raise it again."""
+    """A context with a thread that has a lower priority than this process. The process keeps its own priority, because
+    an unprivileged process could not raise it again."""
 
     def lower() -> None:
         with suppress(OSError):
