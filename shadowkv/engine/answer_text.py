@@ -18,8 +18,8 @@ Value = TypeVar("Value")
 class Detokenizer:
     """Text of one request, up to its stop string.
 
-    Text that could be the start of a stop string is held back until it is clear that it is not. With ``include_stop``
-    the stop string is part of the text.
+    Text that could be the start of a stop string is held back until further text shows that it is not. With
+    ``include_stop`` the stop string is part of the text.
     """
 
     def __init__(self, stream: DecodeStream, stop: tuple[str, ...], include_stop: bool = False) -> None:
@@ -33,13 +33,13 @@ class Detokenizer:
         return self.stop_string is not None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Adds tokens. Sets ``stop_string`` if a stop string is complete. Returns the new text without the held-back
-        part."""
+        """Adds tokens. Sets ``stop_string`` if the text now has a complete stop string. Returns the new text without
+        the held-back part."""
         text = self._stream.push(token_ids)
         return self._release(text) if self._stop else text
 
     def finish(self) -> str:
-        """Returns the held-back rest of the text, which is empty after a stop string. Called when generation has
+        """Returns the held-back rest of the text, which is empty after a stop string. Call it when generation has
         ended."""
         if self.stopped:
             return ""
@@ -80,7 +80,8 @@ class AnswerText:
         self._detokenizer = Detokenizer(
             tokenizer.stream(params.skip_special_tokens), params.stop, params.include_stop_str_in_output
         )
-        # With stop strings, outputs are read one by one: the token that completes a stop string is the last.
+        # With stop strings, outputs are read one by one, because the answer ends with the token that completes a stop
+        # string.
         self._at_once = not params.stop
         self.ended = False
 

@@ -1,4 +1,5 @@
-"""Starts child processes with a connection to them: engines, ranks, HTTP servers, readers of bodies and grammars"""
+"""Starts child processes with a connection to them: engines, ranks, HTTP servers, processes that read request bodies,
+and the forker of grammar processes."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from types import MappingProxyType
 from shadowkv.engine.held_folder import HeldFolder
 
 GRACE_SECONDS = 5.0
-"""How long to wait for the exit of a process whose connection is closed."""
+"""Seconds to wait for the exit of a process whose connection is closed."""
 
 STOP_SECONDS = 5.0
-"""How long a stop waits for an engine's current step, in seconds (``EngineProcess.stop``)."""
+"""Seconds that an engine's current step gets to end when the engine's process is stopped (``EngineProcess.stop``)."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals by which a user or a service manager ends a command."""
@@ -39,15 +40,15 @@ def start_process(
     own_session: bool = True,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Starts a process that runs a module. Returns it with a connection to it.
+    """Starts a process that runs a module. Returns the process and a connection to it.
 
     Args:
         module: name of the module, which is run with ``python -m``.
-        descriptors: file descriptors that the process inherits. Its command line has the descriptor of its end of the
-            connection, then these descriptors.
+        descriptors: file descriptors that the process inherits. The process's command line has the descriptor of its
+            end of the connection, then these descriptors.
         holds: folders that must exist as long as the process lives.
         own_session: whether the process has a session of its own, so that a terminal's signals do not reach it.
-        environment: variables to add to this process's environment.
+        environment: environment variables of the new process, in addition to those of this one.
     """
     ours, theirs = socket.socketpair()
     with theirs:

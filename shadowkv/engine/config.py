@@ -1,5 +1,5 @@
-"""``EngineConfig``: the settings of an engine, which are also its command-line flags. Names are vLLM's where it has
-them."""
+"""``EngineConfig``: the settings of an engine, which are also its command-line flags. Settings that vLLM also has have
+vLLM's names."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ DEFAULT_POLICY = "turbo"
 ROLES = ("both", "prefill", "decode")
 SCHEDULING_POLICIES = ("fair", "fcfs", "priority")
 SPARE_SEQS = 1
-"""Sequences that can run beyond ``max_num_seqs``, in the slot of a cached sequence. They are reserved for newcomers:
-tenants with nothing running or prefilling."""
+"""Number of sequences that can run in addition to ``max_num_seqs``. Each uses the slot of a cached sequence. They are
+reserved for newcomers: tenants with a waiting request but none that runs or is prefilled."""
 MODEL, SCHEDULING, SAMPLING, CACHE, PREFIX_CACHE = "model", "scheduling", "sampling", "KV cache", "prefix cache"
 """Groups of flags."""
 
 
 def policy_name(text: str) -> str:
-    """Checks a policy of the command line and returns it unchanged. ``help`` is handled as by ``or_help``. Raises
+    """Checks a policy of the command line and returns it unchanged. For ``help`` it does what ``or_help`` does. Raises
     ArgumentTypeError if ``preset`` refuses the policy."""
     try:
         preset(or_help(text))
@@ -72,7 +72,7 @@ def policy_name(text: str) -> str:
 def or_help(text: str) -> str:
     """Returns the text of ``--kv`` unchanged. For ``help`` it prints what a policy can be, and ends the process."""
     if text == "help":
-        from shadowkv.kvcache.listing import policies_text  # which imports PyTorch: other command lines do without
+        from shadowkv.kvcache.listing import policies_text  # imports PyTorch, which other command lines do not need
 
         print(policies_text())
         raise SystemExit(0)
@@ -80,8 +80,8 @@ def or_help(text: str) -> str:
 
 
 def add_policies(group: Any, *default: str, **changed: Any) -> None:
-    """Adds ``--kv`` to a parser, or to a group of a parser, of a command that compares policies. ``changed`` are
-    arguments of ``add_argument`` to replace."""
+    """Adds the flag ``--kv`` of a command that compares policies. ``group`` is a parser or a parser's group of flags.
+    ``default`` are the policies without the flag. ``changed`` replaces arguments of ``add_argument``."""
     text = f"cache policies to compare: {POLICY_HELP} (default: {' '.join(default)})"
     options = {"nargs": "+", "type": policy_name, "default": list(default), "metavar": "POLICY", "help": text}
     group.add_argument("--kv", **options | changed)
@@ -91,7 +91,7 @@ def is_prefill(name: str) -> bool:
     """Whether ``--prefill`` accepts a name: one of ``PREFILL``, or the name of a registered strategy."""
     if name in PREFILL:
         return True
-    from shadowkv.kvcache.parts import is_known  # which imports PyTorch: the usual values do without
+    from shadowkv.kvcache.parts import is_known  # imports PyTorch, which the usual values do not need
 
     return is_known("prefill", name)
 
@@ -115,7 +115,8 @@ def parse_dense_below(text: str) -> int | str:
 
 
 class _OfPolicy(argparse.Action):
-    """A removed flag for a setting of the policy. Its error says how to set it with ``--kv``."""
+    """The action of a removed flag, which is a field of the policy now. Its error says how to set the field with
+    ``--kv``."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, flag: str | None = None) -> None:
         field = str(flag).removeprefix("--kv-")
@@ -127,8 +128,8 @@ class EngineConfig:
     """An engine's settings. Every field is a flag of the same name with dashes.
 
     Raises:
-        SettingsError: some values have a wrong type or are invalid. The message lists all of them. If any type is
-            wrong, it lists only values of wrong types.
+        SettingsError: some values have a wrong type or are invalid. The message lists all of them. If a type is wrong,
+            the message lists only the values with wrong types.
     """
 
     model: str = setting(
@@ -430,7 +431,8 @@ class EngineConfig:
             raise SettingsError("; ".join(bad), self.names())
 
     def spec(self) -> KVSpec:
-        """Returns the policy, not yet resolved for a model. Raises ValueError for an unknown preset."""
+        """Returns the policy, in which settings that depend on the model can still be without a value. Raises
+        ValueError for an unknown preset."""
         dense_below = None if isinstance(self.kv_dense_below, str) else self.kv_dense_below
         spec = preset(
             self.kv,
@@ -455,11 +457,11 @@ class EngineConfig:
         return SettingsError(f"speculative_config={given!r}: {reason}", ["kv", "speculative_config", "fetch_buffer"])
 
     def check_drafts(self, layout: Layout) -> None:
-        """Raises SettingsError if there are drafts and steps of caches of ``layout`` cannot have them."""
+        """Raises SettingsError if tokens are drafted, but steps with a cache of ``layout`` cannot have drafts."""
         if self.speculation is None or layout.takes_drafts:
             return
         recurrent = "this model has layers with a recurrent state, which steps that draft would change; "
-        if self.speculative_config is None:  # policies with drafts of their own fetch nothing
+        if self.speculative_config is None:  # a policy that drafts by itself fetches no values
             raise SettingsError(f"kv={self.policy!r}: {recurrent}choose a policy without drafts, such as full", ["kv"])
         if layout.most_drafted == 0:
             methods = "choose method suffix or ngram, or mtp if the files have such a layer"
@@ -470,10 +472,11 @@ class EngineConfig:
         )
 
     def refused_policy(self, error: ValueError) -> SettingsError:
-        """Makes the error for a policy that was refused because of ``error``. It names this config's settings."""
+        """Makes the error for a policy that was refused because of ``error``. The message names the settings of this
+        config that chose the policy."""
         given: dict[str, Any] = {"prefill_error": self.prefill_error}
         if self.speculative_config is not None and self.speculation is not None and self.speculation.method == "sparse":
-            given["speculative_config"] = dict(self.speculative_config)  # has given the policy an index
+            given["speculative_config"] = dict(self.speculative_config)  # has added an index to the policy
         return refused_policy(error, self.kv if isinstance(self.kv, str) else None, **given)
 
     @classmethod
@@ -489,8 +492,8 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are drafted; None without speculative decoding. A policy with an index for drafts has it by
-        itself."""
+        """How tokens are drafted; None without speculative decoding. A policy with an index for drafts turns it on
+        without ``speculative_config``."""
         if self.speculative_config is not None:
             return SpeculativeConfig.of(self.speculative_config)
         return SpeculativeConfig("sparse") if preset(self.kv).drafts else None
@@ -507,7 +510,7 @@ class EngineConfig:
 
     @property
     def drafted_tokens(self) -> int:
-        """Most drafted tokens of a sequence in a step; 0 without speculative decoding."""
+        """Maximum number of drafted tokens of a sequence in a step; 0 without speculative decoding."""
         return 0 if self.speculation is None else self.speculation.num_speculative_tokens or 0
 
     @property
@@ -517,8 +520,9 @@ class EngineConfig:
 
     @property
     def drafted_states(self) -> int:
-        """Recurrent states for drafted tokens of a decode step, one for each. 0 if the model itself drafts: draft steps
-        would change the states from which their tokens are verified."""
+        """Number of recurrent states for the drafted tokens of a decode step: one for each token. It is 0 with
+        ``sparse`` drafts, which models with recurrent states cannot have: draft steps would change the states from
+        which the drafts are verified."""
         return 0 if self.speculation is None or self.speculation.method == "sparse" else self.drafted_rows
 
     @property
@@ -538,20 +542,20 @@ class EngineConfig:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> EngineConfig:
-        """The config of parsed flags."""
+        """Makes the config from parsed flags."""
         return cls(**values_of(cls, args))
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds every flag, in groups."""
+        """Adds all flags to a parser, in groups."""
         add_flags(parser, EngineConfig)
         fields_of_policies = [f"--kv-{name}" for name in ("rank", "budget", "chunk", "outliers")]
         parser.add_argument(*fields_of_policies, action=_OfPolicy, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def check_states(model: ModelShape, **chosen: Any) -> None:
-    """Raises SettingsError if ``chosen``, ``max_mamba_checkpoints`` and ``mamba_ssm_cache_dtype``, are not the defaults
-    and ``model`` has no recurrent states."""
+    """Raises SettingsError if ``model`` has no recurrent states, but a setting of such states is not the default.
+    ``chosen`` are these settings: ``max_mamba_checkpoints`` and ``mamba_ssm_cache_dtype``."""
     given = {name: value for name, value in chosen.items() if value != getattr(EngineConfig, name)}
     if given and not model.recurrent:
         settings = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -559,12 +563,13 @@ def check_states(model: ModelShape, **chosen: Any) -> None:
 
 
 def refused_policy(error: ValueError, kv: str | None, **chosen: Any) -> SettingsError:
-    """Makes the error for a refused policy. It names the settings that chose the policy.
+    """Makes the error for a refused policy. The message names the settings that chose the policy.
 
     Args:
         error: the reason. It names fields of the policy.
         kv: the policy's name; None for a ``KVSpec``.
-        chosen: fields of the policy that have settings of their own (``prefill_error``); None if they are not set.
+        chosen: other settings that determine the policy, such as ``prefill_error``, by name; None for one that is not
+            set.
     """
     given = {name: value for name, value in {"kv": kv, **chosen}.items() if value is not None}
     named = error.settings if isinstance(error, SettingsError) else ()

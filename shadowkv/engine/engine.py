@@ -1,8 +1,8 @@
 """The engine: admits, prefills, decodes and finishes requests, one step at a time.
 
 A step decodes one token for every running sequence. Admitted short prompts are prefilled in the same pass. A longer
-prompt is prefilled in rounds. Each step runs one round before its decode pass. The round takes the time that the token
-gap leaves. Requests join and leave between steps. ``LLM`` and ``process/core.py`` call ``Engine.step``.
+prompt is prefilled in rounds. Each step runs one round before its decode pass. The round takes the rest of
+``TOKEN_GAP``. Requests join and leave between steps. ``LLM`` and ``process/core.py`` call ``Engine.step``.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ TOKEN_GAP = 0.08
 """Target seconds between two tokens of a sequence while prompts are computed. With this target, 99 of 100 gaps are
 below 0.1 s.
 
-A round of prefill takes all the time that the decode step leaves, because a step of few sequences costs nearly as much
-as a step of many. Decode steps of 4 to 12 ms then take 5 to 15 % of the time. If a round only took three times as long
-as a decode step, decode steps would take a quarter. A prompt that fits into the gap is computed in one step."""
+A round of prefill takes all the time of the gap that the decode step leaves, so that few decode steps run before the
+prompts join them: a step of few sequences costs nearly as much as a step of many. Decode steps of 4 to 12 ms then take
+5 to 15 % of the time. If a round took only three times as long as a decode step, decode steps would take 25 %. A prompt
+that fits into the gap is computed in one step."""
 
 QUEUED_TOKEN_GAP = 0.25
 """``TOKEN_GAP`` while more requests wait than run and the cache has room for them. Each step of the few running
@@ -88,11 +89,11 @@ short prompts would take longer than ``QUEUED_TOKEN_GAP``, a step takes as many 
 PREFILL_PER_DECODE = {"cpu": 3.0, "cuda": 1.0}
 """Minimum time of a round of prefill, as a multiple of a decode step's time, by device type. It applies if a decode
 step takes more than a quarter of the token gap on a CPU, or more than half of it on a GPU. Tokens then come later than
-the gap says, but fuller batches soon make up for it."""
+the gap says, but fuller batches soon make up for the delay."""
 
 IDLE_PREFILL_SECONDS = 0.1
-"""Seconds of a round of prefill while no sequence decodes. It is limited because aborts and Ctrl-C take effect between
-steps."""
+"""Seconds of a round of prefill while no sequence decodes. The round is limited because aborts and Ctrl-C take effect
+only between steps."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class Engine:
         self._aborted: set[str] = set()
 
     def _speculation(self, drafts: SpeculativeConfig | None) -> Speculation | None:
-        """Makes what drafts tokens; None without speculative decoding."""
+        """Makes the object that drafts tokens. Returns None without speculative decoding."""
         if drafts is None:
             return None
         rows = self.config.max_rows
@@ -285,8 +286,8 @@ class Engine:
                 self._drop_prefill(prefill)
 
     def stop(self, request_id: str) -> None:
-        """Ends a running request whose text has reached a stop string, which the engine cannot see. Unknown and
-        finished ids are ignored."""
+        """Ends a running request whose text has reached a stop string. The engine has only tokens and cannot see that
+        itself. Unknown and finished ids are ignored."""
         if request_id in self._open and (running := self._running(request_id)) is not None:
             self._finish(running)
 
@@ -310,8 +311,8 @@ class Engine:
         return sum(row.request.tenant == tenant for row in rows)
 
     def stats(self, usage: bool = False) -> EngineStats:
-        """Statistics of this moment. Any thread can call it. With ``usage`` it is slow if the prefix cache keeps many
-        sequences."""
+        """Returns the current statistics. Any thread can call it. With ``usage`` it is slow if the prefix cache keeps
+        many sequences."""
         fetches = self.cache.fetches or FetchCounts()
         prefixes = self.scheduler.prefix_cache.stats() if self.config.enable_prefix_caching else {}
         return EngineStats(
@@ -336,7 +337,7 @@ class Engine:
     def step(self, wait: bool = True) -> list[TokenOutput]:
         """Runs a round of prefill and a decode step. Returns the output of each request that advanced.
 
-        If all sequences wait for their grammars, it waits for a moment too, unless ``wait`` is False.
+        If all sequences wait for their grammars, the step waits for them for a moment, unless ``wait`` is False.
         """
         outputs: list[TokenOutput] = []
         with current(self.device):
@@ -348,7 +349,7 @@ class Engine:
                 outputs += self._decode(wait and not outputs and not self.prefill_queue.in_flight)
             self.scheduler.prefix_cache.advance(idle=not self.num_running and not outputs)
         if self._ranks is not None:
-            self._ranks.flush()  # copies go on, even if no step follows soon
+            self._ranks.flush()  # sends queued calls, so that copies go on even if no step follows soon
         return outputs
 
     @property
@@ -410,7 +411,7 @@ class Engine:
             more = len(self.scheduler.waiting) > len(self.scheduler.running)
             queued = more and self.scheduler.could_admit and self.num_running < self.config.max_num_seqs
             seconds = self._prefill_seconds(QUEUED_TOKEN_GAP if queued else TOKEN_GAP)
-            if prefill.owed and self.scheduler.short_tokens_waiting:  # short prompts go on once this time is paid back
+            if prefill.owed and self.scheduler.short_tokens_waiting:  # after this time, short prompts may overtake it
                 seconds = min(seconds, prefill.owed)
         try:
             ended = self.prefill_queue.advance(seconds)
@@ -428,8 +429,8 @@ class Engine:
         return outputs
 
     def _prefill_failed(self, prefill: PrefillInFlight, error: BaseException) -> list[TokenOutput]:
-        """Ends the requests of a failed prefill and returns their error outputs. Raises ``error`` if it is no
-        Exception, or if the device is no longer usable."""
+        """Ends the requests of a failed prefill and returns their error outputs. Raises ``error`` if it is not an
+        ``Exception`` (Ctrl-C, for example), or if the device is no longer usable."""
         dropped = self._drop_prefill(prefill)
         if not isinstance(error, Exception):
             raise error
@@ -468,10 +469,10 @@ class Engine:
         outputs: list[TokenOutput] = []
         try:
             chosen: ChosenRows | None = self.decode_steps.next(wait)
-            while chosen is not None:  # one round; with drafts, as long as they are right
+            while chosen is not None:  # once; with drafts, again while they are right
                 outputs += self._take_tokens(*chosen)
                 chosen = self.decode_steps.following()
-        except torch.OutOfMemoryError as error:  # waiting requests may need less memory
+        except torch.OutOfMemoryError as error:  # only running requests fail: others may need less memory
             message = _explain(error)
             outputs += [self._fail(running, message) for running in list(self.scheduler.running)]
         return outputs

@@ -21,8 +21,8 @@ parent folder."""
 
 
 class HeldFolder:
-    """A new folder that only this user can enter. It is a context manager that removes the folder at its end; the end
-    of this process removes it too. Other processes hold the folder if they inherit ``descriptor``.
+    """A new folder that only this user can enter. The folder is removed at the end of the object's context, or at the
+    end of this process. Other processes hold the folder if they inherit ``descriptor``.
 
     Args:
         kind: part of the folder's name.
@@ -53,7 +53,8 @@ class HeldFolder:
 def _locked_file(folder: Path) -> int:
     import fcntl  # imported here because Windows has no such module; only servers and ranks need it
 
-    # The file gets its name after it is locked: otherwise a process that looks for abandoned folders could lock it.
+    # The file gets its name after it is locked: otherwise a process that looks for abandoned folders could lock it
+    # first.
     new = folder / "new"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -67,7 +68,8 @@ def _close(folder: str, descriptor: int) -> None:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's folders that no process holds. A folder without a lock file is not ours, or not ready."""
+    """Removes this user's folders that no process holds. A folder without a lock file stays: it is of another program,
+    or not ready yet."""
     import fcntl
 
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
@@ -85,7 +87,8 @@ def remove_abandoned() -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Removes a folder if it exists. The lock goes last, so that the next process can finish an interrupted removal."""
+    """Removes a folder if it exists. The lock file is removed last, so that another process can finish an interrupted
+    removal."""
     with suppress(FileNotFoundError), os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

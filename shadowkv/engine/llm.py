@@ -239,13 +239,13 @@ class LLM:
         for token in tokens:
             if not isinstance(token, Integral) or isinstance(token, bool):
                 raise TypeError(f"{name} must be {PROMPT_KINDS}, and has {_kind(token)} in it")
-        return None, [int(token) for token in tokens]  # NumPy integers too become plain ones
+        return None, [int(token) for token in tokens]  # NumPy integers become plain ones
 
     def _run(
         self, choices: list[_Choice], interruptible: Callable[[], None]
     ) -> Generator[tuple[_Choice, TextOutput], None, None]:
-        """Runs requests to their ends, beside the requests of open streams. Closing it aborts the remaining requests.
-        ``interruptible`` is called where a Ctrl-C can take effect."""
+        """Runs requests to their ends, beside the requests of open streams. Closing the generator aborts the remaining
+        requests. ``interruptible`` is called where a Ctrl-C can take effect."""
         left = {choice.request.request_id: choice for choice in choices}
         names = list(left)
         try:

@@ -42,12 +42,13 @@ class RequestTimes(msgspec.Struct, array_like=True, gc=False):
 
 @dataclass(frozen=True)
 class LayerSelections:
-    """The cells with the largest attention weights in one layer of a group. They are in order of position.
+    """The cells with the largest attention weights in one layer of a group, in order of position. A cell is a range of
+    ``TokenSelections.cell`` positions.
 
     Attributes:
         layers: the group's range of layers [first, end).
         layer: the reported layer, one of the group.
-        cells: numbers of cells. Cell n holds the ``cell`` positions from ``n * cell`` on.
+        cells: numbers of cells. Cell n begins at position ``n * TokenSelections.cell``.
         weights: the attention weight of each cell's selected tokens, a mean over query heads. The softmax is over all
             selected tokens. If ``TokenSelections.everything`` is True, it is over all tokens outside
             ``TokenSelections.exact``.
@@ -69,9 +70,8 @@ class TokenSelections:
         everything: whether the step attended to all tokens: the sequence is dense, or the policy does not select.
         exact: ranges of positions [first, end) that the weights leave out, because every layer attends to them: the
             sink and the newest tokens. Outliers are not reported.
-        groups: for each group of layers, the weights of the selected tokens outside the ranges of ``exact``. If
-            ``everything`` is True, the weights of all tokens outside these ranges. Without such tokens a group has no
-            cells.
+        groups: for each group of layers, the weights of the selected tokens outside the ranges of ``exact``, or of all
+            tokens outside these ranges if ``everything`` is True. A group without such tokens has no cells.
     """
 
     length: int
@@ -95,9 +95,9 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         times: times of the request's events.
         accepted_drafts, rejected_drafts: numbers of drafted tokens that were accepted and rejected so far.
         logprobs: one per new token, if requested.
-        prompt_logprobs: one per prompt token, None for the first, if requested. They are on the first output that is
-            not progress (``is_progress``).
-        selections: one per new token, if requested; None for the first, which the prefill chose.
+        prompt_logprobs: one per prompt token, None for the first, if requested. The first output that does not only
+            report progress (``is_progress``) has them.
+        selections: one per new token, if requested; None for the answer's first token, which the prefill chose.
         prefilled: number of prompt tokens that are cached or computed so far, if requested (``return_progress``). It is
             set on outputs without tokens during the prefill, and on the output of the first token.
     """

@@ -67,7 +67,8 @@ class Request:
         prompt: the prompt for the prefix cache; None if the request does not use the prefix cache.
         tenant: an API key, an address, or "" without either. The scheduler is fair between tenants.
         priority: with ``scheduling_policy="priority"``, lower numbers go first.
-        bad_words: forbidden words as token ids. A word's key is its last token but one, or None if it has one token.
+        bad_words: forbidden words as token ids. A word's key is its second-last token, or None if the word has only one
+            token.
         thoughts: ends thoughts that exceed their budget; None without a budget.
         repetition: detects an answer that repeats itself; None if not requested.
         looked_up: whether the prefix cache is searched for the prompt; else all tokens are computed and then cached.

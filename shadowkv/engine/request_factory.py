@@ -71,14 +71,15 @@ class RequestFactory:
     ) -> Request:
         """Makes a request for ``Engine.add``. Any thread can call it.
 
-        A grammar is compiled when the request starts, unless it is compiled already. Other arguments are as in
-        ``Request``. Raises RequestError if the request can never be served; it does not check the grammar.
+        Arguments are as in ``Request``. If the request has a grammar that is not compiled yet, the grammar is compiled
+        when the request starts. Raises RequestError if the request can never be served, except because of its grammar,
+        which is not checked here.
         """
         self.limits.check(prompt_token_ids, params)
         max_tokens = self.limits.max_tokens(len(prompt_token_ids), params)
         self._scheduler.check_memory(len(prompt_token_ids), max_tokens)
         seed = params.seed
-        if seed is None:  # a fixed seed makes greedy answers repeatable, although attention samples tokens too
+        if seed is None:  # attention can sample tokens too; with seed 0, greedy answers are repeatable
             seed = self._random.getrandbits(64) if params.temperature > COLDEST else 0
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         constraint = None
@@ -110,7 +111,7 @@ class RequestFactory:
         )
 
     def _by_end(self, words: tuple[str, ...]) -> dict[int | None, list[tuple[int, ...]]]:
-        """Returns words as token ids. A word's key is its last token but one, or None if it has one token."""
+        """Returns words as token ids. A word's key is its second-last token, or None if the word has only one token."""
         found: dict[int | None, list[tuple[int, ...]]] = {}
         for spelling in self._spellings(words):
             found.setdefault(spelling[-2] if len(spelling) > 1 else None, []).append(spelling)

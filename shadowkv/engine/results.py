@@ -34,8 +34,8 @@ class CompletionOutput:
         cumulative_logprob: sum of the chosen tokens' log-probabilities; None if not requested.
         finish_reason: ``stop``, ``length`` or ``repetition``; None while the answer is incomplete.
         stop_reason: the stop string or stop token that ended the answer, or ``repetition_detected``; else None.
-        selections: for each token, the tokens that it attended to, if requested; None for the first, which the prefill
-            chose.
+        selections: for each token, the tokens that it attended to, if requested; None for the first token, which the
+            prefill chose.
     """
 
     index: int

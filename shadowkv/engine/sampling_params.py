@@ -302,7 +302,7 @@ def _is_number(value: object, kind: type) -> bool:
 def choice_seed(seed: int, choice: int) -> int:
     """Returns the seed of one of a request's ``n`` choices. The first choice has the request's seed, as with n=1.
 
-    The other seeds are hashes of both numbers, in [0, 2^63). They are no sums, because a sum could equal the seed of
+    The seeds of the other choices are hashes of both numbers, in [0, 2^63), because a sum could equal the seed of
     another request.
     """
     if choice == 0:

@@ -48,8 +48,8 @@ class SelectionRecord:
     """Records the selections of some sequences in a decode step. It is a context, in which the step runs without a CUDA
     graph.
 
-    The step waits for the device only once, for the batch's slots in the first layer. Results stay on the device until
-    ``read``.
+    The step waits for the device only once, in the first layer, to read the batch's slots. Results stay on the device
+    until ``read``.
 
     Args:
         sequences: the sequences to record, which the step decodes.
@@ -74,7 +74,7 @@ class SelectionRecord:
         self._layers = [[layers[length % len(layers)] for layers in self._groups] for length, _ in self._lengths]
         self._numbers = {segment.slot: number for number, one in enumerate(self._sequences) for segment in one.path}
         cells = 1 + max((length for length, _ in self._lengths), default=0) // self._cell
-        # One extra cell takes the weights of entries that are not tokens.
+        # One extra cell takes the weights of entries without a token, whose position is -1.
         self._size = len(self._sequences), len(self._groups), cells + 1
         self._scores: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         self._portions: list[list[tuple[int, int]]] = []
@@ -100,7 +100,7 @@ class SelectionRecord:
             self._ended.record()
 
     def _see(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
-        """Records the selections of a portion of the batch, a micro-batch. The cache calls it as ``selection_hook``.
+        """Records the selections of a portion of the batch (a micro-batch). The cache calls it as ``selection_hook``.
         Every layer gets the same portions in the same order. If later layers share a layer's keys, the cache calls this
         method again with that layer's number, after the layer's own portions. These calls are not recorded."""
         if self._before[0] is not None:
@@ -194,6 +194,6 @@ class SelectionRecord:
 
 
 def _preference(group: GroupLayout) -> tuple[bool, bool, int]:
-    """Returns the sort key of a group of layers. The group with the largest key is reported. Groups without a window
-    come before others, then groups that select, then groups with more layers."""
+    """Returns the sort key of a group of layers. The group with the largest key is reported. It prefers groups without
+    a window, then groups that select, then groups with more layers."""
     return group.window is None, group.spec.selects, len(group.layers)

@@ -1,4 +1,5 @@
-"""A queue for a few places that tenants share fairly: many items of one tenant do not delay the few of another."""
+"""A queue for a few places (threads or processes) that tenants share fairly: many items of one tenant do not delay the
+few items of another."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ T = TypeVar("T")
 class TenantQueue(Generic[T]):
     """Items that wait for a place, by tenant.
 
-    A free place goes to the tenant with the fewest places in use. Among equals it goes to the tenant whose last place
-    or arrival is longest ago. Items of one tenant keep their order. If there are several places, a tenant that has one
-    never gets the last free place, so that the next tenant to come can start at once.
+    A free place goes to the tenant with the fewest places in use. Among tenants with equally many, it goes to the one
+    that came, or gave back a place, longest ago. Items of one tenant keep their order. If there are several places, a
+    tenant that has one never gets the last free place. So the next tenant to come can start at once.
 
     Args:
         places: number of places.

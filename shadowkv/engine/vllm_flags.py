@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "vllm_"
-"""Prefix of these flags' attributes in parsed arguments, so that they do not collide with this server's flags."""
+"""Prefix of these flags' attributes in parsed arguments, so that the attributes do not collide with those of this
+server's flags."""
 
 VALUES: Mapping[str, int | str] = {"N": 1, "N+": "+"}
 """Number of a flag's values (argparse's ``nargs``), for each word that stands for values in a flag's usage."""

@@ -104,15 +104,15 @@ class GraphGrid:
     """Captures CUDA graphs of an engine's decode steps before they are needed.
 
     It goes through the page counts of sequences, fewest first. For each page count it captures all batch sizes, with
-    and without prompts, until ``GRID_BYTES`` are used. It captures only one mixed pass in which sequences of prompts
-    are compressed, or will be. The log says how far it came. A grid must be made while the engine has no sequences.
-    Without CUDA graphs it does nothing.
+    and without prompts, until ``GRID_BYTES`` are used. Of the mixed passes that read or write compressed pages of their
+    prompts' sequences, it captures only one. The log says how far it came. A grid must be made while the engine has no
+    sequences. Without CUDA graphs it does nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
         config = engine.config
         counts = range(1, config.max_num_seqs + config.drafted_rows + 1)
-        # Rounded as in steps.
+        # The batch sizes are rounded as those of steps.
         self._batches = sorted({min(round_up(count), config.max_rows) for count in counts}, reverse=True)
         self.engine, self._left, self._longest = engine, self._captures(list(_plans(engine))), 0
         self._count, self._seconds, self._bytes = 0, 0.0, 0

@@ -1,10 +1,10 @@
 """CUDA graphs of decode steps and mixed passes: one launch per step instead of a thousand. ``Runner`` has them.
 
 There is one graph for each shape of a batch. The numbers that change from step to step are in one array, which is
-copied before the replay. Shapes are rounded up (``kvcache/decode/planning.py``), so that few graphs serve many steps.
-Graphs of short sequences are captured at start (``warmup.py``). A shape that occurs later runs its first steps without
-a graph, because a capture would not pay off for a few steps. A shape without memory for its graph always runs without
-one.
+copied to the device before the replay. Shapes are rounded up (``kvcache/decode/planning.py``), so that few graphs serve
+many steps. Graphs of short sequences are captured at start (``warmup.py``). A shape that occurs later runs its first
+steps without a graph, because a capture would not pay off for a few steps. A shape without memory for its graph always
+runs without one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MAX_GRAPHS = 320
 
 EAGER_STEPS = 8
 """Steps of a shape that run without a graph before it is captured. A capture takes as long as several eager steps, and
-all running sequences wait for it. After this many steps, eager steps have lost about as much time as a capture takes.
-A shape that occurs only briefly costs no capture. Steps are counted and not timed, because all ranks must decide
-alike."""
+all running sequences wait for it. After this many steps, eager steps have lost about as much time as a capture takes. A
+shape that occurs only briefly costs no capture. Steps are counted and not timed, because all ranks must decide alike,
+and their times differ."""
 
 Function = Callable[[Tensor], Any]
 """The captured function. Its argument is the array of numbers on the device."""
@@ -46,8 +46,8 @@ Function = Callable[[Tensor], Any]
 Step = Callable[[DecodePlan, Tensor, Tensor, "PromptInputs | None", bool], Tensor]
 
 PROMPT_ROWS = (128, 256, 512, 768, 1024, 1536, 2048)
-"""Sizes to which the prompts' tokens are padded in a captured mixed pass. Each has a graph for each size of
-``STEP_ROWS``."""
+"""Sizes to which the prompts' tokens are padded in a captured mixed pass. There is a graph for each pair of a size here
+and a size in ``STEP_ROWS``."""
 
 STEP_ROWS = (8, 32, 64, 128, 256)
 """Sizes to which a decode step's rows are padded in a captured mixed pass. They are coarse, because rows cost little
@@ -55,14 +55,15 @@ beside the prompts' tokens."""
 
 
 class PromptInputs(NamedTuple):
-    """Prompts in a captured pass, int64 on the device. T is the padded number of their tokens, B that of the step's
-    rows.
+    """Prompts in a captured pass, int64 on the device. T is the padded number of the prompts' tokens, and B the padded
+    number of the step's rows.
 
     Attributes:
         numbers: the m numbers that describe the prompts to the cache [m] (``KVCache.exact_prompts``).
         ids: token ids [T].
         rows: rows of the pass whose logits are needed [B + MAX_PROMPTS].
-        compressing: whether their sequences are compressed, or will be (``KVCache.compressing``).
+        compressing: whether the pass reads or writes compressed pages of the prompts' sequences, or learns from the
+            prompts' queries (``KVCache.compressing``).
     """
 
     numbers: Tensor
@@ -88,7 +89,7 @@ class Pass(NamedTuple):
 
     Attributes:
         plan: shapes and numbers of the step.
-        tokens, sources: token ids, and the rows of ``Runner.chosen`` that hold them instead, as in ``Runner.decode``.
+        tokens, sources: the step's token ids, or the rows of ``Runner.chosen`` that hold them, as in ``Runner.decode``.
         sequences: sequences of the prompts.
         ids: new token ids of each prompt.
     """
@@ -106,13 +107,13 @@ class CudaGraphs:
     Args:
         step: ``Runner.step``. It computes logits of any dtype. Its arguments are the plan, whose shapes it reads; the
             plan's numbers on the device; the newest tokens and their sources, int64 [2, B]; prompts or None; and
-            whether it is a dry run. A dry run loads kernels, which a capture must not do. It computes only a few
-            layers, because the next token waits for it.
+            whether it is a dry run. A dry run loads the kernels that the capture needs, because a capture must not load
+            any. The dry run computes only a few layers, because the next token waits for it.
         max_batch: maximum number of rows of a decode step.
         vocabulary: V, the columns of the logits.
         together: whether other ranks run the same graphs. A rank without memory for a graph then raises RankFailure,
             because it does not know whether the other ranks have run theirs.
-        logits: ``logits`` of other graphs of the same size, to write to; None for memory of its own.
+        logits: the attribute ``logits`` of another ``CudaGraphs`` of the same size, to share it; None to allocate one.
 
     Attributes:
         captures: number of captures so far, including failed ones.
@@ -120,8 +121,8 @@ class CudaGraphs:
         without: shapes that had no memory for a graph.
         eager: number of eager runs by shape, for shapes without a graph.
         eager_runs: number of eager runs so far, of shapes that will have a graph if they occur more often.
-        logits: float32 [rows, V], where all graphs write logits for sampling. With their own, each would keep 0.5 MB
-            for each row, and 128 MB for 256 rows.
+        logits: float32 [rows, V]. All graphs write their logits here, for sampling. If each graph had its own tensor,
+            it would keep 0.5 MB for each row: 128 MB for 256 rows.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class CudaGraphs:
         return self._run_pass(given, shape, prompts, at_once=True)
 
     def compress(self, number: int, numbers: np.ndarray, function: Function) -> None:
-        """Compresses due pages, as ``KVCache.plan_decode`` asks for it."""
+        """Compresses due pages. ``KVCache.plan_decode`` calls it as its argument ``compress``."""
         self._run((number, *numbers.shape), numbers, function, function)
 
     def prompt_shape(self, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> PromptShape | None:
@@ -187,7 +188,7 @@ class CudaGraphs:
         return None if rows is None or compressing is None else PromptShape(rows, compressing)
 
     def prepare(self, plan: DecodePlan, batch: int | None = None, rows: int = 0, compressing: bool = False) -> None:
-        """Captures the graph of a plan's shapes by running a pass of padding rows, unless it exists.
+        """Captures the graph of a plan's shapes by running a pass of padding rows, unless the graph exists.
 
         Args:
             batch: rows of the step; None for the plan's.
@@ -208,8 +209,8 @@ class CudaGraphs:
         return sorted({min(rows, self.max_batch) for rows in STEP_ROWS})
 
     def _run_pass(self, given: Pass, shape: DecodePlan, padded: PromptShape, at_once: bool) -> Tensor:
-        """Runs a pass padded to ``shape``, and its prompts to ``padded``. ``at_once`` captures a missing graph without
-        eager steps."""
+        """Runs a pass whose step is padded to ``shape`` and whose prompts are padded to ``padded``. ``at_once``
+        captures a missing graph without eager steps."""
         batch, count, new, rows = shape.num_rows, len(given.tokens), len(given.ids), padded.rows
         inputs = np.full((2, batch), -1, np.int64)
         inputs[0], inputs[0, :count], inputs[1, :count] = 0, given.tokens, given.sources
@@ -224,13 +225,14 @@ class CudaGraphs:
         sizes = [part.size for part in parts]
 
         def run(static: Tensor, dry_run: bool = False) -> Tensor:
-            # A dry run's own copy has the same alignment, by which kernels are chosen.
+            # A dry run with prompts changes its numbers, so it gets a copy. The copy has the same alignment, because
+            # the choice of kernels depends on it.
             numbers, step_inputs, prompt_numbers, prompt_ids, prompt_rows = (
                 static.clone() if dry_run and rows else static
             ).split(sizes)
             prompts = None
             if rows:
-                if dry_run:  # a ring's new tokens would overwrite what the pass still has to read
+                if dry_run:  # new tokens in a window's ring would overwrite what the pass must read
                     padding = self.cache.exact_numbers((), (), rows)
                     prompt_numbers.copy_(upload(torch.from_numpy(padding), self.cache.device))
                 prompts = PromptInputs(prompt_numbers, prompt_ids, prompt_rows, padded.compressing)
@@ -318,7 +320,7 @@ work."""
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The capture stream of a device. All graphs share it, because a pool's memory and the workspaces of matrix
-    products are per stream."""
+    products exist once per stream."""
     return torch.cuda.Stream(device)
 
 

@@ -31,11 +31,11 @@ blocks."""
 
 
 class Ends(NamedTuple):
-    """Those tokens of a flow that are computed by the layers without keys of their own.
+    """The tokens of a flow that the layers without keys of their own compute.
 
     Attributes:
         batch: the cache's batch of these tokens alone.
-        own: computes the layers' own inputs of these tokens.
+        own: computes the per-layer inputs of these tokens (``Decoder.layer_inputs``).
     """
 
     batch: Batch
@@ -51,9 +51,9 @@ class Flow:
         last: the batch for the last layer, if this layer needs attention for fewer tokens; None to use ``batch``. With
             ``ends``, ``last`` is for the last layer with keys of its own.
         in_place: whether each layer writes its result into ``x``, which saves memory.
-        own: computes the layers' own inputs of the tokens (``Decoder.layer_inputs``).
-        ends: the tokens that the layers after the layer of ``last`` compute, which are those that ``last`` needs
-            attention for. None to compute all tokens up to the last layer.
+        own: computes the per-layer inputs of the tokens (``Decoder.layer_inputs``).
+        ends: the tokens that the layers after the layer of ``last`` compute: those for which ``last`` needs attention.
+            None to compute all tokens up to the last layer.
 
     Attributes:
         x: residual stream. After the layer of ``last`` it has only the tokens for which ``last`` needs attention.
@@ -104,16 +104,17 @@ class Flow:
 def forward(
     layers: Sequence[DecoderLayer], cache: KVCache | FanOut, flows: Sequence[Flow], storing: PrefillBatch | None = None
 ) -> Generator[None, None, None]:
-    """Computes ``flows`` layer by layer, and yields after each flow of each layer, unless only ``Flow.ends`` are left.
+    """Computes ``flows`` layer by layer. Yields after each flow of each layer, except in the layers that compute only
+    ``Flow.ends``.
 
     Args:
-        storing: the prompts among the tokens. The flows are then the prompts' blocks. The cache stores keys and values
-            when all blocks have passed the layers that attend to them. Without ``storing`` the flows are micro-batches:
-            each one finishes a layer only when it starts the next, so that values from the host arrive while other
-            micro-batches compute.
+        storing: the batch of the prompts among the tokens. The flows are then the prompts' blocks. The cache stores a
+            layer's keys and values when all blocks have passed the layers that attend to these keys. Without
+            ``storing`` the flows are micro-batches: each one finishes a layer only when it starts the next, so that
+            values from the host arrive while other micro-batches compute.
     """
     last_use = {layer.cached_as: number for number, layer in enumerate(layers, 1)}
-    with_keys = sum(not layer.reuses_keys for layer in layers)  # the others come last
+    with_keys = sum(not layer.reuses_keys for layer in layers)  # layers that reuse keys come last
     for number, layer in enumerate(layers, 1):
         for flow in flows:
             flow.finish()
@@ -139,8 +140,8 @@ def run_through(generator: Generator[None, None, Any]) -> Any:
 
 
 class Step(NamedTuple):
-    """A decode step in the same pass as prompts: its batch, for which due pages are already compressed, and its token
-    ids int64 [B]."""
+    """A decode step in the same pass as prompts: its batch, for which due pages are already compressed, and the token
+    ids int64 [B] of its B rows."""
 
     batch: Batch
     ids: Tensor

@@ -1,7 +1,7 @@
 """``HeadRunner``: runs a model's draft head. ``HeadDrafts`` calls it.
 
 The head has a cache of its own with a sequence for each request that decodes. The model's hidden states are kept from
-the step that computes them until the tokens behind them are known.
+the step that computes them until the tokens that follow are known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shadowkv.models.decoder import Decoder
 
 
 class HeadRunner(Runner):
-    """The draft head of a model, and the cache that it attends to. R is ``rows``.
+    """The draft head of a model, and the cache that it attends to.
 
     Args:
         of_model: runs the model, which must have a draft head.
@@ -32,10 +32,10 @@ class HeadRunner(Runner):
 
     def __init__(self, of_model: Runner, cache: KVCache, rows: int, kept: int) -> None:
         model, head = of_model.model, of_model.model.draft_head
-        graphs = None if cache.ops.synchronising else of_model.graphs  # the host would wait in a capture
+        graphs = None if cache.ops.synchronising else of_model.graphs  # in a capture the host must not wait
         assert head is not None, "the model has no draft head"
         limit, logits = (None, None) if graphs is None else (graphs.max_batch, graphs.logits)
-        super().__init__(cast(Decoder, head), cache, limit, logits)  # it has all that steps call
+        super().__init__(cast(Decoder, head), cache, limit, logits)  # the head has all methods that steps call
         head.reserve(rows)
         self.head, self._last, size = head, head.states, model.config.hidden_size
         self._of_model = model.states = torch.zeros(rows, size, dtype=model.dtype, device=cache.device)
@@ -49,7 +49,8 @@ class HeadRunner(Runner):
     @torch.inference_mode()
     def read(self, sequences: list[CachedSequence], tokens: Sequence[list[int]], places: list[int]) -> Tensor:
         """Appends rows to each sequence: ``tokens``, each with the kept hidden state of the token before it. ``places``
-        are those of all rows. Returns float32 logits [B, V] of the last row of each of the B sequences."""
+        are the places of these states, for all rows in order. Returns float32 logits [B, V] of the last row of each of
+        the B sequences."""
         self.head.inputs[: len(places)] = self._kept[self._uploaded(places)]
         first, others = [own[0] for own in tokens], [own[1:] for own in tokens]
         logits = Runner.decode(self, sequences, first, drafts=others)
@@ -59,8 +60,9 @@ class HeadRunner(Runner):
 
     @torch.inference_mode()
     def draft(self, sequences: list[CachedSequence], sources: list[int]) -> Tensor:
-        """Appends a row to each sequence: the token and the head's hidden state of row ``sources`` of the call before.
-        Returns float32 logits [B, V]."""
+        """Appends a row to each of B sequences. ``sources`` names a row of the previous call for each sequence. The new
+        row's inputs are the token that was chosen for the source row (``Runner.chosen``), and the head's hidden state
+        of that row. Returns float32 logits [B, V]."""
         self.head.inputs[: len(sources)] = self._last[self._uploaded(sources)]
         logits = Runner.decode(self, sequences, [0] * len(sources), sources)
         self._last = self.head.states[: len(sources)]

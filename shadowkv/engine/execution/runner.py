@@ -38,8 +38,8 @@ class Runner:
 
     Attributes:
         sampler: chooses tokens from the logits.
-        chosen: int64 [slots] on the device: the tokens of the last step, which the host has not seen. ``DecodeSteps``
-            writes them.
+        chosen: int64 [slots] on the device: the tokens of the last step, which the host may not have seen yet.
+            ``DecodeSteps`` writes them.
         graphs: the CUDA graphs; None for eager steps.
     """
 
@@ -101,7 +101,8 @@ class Runner:
         Args:
             batch: rows of the step; None for the plan's.
             rows: number of prompt tokens in the step, including padding; 0 for a step without prompts.
-            compressing: whether sequences of the step's prompts are compressed, or will be (``KVCache.compressing``).
+            compressing: whether the step reads or writes compressed pages of its prompts' sequences, or learns from the
+                prompts' queries (``KVCache.compressing``).
         """
         assert self.graphs is not None
         with suppress(torch.OutOfMemoryError):  # steps of this shape run without a graph
@@ -161,7 +162,7 @@ class Runner:
             sources: for each sequence, the row of ``chosen`` that holds its token, or -1 if ``tokens`` has it. None if
                 ``tokens`` has all of them.
             record: a context in which the step runs, without a CUDA graph. Such a step can run out of memory, because
-                the captured graphs hold some. It then runs again as a CUDA graph, outside the context.
+                the captured graphs hold part of it. The step then runs again as a CUDA graph, outside the context.
             prompts: n other sequences and their new tokens (at most a block) for the same pass. Logits are then
                 [B + n, V]. The pass is a CUDA graph if ``can_capture`` is True and its shape has a graph. If the pass
                 raises, these sequences can only be released, and the step can run without them.

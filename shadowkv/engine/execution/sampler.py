@@ -137,7 +137,7 @@ def _keep(logits: Tensor, tokens: Tensor, values: Tensor | float) -> None:
 
 
 def _bad_tokens(request: Request) -> list[int]:
-    """Returns the last token of each bad word whose other tokens end the answer."""
+    """Returns the last token of each bad word whose other tokens are the newest tokens of the answer."""
     words, output = request.bad_words, request.output_token_ids
     if not words:
         return []

@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a rank answers to a call that ``asks`` for ``number``."""
+    """A rank's answer to the call whose ``asks`` is ``number``."""
 
     number: int
     result: Any

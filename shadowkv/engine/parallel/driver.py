@@ -1,4 +1,5 @@
-"""Rank 0's caches and runners. They send their calls to the other ranks, which make the same calls on their own."""
+"""Rank 0's caches and runners. They send each call to the other ranks, which make the same call on their own caches and
+runners."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def load_driver(
     config: EngineConfig, ranks: Ranks
 ) -> tuple[LoadedModel, DriverCache, DriverRunner, DriverHead | None, list[str]]:
     """Loads rank 0's part of the model. Returns it with its cache, its runner, the runner of its draft head if there is
-    one, and lines that describe what fits. Raises what ``load_engine_parts`` raises, and RankFailure if another rank
-    fails."""
+    one, and the lines of ``load_engine_parts``. Raises what ``load_engine_parts`` raises, and RankFailure if another
+    rank fails."""
     with ranks.together():
         make = partial(DriverCache, ranks, CACHE)
         loaded, cache, notes = load_engine_parts(config, group=ranks.group, device=ranks.device, make=make)
@@ -41,8 +42,8 @@ def load_driver(
 
 
 def _queued(method: str) -> Any:
-    """Makes a method of ``DriverCache``. Its calls are sent to the other ranks with their next work, so no rank waits
-    for another."""
+    """Makes a method of ``DriverCache``. Its calls are queued, and sent to the other ranks with the next message. So no
+    rank waits for another."""
 
     def call(self: DriverCache, *arguments: Any) -> Any:
         result = getattr(super(DriverCache, self), method)(*arguments)
@@ -53,7 +54,8 @@ def _queued(method: str) -> Any:
 
 
 class DriverCache(KVCache):
-    """The cache of rank 0's heads. The other ranks' caches have the same sequences. ``target`` is its name in calls."""
+    """The cache of rank 0's heads. The other ranks' caches have the same sequences. ``target`` is the cache's name in
+    calls."""
 
     def __init__(self, ranks: Ranks, target: str, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -68,8 +70,9 @@ class DriverCache(KVCache):
 
 
 def _together(kind: type[Runner], target: str, method: str) -> Any:
-    """Makes a method of a driver of a ``kind`` of runner that all ranks call at the same time. ``target`` is its name
-    in calls. An error leaves the other ranks waiting, so it becomes a RankFailure, which ends all ranks."""
+    """Makes a method of ``DriverRunner`` or ``DriverHead`` that all ranks call at the same time. It calls the method of
+    the base class ``kind``. ``target`` is the runner's name in calls. An error leaves the other ranks waiting, so it
+    becomes a RankFailure, which ends all ranks."""
 
     def call(self: DriverRunner | DriverHead, *arguments: Any) -> Any:
         self.ranks.send(self.ranks.writer.write(target, method, arguments))

@@ -40,7 +40,7 @@ class Ranks:
         group: the process group of all ranks.
         device: rank 0's device.
         failure: why the ranks cannot go on; None while they can.
-        memory: the file with the slabs of the host tier, which all ranks map.
+        memory: the file with the slabs (pieces of host memory) of the host tier, which all ranks map.
         writer: serialises calls for the other ranks.
 
     Raises ValueError if there are too few devices, RankFailure if a rank does not start.
@@ -82,8 +82,9 @@ class Ranks:
             pipe.send(what)
 
     def _await_all(self) -> None:
-        """Waits until every rank is about to join the process group. Raises RankFailure if one ends before. Joining
-        itself cannot be interrupted for half an hour, not even by Ctrl-C."""
+        """Waits until every rank is about to join the process group. Raises RankFailure if one ends before. Rank 0
+        joins only afterwards: if a rank is missing, joining waits for half an hour, and not even Ctrl-C can interrupt
+        it."""
         left = list(self._pipes)
         while left:
             pipe = cast(Connection, multiprocessing.connection.wait(left)[0])
@@ -118,8 +119,8 @@ class Ranks:
                 raise RankFailure(self._reason(error)) from error
 
     def ask(self, target: str, method: str, arguments: tuple[Any, ...]) -> Future[list[Any]]:
-        """Sends the queued calls and then one that the other ranks answer, without waiting. The result has the answers,
-        in any order. The future raises RankFailure if a rank has ended."""
+        """Sends the queued calls, and then a call that the other ranks answer. Does not wait: the returned future gets
+        the list of answers, in any order. It raises RankFailure if a rank has ended."""
         number, written = self.writer.ask(target, method, arguments)
         asked = _Asked(Future(), [])
         with self._asking:
@@ -218,7 +219,7 @@ class Ranks:
         return f"tensor-parallel rank {rank} has ended ({ending(self._processes[rank - 1])})"
 
     def close(self) -> None:
-        """Ends the other ranks, whatever they are doing. CUDA graphs with collectives must be freed before."""
+        """Ends the other ranks, whatever they are doing. CUDA graphs with collectives must be freed first."""
         self._closing = True
         for one in self._sockets:
             with suppress(OSError):
@@ -244,7 +245,7 @@ class Ranks:
 
 
 class _Asked(NamedTuple):
-    """The answers to a call so far. The future gets all of them as its result."""
+    """The answers to a call that have arrived so far. When all have arrived, they are the future's result."""
 
     future: Future[list[Any]]
     answers: list[Any]

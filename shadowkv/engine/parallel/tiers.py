@@ -1,8 +1,9 @@
 """Copies of cached prompts in host memory, with tensor parallelism.
 
-All ranks map the same slabs, and each rank copies its own part of a sequence. Rank 0 decides what is copied, and where
-the parts lie in the slabs. It tells the other ranks, and considers a copy complete when all of them have answered. So
-the tiers below see one snapshot that has the parts of all ranks.
+All ranks map the same slabs (pieces of host memory). On each rank, a mover copies the rank's part of a sequence between
+the device and the slabs. Rank 0 decides what is copied, and where the parts lie in the slabs. It tells the other ranks,
+and considers a copy complete when all of them have answered. So the tiers below see one snapshot that has the parts of
+all ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ returns it (``Reader.answers``)."""
 
 def open_mover(ranks: Ranks, cache: KVCache, nbytes: int, own: RankCache) -> tuple[Mover, list[RankCache]]:
     """Makes rank 0's mover, with ``nbytes`` bytes of host memory for all ranks, while the other ranks call
-    ``join_tiers``. Returns it with the caches of all ranks, of which ``own`` is rank 0's. Raises MemoryError if the
-    memory cannot be allocated, RankFailure if another rank fails."""
+    ``join_tiers``. Returns the mover, and the descriptions of all ranks' caches, of which ``own`` is rank 0's. Raises
+    MemoryError if the memory cannot be allocated, RankFailure if another rank fails."""
     with ranks.together():
         host = HostTier(ranks.group.agree(nbytes), cache.device, shared=ranks.memory.fileno())
         caches = ranks.group.gather(own)  # gathered last, so that rank 0 waits until all ranks have the memory
@@ -51,7 +52,7 @@ def join_tiers(
     config: EngineConfig, loaded: LoadedModel, cache: KVCache, group: Group, memory: int
 ) -> RankMover | None:
     """Makes the mover of a rank other than 0, while rank 0 calls ``open_mover``. Returns None without tiers below the
-    device. ``memory`` is the descriptor of the slabs. Raises MemoryError if they cannot be mapped or pinned."""
+    device. ``memory`` is the file descriptor of the slabs. Raises MemoryError if they cannot be mapped or pinned."""
     if not offload_bytes(config, cache.layout):
         return None
     own = RankCache.of(config, loaded, cache)
@@ -74,7 +75,7 @@ class RankArrival:
 
     @property
     def done(self) -> bool:
-        """Whether all its layers have arrived on every rank."""
+        """Whether all layers of the sequence have arrived on every rank."""
         return self.own.done and self.others.done()
 
     @property
@@ -87,7 +88,7 @@ class DriverMover(Mover):
     """The mover of rank 0's parts. The other ranks move their parts at the same time.
 
     Args:
-        caches: the caches of all ranks.
+        caches: descriptions of the caches of all ranks.
     """
 
     def __init__(self, ranks: Ranks, cache: KVCache, host: HostTier, caches: Sequence[RankCache]) -> None:
@@ -100,8 +101,8 @@ class DriverMover(Mover):
 
     def open(self, sequence: CachedSequence, start: int, stop: int) -> Reading:
         number = next(self._count)
-        # Opening a reading changes the sequence even if opening fails. So the other ranks must open theirs too, and are
-        # told before rank 0 tries.
+        # Opening a ``Reading`` of a sequence changes the sequence, even if opening fails. So the other ranks must try
+        # to open one too, and are told before rank 0 tries.
         self._call("open", number, sequence, start, stop)
         try:
             reading = super().open(sequence, start, stop)
@@ -161,7 +162,7 @@ class _Job:
     """A copy on its way to host memory.
 
     Attributes:
-        reading: None if it could not be opened.
+        reading: what is copied; None if it could not be opened.
         moves: launches the copy layer by layer (``Mover.down``).
         failed: whether the copy has failed.
         ended: whether no layer is in flight.
@@ -187,7 +188,7 @@ class RankMover:
         self._arriving: dict[CachedSequence, tuple[Restoring, Arrival]] = {}
 
     def open(self, number: int, sequence: CachedSequence, start: int, stop: int) -> None:
-        """Opens the reading of copy ``number``."""
+        """Opens the ``Reading`` from which copy ``number`` is made."""
         try:
             self._jobs[number] = _Job(self._mover.open(sequence, start, stop))
         except OutOfBlocks:  # rank 0 fails in the same way, and counts the failure
@@ -232,7 +233,7 @@ class RankMover:
         return False
 
     def close(self, number: int) -> None:
-        """Closes the reading."""
+        """Closes the ``Reading`` of copy ``number``."""
         job = self._jobs.pop(number)
         if not job.ended:
             self._mover.finish()

@@ -1,7 +1,8 @@
 """The process of a rank other than 0: makes rank 0's calls on its own part of the model.
 
-Rank 0 starts it as ``python -m shadowkv.engine.parallel.worker FD MEMORY``. FD is its connection to rank 0, and MEMORY
-the file with the slabs of the host tier. The process exits when rank 0 closes the connection.
+Rank 0 starts it as ``python -m shadowkv.engine.parallel.worker FD MEMORY``. FD is the file descriptor of its connection
+to rank 0. MEMORY is that of the file with the slabs (pieces of host memory) of the host tier. The process exits when
+rank 0 closes the connection.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from shadowkv.engine.startup.loading import current, graphs_up_to, load_engine_p
 from shadowkv.layers.group import RankFailure, open_group
 
 POLL_SECONDS = 0.001
-"""Seconds between two looks for copies that have arrived, while rank 0 waits for an answer."""
+"""Seconds between two checks whether copies have arrived, while rank 0 waits for an answer."""
 
 Messages = queue.SimpleQueue[list[bytes]]
 
@@ -37,7 +38,7 @@ class Worker:
 
     Args:
         head: runs this rank's part of the draft head; None without one.
-        mover: this rank's copies of cached prompts; None without tiers below the device.
+        mover: copies this rank's parts of cached prompts between device and host; None without tiers below the device.
     """
 
     def __init__(self, runner: Runner, head: HeadRunner | None = None, mover: RankMover | None = None) -> None:

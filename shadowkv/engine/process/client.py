@@ -85,7 +85,7 @@ class Answers:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Ends all requests with an error, after the outputs so far are read."""
+        """Ends all requests with an error. Outputs that have arrived before can still be read."""
         self._error = error
         self._wake()
 
@@ -122,7 +122,8 @@ class Answers:
 
 
 class EngineClient:
-    """A client of an engine in another process, over the engine's socket.
+    """A client of an engine in another process, over the engine's socket. A question is a message that the engine
+    answers, such as ``messages.Statistics``.
 
     Coroutines work on one event loop at a time, and never block it.
 
@@ -336,8 +337,8 @@ class EngineClient:
 
         Args:
             timeout: seconds after which all requests are aborted and asyncio.TimeoutError is raised.
-            save: for a single request, a question's number and a name. The prompt is saved to the disk under this name,
-                and the question is answered when the prompt is there.
+            save: for a single request, the number of a question to the engine, and a name. The prompt is saved to the
+                disk under this name. The question is answered when the prompt is there.
 
         Raises EngineBusy if too many requests wait, RequestError if the empty cache is too small for a request,
         EngineDead if the engine has stopped.

@@ -1,8 +1,8 @@
 """The engine in its own process. ``main.py`` starts it; ``client.py`` talks to it from the serving processes.
 
-The engine thread steps, and runs the clients' commands between two steps. It sends the outputs of a step to each
-serving process in one message. The receiver thread decodes messages, checks requests, hashes their pages and refuses
-bad requests at once, while a step runs.
+The engine thread runs the engine's steps, and the clients' commands between two steps. It sends the outputs of a step
+to each serving process in one message. The receiver thread decodes messages, checks requests, hashes the pages of their
+prompts, and refuses bad requests at once, while a step runs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class EngineCore:
         self._receiver.start()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stops after the current step; requests in flight get EngineDead."""
+        """Stops after the current step. Requests in flight get EngineDead. Waits up to ``timeout`` seconds for each
+        thread."""
         self._stopping.set()
         self._commands.put(None)
         if self._stepper.is_alive():
@@ -108,7 +109,7 @@ class EngineCore:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine steps."""
+        """Whether the engine thread runs."""
         return self._stepper.is_alive()
 
     @property

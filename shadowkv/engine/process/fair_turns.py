@@ -27,8 +27,8 @@ class FairTurns:
 
     @asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
-        """A context in which the tenant has a turn. A task that is cancelled leaves the queue. Raises the error that
-        was passed to ``drop``."""
+        """A context in which the tenant has a turn. A task that is cancelled while it waits leaves the queue. If
+        ``drop`` is called while the task waits, the error of ``drop`` is raised."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(tenant, (tenant, turn))
         self._hand_out()
@@ -65,8 +65,8 @@ class FairTurns:
 
 
 _threads = FairTurns(min(32, (os.cpu_count() or 1) + 4))
-"""There is one turn for each thread of ``asyncio.to_thread``. Without turns, the threads would serve work in the order
-of arrival."""
+"""One turn for each thread of ``asyncio.to_thread``. Without turns, the threads would serve work in the order of
+arrival."""
 
 
 async def in_thread(tenant: str, work: Callable[[], T]) -> T:

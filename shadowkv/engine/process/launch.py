@@ -29,7 +29,8 @@ class EngineProcess:
 
     Args:
         compare: policy of a second engine on the same weights, for comparisons.
-        module: the module that the process runs. Its command line has the socket to this process.
+        module: the module that the process runs. The process's command line has the descriptor of the socket to this
+            process.
 
     Attributes:
         folder: folder of the engines' sockets, which only this user can enter.
@@ -49,7 +50,8 @@ class EngineProcess:
             failing.callback(self.stop, 0.0)
             with suppress(OSError):  # the process has ended; _answer reports why
                 self._control.send(self.folder)
-            # This import is slow because of PyTorch, which the engine's process imports at the same time.
+            # This import is slow, because it imports PyTorch. It comes here because the engine's process imports
+            # PyTorch at the same time.
             from shadowkv.engine.process.facts import Launch, script
 
             with suppress(OSError):

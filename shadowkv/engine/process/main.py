@@ -1,7 +1,7 @@
 """The main module of an engine's process: loads the engine, serves it, and ends with the process that started it.
 
-``launch.py`` starts it as ``python -m shadowkv.engine.process.main FD``, where FD is the socket to the starting
-process.
+``launch.py`` starts it as ``python -m shadowkv.engine.process.main FD``, where FD is the file descriptor of the socket
+to the starting process.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from shadowkv.wording import SettingsError
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-"""Interval in which this process checks whether its engine has ended."""
+"""Seconds between two checks whether an engine of this process has ended."""
 
 ORPHAN_SECONDS = 5.0
-"""Time limit for the last step after the starting process has ended, and for the shutdown of an engine that has
-died."""
+"""Time limit in seconds for the last step after the starting process has ended, and for the shutdown of an engine that
+has died."""
 
 EXIT_SECONDS = 0.5
-"""Time limit for remaining threads after everything is closed."""
+"""Time limit in seconds for remaining threads after everything is closed."""
 
 OWN_CACHE = ("kv_dense_below", "kv_offload_gib", "kv_disk_dir", "kv_disk_gib", "role", "host_memory_gib")
 """Settings that apply only to the served engine, not to the one that it is compared with."""
@@ -54,7 +54,7 @@ class Core(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine steps."""
+        """Whether the engine still runs."""
 
     def has_left(self, client: str) -> None:
         """Aborts all requests of a client whose process has ended. Any thread can call it."""
@@ -153,7 +153,7 @@ def _serve(control: Connection, launch: Launch, parent: _Parent, load: Callable[
 
 class _Parent:
     """Watches the starting process on a thread. When the starting process has ended or has told this one to stop, this
-    process gets some seconds to end by itself. Then it is ended.
+    process gets some seconds to end by itself. If it does not, this object ends it.
 
     Args:
         control: connection to the starting process.

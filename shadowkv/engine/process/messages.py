@@ -1,9 +1,10 @@
 """Messages between an engine's process and the serving processes, as msgpack over ZeroMQ.
 
 Each serving process has a PULL socket. The engine pushes one message per step into it. The message holds the outputs of
-that serving process's requests. Requests and questions go from a DEALER socket to the engine's ROUTER socket. Refusals
-come back the same way, without waiting for a step. The sockets are in a folder that only this user can enter. The
-engine refuses a ``Greeting`` with another ``VERSION``: both ends must be of the same installation.
+that serving process's requests. Requests, and questions that have one answer each, go from a DEALER socket to the
+engine's ROUTER socket. Refusals come back the same way, without waiting for a step. The sockets are in a folder that
+only this user can enter. The engine refuses a ``Greeting`` with another ``VERSION``: both ends must be of the same
+installation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ID_BYTES = 4
 
 
 class Greeting(msgspec.Struct, tag=True):
-    """A serving process has opened its PULL socket."""
+    """A serving process has opened its PULL socket at ``address``."""
 
     version: int
     address: str

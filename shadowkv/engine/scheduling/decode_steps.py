@@ -95,7 +95,8 @@ class DecodeSteps:
         sequences that have ended in the meantime.
 
         Held rows are included when their grammars are ready. ``wait`` says whether to wait for a moment if all rows are
-        held. The caller must add the tokens to their answers, and then call ``following`` until it returns None.
+        held. The caller must add the tokens to the sequences' answers, and then call ``following`` until it returns
+        None.
         """
         step = self._in_flight or self._launch(None)
         if step is None:
@@ -190,7 +191,7 @@ class DecodeSteps:
         try:
             logits = decode(drafts)
         except torch.OutOfMemoryError:
-            if not drafts or self.runner.model.group.size > 1:  # other ranks may have made the step
+            if not drafts or self.runner.model.group.size > 1:  # other ranks may have run the step
                 raise
             drafts = []  # a step without drafts has fewer rows
             logits = decode(drafts)
@@ -258,7 +259,8 @@ class _Step:
             if chosen.is_cuda:
                 self._landing = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
                 self._landing.copy_(chosen, non_blocking=True)
-        # If the host chooses the tokens, it does so after ``computed``, and the step ends when they are chosen.
+        # ``computed`` marks the point at which the logits are computed. If the host chooses the tokens, ``next`` moves
+        # ``ended`` to the point at which they are chosen.
         self.computed = self.ended = Mark(logits.device)
 
     @property

@@ -1,7 +1,7 @@
 """``DraftedRows``: chooses the tokens of a step with drafts, in order. ``DecodeSteps`` uses it.
 
-Drafts are not random. So each token is chosen as in steps without drafts: from its row's logits, and after all tokens
-before it. A drafted token is accepted if it equals the chosen token. So answers are the same as without drafts.
+Each token is chosen as in steps without drafts: from its row's logits, and after all tokens before it. A drafted token
+is accepted if it equals the chosen token. So answers are the same as without drafts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Drafted:
     Attributes:
         row: number of its first row in the step. The rows of its drafted tokens follow.
         accepted: number of accepted drafted tokens so far.
-        agrees: whether all tokens that were chosen so far are as drafted.
+        agrees: whether all tokens that were chosen so far equal the drafted ones.
     """
 
     running: Running
@@ -70,8 +70,8 @@ class DraftedRows:
             row += 1 + len(draft)
 
     def next(self) -> ChosenRows | None:
-        """Chooses the next token of each sequence whose tokens so far are as drafted. Returns None if there is no such
-        sequence. The tokens of the previous call must have been added to their answers."""
+        """Chooses the next token of each sequence whose chosen tokens so far equal the drafted ones. Returns None if
+        there is no such sequence. The tokens of the previous call must have been added to the sequences' answers."""
         going, alive = [], {id(running) for running in self._scheduler.running}
         for one in self._rows:
             if one.agrees and id(one.running) in alive:

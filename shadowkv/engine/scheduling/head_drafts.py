@@ -1,9 +1,10 @@
 """``HeadDrafts``: a layer of the checkpoint drafts tokens (multi-token prediction, ``DraftHead``). ``DecodeSteps`` uses
 it.
 
-A row of the head needs the model's hidden state of a token of the answer, and the token behind it. Steps leave hidden
-states, and the rows are appended to the head's own sequence when the next draft begins. So the head's context begins
-with the answer. If more steps without a draft follow one another than states are kept, the context lacks what was lost.
+A row of the head is computed from the model's hidden state of a token of the answer, and from the token that follows
+it. The hidden states of each step are kept. When the next draft begins, the rows of these states are appended to the
+request's own sequence in the head's cache. So the head attends to the answer, not to the prompt. If more steps pass
+without a draft than states are kept, the oldest states are lost, and the head's sequence lacks their rows.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ HEAD_SHARE = 0.1
 
 @dataclass(eq=False)
 class _Context:
-    """What the head has of a request. Tokens are numbered within the answer.
+    """What the head has stored of a request. Tokens are numbered within the answer.
 
     Attributes:
         sequence: the head's sequence.
-        first, stop: the tokens whose hidden states are kept, without ``stop``. The last ones can be of wrong drafts.
-        read: number behind the newest token whose row is in ``sequence``.
-        rows: number of rows in ``sequence`` without drafts.
+        first, stop: hidden states are kept of the tokens from ``first`` to before ``stop``. The last of these tokens
+            can be wrong drafted tokens.
+        read: number of the first token whose row is not in ``sequence`` yet.
+        rows: number of rows in ``sequence``, without those of draft steps.
     """
 
     sequence: CachedSequence
@@ -42,8 +44,8 @@ class _Context:
     rows: int = 0
 
     def keep(self, token: int, count: int, kept: int) -> list[int]:
-        """Records that a step has left the states of ``count`` tokens from ``token`` on. Returns their places, if
-        ``kept`` states of each sequence are kept."""
+        """Records that a step has computed the hidden states of ``count`` tokens, from ``token`` on. Returns the places
+        in which to keep them. ``kept`` states of each sequence are kept."""
         if token > self.stop:
             self.first = token
         self.stop = token + count
@@ -51,7 +53,7 @@ class _Context:
         return self.places(token, self.stop, kept)
 
     def places(self, start: int, stop: int, kept: int) -> list[int]:
-        """Where the states of the tokens from ``start`` to ``stop`` are kept."""
+        """The places in which the states of the tokens from ``start`` to before ``stop`` are kept."""
         return [self.sequence.slot * kept + token % kept for token in range(start, stop)]
 
 
@@ -59,8 +61,8 @@ class HeadDrafts(ModelDrafts):
     """Drafts with the draft head.
 
     Args:
-        head: runs it.
-        scheduler: knows the running requests. Others lose their sequences.
+        head: runs the draft head.
+        scheduler: knows the running requests. The head's sequences of all other requests are released.
         kept: number of hidden states that are kept of each sequence.
     """
 
@@ -84,7 +86,7 @@ class HeadDrafts(ModelDrafts):
         self._head.keep(places)
 
     def _can_draft(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> list[bool]:
-        """Whether the state of the token before each request's newest one is kept."""
+        """Returns, for each request, whether the hidden state of the token before its newest token is kept."""
         contexts = ((request, self._contexts.get(request)) for request in requests)
         return [
             context is not None and context.stop >= len(request.output_token_ids) - 1 for request, context in contexts
@@ -101,7 +103,7 @@ class HeadDrafts(ModelDrafts):
         for request, context in zip(requests, contexts, strict=True):
             stop = len(request.output_token_ids) - 1
             start = min(max(context.read, context.first), stop - 1)
-            if start < context.read:  # the step of the draft before has failed
+            if start < context.read:  # the step that verifies the previous draft has failed
                 context.read, context.rows = start, context.rows - (context.read - start)
                 self._head.cache.truncate(context.sequence, context.rows)
             following.append(request.output_token_ids[start + 1 : stop + 1])

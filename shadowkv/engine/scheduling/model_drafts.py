@@ -1,5 +1,5 @@
-"""``ModelDrafts``: drafts that the model computes, of all requests of a step together. ``SparseDrafts`` and
-``HeadDrafts`` say how."""
+"""``ModelDrafts``: drafts that the model or its draft head computes, for all requests of a step together. Its
+subclasses ``SparseDrafts`` and ``HeadDrafts`` compute the draft steps."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shadowkv.engine.speculation.speculation import Speculation, kind_of
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 ALIKE = MATCH_KINDS[-1]
-"""Rates of the drafts are those of the longest matches before anything is measured."""
+"""Match length under which the acceptance rates of these drafts are recorded, although such drafts follow no match.
+Before anything is measured, their rate is that of the longest matches."""
 
 
 class ModelDrafts(Speculation):
-    """Drafts with weights of the model. All requests of a step draft together, as a draft step reads the weights once.
-
-    The gate weighs all of them up: one number of tokens for all, by the acceptance rate of each request.
+    """Drafts with weights of the model. All requests of a step draft together, because a draft step reads the weights
+    once for all of them. ``account`` chooses one number of tokens for all requests, from the acceptance rate of each.
 
     Args:
         runner: computes the draft steps.
-        share: time of a draft step as a share of a plain step's, where it has not been measured yet.
+        share: assumed time of a draft step until it is measured, as a share of the time of a step without drafts.
 
     Attributes:
         account: chooses how many tokens to draft.
@@ -43,7 +43,7 @@ class ModelDrafts(Speculation):
 
     @abstractmethod
     def _can_draft(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> list[bool]:
-        """Whether each request can have a draft in the next step."""
+        """Returns, for each request, whether it can have a draft in the next step."""
 
     @abstractmethod
     def _logits(
@@ -53,7 +53,7 @@ class ModelDrafts(Speculation):
 
         Args:
             place: the tokens' place in their drafts, from 0.
-            sources: for each request, the row of ``Runner.chosen`` that has the token before; -1 at the first place.
+            sources: for each request, the row of ``Runner.chosen`` that has the previous token; -1 at the first place.
         """
 
     @abstractmethod
@@ -91,7 +91,8 @@ class ModelDrafts(Speculation):
     def _counts(
         self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
     ) -> list[int]:
-        """Returns the number of tokens to draft for each request. It is the same for all that have room for it."""
+        """Returns the number of tokens to draft for each request: one number for all, or the request's own maximum if
+        that is smaller."""
         rows, can = len(requests), self._can_draft(requests, sequences)
         room = min(self._most, (self._max_rows - rows) // rows)
         most = [max(0, min(own, room)) if able else 0 for own, able in zip(most, can, strict=True)]
@@ -115,9 +116,9 @@ class ModelDrafts(Speculation):
     ) -> list[list[int]]:
         """Drafts as many tokens as ``counts`` says, without penalties and grammars.
 
-        A drafted token is chosen with the random number of its place in the answer. So it is likely to agree with the
-        token that is chosen there, also if it is sampled. The drafted tokens stay on the device until all draft steps
-        are launched.
+        A drafted token is chosen with the random number of its place in the answer. So it is likely to equal the token
+        that the verifying step chooses there, even if that token is sampled. The drafted tokens stay on the device
+        until all draft steps are launched.
         """
         runner, longest = self._runner, max(counts)
         lengths = [sequence.length for sequence in sequences]
@@ -130,7 +131,7 @@ class ModelDrafts(Speculation):
                 logits = self._logits(place, asked, own, [sources[row] for row in rows])
                 steps = [len(request.output_token_ids) + 1 + place for request in asked]
                 chosen.append((rows, runner.sampler.choose(logits, asked, steps)[0]))
-                runner.chosen[: len(rows)] = chosen[-1][1]  # where the next step reads them
+                runner.chosen[: len(rows)] = chosen[-1][1]  # the next draft step reads them there
                 for number, row in enumerate(rows):
                     sources[row] = number
         finally:

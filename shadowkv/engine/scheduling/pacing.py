@@ -13,7 +13,7 @@ import time
 import torch
 
 RECENT_TOKENS = 8192
-"""Window of the mean in tokens: older measurements fade out."""
+"""Window of the mean, in tokens. Older measurements fade out."""
 
 
 class Pace:

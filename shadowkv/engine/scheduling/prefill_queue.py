@@ -25,16 +25,17 @@ capture and for the rest of the round."""
 LONG_SHARE = 0.25
 """Minimum share of prefill time for a long prompt while short ones overtake it. The share delays short prompts of a
 burst. Measured on an H200 with a share of one half: ten short prompts that came within 0.4 s had their first tokens
-after 0.34 to 0.40 s. If short prompts had got all of the prefill time, it would have taken 0.25 s."""
+after 0.34 to 0.40 s. If short prompts had got all of the prefill time, they would have had their first tokens after
+0.25 s."""
 
 
 MAX_OWED = 0.5
 """Maximum time in seconds that newcomers can owe to a prefill that they overtake. Without a limit, a client whose
-requests end at once would be a newcomer each time."""
+requests end at once would be a newcomer each time, and could overtake that prefill again and again."""
 
 MAX_IN_FLIGHT = 3
-"""Maximum number of prefills in flight: a long prompt, a pack that has overtaken it, and newcomers that have overtaken
-the pack. It is limited because each prefill's activations take memory."""
+"""Maximum number of prefills in flight: a long prompt, a pack of short prompts that has overtaken it, and newcomers'
+prompts that have overtaken the pack. It is limited because each prefill's activations take memory."""
 
 
 @dataclass(eq=False)
@@ -85,7 +86,7 @@ class PrefillQueue:
     A short prefill can start while a long one is paused, and then ends first. The next short prefill starts when the
     long one has had ``LONG_SHARE`` of the device time since the last short one started. A newcomer's prefill need not
     wait for this, and it can also overtake a pack of other tenants' short prompts. Newcomers have both advantages only
-    while at most ``MAX_OWED`` seconds are owed.
+    while the oldest prefill is owed at most ``MAX_OWED`` seconds.
 
     Attributes:
         in_flight: the prefills in progress. The last one runs; the others are paused.
@@ -198,8 +199,8 @@ class PrefillQueue:
             return prefill, *end.value
 
     def _prepare(self, prefill: PrefillInFlight, seconds: float) -> float:
-        """Captures the CUDA graph of the first decode step after a prefill. First computes the pieces of the prefill
-        that fit into the round; the round's last ``CAPTURE_SECONDS`` are kept free.
+        """Captures the CUDA graph of the first decode step after a prefill. Before that, computes the pieces of the
+        prefill that fit into the round without its last ``CAPTURE_SECONDS``.
 
         Returns the seconds that these pieces take. Returns 0 if it did nothing: no graph is missing, ``seconds`` or the
         rest of the prefill is too short, or no piece has been measured yet.

@@ -1,9 +1,10 @@
 """The scheduler: admits waiting requests in the order of ``WaitingQueue``, if the memory of every tier suffices.
 
 A request is admitted only if all pages that it can need up to its last token are free. So running requests never run
-out of pages. One sequence and a little memory are reserved for newcomers: tenants of which no request runs or prefills.
-Short prompts overtake long ones without taking their memory. Requests that share a prefix wait for the first of them to
-compute it, if the others together would compute more tokens of the prefix than the first has left to compute.
+out of pages. One sequence and a little memory are reserved for newcomers: tenants of which no request runs or is
+prefilled. Short prompts overtake long ones without taking their memory. Requests that share a prefix wait for the first
+of them to compute it, if the others together would compute more tokens of the prefix than the first has left to
+compute.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 1024
-"""Number of tokens of a short question and its answer. Memory for so many tokens is reserved for newcomers."""
+"""Number of tokens of a short question and its answer. Memory for this many tokens is reserved for newcomers."""
 
 MAX_REFUSED = 32
 """An admission stops when this many requests of newcomers did not fit, or when any other request did not fit."""
@@ -60,7 +61,7 @@ class Running:
 
     @property
     def new_token_ids(self) -> list[int]:
-        """Tokens of its prompt that were not cached."""
+        """Tokens of the request's prompt that were not cached."""
         return self.request.prompt_token_ids[self.request.cached_tokens :]
 
 
@@ -96,7 +97,8 @@ class Attempt:
 
 
 class Sharing:
-    """The prefixes that waiting requests share with leaders. They are counted once per leader, when first needed."""
+    """The lengths of the prefixes that waiting requests share with leaders. They are computed once per leader, when
+    first needed."""
 
     def __init__(self, waiting: Sequence[Request]) -> None:
         self._waiting, self._wait = waiting, np.ones(len(waiting), bool)
@@ -109,8 +111,8 @@ class Sharing:
     def waits(self, number: int, cached: int, leader: Leader) -> bool:
         """Whether a request must wait for a leader.
 
-        It must if it shares more than ``cached`` tokens with the leader, and all waiting requests together would
-        compute more tokens of the leader's prefix than the leader has left.
+        It must if both are true: it shares more tokens with the leader than the ``cached`` ones; and all waiting
+        requests together would compute more tokens of the leader's prompt than the leader has left to compute.
         """
         if leader.prompt is None or _shared(self._waiting[number], leader.prompt) <= cached:
             return False
@@ -285,7 +287,7 @@ class Scheduler:
                 refused += 1
                 if not newcomer or refused == MAX_REFUSED:
                     break
-                newcomers_only = True  # their shorter requests fit into the reserved memory, without delaying this one
+                newcomers_only = True  # their shorter requests may fit into the reserved memory
                 continue
             new = length - request.cached_tokens
             self.waiting.start(request, new)
@@ -306,7 +308,8 @@ class Scheduler:
         return bool(self.running or in_flight) and self.waiting.is_shared(request) and not is_one
 
     def _match(self, request: Request) -> Match | None:
-        """Looks up the cached prefix of a prompt. Returns None without one, or if the request does not use it."""
+        """Looks up the cached prefix of a prompt. Returns None if nothing is cached, or if the request may not use
+        it."""
         return self.prefix_cache.look_up(request.prompt) if request.prompt and _looks_up(request) else None
 
     def computed(self, done: Iterable[Running]) -> None:
@@ -374,5 +377,6 @@ class Scheduler:
 
 
 def _looks_up(request: Request) -> bool:
-    """Whether a request uses the prefix cache. With ``prompt_logprobs`` it does not, because it computes all tokens."""
+    """Whether a request uses the prefix cache. With ``prompt_logprobs`` it does not, because all tokens of the prompt
+    must be computed."""
     return request.prompt is not None and request.looked_up and request.params.prompt_logprobs is None

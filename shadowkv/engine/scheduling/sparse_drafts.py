@@ -1,9 +1,10 @@
 """``SparseDrafts``: the model drafts its own next tokens, in steps that attend to few tokens (sparse self-speculation:
 MagicDec, arXiv:2408.11049). ``DecodeSteps`` uses it.
 
-A draft step is a decode step in which the policy's index selects (``KVSpec.drafts``). Its keys and values are written
-where those of the next tokens belong. They are removed when all tokens are drafted, and the step that verifies the
-draft, with attention to every token, writes them again. So draft steps need no memory of their own.
+A draft step is a decode step in which the policy's index selects the tokens to attend to (``KVSpec.drafts``). Keys and
+values of a draft step are written where those of the next tokens belong. They are removed when all tokens are drafted,
+and the step that verifies the draft, with attention to every token, writes them again. So draft steps need no memory of
+their own.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 DRAFT_SHARE = 0.5
-"""Assumed time of a draft step, as a share of a plain step's."""
+"""Assumed time of a draft step, as a share of the time of a step without drafts."""
 
 
 class SparseDrafts(ModelDrafts):
-    """Drafts in steps of the whole model. ``runner`` runs it."""
+    """Drafts in steps of the whole model. ``runner`` runs the model."""
 
     def __init__(self, config: SpeculativeConfig, max_rows: int, runner: Runner) -> None:
         super().__init__(config, max_rows, runner, DRAFT_SHARE)
 
     def _can_draft(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> list[bool]:
-        """All can if one of them is compressed. Draft steps of others attend to everything."""
+        """All requests can have a draft if a sequence of one of them is compressed. For sequences that are not
+        compressed, draft steps attend to everything."""
         compressed = any(group.compressed for sequence in sequences for group in (sequence, *sequence.other_groups))
         return [compressed] * len(requests)
 

@@ -1,5 +1,5 @@
-"""The waiting queue: the order in which the scheduler tries to admit requests. It is fair between tenants, first come,
-first served, or by priority.
+"""The waiting queue: the order in which the scheduler tries to admit requests. There are three orders: fair between
+tenants; first come, first served; and by priority.
 
 The fair order is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024,
 arXiv:2401.00588). Each tenant has a counter of the tokens computed for it, and the tenant with the lowest counter is

@@ -13,7 +13,8 @@ BY_THE_MODEL = ("sparse", "mtp")
 
 METHODS = ("ngram", "suffix", *BY_THE_MODEL)
 MAX_SPECULATIVE_TOKENS = 63
-"""Maximum number of drafted tokens of a step. With the newest token they are a page, which every cache has room for."""
+"""Maximum number of drafted tokens of a step. With the newest token these are 64 tokens: one page, for which every
+cache has room."""
 
 SUFFIX_TOKENS = 24
 """Default of ``num_speculative_tokens`` for ``suffix``, as in vLLM."""
@@ -22,8 +23,8 @@ SPARSE_TOKENS = 6
 """Default of ``num_speculative_tokens`` for ``sparse``."""
 
 HEAD_TOKENS = 1
-"""Default of ``num_speculative_tokens`` for ``mtp``: what draft heads are trained for. In vLLM too, it is the number of
-the files' layers, which is 1."""
+"""Default of ``num_speculative_tokens`` for ``mtp``: draft heads are trained to predict one token. vLLM has the same
+default: the number of draft layers in the files, which is 1."""
 
 DEFAULT_TOKENS = {"suffix": SUFFIX_TOKENS, "sparse": SPARSE_TOKENS, "mtp": HEAD_TOKENS}
 
@@ -40,9 +41,9 @@ class SpeculativeConfig:
             ``suffix`` drafts what most often follows the longest match (SuffixDecoding, arXiv:2411.04975). ``sparse``
             drafts with the model itself, in steps that attend to few tokens (MagicDec, arXiv:2408.11049). ``mtp``
             drafts with a layer of the checkpoint (``DraftHead``).
-        num_speculative_tokens: most drafted tokens of a sequence in a step. ``ngram`` needs it.
-        prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram to look up, in tokens; only for ``ngram``.
-            None is the value of the other, or else 5.
+        num_speculative_tokens: maximum number of drafted tokens of a sequence in a step. It must be set for ``ngram``.
+        prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram to look up, in tokens; only for ``ngram``. If
+            one is None, it has the value of the other. If both are None, both are 5.
 
     Raises ValueError for invalid values. The message lists all of them.
     """
@@ -86,14 +87,14 @@ class SpeculativeConfig:
         return self.method == "mtp"
 
     def drafted_rows(self, batch: int) -> int:
-        """Maximum number of rows of a decode step of ``batch`` sequences for drafted tokens: those of one sequence, or
-        of all if all draft together."""
+        """Maximum number of rows for drafted tokens in a decode step of ``batch`` sequences: as many as one sequence
+        can draft, or as all can draft if all draft together."""
         return (self.num_speculative_tokens or 0) * (batch if self.method in BY_THE_MODEL else 1)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        """Makes it from the object of ``--speculative-config``. Raises ValueError for unknown names, a missing method,
-        and invalid values."""
+        """Makes the config from the object of ``--speculative-config``. Raises ValueError for unknown names, a missing
+        method, and invalid values."""
         names = [field.name for field in fields(cls)]
         if unknown := [name for name in values if name not in names]:
             raise ValueError(f"{', '.join(map(repr, unknown))} is not one of {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""Drafters: they look up in a request's own text what may come next. ``Speculation`` has one for each request.
+"""Drafters: they look up in a request's own text what may come next. ``TextDrafts`` has one for each request.
 
 A drafter's text consists of the request's predicted text (if it has one), its prompt and its answer so far. All work is
 done on the host and takes some microseconds for a token.
@@ -19,7 +19,7 @@ SHORTEST_MATCH = 2
 """Length of the shortest match of ``SuffixDrafter``. Its table has the places of all tuples of this many tokens."""
 
 LONGEST_MATCH = 64
-"""Maximum number of tokens that ``SuffixDrafter`` compares to find the longest match. A match then grows with the
+"""Maximum number of tokens that ``SuffixDrafter`` compares to find the longest match. The match then grows with the
 answer."""
 
 OCCURRENCES = 32

@@ -21,8 +21,8 @@ ROW_SHARE = 0.1
 measured."""
 
 MATCH_KINDS = 4, 8, 16
-"""Match lengths, in tokens, that separate the kinds of matches: 0 to 3, 4 to 7, 8 to 15, 16 and more. Each kind has its
-own acceptance rate."""
+"""Match lengths, in tokens, that separate the kinds of matches: 0 to 3, 4 to 7, 8 to 15, 16 and more. A match is a
+number of newest tokens that also occur earlier in the text (``drafters.py``). Each kind has its own acceptance rate."""
 
 FIRST_RATES = 0.4, 0.6, 0.8, 0.9
 """Initial acceptance rate of each kind. It has the weight of ``FIRST_TOKENS`` drafted tokens."""
@@ -71,7 +71,7 @@ class StepTimes:
 
     def seconds(self, rows: int) -> float:
         """Predicts the time of a step of ``rows`` rows. Between measured numbers of rows, the time is interpolated.
-        Above them, and before the first measurement, each row adds ``ROW_SHARE`` of a step."""
+        Above the largest measured number, and before the first measurement, each row adds ``ROW_SHARE`` of a step."""
         if not self._rows:
             return 1 + ROW_SHARE * (rows - 1)
         after = bisect_right(self._rows, rows)
@@ -183,7 +183,8 @@ class Gate:
         self._account, self._matched = Account(), 0
 
     def length(self, matched: int, most: int, times: StepTimes, rows: int, sequences: int, steps: int) -> int:
-        """Returns the number of tokens to draft, at most ``most``. After the step, call ``judge`` with its result.
+        """Returns the number of tokens to draft, at most ``most``. After the step, call ``judge`` with the result of
+        the draft.
 
         Args:
             matched: length of the match, in tokens.

@@ -1,4 +1,5 @@
-"""``Speculation``: drafts for the running requests of an engine, and what became of them. ``DecodeSteps`` calls it.
+"""``Speculation``: makes drafts for the running requests of an engine, and counts how many of their tokens are
+accepted. ``DecodeSteps`` calls it.
 
 ``TextDrafts`` drafts from the requests' text, ``scheduling/model_drafts.py`` with the model itself.
 """
@@ -18,7 +19,8 @@ from shadowkv.engine.speculation.gate import FIRST_TOKENS, RECENT_TOKENS, Accept
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 LONGEST_TEXT = 131_072
-"""Newest tokens of a prompt that are looked up. Reading a token takes half a microsecond and some 150 bytes."""
+"""Number of a prompt's last tokens in which drafts are looked up. Reading a token takes half a microsecond and some 150
+bytes."""
 
 
 @dataclass
@@ -38,7 +40,7 @@ class SpeculationStats:
 
 
 class Speculation(ABC):
-    """Drafts tokens for running requests, where it pays.
+    """Drafts tokens for running requests, where drafts are expected to save time.
 
     Args:
         max_rows: maximum number of rows of a step. Drafts that do not fit are cut.
@@ -55,15 +57,15 @@ class Speculation(ABC):
         self.stats = SpeculationStats(num_accepted_tokens_per_pos=[0] * self._most)
 
     def took(self, lengths: Sequence[int], rows: int, seconds: float) -> None:
-        """Takes in the time of a step with ``rows`` rows. ``lengths`` are those of its sequences."""
+        """Records the time of a step with ``rows`` rows. ``lengths`` are those of its sequences."""
         self._times[kind_of(lengths)].add(rows, seconds)
 
     def computed(self, requests: Sequence[Request], newest: Sequence[int], rows: Sequence[int]) -> None:
-        """Takes in that the model has computed a step. The runner still has its hidden states.
+        """Called when the model has computed a step. The runner still has the step's hidden states.
 
         Args:
             newest: number of each request's newest token within its answer, from 0.
-            rows: number of the step's rows of each request: of its newest token, and of drafted tokens.
+            rows: number of each request's rows in the step: one for its newest token, and one for each drafted token.
         """
         return
 
@@ -71,11 +73,12 @@ class Speculation(ABC):
     def drafts(
         self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
     ) -> list[list[int]]:
-        """Returns the drafted tokens of each request, behind its newest token. Empty if nothing is drafted.
+        """Returns the drafted tokens of each request, which follow its newest token. The list is empty if nothing is
+        drafted.
 
         Args:
             sequences: the requests' sequences.
-            most: most drafted tokens of each request.
+            most: maximum number of drafted tokens of each request.
         """
 
     @abstractmethod
@@ -83,7 +86,7 @@ class Speculation(ABC):
         """Whether the next step of these requests may have a draft. Arguments are as in ``drafts``."""
 
     def judge(self, request: Request, drafted: int, accepted: int) -> None:
-        """Takes in how many of a request's drafted tokens were accepted."""
+        """Records how many of a request's drafted tokens were accepted."""
         stats = self.stats
         stats.num_drafts += 1
         stats.num_draft_tokens += drafted
@@ -93,13 +96,14 @@ class Speculation(ABC):
 
 
 def kind_of(lengths: Sequence[int]) -> int:
-    """Returns the same number for steps with about as many tokens: of a power of 2. What a row costs depends on them.
-    ``lengths`` are those of the step's sequences."""
+    """Returns the kind of a step under which its time is recorded: the number of binary digits of its total number of
+    tokens. Steps of a kind have about as many tokens, and the cost of a row depends on them. ``lengths`` are those of
+    the step's sequences."""
     return sum(lengths).bit_length()
 
 
 class TextDrafts(Speculation):
-    """Drafts by looking up what followed the newest tokens before (``drafters.py``).
+    """Drafts the tokens that followed earlier occurrences of the newest tokens (``drafters.py``).
 
     Args:
         max_drafted: maximum number of drafted tokens of a step; None if only ``max_rows`` limits them.

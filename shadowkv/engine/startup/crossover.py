@@ -1,8 +1,8 @@
-"""Computes the crossover length: the number of tokens from which on it saves time to compress a sequence.
+"""Computes the crossover length: the minimum number of tokens of a sequence at which compression saves time.
 ``loading.py`` calls it.
 
 It is computed once, from the model, the policy and the batch. It does not depend on the load, so an answer does not
-depend on other requests. The model of costs: each decoded token costs its share of the bytes that a step reads. A
+depend on other requests. In the model of costs, each decoded token costs its share of the bytes that a step reads. A
 compressed sequence adds the time of its search to each step, and the time of fitting and compression once. A prompt of
 at most one prefill block is never compressed: it has no later block whose computation could hide the compression, which
 would delay the first token by about 10 %.
@@ -23,7 +23,7 @@ from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 
 ANSWER = 256
-"""Assumed length of an answer, in tokens, within which compression must pay off."""
+"""Assumed length of an answer, in tokens. Compression must save time over an answer of this length."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ COSTS = {
 
 
 def dense_below(model: ModelConfig, forced: Layout, device: str, batch: int, cache_bytes: int | None = None) -> int:
-    """Returns the number of tokens from which on a sequence is compressed (``KVSpec.dense_below``).
+    """Returns the number of tokens below which a sequence stays dense (``KVSpec.dense_below``).
 
     Args:
         model: config of the model.

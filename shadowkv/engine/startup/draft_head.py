@@ -24,7 +24,7 @@ def open_head(
     make: Callable[..., HeadRunner] = HeadRunner,
     backends: Mapping[str, str] | None = None,
 ) -> HeadRunner | None:
-    """Returns the runner of a model's draft head, with its cache; None if the config drafts otherwise.
+    """Returns the runner of a model's draft head, with its cache; None if the config does not draft with it.
 
     Args:
         runner: runs the model.

@@ -58,7 +58,8 @@ def load_engine_parts(
     make: Callable[..., KVCache] = KVCache,
     backends: Mapping[str, str] | None = None,
 ) -> tuple[LoadedModel, KVCache, list[str]]:
-    """Loads the model and makes the cache. Returns both, and lines that describe what fits.
+    """Loads the model and makes the cache. Returns both, and lines that describe them and the number of sequences that
+    fit.
 
     Raises ValueError for invalid settings, MemoryError if not even one sequence fits.
 
@@ -92,7 +93,7 @@ def load_engine_parts(
             raise config.refused_policy(error) from error
     if layout.spec.compresses and layout.spec.dense_below is None:
         cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
-        selecting = layout.with_fields(drafts=False)  # drafts pay where steps that select do
+        selecting = layout.with_fields(drafts=False)  # drafts save time where steps that select do
         below = dense_below(model, selecting, device.type, config.max_num_seqs, cache_bytes)
         layout = layout.with_fields(dense_below=group.agree(below))
     config.check_drafts(layout)
@@ -106,8 +107,8 @@ def load_engine_parts(
 
 
 def state_settings(config: EngineConfig, model: ModelShape) -> StateSettings:
-    """Returns what ``config`` chooses of recurrent states. Without prefix caching there are no checkpoints. Raises
-    SettingsError if it chooses something and the model has no such states."""
+    """Returns the settings of recurrent states. Without prefix caching there are no checkpoints. Raises SettingsError
+    if ``config`` sets one of them, but the model has no recurrent states."""
     dtype = config.mamba_ssm_cache_dtype
     check_states(model, max_mamba_checkpoints=config.max_mamba_checkpoints, mamba_ssm_cache_dtype=dtype)
     checkpoints = config.max_mamba_checkpoints if config.enable_prefix_caching else 0
@@ -310,7 +311,7 @@ def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:
     """Lines about backends, for a server's start.
 
     They list the called ops by backend. They name the ops that run in Triton or PyTorch because a compiled library is
-    missing, with the command that builds it. They say why other ops run in PyTorch. On a GPU, and if a library is
+    missing, with the command that builds it. They say why other ops run in PyTorch. On a GPU, or if a library is
     missing, slow ops are also logged as warnings.
     """
     of_backend: dict[str, list[str]] = {}
@@ -363,7 +364,7 @@ def device_of(name: str) -> torch.device:
 
 def current(device: torch.device) -> torch.accelerator.device_index:
     """A context in which ``device`` is the thread's current device. Tensors know their device, but events, streams,
-    graphs and Triton's launches go to the current one."""
+    graphs and Triton's launches use the current device."""
     return torch.accelerator.device_index(None if device.type == "cpu" else device.index)
 
 

@@ -31,13 +31,13 @@ from shadowkv.wording import GIB, SettingsError
 Origin = Callable[[str | None], str]
 
 UNLIMITED = 2**62
-"""Bytes of copies that a prefill server launches in a step. Decode servers wait for these copies, but hardly any client
-waits for tokens of a prefill server."""
+"""Bytes of copies that a prefill server may launch in a step: without a limit in practice. Decode servers wait for
+these copies, but hardly any client waits for tokens of a prefill server."""
 
 
 @dataclass(frozen=True)
 class RankCache:
-    """What rank 0 has to know of a rank's cache.
+    """What rank 0 must know about the cache of a rank.
 
     Attributes:
         layout: the cache's layout.
@@ -57,8 +57,8 @@ class RankCache:
 
 
 def open_mover(cache: KVCache, nbytes: int, own: RankCache) -> tuple[Mover, list[RankCache]]:
-    """Makes a mover with ``nbytes`` bytes of host memory. Returns it with a list of all ranks' caches, which has only
-    ``own``."""
+    """Makes the mover, which copies cached sequences between the device and ``nbytes`` bytes of host memory. Returns it
+    with a list of the descriptions of all ranks' caches, which has only ``own``."""
     return Mover(cache, HostTier(nbytes, cache.device)), [own]
 
 
@@ -111,8 +111,8 @@ def _named(directory: Path) -> Iterator[None]:
 
 
 def cache_key(config: EngineConfig, loaded: LoadedModel, cache: KVCache, of_ranks: Sequence[RankCache]) -> CacheKey:
-    """Returns the key of this engine's snapshots: everything that they depend on besides their tokens. ``of_ranks`` are
-    the caches of all ranks."""
+    """Returns the key of this engine's snapshots: everything that they depend on besides their tokens. ``of_ranks``
+    describes the caches of all ranks."""
     return CacheKey(
         model=_joined([one.weights for one in of_ranks]) + overridden(config),
         adapter=None,  # the adapter is merged into the weights, so the fingerprint covers it

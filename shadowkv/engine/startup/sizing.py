@@ -1,6 +1,6 @@
 """Sizes the KV cache: available memory, the demand of a sequence, and the memory left free for prefill and steps.
 
-``loading.py`` calls it when an engine starts, ``plan`` before.
+``loading.py`` calls it when an engine starts. ``shadowkv/plan`` calls it without an engine.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def in_gib(count: int) -> str:
 def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Device bytes left free for the longest prefill and a prefill of one block that overtakes it.
 
-    It is a sum. For both prefills: the residual stream, the numbers of the tokens, and keys (before and after RoPE),
-    values and index keys of the layers that are stored together. For a block: the peak of its activations. For later
-    turns: keys, values and index keys once more, because a later turn is stored from a copy behind its exact tokens
-    and, if it attends sparsely, rebuilds all keys and values.
+    They are the sum of three amounts. For both prefills: the residual stream, the numbers of the tokens, and keys
+    (before and after RoPE), values and index keys of the layers that are stored together. For a block: the peak of its
+    activations. For a later turn: keys, values and index keys once more. They are copied behind the sequence's newest
+    exact tokens before they are stored, and a turn that attends sparsely rebuilds all earlier keys and values.
     """
     block, indexed = min(context, BLOCK_TOKENS["cuda"]), model.shape.indexed
 
@@ -77,9 +77,10 @@ def prefill_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
 def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
     """Returns the peak device bytes of a block's activations, in attention or in the MLP. The block's rows of the
-    residual stream do not count."""
+    residual stream are not included, because ``prefill_bytes`` counts them."""
     shape, block = model.shape, min(context, BLOCK_TOKENS["cuda"])
-    # After attention the residual stream exists before and after each of its two sums, if a layer is computed at once.
+    # A layer adds two outputs to the residual stream. If the layer is computed at once, the stream exists before and
+    # after each sum.
     in_the_mlp = block * (5 * model.stream_size + _inner_numbers(model)) * dtype.itemsize
     # Three times the queries: projected, normalised or rotated, and attended.
     of_heads = (3 * one.num_query_heads * one.head_dim + 2 * one.kv_dim for one in shape.of_scratch)
@@ -168,13 +169,13 @@ def _fetching_bytes(layout: GroupLayout) -> int:
 
 
 def _stored(tokens: int, shape: ModelShape) -> int:
-    """Returns the maximum number of tokens that are stored together for a prompt of ``tokens`` tokens. A token counts
-    once for each layer that is stored with it."""
+    """Returns the maximum number of tokens that are stored together for a prompt of ``tokens`` tokens. Several layers
+    can be stored together: a token then counts once for each of these layers."""
     return max(tokens, min(TOKENS_AT_ONCE, min(STATES_AT_ONCE, shape.num_layers) * tokens))
 
 
 def storing_bytes(layout: Layout) -> int:
-    """Returns the device bytes with which the cache's parts fit states and compress pages. They do so one after
+    """Returns the device bytes that the cache's parts need to fit states and compress pages. They do so one after
     another, so this is the largest of their needs."""
     tokens = _stored(layout.max_model_len, layout.shape)
     parts = [part for group in layout.groups for part in group.parts]
@@ -205,7 +206,7 @@ def offload_bytes(config: EngineConfig, layout: Layout) -> int:
 
 def working_bytes(model: ModelConfig, layout: Layout, batch: int, offload: bool = False) -> int:
     """Returns the device bytes that are left free for RoPE's tables, for a prefill, and for decode steps of ``batch``
-    rows. With ``offload`` they are also for copies of cached prompts between device and host."""
+    rows. With ``offload`` they include memory for copies of cached prompts between device and host."""
     prefill = prefill_bytes(model, layout.max_model_len, layout.dtype) + storing_bytes(layout)
     return (
         tables_bytes(layout)
@@ -222,7 +223,8 @@ def head_layout(model: ModelConfig, dtype: torch.dtype, max_model_len: int) -> L
 
 
 def head_blocks(layout: Layout, sequences: int) -> Blocks:
-    """Blocks of the cache of a draft head, which suffice for the windows of ``sequences`` sequences."""
+    """Blocks of the cache of a draft head. They suffice for ``sequences`` sequences, each with the head's attention
+    window."""
     return Blocks({kind: sequences * count for kind, count in _demand(layout, layout.max_model_len).items()})
 
 
@@ -237,7 +239,8 @@ def head_bytes(model: ModelConfig, dtype: torch.dtype, max_model_len: int, seque
     head, without its weights: its cache and RoPE's tables, hidden states, and the product of a step's logits."""
     layout, states = head_layout(model, dtype, max_model_len), kept_states(drafted)
     pages = layout.tier_bytes(head_blocks(layout, sequences))["device"]
-    # Those that are kept, and those of the rows of a step: the model's, and the head's inputs and outputs.
+    # Hidden states that are kept, and those of the rows of a step: the model's, the head's inputs, and the head's
+    # outputs.
     hidden = 4 * sequences * states * model.hidden_size * dtype.itemsize
     return (
         pages
@@ -275,7 +278,7 @@ def largest_batch(
         device_bytes: device memory without the weights.
         host_bytes: host memory for values; None is unlimited.
         offload: whether cached prompts are copied to host memory.
-        drafts: how tokens are drafted, which take rows of steps; None without drafts.
+        drafts: how tokens are drafted; each drafted token takes a row of a step. None without drafts.
     """
     need = layout.demand(start, capacity)
     pages = layout.tier_bytes(Blocks({kind: need[kind] for kind in layout.paged}))
@@ -287,7 +290,7 @@ def largest_batch(
             if drafts.with_head:
                 sizes = layout.dtype, layout.max_model_len, batch, drafts.num_speculative_tokens or 0
                 more = head_bytes(model, *sizes)
-            if layout.recurrent is not None:  # it counts the states of one sequence's drafts
+            if layout.recurrent is not None:  # the layout counts the states of one sequence's drafts
                 more += (drafted - layout.recurrent.settings.drafted) * layout.recurrent.state_bytes
         working = working_bytes(model, layout, batch + drafted, offload)
         return batch * pages["device"] + layout.fixed_bytes(batch) + working + more > device_bytes
@@ -377,8 +380,8 @@ def _of_states(layout: Layout, slots: int) -> str:
 def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Blocks:
     """Divides the bytes of each tier between groups of layers, in proportion to the demand of sequences of ``tokens``.
 
-    A window takes as much memory in a short sequence as in a long one, and more short sequences fit. So there are as
-    many windows as there can be sequences that are ``SHORTER`` times shorter.
+    A window takes as much memory in a short sequence as in a long one, and more short sequences fit. So the memory for
+    windows suffices for as many sequences as fit if they are ``SHORTER`` times shorter than ``tokens``.
     """
     need = _demand(layout, tokens)
     windows, growing = (
@@ -389,7 +392,7 @@ def _shared_out(layout: Layout, tokens: int, slots: int, tiers: Blocks) -> Block
     if windows:
         shorter, each = layout.tier_bytes(_demand(layout, -(-tokens // SHORTER))), layout.tier_bytes(windows)
         fitting = [tiers[tier] // shorter[tier] for tier in tiers if shorter[tier]]
-        # This many windows fit beside one of the longest sequences.
+        # This many windows fit beside the other memory of one longest sequence.
         beside = [(tiers[tier] - sizes[tier]) // each[tier] for tier in tiers if each[tier]]
         blocks = Blocks({kind: max(1, min(slots, *fitting, *beside)) * count for kind, count in windows.items()})
         rest = tiers - layout.tier_bytes(blocks)

@@ -15,7 +15,7 @@ from shadowkv.engine.child_process import ending, start_process
 from shadowkv.engine.structured.vocabulary import Vocabulary
 
 START_SECONDS = 120.0
-"""Time limit for the process's start, which takes two seconds, and more on a busy machine."""
+"""Time limit for the start of the forker process, which takes two seconds, and more on a busy machine."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment for a process with one thread, because only such a process can be forked safely. Without it, libraries
@@ -45,14 +45,15 @@ class Forker(Generic[P]):
 
     def start(self) -> Connection:
         """Starts the process and returns the connection. Raises OSError if it ends at once."""
-        # Both processes are in one session. Between sessions, the kernel can ignore priorities.
+        # Both processes are in one session, because the kernel can ignore priorities between processes of different
+        # sessions.
         self._process, self.connection = start_process(self._module, own_session=False, environment=ONE_THREAD)
         self._began = time.monotonic()
         self.connection.send(self._vocabulary())
         return self.connection
 
     def late_in(self, now: float) -> float | None:
-        """Seconds that are left for the start; None if the process is not starting."""
+        """Seconds that are left of ``START_SECONDS``; None if the process is not starting."""
         return None if self.connection is None or self.is_ready else self._began + START_SECONDS - now
 
     def fork(self, descriptor: int, asks: P) -> None:

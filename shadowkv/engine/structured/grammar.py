@@ -58,14 +58,13 @@ class Grammars:
             return refused
 
     def constraint(self, rules: str, one_line: bool = False, tenant: str = "") -> GrammarConstraint:
-        """A new answer that follows a grammar."""
+        """Makes the grammar state of a new answer."""
         return GrammarConstraint(self.pool, next(self._numbers), Grammar(rules, one_line), tenant)
 
 
 class GrammarConstraint:
-    """The grammar state of one answer: ``Constraint`` for the engine thread, ``Answer`` for the pool's thread.
-
-    The grammar's process computes the masks, while the engine goes on.
+    """The grammar state of one answer. The engine thread uses it as a ``Constraint``, and the pool's thread as an
+    ``Answer``. The grammar's process computes the masks while the engine goes on.
 
     Attributes:
         failure: why the answer cannot go on; None if it can.

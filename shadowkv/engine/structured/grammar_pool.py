@@ -33,10 +33,10 @@ from shadowkv.prefix_cache.protocol import settle
 from shadowkv.wording import counted
 
 ATTEMPTS = ((0.1, 6), (2.0, 2), (30.0, 3))
-"""Attempts to compile a grammar: the limit on processor time in seconds, and how many run at a time. It is unknown in
-advance which grammar takes long. So a grammar that reaches the limit starts again in the next attempt, beside others
-that reached it. Usual grammars take milliseconds. Patterns of the longest strings that xgrammar supports take two
-seconds."""
+"""Attempts to compile a grammar: the limit on processor time in seconds, and how many such attempts run at a time. It
+is unknown in advance which grammar takes long. So a grammar that reaches the limit starts again in the next attempt,
+beside others that reached it. Usual grammars take milliseconds. Patterns of the longest strings that xgrammar supports
+take two seconds."""
 
 MATCH_SECONDS = 1.0
 """Limit on the processor time for one token of an answer. Usual tokens take 0.02 to 0.2 ms. 60 alternatives of strings
@@ -49,7 +49,7 @@ QUICK_SECONDS = 0.01
 """Work that takes longer is slow: the process's priority is lowered by ``NICENESS``, and slow processes take turns."""
 
 SLOW_AT_ONCE, TURN_SECONDS = 2, 0.25
-"""Slow processes that run at a time, and the length of a turn while other slow processes wait."""
+"""Number of slow processes that run at a time, and the seconds of a turn while other slow processes wait."""
 
 NICENESS = 19
 """Niceness of slow work and of compilations: the maximum. If the engine has a thread on each core, a step is as slow as
@@ -110,18 +110,18 @@ class _Process:
     """The process of one grammar.
 
     Attributes:
-        tenants: the tenants that have requested it. The first pays for the compilation.
+        tenants: the tenants that have requested the grammar. The first pays for the compilation.
         waiters: futures that are settled when the grammar is compiled.
-        matched: the answers that it matches, by number.
-        ended: numbers of ended answers that it must drop.
-        attempt: index of the current attempt to compile it, in ``ATTEMPTS``.
-        owed: numbers of the answers that wait for a mask, without ``current``.
-        current: number of the answer whose mask it computes; None if it computes none.
-        pays: the tenant that pays for its newest work.
-        pid: its process id; None before the fork and after the end.
-        bytes: its memory when compiled.
-        began: time at which its newest work began, in seconds.
-        had: its processor time at ``began``, in seconds.
+        matched: the answers that the process matches, by number.
+        ended: numbers of ended answers that the process must drop.
+        attempt: index in ``ATTEMPTS`` of the current attempt to compile the grammar.
+        owed: numbers of the answers that wait for a mask, other than ``current``.
+        current: number of the answer whose mask is being computed; None if there is none.
+        pays: the tenant that pays for the newest work.
+        pid: process id; None before the fork and after the end.
+        bytes: memory of the process with the compiled grammar.
+        began: time at which the newest work began, in seconds.
+        had: processor time of the process at ``began``, in seconds.
     """
 
     grammar: Grammar
@@ -142,7 +142,7 @@ class _Process:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether an answer uses it or a future waits for it."""
+        """Whether an answer uses the process or a future waits for it."""
         return bool(self.matched) or any(not waiter.done() for waiter in self.waiters)
 
     def signal(self, number: int) -> None:
@@ -167,7 +167,8 @@ class _Process:
         return now - self.began >= QUICK_SECONDS <= self.seconds() - self.had
 
     def lower_priority(self, by: int) -> None:
-        """Sets its niceness to the engine's plus ``by``. An unprivileged user cannot raise a priority again."""
+        """Sets its niceness to the engine's plus ``by``. An unprivileged user cannot raise a priority again: the call
+        then has no effect."""
         if self.pid is not None:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, self.pid, os.getpriority(os.PRIO_PROCESS, 0) + by)
@@ -203,8 +204,8 @@ class GrammarPool:
 
     def compile(self, grammar: Grammar, tenant: str) -> Future[None]:
         """Starts to compile a grammar, which is then kept for a while. The future raises RequestError if the compiler
-        refuses it, SchemaTimeout if it takes too much time or memory or the pool is closed. Cancelling the future ends
-        the compilation if no other future waits for it."""
+        refuses the grammar. It raises SchemaTimeout if compiling takes too much time or memory, or if the pool is
+        closed. Cancelling the future ends the compilation if no other future waits for it."""
         compiled: Future[None] = Future()
         if self._do(partial(self._compile, grammar, tenant, compiled)):
             compiled.add_done_callback(lambda done: self._do(self._end_unwanted) if done.cancelled() else None)
@@ -254,7 +255,7 @@ class GrammarPool:
     def _run(self) -> None:
         self._loop.run_forever()
         self._loop.call_soon(self._loop.stop)
-        self._loop.run_forever()  # the commands that have come before the pool was closed
+        self._loop.run_forever()  # runs the commands that came before the pool was closed
         self._end_forker()
         self._refuse_all(self._why_closed)
         self._loop.close()
@@ -327,8 +328,8 @@ class GrammarPool:
         self._end_unwanted()
 
     def _known(self, grammar: Grammar, tenant: str) -> str | None:
-        """Returns why a grammar is refused, or None if it is not. It is refused if it was too costly to compile, or to
-        match in an answer of this tenant: an answer of another tenant need not be as costly."""
+        """Returns why a grammar is refused, or None if it is not. It is refused if it was too costly to compile, or too
+        costly to match in an answer of this tenant. Answers of other tenants need not be as costly."""
         digest = _digest(grammar)
         return self._too_costly.get((None, digest)) or self._too_costly.get((tenant, digest))
 
@@ -370,7 +371,7 @@ class GrammarPool:
         self._send(process, Compile(*process.grammar, NICENESS, seconds, MATCH_SECONDS, MEMORY_BYTES))
 
     def _send(self, process: _Process, message: Compile | Match) -> None:
-        """Sends a message to a process that waits for one. A stopped process would block this thread."""
+        """Sends a message to a process that waits for one. Sending to a stopped process could block this thread."""
         assert process.connection is not None
         with suppress(OSError):  # the process has ended, which _hear_forker handles
             process.connection.send(message)
@@ -458,7 +459,8 @@ class GrammarPool:
         self._stopped.remove(process.pays, process)
 
     def _share_out(self, now: float) -> float | None:
-        """Lets slow processes take turns. Returns the seconds until the next call is due; None if none is."""
+        """Lets slow processes take turns. Returns the seconds until this method must be called again; None if it need
+        not be."""
         new = {process for process in self._busy - self._slow if process.is_slow(now)}
         self._slow |= new
         if now >= self._turn_ends:

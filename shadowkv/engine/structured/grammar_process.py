@@ -1,13 +1,13 @@
 """The forker process, and the grammar processes that are forked from it.
 
-``forker.py`` starts it as ``python -m shadowkv.engine.structured.grammar_process FD``. A grammar can take forever to
-compile or to match, and neither can be interrupted. So each grammar has its own process, which ends at a limit of
+``forker.py`` starts the forker as ``python -m shadowkv.engine.structured.grammar_process FD``. Compiling or matching a
+grammar can take forever, and neither can be interrupted. So each grammar has its own process, which ends at a limit of
 processor time or memory. The forker has loaded the library and the vocabulary, so a forked process starts within
-milliseconds and shares their memory.
+milliseconds and shares the memory of both.
 
-FD is the socket to the engine's process (``grammar_pool.py``). The engine sends a vocabulary first, then one end of a
-socket for each process to fork. The forker replies with the process id, and later reports the process's end. The
-grammar processes end with the forker, and the forker ends with the engine's process.
+FD is the file descriptor of the socket to the engine's process (``grammar_pool.py``). The engine sends a vocabulary
+first, then one end of a pair of sockets for each process to fork. The forker replies with the process id, and later
+reports the process's end. The grammar processes end with the forker, and the forker ends with the engine's process.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _low_priority(by: int) -> Iterator[ThreadPoolExecutor]:
-    """A context with a thread that has a lower priority than this process. The process keeps its own, because an
-    unprivileged process could not raise it again."""
+    """A context with a thread that has a lower priority than this process. The process keeps its own priority, because
+    an unprivileged process could not raise it again."""
 
     def lower() -> None:
         with suppress(OSError):

@@ -64,8 +64,8 @@ def compiler_reason(error: Exception) -> str:
 
 
 def parse_schema(schema: str) -> Any:
-    """Parses a schema. Raises ValueError or RecursionError if it is no JSON, refers to other documents, or no JSON can
-    satisfy it."""
+    """Parses a schema. Raises ValueError or RecursionError if the schema is not JSON, if it refers to other documents,
+    or if no JSON can satisfy it."""
     rules = json.loads(schema)
     level = [rules]
     while level:
@@ -141,7 +141,7 @@ def _has_answer(rules: Any) -> bool:
 
 def _needs(rules: Any, one: Any) -> tuple[int, list[Any]]:
     """Returns the number of parts that must have an answer for ``one`` to have one, and the parts. The number is 0 if
-    it cannot be determined."""
+    it cannot be determined; ``one`` then counts as having an answer."""
     if not isinstance(one, dict):
         return int(one is False), []
     if "$ref" in one:
