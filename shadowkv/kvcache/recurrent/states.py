@@ -42,7 +42,7 @@ class RecurrentSequence:
             rows, and more after a step with drafted tokens. Empty while the sequence does not grow.
         since: the smallest number of tokens after which the ring can have a state. Removing tokens does not change
             which states the ring has.
-        checkpoints: the checkpoints, by ascending position. Some may have been dropped.
+        checkpoints: the checkpoints, by ascending position. Some of them may have been dropped (``row`` is None).
         pending: checkpoints that a running prefill writes.
         keeps: whether prefills write checkpoints, from which other sequences can begin.
     """
@@ -119,7 +119,7 @@ class RecurrentStates:
         self.padding, self.changes = count, 0
         self.reserved = layout.num_checkpoints(sequences)
         self._room = self.reserved  # number of further checkpoints that can be written or read at the same time
-        self._of_ends = self._room // 2  # the share of the room that only ends of prompts can use
+        self._of_ends = self._room // 2  # the part of the room that is kept for ends of prompts
         self._free = list(range(count - 1, -1, -1))
         self._kept: OrderedDict[Checkpoint, None] = OrderedDict()
 
@@ -164,8 +164,8 @@ class RecurrentStates:
         return sequence
 
     def resume(self, sequence: RecurrentSequence, length: int) -> None:
-        """Makes a sequence of ``length`` tokens grow again. Its last state stays a checkpoint if others can begin
-        there."""
+        """Makes a sequence of ``length`` tokens grow again. Its last state stays a checkpoint if other sequences can
+        begin with it."""
         if sequence.ring:
             return
         source = sequence.at(length)
@@ -275,7 +275,7 @@ class RecurrentStates:
     def _resume(self, sequence: RecurrentSequence, source: Checkpoint) -> None:
         row = source.row
         assert row is not None
-        self._touch(source)  # ``_take`` drops it last, and even then its row is not overwritten before the copy
+        self._touch(source)  # so ``_take`` drops ``source`` last, and then no one writes to its row before the copy
         sequence.ring, sequence.since = self._take(), source.position
         self._copy(row, sequence.row(source.position))
 

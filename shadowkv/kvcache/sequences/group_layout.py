@@ -72,8 +72,9 @@ MAX_ENTRIES = 32767
 """Maximum number of chunks that a fetch buffer can number."""
 
 MIN_WASTE = 0.02
-"""Accepted waste of a block: the share that compressed pages leave unused, or half of the share that exact pages leave
-unused. Exact pages count half, because mostly long sequences fill a device."""
+"""Waste of a block at which ``pack`` tries no larger blocks. The waste is the share of the block that compressed pages
+leave unused, or half of the share that exact pages leave unused, whichever is larger. Exact pages count half, because a
+full device mostly holds long sequences, and these are compressed."""
 
 SPARE_SEGMENTS = 16
 """At full occupancy, one sequence in this many can have a second segment."""
@@ -128,7 +129,8 @@ class GroupLayout:
         model_layers: number of all layers of the model that store something.
         model_indexed: whether any layer of the model has an indexer.
         attending: number of layers of the model that attend to keys and values of the group.
-        scratch: a key. Prefills of groups with equal keys share scratch memory (``ModelShape.scratch_of``).
+        scratch: identifies scratch memory. Prefills of groups with equal ``scratch`` share it
+            (``ModelShape.scratch_of``).
         window: number of newest tokens that a step attends to, which are exact in a ring of pages; None for all tokens.
         rope: the group's own RoPE; None for the model's.
         indexer: the indexer of the group's layers; None without one.
@@ -220,7 +222,7 @@ class GroupLayout:
             return Blocks(sequences=sequences)
         segments = sequences
         if self.growth.learns:
-            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one sequence can have the maximum
+            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # enough for one sequence with MAX_SEGMENTS
         return Blocks(sequences=sequences, segment_slots=segments, states=segments if self.growth.learns else 0)
 
     def fixed_bytes(self, sequences: int) -> int:
@@ -304,7 +306,7 @@ class GroupLayout:
         (values,) = self.host_fields
         row = values.shape[2:]
         chunks = spec.compressed_pages(self.max_model_len) * values.shape[1]
-        # A captured step can be rounded up to one page more than the longest sequence has.
+        # The shapes of a captured step can be rounded up to one page more than the longest sequence has.
         selected = min(chunks, int(spec.budget_chunks(np.asarray(self.max_model_len + PAGE))))
         entries = min(chunks, math.ceil(self.fetch_buffer * selected), MAX_ENTRIES)
         if not entries or entries < selected:

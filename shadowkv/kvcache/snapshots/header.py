@@ -105,7 +105,7 @@ class SnapshotSegment:
         return start if self.continued else self.first
 
     def compressed(self, start: int) -> int:
-        """Position after its last compressed token."""
+        """Position after the segment's last compressed token, in a snapshot that begins at ``start``."""
         return self.begin(start) + PAGE * self.num_pages
 
     def cut(self, start: int, stop: int) -> SnapshotSegment:
@@ -211,9 +211,9 @@ class SnapshotHeader:
         return self.length - self.tail_tokens
 
     def cut(self, stop: int) -> Cut:
-        """Returns the part that is used by a sequence that continues differently after its first ``stop`` tokens. At
-        ``stop == length`` that is everything. Raises ValueError unless ``stop`` is in the snapshot, at a page boundary
-        or among exact tokens."""
+        """Returns the part that is used by a sequence that continues differently after its first ``stop`` tokens. If
+        ``stop`` is ``length``, all of the snapshot is used. Raises ValueError unless ``stop`` is in the snapshot, at a
+        page boundary or among exact tokens."""
         if not self.start < stop <= self.length or (stop < self.exact and stop % PAGE):
             raise ValueError(f"a snapshot of tokens {self.start} to {self.length} cannot be cut at {stop}")
         if self.window and stop < self.length and self.start < self.exact:
@@ -227,7 +227,8 @@ class SnapshotHeader:
 
     @staticmethod
     def from_plain(plain: object) -> SnapshotHeader:
-        """Makes a header of untrusted parsed JSON of its attributes. Raises ValueError, which says what is wrong."""
+        """Makes a header from parsed JSON of its attributes, which is not trusted. Raises ValueError, which says what
+        is wrong."""
         header = dataclass_json.from_plain(SnapshotHeader, plain)
         if header.layers and not header.other_groups:
             raise ValueError(f"this is no header of a snapshot: layers {header.layers} are not all of the model's")
