@@ -18,8 +18,8 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
 GROUP = "shadowkv.plugins"
-"""The group of entry points. Each names a function, which is called without arguments, or a module, which is
-imported."""
+"""The group of entry points. Each entry point names a function, which is called without arguments, or a module, which
+is imported."""
 
 OWN = EntryPoint("baselines", "shadowkv.baselines:register", GROUP)
 """The package's own plugin. It is named here so that it is found even if the package is not installed."""

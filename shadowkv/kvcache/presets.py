@@ -24,7 +24,8 @@ PRESETS: dict[str, KVSpec] = {
     # device, single tokens can be selected, and half of the budget is sampled.
     "turbo": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", chunk=1, settings={"index.sampled": 0.5}),
     "turbo-host": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", place="host", chunk=8),
-    # The oracle: selects the tokens with the largest exact scores, which every other index approximates.
+    # The oracle: its index computes exact scores, which every other index approximates, and selects the tokens with the
+    # largest ones.
     "exact-top-k": KVSpec(index="exact", chunk=1),
     # The following presets store keys and values in few bits and attend to all tokens.
     # TurboQuant: arXiv:2504.19874; with this project's scales (``codecs/lloyd.py``), and with the mean subtracted from

@@ -21,8 +21,8 @@ from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, exact_row
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """The storage plan of a sequence's new tokens, which is the same for every layer. Its tensors are on the device, so
-    that no layer waits for a copy.
+    """The storage plan of a sequence's new tokens. It is the same for every layer, and its tensors are on the device,
+    so no layer waits for a copy.
 
     Attributes:
         length: number of tokens of the sequence, including the new ones.

@@ -153,8 +153,8 @@ class Storing:
         return tuple(torch.cat(pair, dim=1) for pair in zip((before, tail, *others), (keys, *new), strict=True))
 
     def _earlier(self, layers: slice, plan: StoragePlan) -> Tensor:
-        """Rebuilds the keys before RoPE [L, n, H, d] of all compressed tokens of a sequence. If new tokens are too few
-        for a subspace of their own, they share one with these tokens."""
+        """Rebuilds the keys before RoPE [L, n, H, d] of all compressed tokens of a sequence. These keys are needed if
+        new tokens are too few for a subspace of their own: they then share one with the earlier tokens."""
         rebuilt = []
         for layer in range(layers.start, layers.stop):
             for segment in plan.cached:

@@ -86,7 +86,7 @@ class Fetching:
         return 2 if self._stream is not None and short and much else 1
 
     def portions(self, batch: CompressedBatch) -> list[slice]:
-        """Portions of rows that are fetched one after the other. There is only one without a GPU, or if another
+        """Portions of rows that are fetched one after the other. There is only one portion without a GPU, or if another
         micro-batch computes during the fetch."""
         count, rows = len(batch.slots), self._buffers[0].rows[0]
         many = count * batch.max_budget * rows[:, 0].nbytes >= MANY_BYTES

@@ -36,8 +36,8 @@ from shadowkv.settings import Check, setting, settings_of
 
 EXCLUDED = "excluded"
 """Field of compressed pages, bool [H, C]: True for chunks that are stored exactly elsewhere (sink, outliers) and must
-be neither scored nor selected. The cache owns it. Pages have this field if the policy has outliers, or if its index
-reads the field."""
+be neither scored nor selected. The cache declares it, and not a part. Pages have this field if the policy has outliers,
+or if its index reads the field."""
 
 
 INDEX_KEYS = "index_keys"
@@ -238,8 +238,8 @@ class StoredPart(Part, ABC):
         return type(self).observe is not StoredPart.observe
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
-        """Learns from a prompt's last queries. It is called before ``fit``, long before if the prompt first stays
-        dense.
+        """Learns from a prompt's last queries. ``observe`` is called before ``fit``. If the prompt stays dense at
+        first, it is called long before.
 
         Args:
             states: int64 [n], the states that learn.
@@ -343,7 +343,8 @@ class IndexPart(StoredPart):
 
 
 class ScoredIndex(IndexPart):
-    """An index that scores every chunk. It selects the chunks with the largest softmax share in any query head."""
+    """An index that scores every chunk. A kv head selects the chunks with the largest share of the softmax of any of
+    its query heads."""
 
     unstored = ("mass",)
     ops: ClassVar[tuple[str, ...]] = ("select_top_chunks",)

@@ -184,7 +184,7 @@ class SignSketch(KeySketch):
 def sketch_maps(queries: Tensor, heads: int, rotation: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
     """The maps of each kv head's keys and queries: L R for keys, and L^-T R for queries.
 
-    L L^T = d C, where C is the second moment of normalised queries, mixed with that of uniform directions.
+    L L^T = d C, where C is the second moment of normalised queries, mixed with the second moment of uniform directions.
 
     Args:
         queries: [..., w, H_q, d], the last w queries of a prompt; w can be 0.

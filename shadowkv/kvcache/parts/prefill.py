@@ -25,8 +25,9 @@ SPARSE_FROM, MIN_QUERIES = 8192, 1024
 exact."""
 
 DENSE_LAST = 256
-"""Number of a prompt's newest tokens that attend to everything. The other tokens of their tiles do so too. A prompt
-often ends with a question, whose tokens may each need different blocks, so one selection for a tile is too coarse."""
+"""Number of a prompt's newest tokens that attend to everything. The other tokens of their tiles also attend to
+everything. A prompt often ends with a question, whose tokens may each need different blocks, so one selection for a
+tile is too coarse."""
 
 
 class DensePrefill(PrefillStrategy):

@@ -172,7 +172,7 @@ class CodedKeys(CodedPart, KeyPart):
 
     @property
     def fits_on_earlier(self) -> bool:
-        """True for centred keys, so that the subtracted mean is that of all tokens."""
+        """True for centred keys, so that the mean that is subtracted is the mean of all tokens' keys."""
         return self.centred
 
     def state_fields(self) -> tuple[Field, ...]:
@@ -180,8 +180,8 @@ class CodedKeys(CodedPart, KeyPart):
         return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.centred else ()))
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Bytes of two float32 copies of the keys if a codec that learns gets centred keys, and of the codec's own
-        memory."""
+        """Bytes that the codec needs. If a codec that learns gets centred keys, bytes of two float32 copies of the keys
+        are added."""
         centred = 2 * 4 * tokens * self.shape.kv_dim if self.centred and self.learned_fields() else 0
         return centred + super().fitting_bytes(tokens)
 

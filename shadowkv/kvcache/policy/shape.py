@@ -113,7 +113,7 @@ class LayerKind:
     """The kind of a layer: full attention, attention to a window or to what an indexer selects, or a recurrent state.
 
     Attributes:
-        window: number of newest tokens that a query attends to, its own included; None for all tokens.
+        window: number of newest tokens that a query attends to, including the query's own; None for all tokens.
         rope: the layer's own RoPE; None for the model's. Only layers with a window can have their own.
         heads: the layer's own heads; None for the model's. Only layers with a window can have their own.
         state: arrays of one sequence's recurrent state; empty for layers with attention.

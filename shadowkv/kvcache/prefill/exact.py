@@ -48,7 +48,7 @@ class PromptNumbers(NamedTuple):
         static_pages: number of exact pages of the sequence's sink.
         before, after: number of the sequence's compressed tokens before and after the prompt.
         segment: slot of the sequence's last segment.
-        state, first: that segment's state and position.
+        state, first: state of this last segment, and position of its first token.
         learning: the state that learns from the prompt's last queries; the spare state if none does.
     """
 
@@ -93,8 +93,8 @@ class CompressingPrompts:
         states, first, pages: int64 [n], states of these pages, positions of their first tokens, and page ids. Unused
             pages are written to the padding page.
         learning: int64 [MAX_PROMPTS + 1], for each sequence, the state that learns from its last queries.
-        queries: int64 [MAX_PROMPTS + 1, OBSERVED], rows of these queries among the T new tokens. They are arbitrary for
-            sequences from which no state learns.
+        queries: int64 [MAX_PROMPTS + 1, OBSERVED], rows of the sequences' last queries among the T new tokens. They are
+            arbitrary for sequences from which no state learns.
         first_query: int64 [MAX_PROMPTS + 1], position of the first of these queries in its sequence.
     """
 
@@ -227,7 +227,7 @@ def exact_prompts(
     padding = slot[sequence] == tables.padding_slot
     position = torch.where(padding, 0, cached[sequence] + within)  # RoPE tables have no positions for padding
     page = position // PAGE
-    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # what leaves the window at once is not stored
+    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # all others leave the window at once
     kept &= position >= after[sequence]
     page_id = tables.exact[slot[sequence], static[sequence] + page % num_pages[sequence]].long()
     padding_page = tables.exact[tables.padding_slot, 0].long()

@@ -90,10 +90,10 @@ class Prefill:
         """Attends with queries [n, H_q, d] of a block before RoPE. The keys and values of this block and of the blocks
         before it must have been appended.
 
-        The returned function returns the result, with undefined rows for tokens that do not need attention. ``sinks``
-        are float32 [H_q]. If there is an indexer, ``index_queries`` [n, H, d], before RoPE, select the blocks to attend
-        to. On a GPU the layer is stored while the last block attends: all queries that an index learns from are known
-        by then.
+        The returned function returns the result, with undefined rows for tokens that do not need attention. ``sinks``,
+        float32 [H_q], are as in ``KVCache.start``. If there is an indexer, ``index_queries`` [n, H, d], before RoPE,
+        select the blocks to attend to. On a GPU the layer is stored while the last block attends: all queries that an
+        index learns from are known by then.
         """
         batch = block.batch
         q = self.ops.apply_rope(q, block.positions, self.store.rotary)
@@ -278,7 +278,8 @@ class Prefill:
         self, layer: int, q: Tensor, batch: GroupPrefill, row_ranges: tuple[RowRange, ...], sinks: Tensor | None
     ) -> Tensor:
         """Attention of row ranges whose sequences share their cached segments. Each row range attends to its own exact
-        tokens and the sinks. All of them together attend to the segments, which are rebuilt once."""
+        tokens and to the softmax position of ``sinks``. All of them together attend to the segments, which are rebuilt
+        once."""
         cached = batch.plan_of(cast(NewTokens, row_ranges[0].alone)).cached
         own = []
         for row_range, queries in zip(row_ranges, q.split([one.stop - one.start for one in row_ranges]), strict=True):

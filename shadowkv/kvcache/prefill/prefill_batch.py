@@ -62,7 +62,7 @@ class ToStore:
     """How the new tokens of some sequences are stored, in every layer.
 
     Attributes:
-        observed: queries that parts learn from first.
+        observed: queries that parts learn from before the tokens are stored.
         exact: rows of the sequences that stay exact, and where they are written. Adjacent rows are joined.
         compressed: rows and plans of the other sequences.
     """
@@ -223,7 +223,8 @@ class GroupPrefill:
         return np.arange(*np.searchsorted(self._last, (new.start, new.stop)))
 
     def keep_queries(self, layer: int, block: PrefillBlock, q: Tensor) -> None:
-        """Keeps those of a block's RoPE-rotated queries [n, H_q, d] that are among the last of their sequences."""
+        """Keeps the RoPE-rotated queries of a block, ``q`` [n, H_q, d], that are among the last ``OBSERVED`` of their
+        sequences."""
         if len(block.last):
             self.queries[self.scratch_index(layer), block.kept] = q[block.last]
 
@@ -275,7 +276,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class PrefillBlock:
-    """Neighbouring tokens of a prefill, which can be paused between blocks.
+    """Neighbouring tokens of a prefill. The prefill can pause between two blocks.
 
     Attributes:
         positions: int64 [n].
@@ -304,8 +305,8 @@ class PrefillBlock:
         return replace(self, row_ranges=tuple(RowRange(stop - 1, stop, new) for new, stop in self.ends))
 
     def only_ends(self, positions: Tensor) -> PrefillBlock:
-        """Returns a block of only the tokens of ``ends``, which are at ``positions`` int64 [n]. Nothing can be stored
-        with it. Packed sequences still attend in one call."""
+        """Returns a block of only the tokens of ``ends``, which are at ``positions`` int64 [n]. The block cannot be
+        used to store tokens. Packed sequences still attend in one call."""
         ending = {new.start for new, _ in self.ends}
         row_ranges = (
             one if one.alone is None else RowRange(one.stop - 1, one.stop, one.alone)

@@ -81,8 +81,9 @@ SPARE_SEGMENTS = 16
 
 
 WINDOW_SLACK = 2
-"""Pages of a ring in addition to those that its window fills: one page that is being filled, and one page so that up to
-a page of the newest tokens can be removed, or left out by a fork."""
+"""Number of pages of a ring beyond those that its window fills. One page is being filled. The other keeps older tokens:
+up to a page of the newest tokens can be removed, or left out by a fork, and the window before them is then still
+complete."""
 
 
 def pack(exact: int, compressed: int) -> tuple[int, int, int]:

@@ -118,7 +118,8 @@ class Layout:
 
     @property
     def bounded(self) -> tuple[str, ...]:
-        """The names in ``paged`` whose demand does not grow with the sequence: those of windows."""
+        """Names of the tiers in ``paged`` that belong to layers with a window. A sequence's demand for them is limited
+        by the window."""
         windows = [group for group in self.groups if group.window is not None]
         return tuple(_named(group, tier.name) for group in windows for tier in group.tiers if tier.paged)
 

@@ -4,7 +4,8 @@ new sequence. ``Tables``: the page tables that kernels read.
 All tokens of a dense sequence are exact. A compressed sequence has compressed pages [0, compressed), exact copies of
 its sink and outliers (per kv head), and an exact tail [compressed, length) in a ring of pages. Its compressed pages are
 divided into segments, each with one fitted state. Compressed pages and states never change, so any number of sequences
-can share them. Each sequence that shares them holds a reference to their blocks (``memory.arenas.BlockPool``).
+can share them. Each of these sequences holds a reference to the blocks of the shared pages and states
+(``memory.arenas.BlockPool``).
 """
 
 from __future__ import annotations

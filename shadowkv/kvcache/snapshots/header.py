@@ -1,9 +1,9 @@
 """``Snapshot``: the bytes of a cached sequence after a fork point. ``SnapshotHeader``: what the bytes are.
 
-The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains. The first one
-begins at token 0. Each later one begins where the used part of the one before it ends. A segment's state is stored
-once, in the first snapshot with pages of the segment; later snapshots store only further pages. A header may come from
-a corrupt or hostile file, so its numbers are checked (``contradictions``).
+The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains. The first snapshot
+begins at token 0. Each later snapshot begins where the used part of the snapshot before it ends. A segment's state is
+stored once, in the first snapshot with pages of the segment; later snapshots store only further pages. A header may
+come from a corrupt or hostile file, so its numbers are checked (``contradictions``).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class SnapshotField:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def of(self, layer: Tensor) -> Tensor:
-        """Returns a view of the array, [*shape], in the bytes of a layer, uint8 [layer_bytes]. These must begin at a
-        multiple of 16 bytes."""
+        """Returns a view of the array, [*shape], in the bytes of a layer, uint8 [layer_bytes]. The layer must begin at
+        a multiple of 16 bytes."""
         return layer[self.offset : self.offset + self.nbytes].view(DTYPES[self.dtype]).view(self.shape)
 
 

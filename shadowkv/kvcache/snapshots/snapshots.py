@@ -74,8 +74,8 @@ class Snapshots:
         return first[1].header(sequence, start, stop, tuple(headers))
 
     def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
-        """Begins to read the snapshot that ``describe`` describes, layer by layer. The reading holds its blocks until
-        it is closed.
+        """Begins to read the snapshot that ``describe`` describes, layer by layer. The ``Reading`` holds the blocks
+        that it reads until it is closed.
 
         Raises ValueError as ``describe`` does, and if there is nothing to read. Raises OutOfBlocks if too many
         checkpoints of recurrent states are being read.
@@ -93,8 +93,8 @@ class Snapshots:
     def restore(
         self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
     ) -> Restoring:
-        """Makes a new sequence from the used parts of snapshots, whose bytes the caller then writes. It has room to
-        grow to ``start`` tokens by a prompt, and to ``capacity`` tokens by decoding.
+        """Makes a new sequence from the used parts of snapshots. The caller then writes the bytes of these parts. The
+        sequence has room to grow to ``start`` tokens by a prompt, and to ``capacity`` tokens by decoding.
 
         Raises OutOfBlocks and then takes nothing. Raises ValueError if this cache stores sequences in another form, or
         if the chain has gaps.
