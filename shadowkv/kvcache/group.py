@@ -42,7 +42,8 @@ class LayerGroup:
         slots: number of sequences that the cache can hold.
         memory: blocks of each tier of the group.
         strategy: the cache's prefill strategy.
-        weights: for each layer of the group, the weights that the policy's parts need, by name (``Part.weights``).
+        weights: for each layer of the group, the weights that the policy's parts need, by name
+            (``StoredPart.weights``).
 
     Raises ValueError if a layer lacks weights that a part needs.
     """

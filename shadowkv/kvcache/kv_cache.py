@@ -59,7 +59,7 @@ class KVCache:
 
     Args:
         layout: the policy's layout on the model, for sequences of up to its ``max_model_len``.
-        rope: the RoPE of layers without their own. Queries and keys arrive before RoPE.
+        rope: the RoPE of layers that have no RoPE of their own. Queries and keys arrive before RoPE.
         slots: number of sequences that the cache can hold, running or finished.
         memory: blocks of each tier.
         ops: the engine's ops, chosen for this layout, RoPE and device (``case.choose_ops``).

@@ -68,7 +68,7 @@ class Compression:
 
         Args:
             numbers: int64 [6, n]: slots of sequences, columns in their exact page tables, page numbers, slots of
-                segments, columns in their page tables, and states.
+                segments, columns in the segments' page tables, and states.
         """
         slots, column, page_number, segment, segment_column, states = numbers
         tables = self.tables

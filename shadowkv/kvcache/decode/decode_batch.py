@@ -285,7 +285,8 @@ def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, index: IndexPar
 
 
 def _exact_numbers(numbers: SequenceNumbers, width: int) -> Tensor:
-    """Returns the number of each exact page [B, ``width``] in its sequence. There are no static pages."""
+    """Returns the number of each exact page [B, ``width``] in its sequence. With an indexer there are no static
+    pages."""
     oldest = numbers.compressed[:, None] // PAGE
     column = torch.arange(width, device=oldest.device)
     return oldest + (column - oldest) % numbers.ring_pages[:, None]

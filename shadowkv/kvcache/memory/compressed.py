@@ -65,7 +65,8 @@ class CompressedStore:
         self.page[name][layers][:, pages] = rows
 
     def write_heads(self, name: str, layers: slice, pages: Tensor, tokens: Tensor) -> None:
-        """Writes ``tokens`` [L, n, 64, H, x] to pages int64 [n] of a field of shape [H, C, c, x]."""
+        """Writes ``tokens`` [L, n, 64, H, x], with x elements per row, to pages int64 [n] of a field of shape [H, C, c,
+        x]."""
         self.ops.write_rows(tokens, self.page[name][layers], pages, name in self._across_bus)
 
 

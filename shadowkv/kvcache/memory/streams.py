@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 class SideStream:
     """A CUDA stream beside the current one. Without a GPU, work runs at once.
 
-    The stream has high priority, so its small kernels get room between the thread blocks of large kernels. PyTorch
-    reuses memory that work on this stream has allocated only for later work on this stream. That work starts after all
-    earlier work on the current stream, so results are not overwritten while the current stream reads them.
+    The stream has high priority, so its small kernels get room between the thread blocks of large kernels. Memory that
+    work on this stream has allocated is given only to later work on this stream. That work starts after all earlier
+    work on the current stream, so results are not overwritten while the current stream reads them.
 
     Args:
         wanted: False to run all work at once.

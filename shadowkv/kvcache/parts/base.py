@@ -179,7 +179,7 @@ class StoredPart(Part, ABC):
     """A part whose arrays are in the pages and states of a cache: base class of key, index and value parts.
 
     Attributes:
-        settings: the settings of this part's policy.
+        settings: the part's settings in its policy.
         diagnostics: names of state fields that hold one number, which says how well a state fits. Smaller is worse.
         weights: names of the weights that a checkpoint must have in every layer (``CompressedStore.weights``).
         captures_observe: whether a CUDA graph can capture ``observe``. If not, prompts from which the part learns run
@@ -255,7 +255,7 @@ class StoredPart(Part, ABC):
 
     @abstractmethod
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
-        """Writes full pages."""
+        """Compresses full pages of tokens and writes them."""
 
 
 class KeyPart(StoredPart):

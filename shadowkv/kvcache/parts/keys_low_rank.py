@@ -73,10 +73,11 @@ class LowRankKeys(KeyPart):
         """The default rank is 5/32 of H*d (the paper's 160 of 1,024). It is rounded up to a multiple of 32, because
         tensor cores multiply 32 dimensions at a time, but it is at most H*d.
 
-        Narrow keys are less low-rank. If latents are quantized, narrow keys keep all dimensions, up to the 256 that
-        kernels support. With half of the dimensions, Qwen2.5-Coder-1.5B loses 0.9 points of RULER at 32K, with a
-        standard error of 0.7. With 16-bit latents, or a codec that learns the bits of each dimension, narrow keys keep
-        half of the dimensions. A single kv head shares no subspace with others and always keeps all dimensions."""
+        Narrow keys need a larger share of their dimensions. If latents are quantized, narrow keys keep all dimensions,
+        up to the 256 that kernels support. With half of the dimensions, Qwen2.5-Coder-1.5B loses 0.9 points of RULER at
+        32K, with a standard error of 0.7. With 16-bit latents, or a codec that learns the bits of each dimension,
+        narrow keys keep half of the dimensions. A single kv head shares no subspace with others and always keeps all
+        dimensions."""
         settings: LowRankKeys.Settings = cls.settings_of(spec)
         if settings.rank is not None:
             return settings

@@ -21,8 +21,8 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 from shadowkv.settings import Check, setting
 
 SPARSE_FROM, MIN_QUERIES = 8192, 1024
-"""Numbers of keys, and of new tokens of a sequence, from which on sparse attention is faster. Below them attention is
-exact."""
+"""Sparse attention is faster if there are more keys than the first number, and at least as many new tokens of a
+sequence as the second. Otherwise attention is exact."""
 
 DENSE_LAST = 256
 """Number of a prompt's newest tokens that attend to everything. The other tokens of their tiles also attend to

@@ -18,10 +18,10 @@ from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 VALIDITY = 0.25
 """Number of later tokens that a state serves, as a fraction of the tokens that it was fitted on.
 
-It was measured with SmolLM2 and ``turbo``, on 400 tokens, followed by 400 others and a question. The KL divergence from
-full attention is 0.0047 if all tokens come in one prefill, 0.0101 if the state of the first 400 serves the others, and
-0.0049 if the others have their own state. With only 200 others, the divergence is 0.0065 in one prefill, and 0.0147 if
-the state of the first 400 serves them."""
+In a measurement with SmolLM2 and ``turbo``, 400 tokens are followed by 400 others and a question. The KL divergence
+from full attention is 0.0047 if all tokens come in one prefill, 0.0101 if the state of the first 400 serves the others,
+and 0.0049 if the others have their own state. With only 200 others, the divergence is 0.0065 in one prefill, and 0.0147
+if the state of the first 400 serves them."""
 
 SETTLED = 2048
 """A state fitted on at least this many tokens serves all tokens that are generated later. A state of their own would

@@ -69,7 +69,7 @@ class PageCount:
 
 
 MAX_ENTRIES = 32767
-"""Maximum number of chunks that a fetch buffer can number."""
+"""Maximum number of chunks in a fetch buffer, because int16 numbers them."""
 
 MIN_WASTE = 0.02
 """Waste of a block at which ``pack`` tries no larger blocks. The waste is the share of the block that compressed pages
@@ -104,8 +104,8 @@ def pack(exact: int, compressed: int) -> tuple[int, int, int]:
 
 
 def neighbours(layers: Sequence[int], bounds: Collection[int] = ()) -> tuple[range, ...]:
-    """Splits ``layers``, ascending layer numbers of the model, into ranges of indices with consecutive layers. A layer
-    in ``bounds`` starts a new range."""
+    """Splits ``layers``, ascending layer numbers of the model, into ranges of indices. The layers of a range are
+    consecutive. A layer in ``bounds`` starts a new range."""
     starts = [at for at, layer in enumerate(layers) if not at or layers[at - 1] + 1 != layer or layer in bounds]
     return tuple(map(range, starts, (*starts[1:], len(layers))))
 
@@ -117,7 +117,7 @@ class GroupLayout:
 
     Args:
         spec: the resolved policy.
-        shape: attention sizes of the model. The attribute ``shape`` is that of the group's layers.
+        shape: attention sizes of the model. The attribute ``shape`` has the sizes of the group's layers.
         kind: kind of the layers' attention.
         dtype: dtype of exact keys and values, and of full-precision fields of the parts.
         max_model_len: longest sequence, in tokens.

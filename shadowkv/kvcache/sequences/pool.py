@@ -110,8 +110,9 @@ class SequencePool:
     def restore(
         self, outline: Outline, start: int, capacity: int, parent: CachedSequence | None = None
     ) -> CachedSequence:
-        """Makes a new sequence that begins with ``outline`` and has room for ``start`` prompt tokens and ``capacity``
-        tokens. The caller writes the contents of its pages, except for those that it shares with ``parent``.
+        """Makes a new sequence that begins with ``outline`` and has room for a prompt up to ``start`` tokens, and for
+        ``capacity`` tokens in all. The caller writes the contents of its pages, except for those that it shares with
+        ``parent``.
 
         Raises OutOfBlocks and then takes nothing; raises ValueError if the sequence would be too long.
         """

@@ -287,7 +287,7 @@ class Tables:
         compressed: int64 [slots], compressed tokens.
         valid_until: int64 [slots], position up to which the last segment's state serves generated tokens.
         static_pages: int64 [slots], number of exact pages with sinks and outliers.
-        ring_pages: int64 [slots], number of exact pages in the ring. The ring of a dense sequence has all its pages.
+        ring_pages: int64 [slots], number of exact pages in the ring. A dense sequence has all its pages in the ring.
         segments: int64 [slots], number of segments.
         seed: uint64 [slots], seed of the sequence's sampling.
         segment_slots: int64 [slots, MAX_SEGMENTS], slots of the segments.

@@ -13,7 +13,7 @@ MAX_BYTES = 2**20
 
 
 def to_json(value: Any) -> str:
-    """Returns the JSON of a dataclass. Its fields are numbers, strings, booleans, tuples, or dataclasses of these."""
+    """Returns the JSON of a dataclass whose fields are numbers, strings, booleans, tuples, or dataclasses of these."""
     return json.dumps(asdict(value), separators=(",", ":"))
 
 

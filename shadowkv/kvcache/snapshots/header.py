@@ -83,7 +83,7 @@ def laid_out(arrays: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tupl
 
 @dataclass(frozen=True)
 class SnapshotSegment:
-    """A segment of a sequence, or its newer part.
+    """A segment of a sequence, or the segment's newer part.
 
     Attributes:
         first, end, valid_until, fitted, static_tokens: as in ``Segment``.
@@ -139,7 +139,8 @@ class SnapshotHeader:
         fields: the fields of a layer, in the order of their bytes, such as ``segments.0.pages.latents`` [num_pages,
             ...], ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail`` [2,
             tail_tokens, H, d], ``tail.index_keys`` [1, tail_tokens, 1, d] in layers with an indexer, and
-            ``observed.basis`` [...]. An axis of 2 has RoPE-rotated keys, then values.
+            ``observed.basis`` [...]. H is the number of kv heads, d the dimensions of a head. An axis of 2 has
+            RoPE-rotated keys, then values.
         num_layers: number of all layers of the model.
         layer_bytes: bytes of a layer with these fields.
         layers: the layers with these fields; empty if all layers have them.
@@ -227,8 +228,8 @@ class SnapshotHeader:
 
     @staticmethod
     def from_plain(plain: object) -> SnapshotHeader:
-        """Makes a header from parsed JSON of its attributes, which is not trusted. Raises ValueError, which says what
-        is wrong."""
+        """Makes a header from its attributes as parsed JSON, which need not be valid. Raises ValueError, which says
+        what is wrong."""
         header = dataclass_json.from_plain(SnapshotHeader, plain)
         if header.layers and not header.other_groups:
             raise ValueError(f"this is no header of a snapshot: layers {header.layers} are not all of the model's")

@@ -178,7 +178,7 @@ class RecurrentContents:
     """Makes and checks headers of snapshots of the layers with a recurrent state.
 
     Args:
-        form: digest of all that caches must have in common to read them (``form_of``).
+        form: digest of all that caches must have in common to read the snapshots (``form_of``).
     """
 
     def __init__(self, layout: RecurrentLayout, form: str, shape: ModelShape) -> None:
@@ -225,7 +225,7 @@ class GroupContents:
     """Makes and checks headers of snapshots of a group of layers.
 
     Args:
-        form: digest of all that caches must have in common to read them (``form_of``).
+        form: digest of all that caches must have in common to read the snapshots (``form_of``).
     """
 
     def __init__(self, layout: GroupLayout, form: str) -> None:
