@@ -106,9 +106,9 @@ class Decode:
         index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Starts attention of queries [B, H_q, d] before RoPE. The returned function finishes the attention and returns
-        [B, H_q, d]. ``sinks``, float32 [H_q], are as in ``KVCache.start``. Only the attention to exact tokens takes
-        them in, so that the merge counts them once. If there is an indexer, ``index_queries`` [B, H, d] select what is
-        attended to. If all sequences of the batch are dense, all tokens are attended to."""
+        [B, H_q, d]. ``sinks``, float32 [H_q], are as in ``KVCache.start``. They are added only to the attention to
+        exact tokens, so that the merge counts them once. If there is an indexer, ``index_queries`` [B, H, d] select
+        what is attended to. If all sequences of the batch are dense, all tokens are attended to."""
         q = self.apply_rope(q, batch)
         if self.query_hook is not None:
             self.query_hook(self.store.layout.layers[layer], q, batch)

@@ -27,8 +27,8 @@ SKETCH_BUDGET = 1 / 96, 640
 minimum applies to contexts of fewer than 61,440 tokens: the error of sampling depends on the number of sampled tokens,
 not on their share of the context (docs/benchmarks/answers.md). ``DEFAULT_BUDGET`` has the share of the ShadowKV paper,
 1.56 % (section 5.1). ``SKETCH_BUDGET`` is for a sketch that finds single tokens. It has two thirds of the tokens.
-Instead, a step examines 1.5 times as many runs of the sketch. This loses less than all of the tokens with fewer runs
-(docs/design/measured.md)."""
+Instead, a step examines 1.5 times as many runs of the sketch. This loses less than ``DEFAULT_BUDGET`` with the smaller
+number of runs (docs/design/measured.md)."""
 
 MIN_SEGMENT = 256
 """With the default budget, a tail is compressed only if it has this many tokens besides the sink, the outliers and the
