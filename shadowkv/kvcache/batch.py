@@ -1,4 +1,7 @@
-"""``Batch``: the tokens that go through the layers together, as parts of different kinds. ``KVCache`` makes batches."""
+"""``Batch``: the tokens that go through the layers together, as parts of different kinds. ``KVCache`` makes batches.
+
+Shapes: T tokens, H kv heads, H_q query heads, d dimensions of a head.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ class PartHandler(Protocol):
 class Batch:
     """New tokens that go through the layers together. They are packed, one part after the other.
 
-    Each part attends by itself, to its own sequences. Everything else in a layer sees one batch.
+    Each part computes its own attention, to its own sequences. The rest of a layer is computed for the whole batch at
+    once.
 
     Attributes:
         groups: for each group of layers with attention, its parts. If layers have a recurrent state, their

@@ -21,12 +21,13 @@ OF_TOKENS = (
     *("gather_context", "paged_attention", "rebuild_rows"),
 )
 OF_COMPRESSED_PAGES = ("dense_attention.partial", "find_outliers", "merge_attention", "write_rows")
-"""Ops by caller. Every policy calls ``OF_TOKENS``. A policy that compresses also calls ``OF_COMPRESSED_PAGES``, the ops
-that its parts name, and ``OF_SELECTED``, ``OF_ALL`` or both, which attend to compressed tokens."""
+"""Names of ops. Every policy calls those in ``OF_TOKENS``. A policy that compresses also calls those in
+``OF_COMPRESSED_PAGES`` and those that its parts name. To attend to compressed tokens, it calls ``OF_SELECTED``,
+``OF_ALL`` or both."""
 OF_WINDOWS = ("dense_attention.windowed", "paged_window_attention")
 """Ops of layers with a window."""
 OF_SINKS = ("add_sinks", "dense_attention.partial", "dense_attention.windowed")
-"""Ops of models with sinks."""
+"""Ops of models whose softmax has one more position (``ModelShape.sinks``)."""
 OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
 
 
@@ -54,7 +55,8 @@ def choose_ops(
 
 
 def with_other_heads(layout: Layout, case: Case) -> Iterator[Case]:
-    """Yields the cases of windows with heads of their own. ``case`` is the case of the first group."""
+    """Yields a case for each further size of heads: layers with a window can have heads of their own
+    (``LayerKind.heads``). ``case`` is the case of the first group."""
     ops = {*OF_TOKENS, *OF_WINDOWS, *(OF_SINKS if layout.shape.sinks else ())}
     for heads in dict.fromkeys(group.shape.heads for group in layout.groups):
         if heads != layout.shape.heads:
@@ -65,7 +67,7 @@ def with_other_heads(layout: Layout, case: Case) -> Iterator[Case]:
 
 def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterable[str] = ()) -> Case:
     """Returns the case by which backends are chosen: the sizes of ``layout``, and the names of all ops that are called,
-    including ``also``. Windows with heads of their own have further cases (``with_other_heads``)."""
+    including ``also``. Layers with a window that have heads of their own have further cases (``with_other_heads``)."""
     spec, shape, gpu = layout.spec, layout.shape, device.type == "cuda"
     keys, ops, pages = layout.parts.keys, {*also, *OF_TOKENS, *prefill_strategy(spec).ops}, 0
     for group in layout.groups:
@@ -96,7 +98,7 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
         centred=keys.centred,
         mass=layout.parts.index.mass is not None,
         max_pages=pages,
-        # A captured step can be rounded up to one page more than the longest sequence has.
+        # The shapes of a captured step can be rounded up to one page more than the longest sequence has.
         max_selected=max(
             (
                 min(pages * PAGE // spec.chunk, int(of_group.budget_chunks(np.asarray(layout.max_model_len + PAGE))))

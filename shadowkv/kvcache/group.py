@@ -1,5 +1,8 @@
 """``LayerGroup``: a group of layers of a cache, with its pages, policy, prefill and decode. ``KVCache`` makes the
-groups."""
+groups.
+
+Shapes: T tokens, H kv heads, H_q query heads, d dimensions of a head.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ class LayerGroup:
         slots: number of sequences that the cache can hold.
         memory: blocks of each tier of the group.
         strategy: the cache's prefill strategy.
-        weights: for each layer of the group, the weights that the policy's parts need, by name (``Part.weights``).
+        weights: for each layer of the group, the weights that the policy's parts need, by name
+            (``StoredPart.weights``).
 
     Raises ValueError if a layer lacks weights that a part needs.
     """
@@ -77,7 +81,7 @@ class LayerGroup:
         self.planner = DecodePlanner(self.storing, self.decode.fetching)
 
     def sequences(self, whole: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
-        """The sequences' parts in this group."""
+        """Returns the sequences' parts in this group (``CachedSequence.of_group``)."""
         return [sequence.of_group(self.number) for sequence in whole] if self.number else whole
 
     def compressed_after(self, sequence: CachedSequence, tokens: int) -> Compressed:
@@ -95,7 +99,8 @@ class LayerGroup:
         return spec.compresses and device_only and self.layout.parts.captures_observe
 
     def learns(self, sequence: CachedSequence) -> bool:
-        """Whether a part learns from the last queries of an exact sequence's prompt, for its later compression."""
+        """Whether ``sequence`` is dense and can be compressed later, and a part learns from its prompt's last queries
+        for that."""
         return not sequence.path and bool(sequence.state_reserve) and self.layout.parts.observing
 
     def can_capture(self, sequence: CachedSequence, tokens: int) -> bool:
@@ -110,8 +115,8 @@ class LayerGroup:
         return few and self.captures_compressing
 
     def exact_prompts(self, lengths: Tensor, numbers: Tensor, rows: int, compressing: bool) -> ExactPrompts:
-        """The group's part of ``KVCache.exact_prompts``. Without ``captures_compressing``, all of the prompts'
-        sequences are exact in this group."""
+        """Makes the group's part for ``KVCache.exact_prompts``. If ``captures_compressing`` is False, all of the
+        prompts' sequences are dense in this group."""
         compressing = compressing and self.captures_compressing
         return exact_prompts(lengths, numbers, rows, compressing, self.layout, self.pool.tables)
 

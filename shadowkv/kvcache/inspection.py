@@ -1,5 +1,9 @@
 """Reads stored keys, values and attention scores from a cache, in PyTorch. Evaluations, benchmarks and
-``engine/selections.py`` use it."""
+``engine/selections.py`` use it.
+
+Shapes: B or R rows of a batch, E exact pages and P compressed pages of a row, C chunks per page, n tokens, H kv heads,
+H_q query heads, d dimensions of a head.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +59,8 @@ def compressed_rows(cache: KVCache, layer: int, batch: CompressedBatch) -> tuple
 
 
 def exact_elsewhere(cache: KVCache, layer: int, batch: CompressedBatch) -> Tensor:
-    """Returns bool [R, H, P * C]: the chunks of a batch's compressed pages that cannot be selected, because they are
-    stored exactly as well (sink or outliers)."""
+    """Returns bool [R, H, P * C]: True for the chunks of a batch's compressed pages that cannot be selected, because
+    exact pages have them too (sink or outliers)."""
     group, at = cache.place(layer)
     return group.store.excluded(at, batch.pages, batch.first)
 
@@ -130,7 +134,7 @@ def diagnostics(cache: KVCache, sequence: CachedSequence) -> dict[str, Tensor]:
     """Returns how well a compressed sequence's states fit: the diagnostics of the policy's parts by name, float32
     [layers] each.
 
-    Each is the minimum over the sequence's segments, for the layers of the first group. The result is empty if the
+    The number for a layer of the first group is the minimum over the sequence's segments. The result is empty if the
     sequence is dense. The part that declares a name documents its meaning.
     """
     group = cache.groups[0]

@@ -6,6 +6,8 @@ with a ``batch.Batch``. The engine calls the rest: it allocates sequences (``all
 ``release``), and makes batches of decode steps (``plan_decode``, ``decode_batch``, ``end_decode``) and of prompts
 (``prefill_batch``, ``finish_prefill``, ``end_prefill``). The prefix cache turns sequences into bytes and back
 (``snapshots.open_reading``, ``snapshots.restore``). ``inspection.py`` shows the stored keys and values.
+
+Shapes: T tokens of a batch; B rows of a decode step; R segments; H kv heads, H_q query heads, d dimensions of a head.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class KVCache:
 
     Args:
         layout: the policy's layout on the model, for sequences of up to its ``max_model_len``.
-        rope: the RoPE of layers without their own. Queries and keys arrive before RoPE.
+        rope: the RoPE of layers that have no RoPE of their own. Queries and keys arrive before RoPE.
         slots: number of sequences that the cache can hold, running or finished.
         memory: blocks of each tier.
         ops: the engine's ops, chosen for this layout, RoPE and device (``case.choose_ops``).
@@ -159,22 +161,19 @@ class KVCache:
 
     def fork_points(self, sequence: CachedSequence, length: int) -> list[int]:
         """Returns the positions at which snapshots of the first ``length`` tokens of ``sequence`` should end, in
-        ascending order. The last position is ``fork_point``. If layers have a recurrent state, the checkpoints before
-        that are positions too, because the pages of a snapshot can be cut anywhere, but a state cannot. Empty if there
-        is no fork point."""
+        ascending order. The last one is ``fork_point``. If layers have a recurrent state, the positions of earlier
+        checkpoints come before it: the pages of a snapshot can be cut anywhere, but recurrent states exist only at
+        checkpoints. Empty if there is no fork point."""
         return self.pools.fork_points(sequence, length)
 
     def fork(self, sequence: CachedSequence, length: int, start: int, capacity: int) -> CachedSequence:
         """Makes a new sequence that shares its first ``length`` tokens with ``sequence``. Only windows and a recurrent
-        state are copied.
-
-        Raises OutOfBlocks and then takes nothing; raises ValueError if ``length`` is not a fork point.
-        """
+        state are copied. Raises OutOfBlocks and then takes nothing; ValueError if ``length`` is not a fork point."""
         return self.pools.fork(sequence, length, start, capacity)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Removes the tokens after ``length``. Raises ValueError if one of them is compressed or shared, or if layers
-        have a recurrent state but none is kept after ``length`` tokens."""
+        have a recurrent state and the one after ``length`` tokens is not kept."""
         self.pools.truncate(sequence, length)
 
     def trim(self, sequence: CachedSequence) -> None:
@@ -269,7 +268,7 @@ class KVCache:
             group.prefill.finish_layer(at, batch.groups[group.number])
 
     def leave_prefill(self) -> None:
-        """Makes later work wait for the stores that are still running. Must be called when a prefill ends or is
+        """Makes later work wait until no tokens are being stored any more. Must be called when a prefill ends or is
         abandoned."""
         for group in self.groups:
             group.prefill.join()
@@ -286,8 +285,8 @@ class KVCache:
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether a CUDA graph can capture the exact attention of prompts. It cannot if layers have recurrent states,
-        because each batch of prompts is split into other spans."""
+        """Whether a CUDA graph can capture the exact attention of prompts. It cannot if layers have recurrent states:
+        each batch of prompts is split into spans in its own way."""
         return self.recurrent is None and all(group.exact.captured for group in self.groups)
 
     def can_capture(self, sequence: CachedSequence, tokens: int) -> bool:
@@ -326,7 +325,7 @@ class KVCache:
 
     def exact_prompts(self, numbers: Tensor, rows: int, compressing: bool) -> Batch:
         """Makes the batch of prompts from ``exact_numbers`` on the device, padded to ``rows`` tokens. ``compressing``
-        is True if the method of this name returns True for the sequences."""
+        is what the method of this name returns for the sequences."""
         lengths, of_groups = split_numbers(numbers, len(self.groups))
         parts = (
             (group.exact_prompts(lengths, own, rows, compressing),)
@@ -433,7 +432,8 @@ class KVCache:
         return None if self.recurrent is None else np.full((2, count), self.recurrent.padding)
 
     def join_capture(self) -> None:
-        """Joins the other streams of a capture that has failed. Only then can the capture end."""
+        """Makes the current stream wait for the other streams of a failed graph capture. Only then can the capture
+        end."""
         for group in self.groups:
             group.decode.side_stream.join_capture()
 
@@ -453,7 +453,7 @@ class KVCache:
 
     @property
     def selection_hook(self) -> SelectionHook | None:
-        """Called in a decode step with the layer, RoPE-rotated queries [R, H_q, d], the batch and the index's
+        """A function that decode steps call with the layer, RoPE-rotated queries [R, H_q, d], the batch and the index's
         selection. The step attends to the selection that the hook returns. The hook is not called in steps that attend
         to all tokens (``GroupPlan.selects``). Set it before the first step: captured graphs keep the hook of their
         capture."""
@@ -466,8 +466,8 @@ class KVCache:
 
     @property
     def query_hook(self) -> QueryHook | None:
-        """Called in a decode step with the layer, RoPE-rotated queries [B, H_q, d] and the batch, before attention,
-        also if the policy does not select. Captured graphs keep the hook of their capture."""
+        """A function that decode steps call before attention, also if the policy does not select. Arguments: the layer,
+        RoPE-rotated queries [B, H_q, d] and the batch. Captured graphs keep the hook of their capture."""
         return self.groups[0].decode.query_hook
 
     @query_hook.setter
@@ -477,8 +477,8 @@ class KVCache:
 
     @property
     def block_hook(self) -> BlockHook | None:
-        """Called in a sparse prefill with the layer, RoPE-rotated queries [n, H_q, d] and the blocks selected for each
-        tile (``select_blocks``). The tiles attend to the blocks that the hook returns. A dense prefill has no hook."""
+        """A function that sparse prefills call with the selected blocks of every tile (``parts.base.BlockHook``). The
+        tiles attend to the blocks that it returns. A dense prefill has no hook."""
         return self.strategy.hook
 
     @block_hook.setter
@@ -539,11 +539,9 @@ class KVCache:
 
 
 class FanOut:
-    """Several caches of one model that are prefilled together. Each prompt has a sequence in every cache.
-
-    The first cache computes attention. The others store the same keys and values in their own form; their sequences
-    must be new. Evaluations use a ``FanOut`` to compare policies.
-    """
+    """Several caches of one model that are prefilled together, for comparing policies. Each prompt has a sequence in
+    every cache. The first cache computes attention. The others store the same keys and values in their own form; their
+    sequences must be new."""
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
         self.caches, self.device = list(caches), caches[0].device

@@ -1,6 +1,6 @@
 """``policies_text``: the text of ``--kv help``, which lists what presets, fields and parts declare.
 
-It is a separate module because it imports all parts, and with them PyTorch, which ``--help`` does not need.
+The function has its own module because it imports all parts, and with them PyTorch, which ``--help`` does not need.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 METAVARS = {bool: "true|false", float: "NUMBER", int: "INTEGER"}
-"""Placeholders of values in the text, by type: a value has that of the first of these types that it can have. A value
-that can have none of these types has the placeholder NAME."""
+"""Placeholders of values in the text, by type. If a value can have several of these types, it has the placeholder of
+the first one. If it can have none of them, it has the placeholder NAME."""
 
 
 def policies_text() -> str:
     """Lists presets, and the fields and settings of parts that can be changed, with types, defaults and help. Loads all
-    plugins. A last line names plugins that could not be loaded."""
+    plugins. If plugins could not be loaded, a last line names them."""
     load_own()
     error = load_installed()
     column = max(map(len, PRESETS))
@@ -46,7 +46,8 @@ def policies_text() -> str:
 
 
 def _changes(spec: KVSpec) -> str:
-    """Returns what a policy changes in one that keeps everything exact, in the syntax of ``--kv``."""
+    """Returns the fields in which ``spec`` differs from a policy that keeps everything exact, in the syntax of
+    ``--kv``."""
     exact = KVSpec().as_dict()
     changed = (f"{name}={_text(value)}" for name, value in spec.as_dict().items() if exact.get(name, ...) != value)
     return ",".join(changed) or "every key and value exact on the device"

@@ -18,8 +18,8 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
 GROUP = "shadowkv.plugins"
-"""The group of entry points. Each names a function, which is called without arguments, or a module, which is
-imported."""
+"""The group of entry points. Each entry point names a function, which is called without arguments, or a module, which
+is imported."""
 
 OWN = EntryPoint("baselines", "shadowkv.baselines:register", GROUP)
 """The package's own plugin. It is named here so that it is found even if the package is not installed."""
@@ -47,7 +47,7 @@ def has(names: Container[str], name: str) -> bool:
     own one, then installed ones, each once per process.
 
     Raises:
-        PluginError: ``name`` is unknown, and some plugins could not be loaded. The other plugins are loaded.
+        PluginError: ``name`` is unknown, and some plugins could not be loaded. The other plugins stay loaded.
     """
     for installed in (False, True):
         if name in names:
@@ -59,19 +59,21 @@ def has(names: Container[str], name: str) -> bool:
 
 
 def load_own() -> None:
-    """Loads the package's own plugin, once per process, for errors that list what it registers."""
+    """Loads the package's own plugin, once per process. Errors that list known names call it, so that they list the
+    names that the plugin registers."""
     _load_once(False)
 
 
 def load_installed() -> PluginError | None:
-    """Loads installed plugins, once per process, and returns an error that names those that could not be loaded."""
+    """Loads installed plugins, once per process, and returns an error that names those that could not be loaded; None
+    if all were loaded."""
     return _load_once(True)
 
 
 def _load_once(installed: bool) -> PluginError | None:
     with _lock:
         if installed not in _outcomes:
-            _outcomes[installed] = None  # a plugin that reads a policy itself does not start the loading again
+            _outcomes[installed] = None  # set first, so that a plugin that reads a policy does not load plugins again
             _outcomes[installed] = _load_all(entry_points(group=GROUP) if installed else [OWN])
         return _outcomes[installed]
 

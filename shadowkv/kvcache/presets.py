@@ -1,6 +1,7 @@
 """Presets: the named cache policies, one line each. A method is a combination of parts.
 
-``preset`` reads ``--kv``. Presets of baselines are in ``shadowkv.baselines``, and loaded by name (``plugins.py``).
+The function ``preset`` parses the value of ``--kv``. Presets of baselines are in ``shadowkv.baselines``. They are
+loaded when a name is needed that this module does not know (``plugins.py``).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from shadowkv.settings import violation
 PRESETS: dict[str, KVSpec] = {
     # Every key and value exact on the device: the baseline.
     "full": KVSpec(),
-    # The same answers as with ``full``. Draft steps attend to what a sketch of every key selects, and a step that
-    # attends to all tokens verifies the drafts: sparse self-speculation (MagicDec, arXiv:2408.11049).
+    # This preset gives the same answers as ``full``. Draft steps attend to what a sketch of every key selects, and a
+    # step that attends to all tokens verifies the drafts: sparse self-speculation (MagicDec, arXiv:2408.11049).
     "full-speculative": KVSpec(index="sketch", chunk=1, drafts=True, settings={"index.sampled": 0.5}),
     # The paper: arXiv:2410.21465, section 5.1.
     "shadowkv": KVSpec(keys="low-rank", index="chunk-mean", place="host", chunk=8, outliers=48),
@@ -23,7 +24,8 @@ PRESETS: dict[str, KVSpec] = {
     # device, single tokens can be selected, and half of the budget is sampled.
     "turbo": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", chunk=1, settings={"index.sampled": 0.5}),
     "turbo-host": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", place="host", chunk=8),
-    # The oracle: selects the tokens with the largest exact scores, which every other index approximates.
+    # The oracle: its index computes exact scores, which every other index approximates, and selects the tokens with the
+    # largest ones.
     "exact-top-k": KVSpec(index="exact", chunk=1),
     # The following presets store keys and values in few bits and attend to all tokens.
     # TurboQuant: arXiv:2504.19874; with this project's scales (``codecs/lloyd.py``), and with the mean subtracted from
@@ -77,8 +79,8 @@ def register(name: str, spec: KVSpec) -> None:
 
 
 def with_drafts(spec: KVSpec) -> KVSpec:
-    """Returns ``spec``, a policy that attends to every token, with drafts: the index of ``full-speculative`` is added,
-    and selects for drafts alone."""
+    """Returns ``spec``, a policy that attends to every token, with the index of ``full-speculative`` added. This index
+    selects in draft steps only."""
     if spec.drafts:
         return spec
     own = PRESETS["full-speculative"]

@@ -1,5 +1,5 @@
-"""Bytes that a decode step reads, and the time of the reads: a lower bound on the step's time, without compute. The
-planner and ``startup/crossover.py`` use it."""
+"""Computes the bytes that a decode step reads, and the time of the reads. The step takes at least this time, because
+computation is not counted. The planner and ``engine/startup/crossover.py`` use this module."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HOST_BANDWIDTH = 50.7e9
 measured on one H200."""
 
 HIT_RATE = 0.6
-"""Share of a step's selected chunks that the previous step also selected, so that the fetch buffer has their values
-(ShadowKV, arXiv:2410.21465, section 4.1)."""
+"""Share of a step's selected chunks whose values are in the fetch buffer already, because the previous step selected
+them too (ShadowKV, arXiv:2410.21465, section 4.1)."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class StepReads:
 
     Attributes:
         exact: exact keys and values: sink, outliers and tail, or all tokens of a dense sequence.
-        index: data that the index scores, and the marks of excluded chunks.
-        state: the sequence's states, such as its basis.
+        index: data from which the index computes scores, and the marks of chunks that must not be selected.
+        state: the sequence's fitted states, such as the basis of low-rank keys.
         keys: data from which the selected keys are rebuilt.
         values: selected values on the device.
         host_values: selected values that are fetched from the host.
@@ -52,14 +52,16 @@ class StepReads:
         return self.exact + self.index + self.state + self.keys + self.values
 
     def seconds(self, device_bandwidth: float, host_bandwidth: float) -> float:
-        """Time of the reads, in seconds: both tiers are read at the same time. Bandwidths are in bytes per second."""
+        """Time of the reads, in seconds. Device and host memory are read at the same time, so the slower one decides.
+        Bandwidths are in bytes per second."""
         return max(self.device / device_bandwidth, self.host_values / host_bandwidth)
 
 
 def step_reads(layout: GroupLayout, context: int, hit_rate: float) -> StepReads:
     """Bytes that a step reads in one layer of the group, for a sequence of ``context`` tokens, including the newest.
 
-    ``hit_rate`` is the share of selected chunks that the fetch buffer has. It matters only for values on the host.
+    ``hit_rate`` is the share of selected chunks whose values the fetch buffer has. It matters only for values on the
+    host.
     """
     spec, parts, exact_token = layout.spec, layout.parts, layout.exact_bytes / PAGE
     if layout.window is not None:
@@ -89,8 +91,8 @@ def step_reads(layout: GroupLayout, context: int, hit_rate: float) -> StepReads:
 def attention_seconds(
     layout: Layout, context: int, hit_rate: float, device_bandwidth: float, host_bandwidth: float
 ) -> float:
-    """Seconds of a step's reads for one sequence, summed over all layers, and of reading and writing its recurrent
-    states. Arguments are as in ``step_reads`` and ``StepReads.seconds``."""
+    """Seconds that a step takes to read one sequence's keys and values in all layers, and to read and write the
+    sequence's recurrent states. Arguments are as in ``step_reads`` and ``StepReads.seconds``."""
     recurrent = 0.0 if layout.recurrent is None else 2 * layout.recurrent.state_bytes / device_bandwidth
     return recurrent + sum(
         group.attending * step_reads(group, context, hit_rate).seconds(device_bandwidth, host_bandwidth)

@@ -14,8 +14,8 @@ LARGEST = torch.finfo(FP8).max
 
 
 class Fp8Rows(RowCodec):
-    """The scale of a head maps the largest entry of its prompt to the largest float. Larger entries of later tokens are
-    clipped."""
+    """The scale of a kv head maps the largest entry of the prompt's rows to the largest 8-bit float. Larger entries of
+    later tokens are clipped."""
 
     id, name = CodecId.FP8, "fp8"
 

@@ -1,8 +1,8 @@
 """Rotated rows coded with the optimal quantizer of a Gaussian (TurboQuant, arXiv:2504.19874).
 
 After a rotation the entries of any unit row are nearly Gaussian with deviation 1 / sqrt(d). A row is stored as levels
-and one scale. The best scale depends on the use of the row. With the row's norm as the scale, products are 1 % too
-small at 4 bits, 3 % at 3 bits and 12 % at 2 bits, which flattens the logits of keys. So the scale of keys makes
+and one scale. The best scale depends on the use of the row. With the row's norm as the scale, products with queries are
+1 % too small at 4 bits, 3 % at 3 bits and 12 % at 2 bits, which flattens the logits of keys. So the scale of keys makes
 products unbiased, and the scale of values minimises the squared error.
 """
 
@@ -141,5 +141,5 @@ LLOYD_ROWS = {
     3: LloydRows(CodecId.LLOYD_3BIT, "lloyd-3bit", SelectorLanes(), half=of_bytes(GAUSSIAN[3]), steps=255),
     2: LloydRows(CodecId.LLOYD_2BIT, "lloyd-2bit", Lanes(2), half=of_bytes(GAUSSIAN[2]), steps=255),
 }
-"""Codecs by bits. The CUDA kernel of attention to all tokens reads levels of 4, 3 and 2 bits as bytes
-(``tables.of_bytes``), which adds less than 0.5 % to the distortion."""
+"""Codecs by bits. The CUDA kernel of attention to all tokens reads the levels of 4-, 3- and 2-bit codes as bytes
+(``tables.of_bytes``). Rounding levels to bytes adds less than 0.5 % to the distortion."""

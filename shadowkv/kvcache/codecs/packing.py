@@ -113,7 +113,7 @@ class SelectorLanes(Lanes):
 
     @staticmethod
     def _moved(codes: Tensor, back: bool = False) -> Tensor:
-        """Moves the upper bits of codes from the order of ``Lanes(2, 1)`` to this one, or back."""
+        """Moves the upper bits of codes from the order of ``Lanes(2, 1)`` to the order of this class, or back."""
         if codes.shape[-1] % 128:
             return codes
         shape = (-1, 4, 2, 2, 8) if back else (-1, 2, 4, 2, 8)  # groups of 16; k, h or h, k; r; lanes

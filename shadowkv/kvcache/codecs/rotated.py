@@ -14,8 +14,8 @@ from shadowkv.ops.codec import CodecId, UniformRows
 
 
 class RotatedRows(UniformRows):
-    """Codes are levels of the optimal uniform quantizer of a unit Gaussian (Max, 1960). The scale of a row is its
-    least-squares step, 0 for a zero row."""
+    """Codes are levels of the optimal uniform quantizer of a unit Gaussian (Max, 1960). The scale of a row is the step
+    with the smallest squared error for the row's codes; 0 for a zero row."""
 
     def __init__(self, id: int, step: float, packing: Lanes) -> None:
         self.id, self.step, self.packing, self.bits = id, step, packing, packing.bits

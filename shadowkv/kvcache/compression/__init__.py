@@ -1,1 +1,1 @@
-"""Compression: exact tokens are fitted, coded and written in the policy's form, for prefill and decode"""
+"""Compression: fits states on exact tokens, and writes the tokens in the policy's form, for prefill and decode"""

@@ -1,6 +1,8 @@
 """``Compression``: writes full pages of exact tokens in the policy's form. ``Storing`` and ``Decode`` call it.
 
 Pages of generated tokens use the state of the last segment, as long as it is valid (``growth.py``).
+
+Shapes: L layers, n pages or slots, H kv heads, C chunks per page.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ class Compression:
         self.spec = store.layout.spec
 
     def write(self, tokens: CompressedTokens, excluded: Tensor | None = None) -> None:
-        """Writes full pages. ``excluded`` bool [L, n, H, C] marks chunks that stay exact (sink, outliers); None if no
-        chunk does."""
+        """Compresses full pages of tokens and writes them. ``excluded`` bool [L, n, H, C] marks chunks that stay exact
+        (sink, outliers); None if no chunk stays exact."""
         layers = tokens.keys.shape[0]
         for part in (self.parts.keys, self.parts.index, self.parts.values):
             for portion in tokens.split(max(1, COMPRESSED_AT_ONCE // layers)):
@@ -48,8 +50,8 @@ class Compression:
         return valid & (length - compressed >= self.spec.local + PAGE)
 
     def numbers(self, slots: np.ndarray) -> np.ndarray:
-        """Returns the numbers for ``compress_pages``, int64 [6, n], of the oldest page of the tail of each of
-        ``slots``."""
+        """Returns the numbers for ``compress_pages``, int64 [6, n], for the oldest page in the exact tail of the
+        sequence in each of ``slots``."""
         tables = self.tables
         page, segment = tables.compressed[slots] // PAGE, tables.segment_slots[slots, tables.segments[slots] - 1]
         column = tables.static_pages[slots] + page % tables.ring_pages[slots]
@@ -66,7 +68,7 @@ class Compression:
 
         Args:
             numbers: int64 [6, n]: slots of sequences, columns in their exact page tables, page numbers, slots of
-                segments, columns in their page tables, and states.
+                segments, columns in the segments' page tables, and states.
         """
         slots, column, page_number, segment, segment_column, states = numbers
         tables = self.tables

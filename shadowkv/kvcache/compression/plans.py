@@ -21,8 +21,8 @@ from shadowkv.kvcache.sequences.store import CachedSegment, ExactRows, exact_row
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """The storage plan of a sequence's new tokens, which is the same for every layer. Its tensors are on the device, so
-    that no layer waits for a copy.
+    """The storage plan of a sequence's new tokens. It is the same for every layer, and its tensors are on the device,
+    so no layer waits for a copy.
 
     Attributes:
         length: number of tokens of the sequence, including the new ones.
@@ -119,7 +119,7 @@ class StoragePlanner:
 
     def _cached(self, numbers: Numbers, segment: Segment) -> Callable[[Tensor], CachedSegment]:
         """Adds the numbers of an earlier segment to ``numbers``. Returns a function that makes the segment from their
-        copy on the device. New tokens attend to all tokens of the segment."""
+        copy on the device. The budget is all chunks, because new tokens attend to all tokens of the segment."""
         count = len(segment.pages)
         chunks = count * PAGE // self.layout.spec.chunk
         of_segment = numbers.add([segment.slot, segment.state or 0, segment.first, count, chunks])

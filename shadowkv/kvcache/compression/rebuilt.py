@@ -1,8 +1,10 @@
 """``RebuiltTokens``: rebuilds a segment's compressed tokens as plain keys and values, in long spans. A later turn's
 tokens attend to them.
 
-Exact tokens (sink and outliers) replace their own approximations. Attention does not depend on the order of keys, so no
-mask is needed. Values on the host cross the bus one span ahead of attention.
+Exact tokens (sink and outliers) replace their own approximations. So every token occurs once, and attention needs no
+mask. Values on the host cross the bus one span ahead of attention.
+
+Shapes: H kv heads, m tokens of a span, n exact tokens, d dimensions of a head.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class RebuiltTokens:
         arrived = read_values(0)
         for i, (first, last) in enumerate(spans):
             wait = arrived
-            if i + 1 < len(spans):  # the other buffer is free: its attention has been launched
+            if i + 1 < len(spans):  # the other buffer is free: attention to it has been launched
                 arrived = read_values(i + 1)
             block, count = buffers[i % 2], (last - first) * PAGE
             self.ops.rebuild_rows(key_source, first, block[0, :, :count], False)

@@ -2,6 +2,9 @@
 pages.
 
 Prefill uses it to store a prompt's tokens, and decode to store tails that have outgrown their last segment's state.
+
+Shapes: L layers, n sequences or tokens, S tokens of a sequence, w queries, H kv heads, H_q query heads, d dimensions of
+a head, C chunks per page.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class Storing:
         self.planner, self.rebuilt = StoragePlanner(pool), RebuiltTokens(store)
 
     def observe(self, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
-        """Passes the last queries [L, n, w, H_q, d] of new tokens to the parts (``Part.observe``)."""
+        """Passes the last queries [L, n, w, H_q, d] of new tokens to the parts (``StoredPart.observe``)."""
         for part in self.parts:
             part.observe(self.store, layers, states, queries, first)
 
@@ -150,8 +153,8 @@ class Storing:
         return tuple(torch.cat(pair, dim=1) for pair in zip((before, tail, *others), (keys, *new), strict=True))
 
     def _earlier(self, layers: slice, plan: StoragePlan) -> Tensor:
-        """Rebuilds the keys before RoPE [L, n, H, d] of all compressed tokens of a sequence. If new tokens are too few
-        for a subspace of their own, they share one with these tokens."""
+        """Rebuilds the keys before RoPE [L, n, H, d] of all compressed tokens of a sequence. These keys are needed if
+        new tokens are too few for a subspace of their own: they then share one with the earlier tokens."""
         rebuilt = []
         for layer in range(layers.start, layers.stop):
             for segment in plan.cached:

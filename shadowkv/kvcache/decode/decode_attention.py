@@ -2,6 +2,8 @@
 
 Each segment of a sequence is searched and attended to separately, with its own state and its share of the budget. The
 results and the attention to exact tokens are merged by log-sum-exp.
+
+Shapes: B rows of a step, R segments, E exact pages of a row, H kv heads, H_q query heads, d dimensions of a head.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from shadowkv.kvcache.sequences.store import GroupStore
 from shadowkv.ops.apply_rope.tables import RotaryTables
 
 SelectionHook = Callable[[int, Tensor, CompressedBatch, Selection], Selection]
-"""Called with the layer's number in the model, RoPE-rotated queries [R, H_q, d], the batch and the index's selection.
-Returns the selection to attend to."""
+"""A function that is called with the layer's number in the model, RoPE-rotated queries [R, H_q, d], the batch and the
+index's selection. Returns the selection to attend to."""
 
 
 QueryHook = Callable[[int, Tensor, DecodeBatch], None]
-"""Called with the layer's number in the model, RoPE-rotated queries [B, H_q, d] and the batch."""
+"""A function that is called with the layer's number in the model, RoPE-rotated queries [B, H_q, d] and the batch."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,9 @@ class Decode:
         index_queries: IndexQueries | None = None,
     ) -> Callable[[], Tensor]:
         """Starts attention of queries [B, H_q, d] before RoPE. The returned function finishes the attention and returns
-        [B, H_q, d]. ``sinks``, float32 [H_q], are added to the attention to exact tokens, so that the merge counts them
-        once. If there is an indexer, ``index_queries`` [B, H, d] select what is attended to. While all sequences are
-        dense, everything is attended to."""
+        [B, H_q, d]. ``sinks``, float32 [H_q], are as in ``KVCache.start``. They are added only to the attention to
+        exact tokens, so that the merge counts them once. If there is an indexer, ``index_queries`` [B, H, d] select
+        what is attended to. If all sequences of the batch are dense, all tokens are attended to."""
         q = self.apply_rope(q, batch)
         if self.query_hook is not None:
             self.query_hook(self.store.layout.layers[layer], q, batch)
@@ -203,7 +205,7 @@ class Decode:
             merged: Tensor = merge([(batch.of_compressed(exact[0]), batch.of_compressed(exact[1])), compressed])
             return merged if batch.sequence is None else exact[0].index_copy(0, batch.sequence, merged)
         out, lse = exact
-        # Sequences with fewer segments than others refer to one more row, which is empty.
+        # Sequences with fewer segments than others refer to one more row, which has no tokens.
         outs = torch.cat((compressed[0], torch.zeros_like(compressed[0][:1])))
         sums = torch.cat((compressed[1], torch.full_like(compressed[1][:1], float("-inf"))))
         for rows in batch.of_sequence.unbind(1):
@@ -244,7 +246,7 @@ class Decode:
 
 
 def _native(store: GroupStore) -> NativeSelection | PooledSelection | None:
-    """Returns what selects for the steps of layers with an indexer; None for other layers."""
+    """Returns the object that selects blocks in decode steps of layers with an indexer; None for other layers."""
     if store.index_keys is None or store.layout.indexer is None:
         return None
     return NativeSelection(store) if store.layout.indexer.pooled is None else PooledSelection(store)

@@ -26,7 +26,7 @@ class SequenceNumbers(NamedTuple):
     Attributes:
         slot: the sequence's row in the tables of pages.
         length: number of tokens of the sequence before the new one.
-        compressed: number of compressed tokens.
+        compressed: number of compressed tokens of the sequence.
         ring_pages: number of pages of the ring of the exact tail.
         static_pages: number of exact pages of sink and outliers.
     """
@@ -65,8 +65,8 @@ class GroupPlan:
     """The plan of a decode step of B rows in a group of layers. Its numbers are all that the device needs.
 
     Attributes:
-        sequences, segments: NumPy arrays. If no sequence has several segments, each row has one segment (R = B), which
-            is empty if the sequence is dense.
+        sequences, segments: numbers of the B rows and of their R segments, in NumPy arrays. If no sequence has several
+            segments, each row has one segment (R = B), which is empty if the sequence is dense.
         of_sequence: int64 [B, S], for each row the rows of its segments in ``segments``, filled up with R. None if each
             row has one segment.
         exact_pages, compressed_pages: widths of the page tables: the maximum number of exact pages of a sequence (at
@@ -285,7 +285,8 @@ def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, index: IndexPar
 
 
 def _exact_numbers(numbers: SequenceNumbers, width: int) -> Tensor:
-    """Returns the number of each exact page [B, ``width``] in its sequence. There are no static pages."""
+    """Returns the number of each exact page [B, ``width``] in its sequence. With an indexer there are no static
+    pages."""
     oldest = numbers.compressed[:, None] // PAGE
     column = torch.arange(width, device=oldest.device)
     return oldest + (column - oldest) % numbers.ring_pages[:, None]

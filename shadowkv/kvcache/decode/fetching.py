@@ -1,8 +1,8 @@
 """``Fetching``: fetches selected values from the host into a buffer on the device, on a separate stream. ``Decode``
 uses it.
 
-Earlier steps have fetched most chunks that a step selects (ShadowKV, arXiv:2410.21465, section 4.1). Only the rest
-crosses the bus, while the device computes.
+Earlier steps have fetched most chunks that a step selects (ShadowKV, arXiv:2410.21465, section 4.1). Only the other
+chunks cross the bus, while the device computes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ for 48 x 128 chunks of 2 KiB on an H200. For a third of these bytes, three porti
 of 0.33 ms."""
 
 TWO_BATCH_CHUNKS = 2**16
-"""From this many selected short chunks on, over all rows and heads, a step has two micro-batches. With 130 x 120 x 8
-chunks of 384 B, 72 % of which are in the buffer, a step of 32 layers takes 38.2 instead of 44.2 ms on an H200, although
-weights are read twice. With 65 x 244 x 8 chunks it takes 37.4 instead of 43.0 ms. Fewer or longer chunks have not been
-measured."""
+"""From this many selected short chunks on, over all rows and heads, a step has two micro-batches. With 130 rows, 120
+chunks per head and 8 heads, at 384 B a chunk and with 72 % of the chunks in the buffer, a step of 32 layers takes 38.2
+instead of 44.2 ms on an H200, although weights are read twice. With 65 rows and 244 chunks per head, it takes 37.4
+instead of 43.0 ms. Fewer or longer chunks have not been measured."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Fetching:
         return 2 if self._stream is not None and short and much else 1
 
     def portions(self, batch: CompressedBatch) -> list[slice]:
-        """Portions of rows that are fetched one after the other. There is only one without a GPU, or if another
+        """Portions of rows that are fetched one after the other. There is only one portion without a GPU, or if another
         micro-batch computes during the fetch."""
         count, rows = len(batch.slots), self._buffers[0].rows[0]
         many = count * batch.max_budget * rows[:, 0].nbytes >= MANY_BYTES

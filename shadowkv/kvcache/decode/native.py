@@ -2,6 +2,9 @@
 
 Each page has one score for each kv head. A block of the indexer is a few pages, and some of these pages can be
 compressed while the others are exact. So scores are put in the order of the pages' positions before blocks are chosen.
+
+Shapes: B rows of a step, R segments, E exact pages of a row, P compressed pages of a segment, W pages of a sequence, H
+kv heads, d dimensions of an index key.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class NativeSelection:
     def __init__(self, store: GroupStore) -> None:
         assert store.layout.indexer is not None and store.index_keys is not None
         self.store, self.indexer, self.spec = store, store.layout.indexer, store.layout.spec
-        # No compressed chunk is stored exactly elsewhere. All pages share one page of marks, read with a stride of 0.
+        # No compressed chunk is stored exactly elsewhere, so no chunk is marked: all pages share one page of marks,
+        # read with a stride of 0.
         self._excluded = torch.zeros(1, 1, PAGE, dtype=torch.bool, device=store.compute)
 
     def select(
@@ -99,9 +103,9 @@ def gathered(kept: Tensor, number: Tensor) -> Tensor:
 
 
 def with_scores(scores: Tensor, more: Tensor, sequence: Tensor, number: Tensor) -> Tensor:
-    """Enters more scores into ``scores`` [B, H, W]. ``more`` [R, H, P] are scores of the pages with numbers
-    ``number`` [R, P] within the sequences ``sequence`` [R]. Where there is a score already, the larger one is
-    kept."""
+    """Enters the scores ``more`` [R, H, P] into ``scores`` [B, H, W], and returns the result. They are scores of the
+    pages with numbers ``number`` [R, P] within the sequences ``sequence`` [R]. If a page has a score already, the
+    larger one is kept."""
     flat = scores.transpose(0, 1).flatten(1)  # [H, B * W]
     places = (sequence[:, None] * scores.shape[-1] + number).flatten()
     flat = flat.scatter_reduce(1, places.expand(len(flat), -1), more.transpose(0, 1).flatten(1), "amax")

@@ -27,7 +27,7 @@ class DecodePlanner:
     """Plans decode steps of a pool's sequences.
 
     Args:
-        storing: compresses tails that have outgrown their state.
+        storing: compresses tails that have outgrown their state: the state is no longer valid for them (``growth.py``).
         fetching: fetches values from the host; None if values are on the device.
     """
 
@@ -48,8 +48,8 @@ class DecodePlanner:
 
         Args:
             counts: number of new tokens of each sequence, at most ``most_tokens``. None for one token each. A sequence
-                has a row for each of its new tokens. Row j attends to the tokens up to its own, as a step would after j
-                other steps.
+                has a row for each of its new tokens. Row j attends to the tokens up to its own, as it would in a step
+                of its own after j other steps.
             drafting: whether the step is a draft step. In a draft step the index selects, if the policy has an index.
             compress: as for ``KVCache.plan_decode``, without the group's number.
 
@@ -214,9 +214,9 @@ MIN_PAGES = 8
 """Minimum width of a page table for compressed pages."""
 
 MIN_EXACT_PAGES = 32
-"""Minimum width of a page table for exact pages: a warp reads this many page ids at once. Larger widths are powers of
-2, because kernels skip empty entries 32 at a time. So the shapes of short sequences differ only in the batch size, and
-few graphs serve all of them."""
+"""Minimum width of a page table for exact pages: a warp reads this many page ids at once. Larger widths are rounded up
+to powers of 2. This costs little, because kernels skip empty entries 32 at a time. So the shapes of short sequences
+differ only in the batch size, and few graphs serve all of them."""
 
 
 def round_up(count: int) -> int:
@@ -248,7 +248,8 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
     if of_sequence is None:
         padded_rows, owner = batch, np.arange(count, batch)
     else:
-        # Rounded up like batch sizes, so that sequences can gain segments before the shape changes.
+        # Numbers of segments are rounded up like batch sizes, so that sequences can gain segments before the shape
+        # changes.
         padded_rows, owner, columns = round_up(max(rows, batch + 1)), np.array(0), round_up(most)
         none = np.full((batch, columns), padded_rows)
         none[:count, :most] = np.where(of_sequence < rows, of_sequence, padded_rows)

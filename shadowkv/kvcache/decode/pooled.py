@@ -1,4 +1,8 @@
-"""Decode steps in layers whose indexer has one key for each block of a few tokens (QSA, of the Qwen4 preview)."""
+"""Decode steps in layers whose indexer has one key for each block of a few tokens (QSA, of the Qwen4 preview).
+
+Shapes: B rows of a step, R segments, E exact pages of a row, P compressed pages of a segment, W pages of a sequence, H
+kv heads, H_q query heads, d dimensions of a head.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,8 @@ from shadowkv.kvcache.sequences.store import GroupStore
 
 class PooledSelection:
     """Selects the blocks that decode steps attend to in a group of layers. The blocks of all segments of a sequence
-    compete with each other. A compressed chunk is a block. All kv heads attend to the same blocks."""
+    compete with each other. Each compressed chunk is one block of the indexer. All kv heads attend to the same
+    blocks."""
 
     def __init__(self, store: GroupStore) -> None:
         assert store.layout.indexer is not None and store.layout.indexer.pooled is not None
@@ -83,7 +88,8 @@ class PooledSelection:
 
 def attend_tokens(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """Attends with queries [B, H_q, d] to the tokens ``kept`` bool [B, E * 64] of exact ``pages`` int64 [B, E] in k, v
-    [pages, H, 64, d]. Returns [B, H_q, d] and log-sum-exps, float32 [B, H_q]: 0 and -inf where nothing is kept."""
+    [pages, H, 64, d]. Returns [B, H_q, d] and log-sum-exps, float32 [B, H_q]. For a row without kept tokens, these are
+    0 and -inf."""
     keys, values = (x[pages].transpose(1, 2).flatten(2, 3) for x in (k, v))  # [B, H, E * 64, d]
     queries = q.unflatten(1, (keys.shape[1], -1))
     scores = (queries @ keys.mT).float() / math.sqrt(q.shape[-1])

@@ -3,7 +3,7 @@
 A block of the device tier holds exact pages (64 tokens of K and V) or compressed pages. So short dense prompts and long
 compressed ones share the same memory. The id of a page is its *granule*: its byte offset in the arena divided by
 ``GRANULE``. Every field of a page is then one strided view over all granules, and a kernel needs only a base pointer, a
-stride and a page table, whatever the page holds. In the tier of fitted states, the ids are the numbers of the blocks.
+stride and a page table, whatever the page holds. In the tier of fitted states, an id is the number of a block.
 ``SequencePool`` takes and frees blocks.
 """
 
@@ -70,7 +70,7 @@ def page_bytes(fields: Iterable[Field]) -> int:
 
 
 class BlockPool:
-    """Free blocks, and the reference counts of the others.
+    """The free blocks of one kind, and the reference counts of all other blocks.
 
     Args:
         step: number of page ids per block. A block's id is its first page id.

@@ -1,5 +1,8 @@
 """``CompressedStore``: compressed pages and fitted states by name and layer, for parts. ``CompressedBatch``: the
 compressed pages of a batch's rows.
+
+Shapes: L layers, n pages, R rows (one for each segment of a batch), P compressed pages of a row, H kv heads, C chunks
+per page, c tokens per chunk, d dimensions of a head.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class CompressedStore:
         self._rotations: dict[str, Tensor] = {}
 
     def rotation(self, name: str, matrix: Callable[[int, str], Tensor] = random_rotation) -> Tensor:
-        """The fixed rotation ``name``, float32 [d, d], on the device of the attention. ``matrix`` makes it once."""
+        """The fixed rotation ``name``, float32 [d, d], on the device of the attention. The first call makes it by
+        calling ``matrix`` with the head dim and the name."""
         if name not in self._rotations:
             self._rotations[name] = matrix(self._head_dim, name).to(self.compute)
         return self._rotations[name]
@@ -61,7 +65,8 @@ class CompressedStore:
         self.page[name][layers][:, pages] = rows
 
     def write_heads(self, name: str, layers: slice, pages: Tensor, tokens: Tensor) -> None:
-        """Writes ``tokens`` [L, n, 64, H, x] to pages int64 [n] of a field of shape [H, C, c, x]."""
+        """Writes ``tokens`` [L, n, 64, H, x], with x elements per row, to pages int64 [n] of a field of shape [H, C, c,
+        x]."""
         self.ops.write_rows(tokens, self.page[name][layers], pages, name in self._across_bus)
 
 

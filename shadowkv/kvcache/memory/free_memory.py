@@ -82,7 +82,8 @@ def _left_by_groups() -> Iterator[int]:
         else:
             continue
         group = version.mount / path.lstrip("/")
-        # A container can see its own group as the root, whatever path is reported: walk up to the root.
+        # In a container, the group can be mounted as the root, whatever path is reported. So all groups up to the root
+        # are read.
         while group.is_relative_to(version.mount):
             left = version.left(group)
             if left is not None:

@@ -17,12 +17,14 @@ class SideStream:
     """A CUDA stream beside the current one. Without a GPU, work runs at once.
 
     The stream has high priority, so its small kernels get room between the thread blocks of large kernels. Memory that
-    its work allocates is reused only by later work of this stream, which starts after the current stream's work.
+    work on this stream has allocated is given only to later work on this stream. That work starts after all earlier
+    work on the current stream, so results are not overwritten while the current stream reads them.
 
     Args:
         wanted: False to run all work at once.
-        captured: True to run work at once unless it is captured in a graph. Outside of graphs, kernels hardly overlap.
-            Also, if there was no memory for a graph, there may be none for this stream.
+        captured: True to use the stream only while a CUDA graph is captured, and to run other work at once. Outside of
+            graphs, kernels hardly overlap. Also, a step may run without a graph because there was no memory for one,
+            and then there may be no memory for this stream either.
     """
 
     def __init__(self, device: torch.device, wanted: bool = True, captured: bool = False) -> None:

@@ -2,9 +2,10 @@
 parts.
 
 A new method is a preset with a new part, or with a new format of keys or values (``shadowkv.kvcache.codecs``), or both.
-All three can be ``register``ed from outside this package (``plugins.py``; ``shadowkv.baselines`` has examples). A part
-sees the keys, values and queries of one layer. A method that needs more does not fit. For example, InfiniGen scores
-from the input of the previous layer, which ``baselines/infinigen.py`` leaves out.
+Presets, parts and formats can be registered from outside this package (``plugins.py``; ``shadowkv.baselines`` has
+examples). A part sees the keys, values and queries of one layer. A method that needs more cannot be implemented as a
+part. For example, InfiniGen computes scores from the input of the previous layer. ``baselines/infinigen.py`` computes
+them from the layer's own queries instead.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def register(axis: str, name: str, part: type[Part]) -> None:
     Registering it again changes nothing.
 
     Raises:
-        ValueError: the axis does not exist, the name is taken on it, or the name has characters that are not allowed.
+        ValueError: the axis does not exist, the axis already has the name, or the name has characters that are not
+            allowed.
         TypeError: ``part`` is no subclass of the axis's base class.
     """
     if axis not in KINDS:
@@ -157,7 +159,7 @@ def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
         reasons = _unsupported_by_indexers(spec, shape)
     if reasons:
         raise ValueError("this KV policy cannot be used:\n" + "\n".join(f"  - {reason}" for reason in reasons))
-    return replace(spec, index="none") if spec.native else spec  # the layout sets it in layers with an indexer
+    return replace(spec, index="none") if spec.native else spec  # layers with an indexer get ``native`` from the layout
 
 
 def _unsupported_by_indexers(spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -220,8 +222,8 @@ def _with_all(spec: KVSpec, parts: Sequence[type[Part]], shape: ModelShape) -> K
 
 
 def parts_by_setting() -> dict[tuple[str, str, type[Any]], list[str]]:
-    """The names of the parts that have each setting, by axis, setting and the dataclass that declares it. Loads the
-    package's own plugin."""
+    """Returns, for each setting, the names of the parts that have it. Keys are the setting's axis, its name and the
+    dataclass that declares it. Loads the package's own plugin."""
     load_own()
     found = dict[tuple[str, str, type[Any]], list[str]]()
     for axis in KINDS:

@@ -1,14 +1,15 @@
-"""The interface of the parts of a policy: keys, index and values, which have bytes, and prefill strategies.
+"""The interface of the parts of a policy: keys, index and values, which store bytes, and prefill strategies.
 
 A key, index or value part declares its fields (arrays per page and per fitted state). It reads and writes them through
-the cache's ``CompressedStore`` and owns no memory. Shapes: n pages, B sequences, P pages of the longest sequence, H kv
-heads, G query heads per kv head, d head dim, c tokens per chunk, C = 64 / c chunks per page.
+the cache's ``CompressedStore`` and owns no memory. Shapes: L layers, n pages or sequences, S tokens of a segment, B
+rows of a step, P compressed pages of a row, H kv heads, H_q query heads, G query heads per kv head, d dimensions of a
+head, c tokens per chunk, C = 64 / c chunks per page.
 
-On a GPU ``select`` and ``source`` run while a decode step is captured in a CUDA graph, and ``compress`` in a graph of
-its own. ``source`` and ``compress`` are also captured with prompts. So these methods must not wait for the device, and
-shapes must depend only on the shapes of their arguments. The same holds for ``observe`` if ``captures_observe`` is
-True. ``fit`` is never captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts
-must mask these pages. An index must also mask chunks that are ``EXCLUDED``.
+On a GPU, the CUDA graph of a decode step captures ``select`` and ``source``. Another graph captures ``compress``.
+Graphs of prompts capture ``source`` and ``compress``. So these methods must not wait for the device, and shapes must
+depend only on the shapes of their arguments. The same holds for ``observe`` if ``captures_observe`` is True. ``fit`` is
+never captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts must mask these
+pages. An index must also mask chunks that are ``EXCLUDED``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from shadowkv.settings import Check, setting, settings_of
 
 EXCLUDED = "excluded"
 """Field of compressed pages, bool [H, C]: True for chunks that are stored exactly elsewhere (sink, outliers) and must
-be neither scored nor selected. The cache owns it. Policies have it if they have outliers or their index reads it."""
+be neither scored nor selected. The cache declares it, and not a part. Pages have this field if the policy has outliers,
+or if its index reads the field."""
 
 
 INDEX_KEYS = "index_keys"
@@ -43,15 +45,15 @@ INDEX_KEYS = "index_keys"
 indexer is pooled."""
 
 COMPRESSED_AT_ONCE = 512
-"""Pages of one layer that are compressed at a time, which limits temporary memory."""
+"""Maximum number of pages, summed over layers, that are compressed at a time. It limits temporary memory."""
 
 OBSERVED = 64
 """Number of a prompt's newest queries that an index can learn from."""
 
 TOKENS_AT_ONCE, STATES_AT_ONCE = 65536, 16
 """Limits on what is stored together: the number of tokens and kept queries, summed over layers and sequences, and the
-number of fitted states. Layers of a short prompt are stored together, and so are sequences that are compressed as they
-grow. A launch for several takes as long as a launch for one."""
+number of fitted states. Several layers of a short prompt are stored together, and so are several sequences that are
+compressed as they grow. This saves time, because a kernel takes as long for several of them as for one."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class FittedTokens:
     """Tokens to fit states on, of L layers and n equally long segments at once.
 
     Attributes:
-        keys: [L, n, S, H, d] before RoPE. If the key part asks for it (``KeyPart.fits_on_earlier``), a short later
-            segment has the keys of the whole sequence here. Keys before the segment are rebuilt.
+        keys: [L, n, S, H, d] before RoPE. For a short later segment, these are the keys of the whole sequence if the
+            key part asks for them (``KeyPart.fits_on_earlier``). Those before the segment are rebuilt from compressed
+            pages.
         rope_keys: [L, n, S, H, d] after RoPE.
         values: [L, n, S, H, d].
         first: int64 [n], positions of the first tokens of ``rope_keys``.
@@ -148,7 +151,7 @@ class Part:
 
     @classmethod
     def settings_of(cls, spec: KVSpec) -> Any:
-        """The part's settings in ``spec``, by plain names and by names with the part's axis."""
+        """The part's settings in ``spec``. Their names in ``spec`` can be plain, or begin with the part's axis."""
         values = {}
         for name, value in dict(spec.settings).items():
             axis, _, own = name.rpartition(".")
@@ -176,10 +179,11 @@ class StoredPart(Part, ABC):
     """A part whose arrays are in the pages and states of a cache: base class of key, index and value parts.
 
     Attributes:
-        settings: the settings of this part's policy.
+        settings: the part's settings in its policy.
         diagnostics: names of state fields that hold one number, which says how well a state fits. Smaller is worse.
         weights: names of the weights that a checkpoint must have in every layer (``CompressedStore.weights``).
-        captures_observe: whether a CUDA graph can capture ``observe``. Prompts run without graphs if it cannot.
+        captures_observe: whether a CUDA graph can capture ``observe``. If not, prompts from which the part learns run
+            without graphs.
     """
 
     diagnostics: ClassVar[tuple[str, ...]] = ()
@@ -215,12 +219,13 @@ class StoredPart(Part, ABC):
         return sum(field.nbytes for field in self.state_fields())
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Peak temporary device bytes of ``fit`` for ``tokens`` tokens of all layers and states, without its
-        arguments."""
+        """Peak temporary device memory of ``fit``, in bytes, without its arguments. ``tokens`` is the number of tokens,
+        summed over layers and states."""
         return 0
 
     def compression_bytes(self) -> int:
-        """Peak temporary device bytes of ``compress``, without its arguments and copies of their size."""
+        """Peak temporary device memory of ``compress``, in bytes, without its arguments and without copies of the
+        arguments."""
         return 0
 
     def reading_bytes(self) -> int:
@@ -233,8 +238,8 @@ class StoredPart(Part, ABC):
         return type(self).observe is not StoredPart.observe
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
-        """Learns from a prompt's last queries. It is called before ``fit``, long before if the prompt first stays
-        dense.
+        """Learns from a prompt's last queries. ``observe`` is called before ``fit``. If the prompt stays dense at
+        first, it is called long before.
 
         Args:
             states: int64 [n], the states that learn.
@@ -250,7 +255,7 @@ class StoredPart(Part, ABC):
 
     @abstractmethod
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
-        """Writes full pages."""
+        """Compresses full pages of tokens and writes them."""
 
 
 class KeyPart(StoredPart):
@@ -271,7 +276,8 @@ class KeyPart(StoredPart):
 
     @classmethod
     def of_heads(cls, spec: KVSpec, shape: ModelShape, heads: int) -> KVSpec:
-        """Returns the resolved policy for one of these groups, which has ``heads`` of the kv heads of ``shape``."""
+        """Returns the resolved policy for one group of kv heads (``in_groups``), which has ``heads`` of the kv heads of
+        ``shape``."""
         return spec
 
     @property
@@ -300,8 +306,8 @@ class IndexPart(StoredPart):
     Attributes:
         sampled: share of the budget for chunks that are sampled.
         mass: share of the softmax at which the selection stops; None if the selection takes the whole budget.
-        reads_excluded: whether the index reads from the pages' field ``EXCLUDED`` which chunks are excluded. Otherwise
-            ``exclude`` marks these chunks.
+        reads_excluded: whether the index reads the field ``EXCLUDED`` of pages. If not, ``exclude`` must mark excluded
+            chunks in the index's own fields.
     """
 
     axis = "index"
@@ -316,7 +322,7 @@ class IndexPart(StoredPart):
         return None
 
     def sampled_chunks(self, budget: np.ndarray, selectable: np.ndarray) -> np.ndarray:
-        """Returns int64: how many chunks of ``budget`` are sampled from ``selectable`` tokens. The other chunks of the
+        """Returns how many chunks of ``budget`` are sampled from ``selectable`` tokens, int64. The other chunks of the
         budget are the top-k. Nothing is sampled if the budget covers all tokens."""
         top_k = np.ceil(np.round(budget * (1 - self.sampled), 6)).astype(np.int64)
         scarce = budget * self.spec.chunk < selectable
@@ -337,15 +343,17 @@ class IndexPart(StoredPart):
 
 
 class ScoredIndex(IndexPart):
-    """An index that scores every chunk. It selects the chunks with the largest softmax share in any query head."""
+    """An index that scores every chunk. A kv head selects the chunks with the largest share of the softmax of any of
+    its query heads."""
 
     unstored = ("mass",)
     ops: ClassVar[tuple[str, ...]] = ("select_top_chunks",)
 
     @dataclass(frozen=True)
     class Settings:
-        """With a ``mass``, each kv head takes its best chunks until every query head has this share of its softmax, as
-        the index estimates it. The budget, attended tokens and bytes are then upper bounds."""
+        """With a ``mass``, each kv head selects its best chunks until they have this share of the softmax of each of
+        its query heads, as the index estimates it. The budget, and the tokens and bytes that follow from it, are then
+        upper bounds."""
 
         mass: float | None = setting(
             None,
@@ -384,7 +392,7 @@ class RankedIndex(IndexPart):
     def select(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> Selection:
         ranks = self.ranks(store, layer, batch).unsqueeze(2)
         logits, _ = mask_logits(ranks, store.page[EXCLUDED][layer], batch.pages, batch.num_chunks)
-        # Zeros instead of log-sum-exps, which would lose the last digits of the ranks.
+        # Zeros replace the log-sum-exps: subtracting log-sum-exps would lose the last digits of the ranks.
         lse = torch.zeros_like(logits[..., :1])
         k = min(batch.max_budget, logits.shape[-1])
         return Selection(store.ops.select_top_chunks(logits, lse, batch.budget, k))
@@ -402,8 +410,8 @@ class ValuePart(StoredPart):
 
     @property
     def placed_field(self) -> Field:
-        """The first page field, [H, C, c, w], which the policy's place applies to. With ``place="host"`` it is stored
-        on the host and selected rows are fetched; the other fields stay on the device."""
+        """The page field to which the policy's place applies, [H, C, c, w] with w elements per row: the first field.
+        With ``place="host"``, it is on the host, and selected rows are fetched. The other fields stay on the device."""
         return self.page_fields()[0]
 
     @abstractmethod
@@ -412,8 +420,8 @@ class ValuePart(StoredPart):
 
 
 BlockHook = Callable[[int, Tensor, Tensor, Blocks], Blocks]
-"""Called with the layer's number in the model, RoPE-rotated queries [n, H_q, d] and keys [m, H, d], and the selected
-blocks. Returns the blocks to attend to."""
+"""A function that is called with the layer's number in the model, RoPE-rotated queries [n, H_q, d] and keys [m, H, d],
+and the selected blocks. Returns the blocks to attend to."""
 
 
 class PrefillStrategy(Part, ABC):
@@ -422,7 +430,7 @@ class PrefillStrategy(Part, ABC):
     Layers with a window do not use it.
 
     Attributes:
-        selects_blocks: whether it selects blocks of keys and calls ``hook``.
+        selects_blocks: whether the strategy selects blocks of keys and calls ``hook``.
         hook: changes the selected blocks; None leaves them as they are.
     """
 

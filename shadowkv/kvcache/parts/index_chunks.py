@@ -1,5 +1,5 @@
-"""Indexes that score chunks by the mean of their RoPE-rotated keys, ShadowKV's landmark (arXiv:2410.21465, section
-4.2)."""
+"""Indexes that score chunks by their landmarks (ShadowKV, arXiv:2410.21465, section 4.2). A chunk's landmark is the
+mean of its RoPE-rotated keys."""
 
 from __future__ import annotations
 

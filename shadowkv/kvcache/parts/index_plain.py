@@ -1,6 +1,8 @@
-"""Indexes that store no data of their own: all tokens, and the tokens with the largest exact scores.
+"""Indexes that store no data of their own. With ``AttendAll``, steps attend to all tokens. ``Exact`` selects the tokens
+with the largest exact scores.
 
-``Exact`` is the oracle. Its exact scores separate the loss of a limited budget from the errors of an index.
+``Exact`` is an oracle for comparisons: what it loses is due to the limited budget, and what another index loses in
+addition is due to that index's scores.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 sign bits choose runs of 8 tokens, and all bits choose chunks in the best runs.
 
 After a random rotation, coordinates are nearly Gaussian, so one fixed quantizer fits all keys (TurboQuant,
-arXiv:2504.19874). The prompt's mean key is subtracted first: it would only shift the scores of all tokens equally, and
-without it keys are coded in finer steps. Before the rotation R, keys are multiplied by a root L of the second moments
-of the prompt's last queries, and queries by the inverse of L. Products stay the same, but the sketch's error is smaller
-in directions that queries weight more.
+arXiv:2504.19874). The prompt's mean key is subtracted first: it shifts the scores of all tokens equally, so it is not
+needed, and what remains of the keys is coded in finer steps. Before the rotation R, keys are multiplied by a root L of
+the second moments of the prompt's last queries, and queries by the transposed inverse of L. Products of keys and
+queries stay the same, but the sketch's error is smaller in directions that queries weight more.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from shadowkv.settings import Check, setting
 
 ISOTROPIC = 0.85
 """Share of the identity matrix that is mixed into the second moments, because future queries differ from the observed
-ones. With 0.85, signs miss 0.6 to 1.3 % of the tokens that have at least 3 % of a head's attention, on RULER prompts of
-16K and 32K tokens. They miss 2 % with the identity alone, and up to 5 % with a share of 0.3."""
+ones. With 0.85, the runs that the sign bits choose miss 0.6 to 1.3 % of the tokens that have at least 3 % of a head's
+attention, on RULER prompts of 16K and 32K tokens. They miss 2 % with the identity alone, and up to 5 % with a share of
+0.3."""
 
 
 class KeySketch(IndexPart):
@@ -97,8 +98,8 @@ class Sketch(KeySketch):
     @dataclass(frozen=True)
     class Settings:
         """Chunks outside the top-k are sampled, with probabilities that follow from the index's scores. A sampled chunk
-        also stands for chunks that were not sampled: the lower its probability, the more. So thinly spread attention is
-        not lost (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688)."""
+        also stands for chunks that were not sampled: the lower its probability, the more chunks it stands for. So
+        thinly spread attention is not lost (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688)."""
 
         sampled: float = setting(
             0.0,
@@ -154,8 +155,8 @@ class Sketch(KeySketch):
 
 
 class SignSketch(KeySketch):
-    """The first level alone: selects runs of 8 tokens by their sign scores. The other bits are stored but not read, so
-    a comparison with ``Sketch`` measures the benefit of the second level."""
+    """An index that has the first level alone: it selects runs of 8 tokens by their sign scores. The other bits are
+    stored but not read, so a comparison with ``Sketch`` measures the benefit of the second level."""
 
     ops = ("whiten_rows", "sketch_keys", "sketch_queries", "sign_scores")
 
@@ -183,10 +184,10 @@ class SignSketch(KeySketch):
 def sketch_maps(queries: Tensor, heads: int, rotation: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
     """The maps of each kv head's keys and queries: L R for keys, and L^-T R for queries.
 
-    L L^T = d C, where C is the second moment of normalised queries, mixed with that of uniform directions.
+    L L^T = d C, where C is the second moment of normalised queries, mixed with the second moment of uniform directions.
 
     Args:
-        queries: [..., w, H_q, d]; w can be 0.
+        queries: [..., w, H_q, d], the last w queries of a prompt; w can be 0.
         heads: H.
         rotation: float32 [d, d], orthogonal.
 

@@ -1,7 +1,7 @@
 """Low-rank keys: one subspace per sequence and layer, fitted on the prompt's own keys before RoPE.
 
-ShadowKV, arXiv:2410.21465, section 4.1: the keys of all kv heads together are X [S, H*d] ~ latents [S, r] x basis
-[r, H*d].
+As in ShadowKV (arXiv:2410.21465, section 4.1), the keys of S tokens in H kv heads of d dimensions are one matrix: X [S,
+H*d] ~ latents [S, r] x basis [r, H*d], with rank r.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ KEPT_ENERGY = "kept_energy"
 """State field with the share of the keys' squared norm that the subspace keeps."""
 
 HEADROOM = 1.25
-"""Factor by which latents of generated tokens can exceed the prompt's largest without clipping, in 8-bit codes."""
+"""Factor by which latents of generated tokens can exceed the prompt's largest latent without being clipped, in 8-bit
+codes."""
 
 
 NARROW = 512
@@ -37,12 +38,13 @@ subspace of few dimensions."""
 
 
 class LowRankKeys(KeyPart):
-    """Keys as latents, in the form of a codec.
+    """Keys as latents, which a codec stores.
 
     Quantized latents are computed from centred keys, because the mean key dominates every norm if keys have a bias
-    (Qwen2). Each rank dimension has its own step. The steps are folded into the basis, so a key is latents x basis +
-    mean. ``source`` gives these arrays to the ops that rebuild keys: ``ops/attend_selected`` for the tokens that a step
-    selects, ``ops/rebuild_rows`` for all tokens, to which a later turn attends.
+    (Qwen2). Each dimension of a latent has its own quantization step. The basis is multiplied by the steps, so a key is
+    integer latents x basis + mean. ``source`` gives these arrays to the ops that rebuild keys: ``ops/attend_selected``
+    for the tokens that a step selects, ``ops/rebuild_rows`` for all compressed tokens, because the prompt of a later
+    turn attends to all of them.
     """
 
     ops = ("low_rank_basis", "project_latents")
@@ -69,12 +71,13 @@ class LowRankKeys(KeyPart):
     @classmethod
     def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> Settings:
         """The default rank is 5/32 of H*d (the paper's 160 of 1,024). It is rounded up to a multiple of 32, because
-        tensor cores take 32 at a time, but not above H*d.
+        tensor cores multiply 32 dimensions at a time, but it is at most H*d.
 
-        Narrow keys are less low-rank. In 8 and 4 bits they keep all dimensions, up to the 256 that kernels support.
-        With half of the dimensions, Qwen2.5-Coder-1.5B loses 0.9 points of RULER at 32K, with a standard error of 0.7.
-        In 16 bits, and in mixed widths, they keep half. A single kv head shares no subspace with others and always
-        keeps all dimensions."""
+        Narrow keys need a larger share of their dimensions. If latents are quantized, narrow keys keep all dimensions,
+        up to the 256 that kernels support. With half of the dimensions, Qwen2.5-Coder-1.5B loses 0.9 points of RULER at
+        32K, with a standard error of 0.7. With 16-bit latents, or a codec that learns the bits of each dimension,
+        narrow keys keep half of the dimensions. A single kv head shares no subspace with others and always keeps all
+        dimensions."""
         settings: LowRankKeys.Settings = cls.settings_of(spec)
         if settings.rank is not None:
             return settings
@@ -105,8 +108,7 @@ class LowRankKeys(KeyPart):
 
     @classmethod
     def in_groups(cls, spec: KVSpec, groups: int) -> KVSpec:
-        """Gives each group its own low-rank keys. Raises ValueError if ``key_groups`` already is another number above
-        1."""
+        """Gives each group its own low-rank keys. Raises ValueError if ``key_groups`` is neither 1 nor ``groups``."""
         given = cls.settings_of(spec).key_groups
         if given not in (1, groups):
             raise ValueError(f"key_groups={given} must be 1 or {groups}: ranks divide kv heads into {groups} groups")
@@ -157,8 +159,9 @@ class LowRankKeys(KeyPart):
         return (*fields, Field("key_mean", heads, self.dtype), *of_latents)
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Bytes of two float32 copies of the Gram matrices of the states that are fitted together, of workspace, and of
-        the centred and multiplied rows. With groups of heads, also of a copy of all rows of a group."""
+        """Bytes of two float32 copies of the Gram matrices of the states that are fitted together, of a workspace as
+        large as one copy, and of rows of keys that are centred and multiplied. With several groups of heads, bytes of a
+        copy of all rows of a group are added."""
         gram, size = 3 * 4 * STATES_AT_ONCE * self.shape.kv_dim**2, self.shape.kv_dim * self.dtype.itemsize
         rows = gram + 2 * size * min(tokens, ROWS_AT_ONCE)
         return rows if self.settings.key_groups == 1 else rows + size * tokens // self.settings.key_groups
@@ -184,9 +187,9 @@ class LowRankKeys(KeyPart):
     def subspaces(
         self, store: CompressedStore, keys: Tensor, mean: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Computes ``low_rank_basis`` of keys [M, S, H d] for each group of heads, and joins the results. A group's
-        basis rows are zero in the columns of other groups. The strongest rows of all groups come first
-        (``LatentCodec.of_groups``)."""
+        """Computes ``low_rank_basis`` for each group of heads, from the keys [M, S, H d] of M states, and joins the
+        results. A group's basis rows are zero in the columns of other groups. The strongest rows of all groups come
+        first (``LatentCodec.of_groups``)."""
         groups = self.ranks
         if len(groups) == 1:
             result: tuple[Tensor, Tensor, Tensor, Tensor] = store.ops.low_rank_basis(keys, self.rank, mean)
@@ -217,7 +220,7 @@ class LowRankKeys(KeyPart):
 
 
 def kept_energy(variance: Tensor, total: Tensor) -> Tensor:
-    """Returns the share of the keys' squared norm that a basis keeps, float32 [M], from results of
+    """Returns the share of the keys' squared norm that a basis keeps, float32 [M] for M states, from results of
     ``low_rank_basis``."""
     return (variance.sum(1) / total.clamp(min=1e-30)).clamp(max=1)
 

@@ -1,9 +1,9 @@
 """Prefill strategies. With ``dense``, queries attend to everything. With ``sparse``, each tile of a long prompt's
 queries attends to a sample of the blocks of keys.
 
-Sparse prefill needs no calibration. A tile attends to as many blocks as keep the error of its sampled queries within
-``prefill_error``, for any length of the prompt. So heads and layers with spread-out attention get more blocks than
-others. docs/design/prefill.md lists all conditions of a sparse prefill.
+Sparse prefill needs no calibration. The error of a tile is measured with a few of its queries. The tile attends to as
+many blocks as are needed to keep this error within ``prefill_error``, whatever the prompt's length. So heads and layers
+with spread-out attention get more blocks than others. docs/design/prefill.md lists all conditions of a sparse prefill.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 from shadowkv.settings import Check, setting
 
 SPARSE_FROM, MIN_QUERIES = 8192, 1024
-"""Numbers of keys, and of new tokens of a sequence, from which on sparse attention is faster. Below them attention is
-exact."""
+"""Sparse attention is faster if there are more keys than the first number, and at least as many new tokens of a
+sequence as the second. Otherwise attention is exact."""
 
 DENSE_LAST = 256
-"""Number of a prompt's newest tokens that attend to everything. The other tokens of their tiles do so too. A prompt
-often ends with a question, whose tokens may each need different blocks, so one selection for a tile is too coarse."""
+"""Number of a prompt's newest tokens that attend to everything. The other tokens of their tiles also attend to
+everything. A prompt often ends with a question, whose tokens may each need different blocks, so one selection for a
+tile is too coarse."""
 
 
 class DensePrefill(PrefillStrategy):
@@ -69,7 +70,7 @@ class SparsePrefill(PrefillStrategy):
     def attend(
         self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, to_come: int, sinks: Tensor | None = None
     ) -> Tensor:
-        # Blocks are selected as if there were no sinks. With them the error is smaller.
+        # Blocks are selected as if there were no sinks. With sinks, the error is smaller than ``prefill_error``.
         blocks = ops.select_blocks(q, k, self.settings.prefill_error, max(0, DENSE_LAST - to_come), layer)
         if self.hook is not None:
             blocks = self.hook(layer, q, k, blocks)

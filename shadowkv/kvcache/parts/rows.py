@@ -1,6 +1,8 @@
 """Parts that store keys after RoPE, or values, row by row: exactly, or in a codec (``shadowkv.kvcache.codecs``).
 
-A row is one token of one head. Values are on the device or on the host.
+A row is the key or value of one token in one kv head. Keys are on the device, values on the device or on the host.
+
+Shapes: L layers, n pages or segments, S tokens of a segment, H kv heads, d dimensions of a head.
 """
 
 from __future__ import annotations
@@ -28,19 +30,19 @@ KEY_MEAN = "key_mean"
 """State field with the mean key, which is subtracted from centred keys."""
 
 CROSSING_AT_ONCE = 512
-"""Pages of codes for the host that are coded in device memory at a time. Coded directly into host memory, they would
-cross the bus byte by byte: 27 ms per layer of 60K tokens on an H200, where dense values of five times the size take
-2.8 ms."""
+"""Maximum number of pages that are coded in device memory at a time, if the codes belong on the host. If a kernel wrote
+codes directly to host memory, they would cross the bus byte by byte. This takes 27 ms per layer of 60K tokens on an
+H200, while dense values, which are five times as large, take 2.8 ms."""
 
 
 CENTRED_AT_ONCE = 64
-"""Pages of one layer whose keys are centred at a time. Centring makes several float32 copies of the keys, each of
-16 MiB at 8 heads of 128 dimensions."""
+"""Maximum number of pages, summed over layers, whose keys are centred at a time. Centring makes several float32 copies
+of the keys, each of 16 MiB at 8 heads of 128 dimensions."""
 
 
 class CodedPart(StoredPart):
     """Base class of coded keys and coded values. It stores a field of codes named after the axis, a field of scales if
-    the codec has some, and the state that the codec learns.
+    the codec has scales, and the state that the codec learns.
 
     Attributes:
         axis: ``keys`` or ``values``, which is also the name of the fixed rotation.
@@ -80,8 +82,8 @@ class CodedPart(StoredPart):
         return self.codec.fitting_bytes(tokens * self.shape.kv_dim)
 
     def compression_bytes(self) -> int:
-        """Bytes of the rows in float32, rotated and scaled, and of their codes, 8 bytes each; 0 if one kernel does all
-        this."""
+        """Bytes of float32 copies of the rows (rotated, and scaled) and of codes before they are packed, at 8 bytes a
+        code; 0 if one kernel does all steps."""
         copies = 32 * CODED_AT_ONCE * PAGE * self.shape.kv_dim
         return 0 if in_one_pass(self.codec_id, self.shape.head_dim) else copies
 
@@ -103,7 +105,7 @@ class CodedPart(StoredPart):
         return self.learned_fields()
 
     def fit_rows(self, store: CompressedStore, layers: slice, states: Tensor, rows: Tensor) -> None:
-        """Fits the codec's states int64 [n] on rows [L, n, S, H, d]."""
+        """Fits what the codec learns on rows [L, n, S, H, d], and writes it to ``states`` int64 [n]."""
         fitted = [self.codec.fit(one) for one in rows.flatten(0, 1)]
         for field, learned in zip(self.learned_fields(), zip(*fitted, strict=True), strict=True):
             store.state[field.name][layers][:, states] = torch.stack(learned).unflatten(0, rows.shape[:2])
@@ -145,8 +147,8 @@ class CodedKeys(CodedPart, KeyPart):
 
     @dataclass(frozen=True)
     class Settings:
-        """With ``centred`` the mean key before RoPE is subtracted. Keys then need about one bit less for the same
-        error. Attention adds the mean key's share of the logits."""
+        """With ``centred``, the mean of the prompt's keys before RoPE is subtracted from keys. They then need about one
+        bit less for the same error. Attention adds the mean key's share of the logits."""
 
         centred: bool | None = setting(
             None, "keys", "store keys without the mean key of their prompt (default: where keys have a bias)"
@@ -154,8 +156,9 @@ class CodedKeys(CodedPart, KeyPart):
 
     @classmethod
     def with_defaults(cls, spec: KVSpec, shape: ModelShape) -> Settings:
-        """Centred if keys have a bias. The biases of Qwen2.5-1.5B are up to 354, half of them below 1. With the bias in
-        the stored keys, ``fp8`` finds no needle at all."""
+        """By default, keys are centred if they have a bias. Some biases of Qwen2.5-1.5B are as large as 354, while half
+        of them are below 1. If the bias stays in the stored keys, ``fp8`` finds no needle of a needle-in-a-haystack
+        test."""
         settings: CodedKeys.Settings = cls.settings_of(spec)
         return cls.Settings(shape.key_bias) if settings.centred is None else settings
 
@@ -169,7 +172,7 @@ class CodedKeys(CodedPart, KeyPart):
 
     @property
     def fits_on_earlier(self) -> bool:
-        """True for centred keys, so that the subtracted mean is that of all tokens."""
+        """True for centred keys, so that the mean that is subtracted is the mean of all tokens' keys."""
         return self.centred
 
     def state_fields(self) -> tuple[Field, ...]:
@@ -177,8 +180,8 @@ class CodedKeys(CodedPart, KeyPart):
         return (*super().state_fields(), *((Field(KEY_MEAN, heads, torch.float32),) if self.centred else ()))
 
     def fitting_bytes(self, tokens: int) -> int:
-        """Bytes of two float32 copies of the keys if a codec that learns gets centred keys, and of the codec's own
-        memory."""
+        """Bytes that the codec needs. If a codec that learns gets centred keys, bytes of two float32 copies of the keys
+        are added."""
         centred = 2 * 4 * tokens * self.shape.kv_dim if self.centred and self.learned_fields() else 0
         return centred + super().fitting_bytes(tokens)
 
@@ -186,7 +189,7 @@ class CodedKeys(CodedPart, KeyPart):
         rope_keys = tokens.rope_keys
         if self.centred:
             store.state[KEY_MEAN][layers][:, states] = tokens.keys.mean(2, dtype=torch.float32)
-            if self.learned_fields():  # avoids a useless float32 copy of all tokens
+            if self.learned_fields():  # otherwise nothing would read this float32 copy of all tokens
                 rope_keys = self._centred(store, layers, states, rope_keys, tokens.first)
         self.fit_rows(store, layers, states, rope_keys)
 
@@ -203,7 +206,7 @@ class CodedKeys(CodedPart, KeyPart):
         if not self.centred:
             return rows
         mean = store.state[KEY_MEAN][layer]
-        # The mean is in the same states as what the codec has learned.
+        # The mean is a field of the same states as what the codec has learned, so ``rows.states`` is right for it too.
         return CentredKeys(**vars(rows), mean=mean, first=batch.first, rotary=store.rotary)
 
     def _centred(

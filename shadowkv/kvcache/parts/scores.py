@@ -1,6 +1,10 @@
 """Exact scores of chunks by the keys of their tokens, for indexes that score every token.
 
-A chunk's score is the log-sum-exp over its tokens, the logarithm of its softmax mass.
+A chunk's score is the log-sum-exp of its tokens' scores. Up to a constant, this is the logarithm of the chunk's share
+of the softmax.
+
+Shapes: B rows of a step, N page ids, H kv heads, H_q query heads, C chunks per page, c tokens per chunk, d dimensions
+of a head, w dimensions of the scored keys.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ def chunk_scores(
     """
     heads, chunk = keys.shape[1], keys.shape[3]
     queries = scale * q.float().unflatten(1, (heads, -1)).transpose(0, 1)
-    # Head by head, which limits the memory of float32 keys.
+    # Heads are computed one by one, to limit the memory of float32 keys.
     scores = [queries[h] @ keys[:, h][batch.pages].flatten(1, 3).float().transpose(1, 2) for h in range(heads)]
     logits = torch.stack(scores, dim=1)
     if chunk > 1:

@@ -1,5 +1,7 @@
 """Chooses the blocks of tokens that a query attends to, as a model's indexer does (``shape.Indexer``). Decode steps and
-prompts use these functions."""
+prompts use these functions.
+
+Shapes: N blocks, n tokens, H heads, d dimensions of an index key."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Heads(NamedTuple):
 
 
 class PooledHeads(NamedTuple):
-    """Sizes of an indexer whose blocks have one key.
+    """Sizes of an indexer whose blocks have one key each (``Indexer``).
 
     Attributes:
         heads: number of index queries of a token.
@@ -62,7 +62,8 @@ class PooledHeads(NamedTuple):
 
 
 class IndexQueries(NamedTuple):
-    """Index queries of T tokens, and what a pooled indexer needs to normalise keys of blocks.
+    """Index queries of T tokens with H heads of d dimensions, and what a pooled indexer needs to normalise keys of
+    blocks.
 
     Attributes:
         queries: [T, H, d].
@@ -90,7 +91,8 @@ class Indexer:
 
     Attributes:
         block_size: tokens of a block: a multiple of 64, or with ``pooled`` a divisor of 64.
-        topk_blocks: number of blocks that a query attends to: those with the largest scores, and the local ones.
+        topk_blocks: number of blocks that a query attends to: the local ones, and as many of those with the largest
+            scores as are left.
         local_blocks: number of newest blocks that are always attended to, including the query's own. 0 with ``pooled``.
         pooled: index heads and dimensions if each block has one key; None if blocks are scored by their tokens' keys.
     """
@@ -111,7 +113,7 @@ class LayerKind:
     """The kind of a layer: full attention, attention to a window or to what an indexer selects, or a recurrent state.
 
     Attributes:
-        window: number of newest tokens that a query attends to, its own included; None for all tokens.
+        window: number of newest tokens that a query attends to, including the query's own; None for all tokens.
         rope: the layer's own RoPE; None for the model's. Only layers with a window can have their own.
         heads: the layer's own heads; None for the model's. Only layers with a window can have their own.
         state: arrays of one sequence's recurrent state; empty for layers with attention.
@@ -177,9 +179,10 @@ class ModelShape:
         return Heads(self.num_query_heads, self.num_kv_heads, self.head_dim)
 
     def scratch_of(self, kind: LayerKind) -> tuple[Heads, LayerKind | None]:
-        """Returns a key: prefills of layers with equal keys share scratch memory. The key has the sizes of the layers'
-        heads. If later layers reuse keys and values, it also has the kind, because the scratch memory then holds the
-        keys and values of the kind's last layer, which layers of another kind must not overwrite."""
+        """Returns an identifier of scratch memory: prefills of layers with equal identifiers share it. The identifier
+        has the sizes of the layers' heads. If later layers reuse keys and values, it also has the kind, because the
+        scratch memory then holds the keys and values of the kind's last layer, which layers of another kind must not
+        overwrite."""
         return kind.heads or self.heads, kind if self.reused else None
 
     @property
@@ -216,8 +219,8 @@ class ModelShape:
 
 
 def share(count: int, rank: int, size: int, multiple: int = 1) -> tuple[int, int]:
-    """Returns a rank's share of ``count`` items: first and last + 1. Shares are multiples of ``multiple``, except at
-    the end, and their sizes differ by at most one multiple."""
+    """Returns a rank's share of ``count`` items: first and last + 1. Shares begin at multiples of ``multiple`` and,
+    before the last one is cut off at ``count``, differ by at most one multiple."""
     each, more = divmod(-(-count // multiple), size)
     start = rank * each + min(rank, more)
     return min(count, start * multiple), min(count, (start + each + (rank < more)) * multiple)

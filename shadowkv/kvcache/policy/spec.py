@@ -15,7 +15,7 @@ from shadowkv.ops.page import PAGE as PAGE
 from shadowkv.settings import NOT_NEGATIVE, Check, at_least, setting, violations
 
 PARTS, POLICY = "parts", "policy"
-"""Groups of fields."""
+"""Groups of a ``KVSpec``'s fields. A field of the group ``PARTS`` has one of the names in ``parts.AXES``."""
 
 SINK = 8
 """Number of first tokens that always stay exact, rounded up to whole chunks. First tokens attract attention whatever
@@ -23,11 +23,12 @@ they are (arXiv:2309.17453)."""
 
 DEFAULT_BUDGET = 1 / 64, 960
 SKETCH_BUDGET = 1 / 96, 640
-"""By default a step selects this share of the context, but at least this number of tokens, which is the share of a
-context of 61,440 tokens. ShadowKV selects 1.56 % (section 5.1). Where a sketch finds and weights single tokens, a step
-selects two thirds of that. It examines more of the sketch instead, and loses less than with 1.56 % and the former
-number of examined runs (docs/design/measured.md). There is a minimum because the error of sampling depends on the
-number of sampled tokens, not on their share of the context (docs/benchmarks/answers.md)."""
+"""The share of the context that a step selects by default, and the minimum number of tokens that it selects. The
+minimum applies to contexts of fewer than 61,440 tokens: the error of sampling depends on the number of sampled tokens,
+not on their share of the context (docs/benchmarks/answers.md). ``DEFAULT_BUDGET`` has the share of the ShadowKV paper,
+1.56 % (section 5.1). ``SKETCH_BUDGET`` is for a sketch that finds single tokens. It has two thirds of the tokens.
+Instead, a step examines 1.5 times as many runs of the sketch. This loses less than ``DEFAULT_BUDGET`` with the smaller
+number of runs (docs/design/measured.md)."""
 
 MIN_SEGMENT = 256
 """With the default budget, a tail is compressed only if it has this many tokens besides the sink, the outliers and the
@@ -35,11 +36,12 @@ newest ones."""
 
 LATE = 512
 """Number of tokens by which a dense sequence can grow beyond the length from which prompts are compressed. Most answers
-are shorter. On a GPU, compressing 8K tokens saves time only after 1,500 more tokens (``engine.startup.crossover``)."""
+are shorter than that. On a GPU, compressing 8K tokens saves time only after 1,500 more tokens
+(``engine.startup.crossover``)."""
 
 FETCH_BUFFER = 2.0
-"""Size of the device buffer for values on the host, as a multiple of the chunks that a step selects. Most chunks are
-selected again."""
+"""Size of the device buffer for values on the host, as a multiple of the chunks that a step selects. Later steps select
+most of these chunks again."""
 
 PREFILL_ERROR = 0.05
 """Default error of a sparse prefill (``parts.prefill.SparsePrefill``)."""
@@ -49,10 +51,11 @@ PREFILL_ERROR_HELP = (
 )
 
 NATIVE = "native"
-"""The index of layers that were trained with an indexer (``shape.Indexer``)."""
+"""Name of the index of layers that were trained with an indexer (``shape.Indexer``)."""
 
 SKETCH = "sketch"
-"""The index of ``turbo``. For models that have an indexer, resolving a policy replaces it by ``native``."""
+"""Name of the index of ``turbo``. For models that have an indexer, resolving a policy replaces this name by
+``native``."""
 
 ROTATED = "rotated"
 """Name of values in 3 bits, or in 4 bits if 3 bits do not fit the head dim. Resolving a policy replaces this name by
@@ -62,7 +65,7 @@ ROTATED = "rotated"
 @dataclass(frozen=True)
 class KVSpec:
     """How a sequence's keys and values are stored and found. The help of a field says what it means (``shadowkv serve
-    --kv help`` prints it). Parts that are registered (``parts.register``) add names.
+    --kv help`` prints it). Fields that name parts also accept the names of registered parts (``parts.register``).
 
     Attributes:
         settings: settings of the policy's parts (``parts.base.Part.Settings``) by name. A name can include the axis:
@@ -154,8 +157,8 @@ class KVSpec:
         return replace(self, **own, settings=kept | of_parts)
 
     def of_indexer(self, indexer: Indexer) -> KVSpec:
-        """The policy in layers that were trained with an indexer. Keys, values and place stay, and the indexer decides
-        what is attended to."""
+        """The policy in layers that were trained with an indexer. Keys, values and place stay as they are, and the
+        indexer decides what is attended to."""
         chunk = self.chunk if indexer.pooled is None else indexer.block_size
         return replace(
             self,
@@ -230,13 +233,13 @@ class KVSpec:
 
     @property
     def native(self) -> bool:
-        """Whether the model's own indexer selects. It selects among all tokens, including the exact ones and the first
-        ones."""
+        """Whether the model's own indexer selects. It selects among all tokens of the sequence, including exact tokens
+        and the sink."""
         return self.index == NATIVE
 
     @property
     def sink_chunks(self) -> int:
-        """Number of chunks at the start that stay exact."""
+        """Number of chunks at the start of a sequence that stay exact."""
         return 0 if self.native else -(-SINK // self.chunk)
 
     @property
@@ -246,14 +249,14 @@ class KVSpec:
 
     @property
     def exact_limit(self) -> int:
-        """Length of the longest tail that stays exact. Compressing it would save nothing."""
+        """Length of the longest tail that stays exact, because compressing it would save nothing."""
         least = MIN_SEGMENT if self.selects and self.budget is None else 0
         return self.static_tokens + self.local + PAGE + least
 
     @property
     def dense_limit(self) -> int:
-        """Length of the longest sequence that stays dense after its prompt. In a dense sequence, layers with an indexer
-        attend to all tokens."""
+        """Length of the longest sequence that stays dense after its prompt. In layers with an indexer, it is the number
+        of tokens that a query attends to, because queries attend to all tokens of a dense sequence."""
         if self.native and isinstance(self.budget, int):
             return self.budget
         return max(self.exact_limit, (self.dense_below or 0) - 1)

@@ -4,6 +4,8 @@ that many prompts share.
 Prompts can follow cached tokens; compressed ones are rebuilt first. If a sequence is compressed, full pages of its new
 tokens are compressed too, with the state of its last segment. If a sequence can be compressed later, an index can learn
 from its last queries. Prompts for which a state must be fitted are not computed here.
+
+Shapes: T new tokens, P compressed pages, H kv heads, H_q query heads, d dimensions of a head.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ MAX_CACHED = 16_384
 """Maximum number of cached tokens, in total, of the sequences whose prompts are in one pass."""
 
 MAX_CACHED_SEGMENTS = MAX_PROMPTS + 1
-"""Maximum number of segments, in total, of these sequences."""
+"""Maximum number of segments, in total, of the sequences whose prompts are in one pass."""
 
 
 class PromptNumbers(NamedTuple):
@@ -46,7 +48,7 @@ class PromptNumbers(NamedTuple):
         static_pages: number of exact pages of the sequence's sink.
         before, after: number of the sequence's compressed tokens before and after the prompt.
         segment: slot of the sequence's last segment.
-        state, first: that segment's state and position.
+        state, first: state of this last segment, and position of its first token.
         learning: the state that learns from the prompt's last queries; the spare state if none does.
     """
 
@@ -86,13 +88,13 @@ class CompressingPrompts:
         cached: the compressed pages of all segments, in one table [1, P]. States and first positions are those of the
             segments.
         segment_of: int64 [P], the segment of each page; -1 for unused pages.
-        rows: int64 [n, 64], for the n pages that are compressed now, their tokens' rows in ``ExactPrompts.keys``.
-        new: int64 [n, 64], their tokens' rows among the T new tokens; -1 for tokens of the exact tail.
+        rows: int64 [n, 64], rows in ``ExactPrompts.keys`` of the tokens in the n pages that are compressed now.
+        new: int64 [n, 64], rows of the same tokens among the T new tokens; -1 for tokens of the exact tail.
         states, first, pages: int64 [n], states of these pages, positions of their first tokens, and page ids. Unused
             pages are written to the padding page.
         learning: int64 [MAX_PROMPTS + 1], for each sequence, the state that learns from its last queries.
-        queries: int64 [MAX_PROMPTS + 1, OBSERVED], rows of these queries among the T new tokens. They are arbitrary for
-            sequences from which no state learns.
+        queries: int64 [MAX_PROMPTS + 1, OBSERVED], rows of the sequences' last queries among the T new tokens. They are
+            arbitrary for sequences from which no state learns.
         first_query: int64 [MAX_PROMPTS + 1], position of the first of these queries in its sequence.
     """
 
@@ -153,8 +155,9 @@ def has_room(sequences: Sequence[CachedSequence]) -> bool:
 
 
 def lengths_of(sequences: Sequence[CachedSequence], lengths: Sequence[int], rows: int) -> np.ndarray:
-    """Numbers of new and of cached tokens, int64 [2, MAX_PROMPTS + 1], of sequences with ``lengths`` new tokens in
-    ``rows`` rows. The last column is the padding. Raises ValueError if there are too many sequences or tokens."""
+    """Returns the numbers of new and of cached tokens of each sequence, int64 [2, MAX_PROMPTS + 1]. The last column is
+    the padding. ``lengths`` are the numbers of new tokens, and ``rows`` is the number of rows that they are packed
+    into. Raises ValueError if there are too many sequences or tokens."""
     left = rows - sum(lengths)
     if len(lengths) > MAX_PROMPTS or left < 0:
         reason = f"the limits are {MAX_PROMPTS} prompts and {rows} tokens"
@@ -170,8 +173,8 @@ def lengths_of(sequences: Sequence[CachedSequence], lengths: Sequence[int], rows
 def numbers_of(
     sequences: Sequence[CachedSequence], lengths: Sequence[int], layout: GroupLayout, tables: Tables
 ) -> np.ndarray:
-    """``PromptNumbers`` and ``CachedSegments`` of sequences with ``lengths`` new tokens in a group of layers, packed,
-    int64 [n]. Raises ValueError if they have too many segments."""
+    """Returns ``PromptNumbers`` and ``CachedSegments`` of the sequences in a group of layers, packed into int64 [n].
+    ``lengths`` are the sequences' numbers of new tokens. Raises ValueError if the sequences have too many segments."""
     spare_state = tables.state[tables.padding_segment_slot]
     padding = tables.padding_slot, 1, 0, 0, 0, tables.padding_segment_slot, spare_state, 0, spare_state
     numbers = np.repeat(np.array(padding)[:, None], MAX_PROMPTS + 1, axis=1)
@@ -224,7 +227,7 @@ def exact_prompts(
     padding = slot[sequence] == tables.padding_slot
     position = torch.where(padding, 0, cached[sequence] + within)  # RoPE tables have no positions for padding
     page = position // PAGE
-    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # what leaves the window at once is not stored
+    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # all others leave the window at once
     kept &= position >= after[sequence]
     page_id = tables.exact[slot[sequence], static[sequence] + page % num_pages[sequence]].long()
     padding_page = tables.exact[tables.padding_slot, 0].long()
@@ -331,7 +334,7 @@ class ExactPrefill:
 
     @property
     def captured(self) -> bool:
-        """Whether a graph can capture the attention."""
+        """Whether a CUDA graph can capture the attention."""
         windowed = self.window is not None or self.store.layout.shape.sinks
         form = "windowed" if windowed else "packed"
         return f"dense_attention.{form}" not in self.ops.needing_lengths
@@ -363,7 +366,7 @@ class ExactPrefill:
         not used: with an indexer, these sequences are exact and so short that a query attends to all tokens."""
         assert part.keys is not None and part.values is not None, "the layer has not been appended"
         q = self.ops.apply_rope(q, part.positions, self.store.rotary)
-        if part.compressing is not None and part.attended != layer:  # false for layers that reuse its keys
+        if part.compressing is not None and part.attended != layer:  # false for later layers that reuse this one's keys
             part.attended = layer
             of_last, learning = q[part.compressing.queries][None], part.compressing.learning
             for one in self.parts:

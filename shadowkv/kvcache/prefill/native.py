@@ -2,6 +2,8 @@
 
 Queries are computed in tiles, so that scores and masks stay small. Every query is multiplied by all keys, and scores of
 keys that it does not select are masked: this is correct, but no faster than dense attention.
+
+Shapes: H kv heads (or heads of index queries), H_q query heads, G query heads per kv head, d dimensions of a head.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from shadowkv.kvcache.policy.shape import Indexer, IndexQueries, ModelShape
 from shadowkv.kvcache.sequences.store import GroupStore
 
 SCORES_AT_ONCE = 2**24
-"""Maximum number of scores of index queries in memory at a time, unless a single query has more. Scores of query heads
-do not count, because attention does not store them."""
+"""Maximum number of scores of index queries in memory at a time, unless a single query has more. Scores of attention
+itself do not count, because attention kernels do not store them."""
 
 SCORE_BYTES = 3 * 4 + 1
 """Bytes for each score: float32 for the score, for its masked copy, and for this copy padded to whole blocks; and one
@@ -33,7 +35,7 @@ def selecting_bytes(shape: ModelShape, queries: int, keys: int, dtype: torch.dty
     keys of a later turn. Returns 0 if no query sees more tokens than it attends to, or if no layer has an indexer.
 
     Args:
-        queries, keys: n and m.
+        queries, keys: numbers of queries and keys, n and m in ``attend_selected_blocks``.
         dtype: dtype of queries and keys.
     """
     selecting = [kind.indexer for kind in shape.kinds if kind.indexer is not None and keys > kind.indexer.budget]
@@ -58,7 +60,8 @@ def selecting_bytes(shape: ModelShape, queries: int, keys: int, dtype: torch.dty
 def attend_selected_blocks(
     store: GroupStore, q: Tensor, index: IndexQueries, k: Tensor, v: Tensor, index_keys: Tensor
 ) -> Tensor:
-    """Attends with the queries of the last n of m positions, each to the blocks that it selects and to no later token.
+    """Attends with the queries of the last n of m positions. Each query attends to the blocks that it selects, without
+    tokens after its own.
 
     Args:
         store: the layers' store, with their indexer.
@@ -96,7 +99,7 @@ def attend_selected_blocks(
 
 
 def _attended(index_queries: Tensor, index_keys: Tensor, positions: Tensor, indexer: Indexer) -> Tensor:
-    """Returns bool [n, H, m]: which of the first m tokens queries at ``positions`` [n] attend to."""
+    """Returns bool [n, H, m]: True for those of the first m tokens that the queries at ``positions`` [n] attend to."""
     scores = index_queries.float() @ index_keys.squeeze(1).float().T
     token = torch.arange(scores.shape[-1], device=scores.device)
     future = (token > positions[:, None]).unsqueeze(1)
@@ -106,8 +109,8 @@ def _attended(index_queries: Tensor, index_keys: Tensor, positions: Tensor, inde
 
 
 def _attended_pooled(queries: Tensor, blocks: Tensor, count: int, positions: Tensor, indexer: Indexer) -> Tensor:
-    """Returns bool [n, 1, count]: which of the first ``count`` tokens queries at ``positions`` [n] attend to, chosen by
-    the keys of blocks [N, d]."""
+    """Returns bool [n, 1, count]: True for those of the first ``count`` tokens that the queries at ``positions`` [n]
+    attend to. Blocks are chosen by their keys [N, d]."""
     token = torch.arange(count, device=blocks.device)
     own = (positions[:, None] + 1) // indexer.block_size  # the incomplete block, always attended to
     kept = token // indexer.block_size == own

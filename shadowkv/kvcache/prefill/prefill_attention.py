@@ -4,6 +4,8 @@ New tokens of a cached sequence attend to its exact tokens, and to keys and valu
 Attention is either exact (computed span by span, with the partial results merged by log-sum-exp) or done by the
 policy's prefill strategy. On a GPU, a layer of a new sequence is stored while the last tokens attend in this layer.
 Several layers of short prompts are stored together.
+
+Shapes: n queries, m keys, L layers, H kv heads (or heads of index queries), H_q query heads, d dimensions of a head.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Prefill:
     """Prefill of a group of layers. Layers are numbered within the group.
 
     Attributes:
-        strategy: replaces exact attention where it ``pays``.
+        strategy: the prefill strategy. It replaces exact attention where its method ``pays`` returns True.
     """
 
     def __init__(self, store: GroupStore, storing: Storing, strategy: PrefillStrategy) -> None:
@@ -88,10 +90,10 @@ class Prefill:
         """Attends with queries [n, H_q, d] of a block before RoPE. The keys and values of this block and of the blocks
         before it must have been appended.
 
-        The returned function returns the result, with undefined rows for tokens that do not need attention. ``sinks``
-        are float32 [H_q]. If there is an indexer, ``index_queries`` [n, H, d], before RoPE, select the blocks to attend
-        to. On a GPU the layer is stored while the last block attends: all queries that an index learns from are known
-        by then.
+        The returned function returns the result, with undefined rows for tokens that do not need attention. ``sinks``,
+        float32 [H_q], are as in ``KVCache.start``. If there is an indexer, ``index_queries`` [n, H, d], before RoPE,
+        select the blocks to attend to. On a GPU the layer is stored while the last block attends: all queries that an
+        index learns from are known by then.
         """
         batch = block.batch
         q = self.ops.apply_rope(q, block.positions, self.store.rotary)
@@ -130,7 +132,7 @@ class Prefill:
         self.join()
 
     def join(self) -> None:
-        """Makes later launches wait for the stores that are still running."""
+        """Makes later work on the current stream wait until no tokens are being stored on the other stream any more."""
         if self.side is not None:
             torch.cuda.current_stream(self.store.compute).wait_stream(self.side)
 
@@ -174,8 +176,8 @@ class Prefill:
     # -- attending -------------------------------------------------------------------------------------------------
 
     def _shared(self, batch: GroupPrefill, row_range: RowRange) -> tuple[object, ...] | None:
-        """Returns a key that identifies the cached segments of a row range that attends exactly. Neighbouring row
-        ranges with equal keys attend to the segments in one call. None if the row range attends alone."""
+        """Returns an identifier of the cached segments of a row range that attends exactly. Neighbouring row ranges
+        with equal identifiers attend to the segments in one call. None if the row range attends alone."""
         new = row_range.alone
         indexed = self.layout.indexer is not None
         if new is None or not new.cached or indexed or not self._is_exact(new, row_range.stop):
@@ -183,7 +185,7 @@ class Prefill:
         return tuple(segment.ids for segment in batch.plan_of(new).cached) or None
 
     def _attend_causally(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attends causally with queries [n, H_q, d] of the last n of m positions to k, v [m, H, d]."""
+        """Attends causally to k, v [m, H, d], with queries [n, H_q, d] of the last n of the m positions."""
         if sinks is None:
             return self.ops.dense_attention(q, k, v)
         return self.ops.add_sinks(*self.ops.dense_attention(q, k, v, return_lse=True), sinks)[0]
@@ -261,7 +263,7 @@ class Prefill:
     ) -> Tensor:
         """Attention of a row range of one sequence, within the window."""
         new = cast(NewTokens, row_range.alone)
-        before = row_range.start - new.start  # new tokens of the sequence that come before
+        before = row_range.start - new.start  # number of the sequence's new tokens before the row range
         if before >= window or not new.cached:
             rows = slice(max(new.start, row_range.start - window), row_range.stop)
             k, v = (x[batch.scratch_index(layer), rows] for x in (batch.rope_keys, batch.values))
@@ -276,7 +278,8 @@ class Prefill:
         self, layer: int, q: Tensor, batch: GroupPrefill, row_ranges: tuple[RowRange, ...], sinks: Tensor | None
     ) -> Tensor:
         """Attention of row ranges whose sequences share their cached segments. Each row range attends to its own exact
-        tokens and the sinks. All of them together attend to the segments, which are rebuilt once."""
+        tokens and to the softmax position of ``sinks``. All of them together attend to the segments, which are rebuilt
+        once."""
         cached = batch.plan_of(cast(NewTokens, row_ranges[0].alone)).cached
         own = []
         for row_range, queries in zip(row_ranges, q.split([one.stop - one.start for one in row_ranges]), strict=True):
@@ -298,7 +301,8 @@ class Prefill:
         self, layer: int, batch: GroupPrefill, new: NewTokens, stop: int, room: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [room + n, H, d] of a sequence: ``room`` unwritten rows, its exact tail, and its new tokens
-        up to the batch's row ``stop``. A sequence without cached tokens has no ``room``."""
+        up to the batch's row ``stop``. A sequence without cached tokens has no compressed tokens either, so its
+        ``room`` is 0."""
         keys, values = (x[batch.scratch_index(layer), new.start : stop] for x in (batch.rope_keys, batch.values))
         if not new.cached:
             return keys, values

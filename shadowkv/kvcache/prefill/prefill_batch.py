@@ -1,4 +1,7 @@
-"""Batches of prefills: new tokens of sequences, packed, and how and when they are stored."""
+"""Batches of prefills: new tokens of sequences, packed, and how and when they are stored.
+
+Shapes: T tokens of a batch, S sequences, H kv heads, H_q query heads, d dimensions of a head.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class ToStore:
     """How the new tokens of some sequences are stored, in every layer.
 
     Attributes:
-        observed: queries that parts learn from first.
+        observed: queries that parts learn from before the tokens are stored.
         exact: rows of the sequences that stay exact, and where they are written. Adjacent rows are joined.
         compressed: rows and plans of the other sequences.
     """
@@ -87,7 +90,7 @@ class GroupPrefill:
         queries: [g, Q, H_q, d], after RoPE: the last queries of each sequence, packed.
         last: int64 [Q], the rows of the batch that these queries belong to.
         layer_ranges: ranges of consecutive layers of the model. Only layers of one range are stored together.
-        scratch: a key. Groups with equal keys share the scratch memory (``GroupLayout.scratch``).
+        scratch: identifies the scratch memory. Groups with equal ``scratch`` share it (``GroupLayout.scratch``).
         storing: the last layer whose new sequences were stored during its attention; None if there was none.
         attended: the last layer that has attended with all blocks; None if there was none. If queries attend to keys of
             this layer again, they belong to a later layer that reuses the keys.
@@ -121,7 +124,7 @@ class GroupPrefill:
             )
             for _ in range(3)
         )
-        # Zeros, because benchmarks and tests store random keys without attention, and then no queries are kept.
+        # Zeros, because benchmarks and tests store random keys without attention, so that no queries are written here.
         size = self.layers_at_once, observed, shape.num_query_heads, shape.head_dim
         self.queries = torch.zeros(size, dtype=dtype, device=device)
         self.index_keys = torch.empty_like(self.rope_keys[:, :, :1]) if indexed else None
@@ -186,8 +189,8 @@ class GroupPrefill:
     def attending_together(
         self, block: PrefillBlock, shared: Callable[[GroupPrefill, RowRange], tuple[object, ...] | None]
     ) -> list[tuple[RowRange, ...]]:
-        """Returns the row ranges of a block, in groups of neighbours for which ``shared`` returns equal keys. The first
-        call computes the groups."""
+        """Returns the row ranges of a block, in groups of neighbours for which ``shared`` returns equal identifiers.
+        The first call computes the groups."""
         if block.row_ranges not in self._together:
             groups: list[tuple[RowRange, ...]] = []
             last: tuple[object, ...] | None = None
@@ -216,11 +219,12 @@ class GroupPrefill:
         return next(layers for layers in self.layer_ranges if layer in layers)
 
     def _last_of(self, new: NewTokens) -> np.ndarray:
-        """Rows of ``queries`` that belong to a sequence."""
+        """Returns the rows of ``queries`` that belong to a sequence."""
         return np.arange(*np.searchsorted(self._last, (new.start, new.stop)))
 
     def keep_queries(self, layer: int, block: PrefillBlock, q: Tensor) -> None:
-        """Keeps those of a block's RoPE-rotated queries [n, H_q, d] that are among the last of their sequences."""
+        """Keeps the RoPE-rotated queries of a block, ``q`` [n, H_q, d], that are among the last ``OBSERVED`` of their
+        sequences."""
         if len(block.last):
             self.queries[self.scratch_index(layer), block.kept] = q[block.last]
 
@@ -272,7 +276,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class PrefillBlock:
-    """Neighbouring tokens of a prefill, which can be paused between blocks.
+    """Neighbouring tokens of a prefill. The prefill can pause between two blocks.
 
     Attributes:
         positions: int64 [n].
@@ -301,8 +305,8 @@ class PrefillBlock:
         return replace(self, row_ranges=tuple(RowRange(stop - 1, stop, new) for new, stop in self.ends))
 
     def only_ends(self, positions: Tensor) -> PrefillBlock:
-        """Returns a block of only the tokens of ``ends``, which are at ``positions`` int64 [n]. Nothing can be stored
-        with it. Packed sequences still attend in one call."""
+        """Returns a block of only the tokens of ``ends``, which are at ``positions`` int64 [n]. The block cannot be
+        used to store tokens. Packed sequences still attend in one call."""
         ending = {new.start for new, _ in self.ends}
         row_ranges = (
             one if one.alone is None else RowRange(one.stop - 1, one.stop, one.alone)
@@ -380,7 +384,7 @@ class PrefillBatch:
         needs, joined in order."""
         ends = [(new, end) for start, stop in blocks for new, end in self.groups[0].block(start, stop).ends]
         rows = [row for row, (new, end) in enumerate(ends) if end == new.stop]
-        return upload(torch.tensor(rows), self.starts.device)  # the host need not wait for the last layer
+        return upload(torch.tensor(rows), self.starts.device)  # the host does not wait for the last layer
 
 
 def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[slice, ExactRows]]:

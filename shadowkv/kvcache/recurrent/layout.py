@@ -12,8 +12,8 @@ from shadowkv.kvcache.policy.shape import ModelShape, StateArray
 
 RING = 2
 """Number of states that a growing sequence holds: one after each of its newest tokens. The newest token can therefore
-be removed again, which is necessary when a step was launched ahead. A step with drafted tokens adds a state for each of
-them."""
+be removed again. This is necessary if its step was launched before the results of the step before it were known. A step
+with drafted tokens adds a state for each of them."""
 
 CHECKPOINT_EVERY = 8192
 """Prompt tokens between two checkpoints."""
@@ -49,9 +49,9 @@ class RecurrentLayout:
     """The layers with a recurrent state, which all have the same arrays.
 
     Attributes:
-        layers: their numbers in the model.
+        layers: the layers' numbers in the model.
         arrays: arrays of one sequence's state in one layer.
-        settings: what the engine chooses.
+        settings: the settings that the engine chooses.
     """
 
     layers: tuple[int, ...]

@@ -18,8 +18,8 @@ from shadowkv.ops.recurrence import Spans
 
 
 class Round(NamedTuple):
-    """Spans (consecutive tokens of one sequence, ``ops/recurrence.py``) that one call of an op computes. It is not a
-    round of prefill.
+    """Spans (consecutive tokens of one sequence, ``ops/recurrence.py``) that one call of an op computes. This is not
+    the glossary's round of prefill.
 
     Attributes:
         rows: int64 [n], the rows of the spans' tokens in the part. None if the spans contain all tokens of the part.
@@ -37,8 +37,8 @@ class RecurrentPart:
     Attributes:
         num_tokens: T.
         rounds: the rounds, in order. Each token is in one round. A round reads states that earlier rounds have written.
-        waits: a function for each restored sequence whose layers are still arriving. It waits until a layer, given by
-            its number in the model, has arrived.
+        waits: a function for each restored sequence whose layers are still arriving. The function waits until a layer,
+            given by its number in the model, has arrived.
     """
 
     num_tokens: int
@@ -76,7 +76,8 @@ class RecurrentTokens(NamedTuple):
 
 
 def block(prompts: Sequence[RecurrentTokens], start: int, stop: int, device: torch.device) -> RecurrentPart:
-    """Makes the part of rows ``start`` to ``stop`` of packed prompts. Spans end at checkpoints."""
+    """Makes the part of rows ``start`` to ``stop`` of packed prompts. A span ends where a checkpoint is to be written,
+    and the sequence's next span is in the next round."""
     rounds: list[list[tuple[range, int, int]]] = []
     for new in prompts:
         first, last = max(start, new.start), min(stop, new.stop)

@@ -2,7 +2,7 @@
 
 A state cannot be cut to fewer tokens. To fork or continue a sequence after fewer tokens than it has, there must be a
 *checkpoint*: a copy of the state after that many tokens. Checkpoints use the memory that growing sequences leave free.
-The least recently used one is dropped first.
+The least recently used checkpoint is dropped first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Checkpoint:
     Attributes:
         row: the row of the states; None after the checkpoint was dropped.
         users: number of sequences and readings that use the checkpoint.
-        readings: number of snapshots that are being read from the checkpoint, which is not dropped until they end.
+        readings: number of snapshots for which the checkpoint is being read. It is not dropped before these readings
+            end.
     """
 
     position: int
@@ -42,7 +43,7 @@ class RecurrentSequence:
             rows, and more after a step with drafted tokens. Empty while the sequence does not grow.
         since: the smallest number of tokens after which the ring can have a state. Removing tokens does not change
             which states the ring has.
-        checkpoints: the checkpoints, by ascending position. Some may have been dropped.
+        checkpoints: the checkpoints, by ascending position. Some of them may have been dropped (``row`` is None).
         pending: checkpoints that a running prefill writes.
         keeps: whether prefills write checkpoints, from which other sequences can begin.
     """
@@ -80,8 +81,8 @@ class RecurrentSequence:
         return self.row(position) if self.ring and self.fixed(length) <= position <= length else None
 
     def fixed(self, length: int) -> int:
-        """Number of first tokens that cannot be removed from a sequence of ``length``. It is more than ``length`` if
-        the sequence cannot even be continued."""
+        """Number of first tokens that cannot be removed from a sequence of ``length``. It is ``length + 1`` if the
+        state after all tokens is not kept either, so that the sequence cannot be continued."""
         if self.ring:
             return max(self.since, length - len(self.ring) + 1)
         return length if self.at(length) is not None else length + 1
@@ -119,7 +120,7 @@ class RecurrentStates:
         self.padding, self.changes = count, 0
         self.reserved = layout.num_checkpoints(sequences)
         self._room = self.reserved  # number of further checkpoints that can be written or read at the same time
-        self._of_ends = self._room // 2  # the share of the room that only ends of prompts can use
+        self._of_ends = self._room // 2  # the part of the room that is kept for ends of prompts
         self._free = list(range(count - 1, -1, -1))
         self._kept: OrderedDict[Checkpoint, None] = OrderedDict()
 
@@ -164,8 +165,8 @@ class RecurrentStates:
         return sequence
 
     def resume(self, sequence: RecurrentSequence, length: int) -> None:
-        """Makes a sequence of ``length`` tokens grow again. Its last state stays a checkpoint if others can begin
-        there."""
+        """Makes a sequence of ``length`` tokens grow again. Its last state stays a checkpoint if other sequences can
+        begin with it."""
         if sequence.ring:
             return
         source = sequence.at(length)
@@ -196,8 +197,8 @@ class RecurrentStates:
         sequence.ring, sequence.checkpoints = [], []
 
     def open_reading(self, checkpoint: Checkpoint) -> None:
-        """Begins to read a checkpoint. It stays until ``close_reading``. Raises OutOfBlocks if there is no room beside
-        the checkpoints that running prefills write and other readings read."""
+        """Begins to read a checkpoint, which is then not dropped before ``close_reading``. Raises OutOfBlocks if there
+        is no room beside the checkpoints that running prefills write and other readings read."""
         if not checkpoint.readings:
             if not self._room:
                 raise OutOfBlocks("all checkpoints of recurrent states are being written or read")
@@ -275,7 +276,7 @@ class RecurrentStates:
     def _resume(self, sequence: RecurrentSequence, source: Checkpoint) -> None:
         row = source.row
         assert row is not None
-        self._touch(source)  # ``_take`` drops it last, and even then its row is not overwritten before the copy
+        self._touch(source)  # so ``_take`` drops ``source`` last, and then no one writes to its row before the copy
         sequence.ring, sequence.since = self._take(), source.position
         self._copy(row, sequence.row(source.position))
 
@@ -284,7 +285,7 @@ class RecurrentStates:
         return [self._take_row() for _ in range(RING)]
 
     def _take_row(self) -> int:
-        """Takes a free row, or that of the least recently used checkpoint."""
+        """Takes a free row. If there is none, drops the least recently used checkpoint and takes its row."""
         if not self._free:
             self._drop(next(iter(self._kept)))
         return self._free.pop()

@@ -69,19 +69,21 @@ class PageCount:
 
 
 MAX_ENTRIES = 32767
-"""Maximum number of chunks that a fetch buffer can number."""
+"""Maximum number of chunks in a fetch buffer, because int16 numbers them."""
 
 MIN_WASTE = 0.02
-"""Accepted waste of a block: the share that compressed pages leave unused, or half of the share that exact pages leave
-unused. Exact pages count half, because mostly long sequences fill a device."""
+"""Waste of a block at which ``pack`` tries no larger blocks. The waste is the share of the block that compressed pages
+leave unused, or half of the share that exact pages leave unused, whichever is larger. Exact pages count half, because a
+full device mostly holds long sequences, and these are compressed."""
 
 SPARE_SEGMENTS = 16
 """At full occupancy, one sequence in this many can have a second segment."""
 
 
 WINDOW_SLACK = 2
-"""Pages of a ring in addition to those that its window fills: one page that is being filled, and one page so that up to
-a page of the newest tokens can be removed, or left out by a fork."""
+"""Number of pages of a ring beyond those that its window fills. One page is being filled. The other keeps older tokens:
+up to a page of the newest tokens can be removed, or left out by a fork, and the window before them is then still
+complete."""
 
 
 def pack(exact: int, compressed: int) -> tuple[int, int, int]:
@@ -102,8 +104,8 @@ def pack(exact: int, compressed: int) -> tuple[int, int, int]:
 
 
 def neighbours(layers: Sequence[int], bounds: Collection[int] = ()) -> tuple[range, ...]:
-    """Splits ``layers``, ascending layer numbers of the model, into ranges of indices with consecutive layers. A layer
-    in ``bounds`` starts a new range."""
+    """Splits ``layers``, ascending layer numbers of the model, into ranges of indices. The layers of a range are
+    consecutive. A layer in ``bounds`` starts a new range."""
     starts = [at for at, layer in enumerate(layers) if not at or layers[at - 1] + 1 != layer or layer in bounds]
     return tuple(map(range, starts, (*starts[1:], len(layers))))
 
@@ -115,7 +117,7 @@ class GroupLayout:
 
     Args:
         spec: the resolved policy.
-        shape: attention sizes of the model. The attribute ``shape`` is that of the group's layers.
+        shape: attention sizes of the model. The attribute ``shape`` has the sizes of the group's layers.
         kind: kind of the layers' attention.
         dtype: dtype of exact keys and values, and of full-precision fields of the parts.
         max_model_len: longest sequence, in tokens.
@@ -128,7 +130,8 @@ class GroupLayout:
         model_layers: number of all layers of the model that store something.
         model_indexed: whether any layer of the model has an indexer.
         attending: number of layers of the model that attend to keys and values of the group.
-        scratch: a key. Prefills of groups with equal keys share scratch memory (``ModelShape.scratch_of``).
+        scratch: identifies scratch memory. Prefills of groups with equal ``scratch`` share it
+            (``ModelShape.scratch_of``).
         window: number of newest tokens that a step attends to, which are exact in a ring of pages; None for all tokens.
         rope: the group's own RoPE; None for the model's.
         indexer: the indexer of the group's layers; None without one.
@@ -220,7 +223,7 @@ class GroupLayout:
             return Blocks(sequences=sequences)
         segments = sequences
         if self.growth.learns:
-            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # one sequence can have the maximum
+            segments += max(MAX_SEGMENTS - 1, sequences // SPARE_SEGMENTS)  # enough for one sequence with MAX_SEGMENTS
         return Blocks(sequences=sequences, segment_slots=segments, states=segments if self.growth.learns else 0)
 
     def fixed_bytes(self, sequences: int) -> int:
@@ -304,7 +307,7 @@ class GroupLayout:
         (values,) = self.host_fields
         row = values.shape[2:]
         chunks = spec.compressed_pages(self.max_model_len) * values.shape[1]
-        # A captured step can be rounded up to one page more than the longest sequence has.
+        # The shapes of a captured step can be rounded up to one page more than the longest sequence has.
         selected = min(chunks, int(spec.budget_chunks(np.asarray(self.max_model_len + PAGE))))
         entries = min(chunks, math.ceil(self.fetch_buffer * selected), MAX_ENTRIES)
         if not entries or entries < selected:

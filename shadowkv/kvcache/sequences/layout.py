@@ -1,5 +1,5 @@
-"""``Layout``: a policy on a model: the layouts of all groups of layers, and their sums. ``KVCache`` and the planner use
-it."""
+"""``Layout``: the memory layout of a policy on a model. It has the layouts of all groups of layers, and their sums.
+``KVCache`` and the planner use it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class Layout:
 
     @property
     def bounded(self) -> tuple[str, ...]:
-        """The names in ``paged`` whose demand does not grow with the sequence: those of windows."""
+        """Names of the tiers in ``paged`` that belong to layers with a window. A sequence's demand for them is limited
+        by the window."""
         windows = [group for group in self.groups if group.window is not None]
         return tuple(_named(group, tier.name) for group in windows for tier in group.tiers if tier.paged)
 
@@ -198,7 +199,7 @@ def _groups(spec: KVSpec, shape: ModelShape) -> Iterator[tuple[str, KVSpec, Laye
     full, ends = [layer for layer, kind in enumerate(kinds) if kind == FULL], spec.skip_layers
     inner = full[ends : len(full) - ends]
     for kind in dict.fromkeys(kinds):
-        if kind.indexer is not None:  # first, because most layers of such models are indexed
+        if kind.indexer is not None:  # first, because most layers of such models have an indexer
             layers = [layer for layer, other in enumerate(kinds) if other == kind]
             yield "indexed", spec.of_indexer(kind.indexer), kind, layers
     yield "full", replace(spec, skip_layers=0), FULL, inner

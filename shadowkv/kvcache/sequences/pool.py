@@ -29,7 +29,7 @@ class SequencePool:
         max_model_len: longest sequence, in tokens.
 
     Attributes:
-        tables: page tables and numbers that kernels read.
+        tables: the page tables, and the numbers of all sequences and segments.
         pools: pools of blocks by name: the tiers, ``segment_slots`` and ``sequences``.
     """
 
@@ -95,8 +95,8 @@ class SequencePool:
     def fork_point(self, sequence: CachedSequence, length: int) -> int:
         """The largest number of tokens up to ``length`` after which ``sequence`` can be forked. It is a page boundary.
 
-        With outliers, pages that were compressed when their segment was fitted stay together, because the segment's
-        exact outliers belong to all of them.
+        With outliers, a fork cannot divide the pages that were compressed when their segment was fitted, because the
+        segment's outliers are chosen from all of these pages.
         """
         if not sequence.path:
             point = min(length, sequence.length) // PAGE * PAGE
@@ -110,8 +110,9 @@ class SequencePool:
     def restore(
         self, outline: Outline, start: int, capacity: int, parent: CachedSequence | None = None
     ) -> CachedSequence:
-        """Makes a new sequence that begins with ``outline`` and has room for ``start`` prompt tokens and ``capacity``
-        tokens. The caller writes the contents of its pages, except for those that it shares with ``parent``.
+        """Makes a new sequence that begins with ``outline`` and has room for a prompt up to ``start`` tokens, and for
+        ``capacity`` tokens in all. The caller writes the contents of its pages, except for those that it shares with
+        ``parent``.
 
         Raises OutOfBlocks and then takes nothing; raises ValueError if the sequence would be too long.
         """
@@ -194,7 +195,7 @@ class SequencePool:
         del sequence.static_reserve[:static]
         sequence.path.append(segment)
         if self.store.buffer is not None:
-            self.store.buffer.reset(segment.slot)  # only once, because the segment's compressed chunks never change
+            self.store.buffer.reset(segment.slot)  # enough once: a segment's compressed chunks never change
 
     def drop_segment(self, sequence: CachedSequence) -> None:
         """Undoes ``begin_segment``."""
@@ -219,8 +220,8 @@ class SequencePool:
         self._write(sequence)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Removes the tokens after ``length``. Raises ValueError if one of them is among the ``CachedSequence.fixed``
-        first tokens."""
+        """Removes the tokens after the first ``length``. Raises ValueError unless ``length`` is from
+        ``CachedSequence.fixed`` to the sequence's length."""
         if not sequence.fixed <= length <= sequence.length:
             raise ValueError(
                 f"cannot cut the sequence to {length} tokens: it has {sequence.length}, of which {sequence.fixed} are "
@@ -277,7 +278,8 @@ class SequencePool:
         )
 
     def _counted(self, sequence: CachedSequence) -> list[tuple[str, list[int]]]:
-        """The blocks of a sequence that are counted one by one: segment slots, states and host pages."""
+        """The blocks of a sequence that hold one item each: segment slots, states and host pages. Blocks of the device
+        tier can hold several pages."""
         path, host = sequence.path, self.layout.host_fields
         return [
             ("segment_slots", sequence.slot_reserve + [segment.slot for segment in path]),
@@ -363,8 +365,8 @@ class SequencePool:
 
     def _prompted(self, at: SegmentState, length: int, start: int) -> int:
         """Returns the number of prompt tokens to plan pages for, in a sequence of ``length`` tokens that is extended to
-        ``start``. If no prompt follows, a dense sequence counts as short enough to stay dense up to the limit for
-        answers."""
+        ``start``. If no prompt follows, it is at most ``dense_limit`` for a dense sequence, because such a sequence can
+        stay dense up to ``late_limit``."""
         return start if at.segments or start > length else min(start, self.layout.spec.dense_limit)
 
     def _widen_ring(self, sequence: CachedSequence, more: list[int]) -> None:

@@ -83,7 +83,7 @@ class SequencePools:
             length = point
 
     def fork_points(self, sequence: CachedSequence, length: int) -> list[int]:
-        """As ``KVCache.fork_points``."""
+        """Implements ``KVCache.fork_points``."""
         last = self.fork_point(sequence, length)
         earlier = sequence.recurrent.positions(last - 1)
         return [at for at in (*earlier, last) if at and self.fork_point(sequence, at) == at]
@@ -96,7 +96,7 @@ class SequencePools:
 
     def can_follow(self, sequence: CachedSequence, length: int) -> bool:
         """Whether the pages after ``length`` tokens can be restored into a fork at ``length``. Unlike at a fork point,
-        windows can have dropped the tokens before ``length``."""
+        windows of ``sequence`` may have dropped the tokens before ``length``."""
         return (
             length <= sequence.length
             and length % PAGE == 0
@@ -158,8 +158,8 @@ class SequencePools:
             self.recurrent.resume(sequence.recurrent, sequence.length)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Removes the tokens after ``length``. Raises ValueError if one of them is among the ``CachedSequence.fixed``
-        first tokens."""
+        """Removes the tokens after the first ``length``. Raises ValueError unless ``length`` is from
+        ``CachedSequence.fixed`` to the sequence's length."""
         if sequence.recurrent.ring:
             sequence.recurrent.since = sequence.recurrent.fixed(sequence.length)
         for number, pool in enumerate(self.pools):
@@ -169,9 +169,9 @@ class SequencePools:
         """Returns the rows of recurrent states, int64 [2, B], that a decode step reads and writes; None if no layer has
         a recurrent state. ``counts`` is as for ``KVCache.plan_decode``.
 
-        A sequence gets a row for each drafted token, until the next step is planned. So tokens can be removed after the
-        step, and a step that fails loses nothing. Raises ValueError if there are not enough rows for the drafted
-        tokens.
+        A sequence keeps a row for the state before the step and one for the state after each new token, until the next
+        step is planned. So drafted tokens can be removed after the step, and no state is lost if the step fails. Raises
+        ValueError if there are not enough rows for the drafted tokens.
         """
         if (states := self.recurrent) is None:
             return None

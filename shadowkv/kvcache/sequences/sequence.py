@@ -4,7 +4,8 @@ new sequence. ``Tables``: the page tables that kernels read.
 All tokens of a dense sequence are exact. A compressed sequence has compressed pages [0, compressed), exact copies of
 its sink and outliers (per kv head), and an exact tail [compressed, length) in a ring of pages. Its compressed pages are
 divided into segments, each with one fitted state. Compressed pages and states never change, so any number of sequences
-can share them. Each sequence that shares them holds a reference to their blocks (``memory.arenas.BlockPool``).
+can share them. Each of these sequences holds a reference to the blocks of the shared pages and states
+(``memory.arenas.BlockPool``).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class PendingLayers(Protocol):
     """The layers of a restored sequence that are still arriving, in order. Forks of the sequence share them.
 
     A prefill waits for each layer before it reads the layer. Decoding, trimming and reading the sequence, and restoring
-    another one after it, wait for the last layer first. Releasing the sequence ends the arrival. Forking, extending and
-    truncating need no wait by the caller.
+    another sequence with this one as its parent, wait for the last layer first. Releasing the sequence ends the
+    arrival. Forking, extending and truncating need no wait by the caller.
     """
 
     def wait(self, layer: int) -> None:
@@ -38,7 +39,7 @@ class PendingLayers(Protocol):
 
     def end(self) -> None:
         """Orders later work on the current stream after all writes in progress, and stops further writes. Never raises.
-        Other sequences can still wait."""
+        Forks that share the layers can still call ``wait``."""
 
 
 @dataclass(eq=False)
@@ -150,8 +151,8 @@ class CachedSequence:
 
     @property
     def seed(self) -> int:
-        """The seed with which tokens to attend to are sampled, together with the position of each new token. It is 0
-        until it is set, so that sequences without a request are reproducible. Only the low 64 bits count."""
+        """The seed of sampling the tokens to attend to. Every new token's position is combined with it. It is 0 until
+        it is set, so that sequences without a request are reproducible. Only the low 64 bits count."""
         return int(self.tables.seed[self.slot])
 
     @seed.setter
@@ -200,7 +201,8 @@ class CachedSequence:
 
     @property
     def owned(self) -> PageCount:
-        """Numbers of pages that the sequence owns. For static pages and segments, only the future ones count."""
+        """Numbers of pages that the sequence owns. Static pages and segments count only if they are reserved for the
+        future."""
         compressed = sum(len(segment.pages) for segment in self.path)
         return PageCount(
             dense=len(self.dense),
@@ -276,8 +278,8 @@ class Outline:
 class Tables:
     """Numbers and page tables of all sequences and segments. Numbers are on the host, page tables on the device.
 
-    There is one extra slot of sequences and one of segments, after the last. They belong to no sequence: padding rows
-    of captured batches use them.
+    There is one extra slot of sequences and one of segments, each after the last slot of its kind. They belong to no
+    sequence: padding rows of captured batches use them.
 
     Attributes:
         padding_slot, padding_segment_slot: the extra slots.
@@ -285,16 +287,17 @@ class Tables:
         compressed: int64 [slots], compressed tokens.
         valid_until: int64 [slots], position up to which the last segment's state serves generated tokens.
         static_pages: int64 [slots], number of exact pages with sinks and outliers.
-        ring_pages: int64 [slots], number of exact pages in the ring. The ring of a dense sequence has all its pages.
+        ring_pages: int64 [slots], number of exact pages in the ring. A dense sequence has all its pages in the ring.
         segments: int64 [slots], number of segments.
         seed: uint64 [slots], seed of the sequence's sampling.
         segment_slots: int64 [slots, MAX_SEGMENTS], slots of the segments.
         state: int64 [segment slots], state of each segment.
         first, end: int64 [segment slots], positions of each segment's first token and after its last.
         static_tokens: int64 [segment slots], tokens of each segment that are exact (sink, outliers), per kv head.
-        exact: int32 [slots, E], ids of exact pages: the static ones, then the ring.
+        exact: int32 [slots, E], ids of at most E exact pages: the static ones, then the ring.
         static_counts: int32 [slots, E], tokens in the static pages.
-        pages, value_pages: int32 [segment slots, P], ids of compressed pages, and of the pages with their values.
+        pages, value_pages: int32 [segment slots, P], ids of at most P compressed pages, and of the pages with their
+            values.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""``GroupStore``: the memory of a group of layers, with its tiers, the fields of its pages, and the fitted states."""
+"""``GroupStore``: the memory of a group of layers, with its tiers, the fields of its pages, and the fitted states.
+
+Shapes: L layers, n tokens, R rows (segments), P compressed pages of a row, C chunks per page, H kv heads, d dimensions
+of a head.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +153,7 @@ class GroupStore(CompressedStore):
         indexer = self.layout.indexer
         assert indexer is not None and indexer.pooled is not None and index.key_norm is not None
         means = keys.float().mean(-2).to(keys.dtype).float()
-        # Only the indexer's own dimensions are not 0.
+        # Rows are filled up with zeros, so the mean square is taken over the indexer's own dimensions.
         scale = torch.rsqrt(means.square().sum(-1, keepdim=True) / indexer.pooled.dim + index.eps)
         normed = (means * scale * index.key_norm.float()).to(keys.dtype)
         flat = normed.reshape(-1, 1, keys.shape[-1])

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON, read back strictly: any text is either valid or raises ValueError."""
+"""Writes dataclasses as JSON and reads them back. Reading is strict: every text that is not valid raises ValueError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_BYTES = 2**20
 
 
 def to_json(value: Any) -> str:
-    """Returns the JSON of a dataclass. Its fields are numbers, strings, booleans, tuples, or dataclasses of these."""
+    """Returns the JSON of a dataclass whose fields are numbers, strings, booleans, tuples, or dataclasses of these."""
     return json.dumps(asdict(value), separators=(",", ":"))
 
 
@@ -28,7 +28,8 @@ def from_json(kind: type[Value], text: str | bytes) -> Value:
 
 
 def from_plain(kind: type[Value], plain: object) -> Value:
-    """As ``from_json``, of a value of parsed JSON, or of ``dataclasses.asdict``."""
+    """Reads a ``kind`` from a value of parsed JSON, or from what ``dataclasses.asdict`` returns. Raises ValueError,
+    which says what is wrong."""
     try:
         return cast(Value, _read(kind, plain, kind.__name__))
     except RecursionError:
@@ -43,14 +44,15 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read(kind: Any, plain: Any, name: str) -> Any:
-    """Converts ``plain``, a value of parsed JSON, to a ``kind``. ``name`` is its place in the text, for errors."""
+    """Converts ``plain``, a value of parsed JSON, to a ``kind``. ``name`` is the value's place in the text, for
+    errors."""
     if is_dataclass(kind):
         return _read_object(kind, plain, name)
     if get_origin(kind) is tuple:
         if not isinstance(plain, list | tuple):
             raise ValueError(f"{name} is {_shown(plain)}, not a list")
         return tuple(_read(get_args(kind)[0], item, f"{name}[{number}]") for number, item in enumerate(plain))
-    if type(plain) is not kind:  # a boolean is no number
+    if type(plain) is not kind:  # not isinstance, which takes a bool for an int
         raise ValueError(f"{name} is {_shown(plain)}, not of type {kind.__name__}")
     return plain
 

@@ -1,9 +1,9 @@
 """``Snapshot``: the bytes of a cached sequence after a fork point. ``SnapshotHeader``: what the bytes are.
 
-The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains. The first one
-begins at token 0. Each later one begins where the used part of the one before it ends. A segment's state is stored
-once, in the first snapshot with pages of the segment; later snapshots store only further pages. A header may come from
-a corrupt or hostile file, so its numbers are checked (``contradictions``).
+The bytes are stored layer after layer, so that a layer travels in one piece. Snapshots form chains. The first snapshot
+begins at token 0. Each later snapshot begins where the used part of the snapshot before it ends. A segment's state is
+stored once, in the first snapshot with pages of the segment; later snapshots store only further pages. A header may
+come from a corrupt or hostile file, so its numbers are checked (``contradictions``).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class SnapshotField:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def of(self, layer: Tensor) -> Tensor:
-        """Returns a view of the array, [*shape], in the bytes of a layer, uint8 [layer_bytes]. These must begin at a
-        multiple of 16 bytes."""
+        """Returns a view of the array, [*shape], in the bytes of a layer, uint8 [layer_bytes]. The layer must begin at
+        a multiple of 16 bytes."""
         return layer[self.offset : self.offset + self.nbytes].view(DTYPES[self.dtype]).view(self.shape)
 
 
@@ -83,7 +83,7 @@ def laid_out(arrays: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> tupl
 
 @dataclass(frozen=True)
 class SnapshotSegment:
-    """A segment of a sequence, or its newer part.
+    """A segment of a sequence, or the segment's newer part.
 
     Attributes:
         first, end, valid_until, fitted, static_tokens: as in ``Segment``.
@@ -105,7 +105,7 @@ class SnapshotSegment:
         return start if self.continued else self.first
 
     def compressed(self, start: int) -> int:
-        """Position after its last compressed token."""
+        """Position after the segment's last compressed token, in a snapshot that begins at ``start``."""
         return self.begin(start) + PAGE * self.num_pages
 
     def cut(self, start: int, stop: int) -> SnapshotSegment:
@@ -139,7 +139,8 @@ class SnapshotHeader:
         fields: the fields of a layer, in the order of their bytes, such as ``segments.0.pages.latents`` [num_pages,
             ...], ``segments.0.state.basis`` [...], ``segments.0.static`` [2, static_tokens, H, d], ``tail`` [2,
             tail_tokens, H, d], ``tail.index_keys`` [1, tail_tokens, 1, d] in layers with an indexer, and
-            ``observed.basis`` [...]. An axis of 2 has RoPE-rotated keys, then values.
+            ``observed.basis`` [...]. H is the number of kv heads, d the dimensions of a head. An axis of 2 has
+            RoPE-rotated keys, then values.
         num_layers: number of all layers of the model.
         layer_bytes: bytes of a layer with these fields.
         layers: the layers with these fields; empty if all layers have them.
@@ -211,9 +212,9 @@ class SnapshotHeader:
         return self.length - self.tail_tokens
 
     def cut(self, stop: int) -> Cut:
-        """Returns the part that is used by a sequence that continues differently after its first ``stop`` tokens. At
-        ``stop == length`` that is everything. Raises ValueError unless ``stop`` is in the snapshot, at a page boundary
-        or among exact tokens."""
+        """Returns the part that is used by a sequence that continues differently after its first ``stop`` tokens. If
+        ``stop`` is ``length``, all of the snapshot is used. Raises ValueError unless ``stop`` is in the snapshot, at a
+        page boundary or among exact tokens."""
         if not self.start < stop <= self.length or (stop < self.exact and stop % PAGE):
             raise ValueError(f"a snapshot of tokens {self.start} to {self.length} cannot be cut at {stop}")
         if self.window and stop < self.length and self.start < self.exact:
@@ -227,7 +228,8 @@ class SnapshotHeader:
 
     @staticmethod
     def from_plain(plain: object) -> SnapshotHeader:
-        """Makes a header of untrusted parsed JSON of its attributes. Raises ValueError, which says what is wrong."""
+        """Makes a header from its attributes as parsed JSON, which need not be valid. Raises ValueError, which says
+        what is wrong."""
         header = dataclass_json.from_plain(SnapshotHeader, plain)
         if header.layers and not header.other_groups:
             raise ValueError(f"this is no header of a snapshot: layers {header.layers} are not all of the model's")

@@ -1,4 +1,4 @@
-"""Where the fields of a snapshot are in a cache's memory, to be read or written layer by layer.
+"""Finds the fields of a snapshot in a cache's memory, and reads and writes them layer by layer.
 
 A ``Reading`` copies a snapshot out of the cache. Meanwhile the sequence can go on, finish or be evicted. A
 ``Restoring`` copies snapshots into a new sequence.
@@ -96,10 +96,11 @@ class TokensLocation:
 
 
 class SnapshotLocations:
-    """The places of the ``used`` part of a snapshot in a group of layers: where a sequence has it now.
+    """The places of the ``used`` part of a snapshot in the memory of a group of layers, for the sequence that has it
+    now.
 
     Attributes:
-        held: ids of the device pages, the host pages and the states that contain it.
+        held: ids of the device pages, the host pages and the states that contain this part.
     """
 
     def __init__(self, store: GroupStore, header: SnapshotHeader, used: Cut, sequence: CachedSequence) -> None:
@@ -157,7 +158,7 @@ class SnapshotLocations:
         exact = self._store.k, self._store.v
         self._locations.append(lambda x: [TokensLocation(self._fields[name], exact, rows(x))])
         if (index_keys := self._store.index_keys) is not None:
-            field = self._fields[TAIL_INDEX_KEYS]  # without a sink and outliers, all exact tokens are in the tail
+            field = self._fields[TAIL_INDEX_KEYS]  # with an indexer there is no sink, so the tail has all exact tokens
             self._locations.append(lambda x: [TokensLocation(field, (index_keys,), rows(x))])
 
 
@@ -177,11 +178,12 @@ def recurrent_locations(states: RecurrentStates, header: SnapshotHeader, row: in
 class Reading:
     """Reads a snapshot of a sequence, as the sequence was when the reading began.
 
-    It holds the blocks that it reads until it is closed. Meanwhile the sequence may decode, and be trimmed, forked and
-    released. Tokens that are read cannot be truncated. Later tokens overwrite an exact tail and a recurrent state. So a
-    compressed sequence cannot be extended while its tail is read. If it still decodes, it should be read only up to a
-    fork point. Layers
-    may be read on any stream that is ordered after the work launched before the reading was opened.
+    This object holds the blocks that it reads until it is closed. Meanwhile the sequence may decode, and be trimmed,
+    forked and released. Tokens that are read cannot be truncated. Later tokens overwrite an exact tail and a recurrent
+    state. So a compressed sequence cannot be extended while its tail is read, and a sequence that still decodes should
+    be read only up to a fork point.
+
+    Layers may be read on any stream that is ordered after the work launched before the reading was opened.
 
     Attributes:
         header: the header of the snapshot.
@@ -245,7 +247,7 @@ class Reading:
                 out[stop:start].zero_()
 
     def close(self) -> None:
-        """Releases the blocks that it reads. Later work on the device must be ordered after the copies of the
+        """Releases the blocks that this object reads. Later work on the device must be ordered after the copies of the
         layers."""
         if not self._open:
             return
@@ -269,8 +271,9 @@ class Reading:
 class Restoring:
     """A new sequence whose bytes are not written yet. Keep this object until all layers are written.
 
-    Until then, all users of the sequence must wait. ``sequence.pending_layers``, if it is set, waits for a layer.
-    Layers may be written on any stream that is ordered after the work that was launched before this object was made.
+    Until then, all users of the sequence must wait. If ``sequence.pending_layers`` is set, its ``wait`` waits for a
+    layer. Layers may be written on any stream that is ordered after the work that was launched before this object was
+    made.
 
     Attributes:
         sequence: the new sequence.

@@ -1,5 +1,5 @@
-"""``Snapshots``: sequences as bytes and back. The cache that reads a snapshot can have other blocks, budgets and places
-than the cache that made it."""
+"""``Snapshots``: sequences as bytes and back. The cache that loads a snapshot can differ from the cache that made it in
+its blocks, its budget and the place of its values."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from shadowkv.ops.apply_rope.tables import RopeConfig
 
 FORMAT = 2
 """Version of snapshots and of the bytes of all codecs. Increment it if either changes and no field's shape or dtype
-shows the change, because files outlive the program."""
+shows the change: snapshots in files are loaded by later versions of the program."""
 
 
 class Snapshots:
     """Snapshots of a cache's sequences, and sequences made from snapshots.
 
     Attributes:
-        form: digest of all that another cache must have in common with this one (``form_of``).
+        form: digest of all that another cache must have in common with this one to load its snapshots (``form_of``).
     """
 
     def __init__(self, pools: SequencePools, rope: RopeConfig, device: torch.device) -> None:
@@ -54,8 +54,8 @@ class Snapshots:
         self._recurrent = None if recurrent is None else RecurrentContents(recurrent, self.form, self.layout.shape)
 
     def describe(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> SnapshotHeader:
-        """Returns the header of a snapshot of ``sequence`` after its first ``start`` tokens, which are 0 or a fork
-        point. It uses only data on the host. Raises ValueError if the sequence cannot be forked at ``start`` or
+        """Returns the header of a snapshot of ``sequence`` without its first ``start`` tokens. ``start`` is 0 or a fork
+        point. Only data on the host is used. Raises ValueError if the sequence cannot be forked at ``start`` or
         ``stop``.
 
         Args:
@@ -74,8 +74,8 @@ class Snapshots:
         return first[1].header(sequence, start, stop, tuple(headers))
 
     def open_reading(self, sequence: CachedSequence, start: int = 0, stop: int | None = None) -> Reading:
-        """Begins to read the snapshot that ``describe`` describes, layer by layer. The reading holds its blocks until
-        it is closed.
+        """Begins to read the snapshot that ``describe`` describes, layer by layer. The ``Reading`` holds the blocks
+        that it reads until it is closed.
 
         Raises ValueError as ``describe`` does, and if there is nothing to read. Raises OutOfBlocks if too many
         checkpoints of recurrent states are being read.
@@ -93,22 +93,22 @@ class Snapshots:
     def restore(
         self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None = None
     ) -> Restoring:
-        """Makes a new sequence from the used parts of snapshots, whose bytes the caller then writes. It has room to
-        grow to ``start`` tokens by a prompt, and to ``capacity`` tokens by decoding.
+        """Makes a new sequence from the used parts of snapshots. The caller then writes the bytes of these parts. The
+        sequence has room to grow to ``start`` tokens by a prompt, and to ``capacity`` tokens by decoding.
 
-        Raises OutOfBlocks and then takes nothing. Raises ValueError if this cache stores other bytes, or if the chain
-        has gaps.
+        Raises OutOfBlocks and then takes nothing. Raises ValueError if this cache stores sequences in another form, or
+        if the chain has gaps.
 
         Args:
-            chain: headers, each with the token up to which it is used. The next header starts at this token. The
-                sequence can be forked there. The last header can also end at any token of a dense sequence or of the
+            chain: headers, each with the position up to which its snapshot is used. This is a fork point, and the next
+                snapshot starts there. The last snapshot can also be used up to any token of a dense sequence or of the
                 exact tail.
             parent: a sequence with the tokens before the chain. The new sequence shares them. None if the chain starts
                 at 0.
         """
         outlines = self._outlines(chain, start, capacity, parent)
         if parent is not None:
-            self.pools.await_layers(parent)  # the new sequence itself waits only for its own layers
+            self.pools.await_layers(parent)  # the new sequence will wait only for its own layers
         sequence = self.pools.restore(outlines, start, capacity, parent)
         header, stop = chain[-1]
         for number, of_group in enumerate(header.of_groups[: len(self._contents)]):
@@ -134,8 +134,8 @@ class Snapshots:
         """Makes a new sequence from a snapshot, or from a chain of them (``restore``). It can grow to ``capacity``
         tokens.
 
-        Raises ValueError if this cache stores other bytes. Raises OutOfBlocks if the cache has no room, and then takes
-        nothing.
+        Raises ValueError if this cache stores sequences in another form. Raises OutOfBlocks if the cache has no room,
+        and then takes nothing.
         """
         chain = [(snapshots, snapshots.header.length)] if isinstance(snapshots, Snapshot) else snapshots
         links = [Link(snapshot.header, stop) for snapshot, stop in chain]
@@ -153,8 +153,8 @@ class Snapshots:
     def _outlines(
         self, chain: Sequence[Link], start: int, capacity: int, parent: CachedSequence | None
     ) -> list[Outline]:
-        """Returns the outline, in each group, of a sequence from a chain. Raises ValueError if this cache cannot make
-        it."""
+        """Returns the outlines, one for each group, of a sequence that is made from a chain. Raises ValueError if this
+        cache cannot make it."""
         if not chain:
             raise ValueError("a sequence is restored of at least one snapshot")
         for header, _ in chain:
@@ -178,7 +178,7 @@ class RecurrentContents:
     """Makes and checks headers of snapshots of the layers with a recurrent state.
 
     Args:
-        form: digest of all that caches must have in common to read them (``form_of``).
+        form: digest of all that caches must have in common to read the snapshots (``form_of``).
     """
 
     def __init__(self, layout: RecurrentLayout, form: str, shape: ModelShape) -> None:
@@ -186,8 +186,8 @@ class RecurrentContents:
         self._state = laid_out((f"recurrent.{one.name}", one.shape, one.dtype) for one in layout.fields)
 
     def header(self, sequence: CachedSequence, start: int, stop: int) -> SnapshotHeader:
-        """Returns the header of a snapshot that ends after ``stop`` tokens. It has the state after them, if that was
-        kept."""
+        """Returns the header of a snapshot that ends after ``stop`` tokens. It contains the state after these tokens if
+        that state was kept."""
         row = sequence.recurrent.find(stop, sequence.length)
         fields, layer_bytes = ((), 0) if row is None else self._state
         return SnapshotHeader(
@@ -205,7 +205,7 @@ class RecurrentContents:
         )
 
     def counterpart(self, header: SnapshotHeader) -> SnapshotHeader:
-        """Returns ``header``, of another rank's recurrent layers, as this rank's."""
+        """Converts the header of another rank's recurrent layers to this rank's header of the same tokens."""
         fields, layer_bytes = self._state if header.fields else ((), 0)
         return replace(header, form=self.form, fields=fields, layer_bytes=layer_bytes)
 
@@ -225,7 +225,7 @@ class GroupContents:
     """Makes and checks headers of snapshots of a group of layers.
 
     Args:
-        form: digest of all that caches must have in common to read them (``form_of``).
+        form: digest of all that caches must have in common to read the snapshots (``form_of``).
     """
 
     def __init__(self, layout: GroupLayout, form: str) -> None:
@@ -256,7 +256,7 @@ class GroupContents:
         )
 
     def counterpart(self, header: SnapshotHeader, other_groups: tuple[SnapshotHeader, ...] = ()) -> SnapshotHeader:
-        """Returns ``header``, of another rank's group of the same layers, as this rank's."""
+        """Converts the header of the same group of layers on another rank to this rank's header of the same tokens."""
         fields, layer_bytes = self._laid_out(header)
         return replace(header, form=self.form, fields=fields, layer_bytes=layer_bytes, other_groups=other_groups)
 
@@ -301,8 +301,8 @@ class GroupContents:
         return laid_out((field.name, field.shape, field.dtype) for field in self._arrays(content))
 
     def _arrays(self, content: Cut | SnapshotHeader) -> Iterator[Field]:
-        """Yields the arrays of a layer. Arrays whose order differs between caches, because places differ, are sorted by
-        name."""
+        """Yields the arrays of a layer. Arrays are sorted by name where their order depends on the place of values,
+        because caches can have different places."""
         layout, token = self.layout, (self.layout.shape.num_kv_heads, self.layout.shape.head_dim)
         compressed = sorted((*layout.compressed_fields, *layout.host_fields), key=lambda field: field.name)
         state = sorted(layout.state_fields, key=lambda field: field.name)
@@ -325,8 +325,8 @@ class GroupContents:
                 yield Field(f"observed.{x.name}", x.shape, x.dtype)
 
     def _check(self, header: SnapshotHeader, stop: int) -> None:
-        """Raises ValueError unless this cache would make the same header of such a sequence, and can cut it at
-        ``stop``."""
+        """Raises ValueError unless this cache would make the same header for such a sequence, and the snapshot can be
+        cut at ``stop``."""
         size = self._laid_out(header)
         described = header.fields, header.layer_bytes, header.num_layers, header.layers, header.window
         if described != (*size, self.layout.model_layers, self.layers, self.layout.window or 0):
@@ -392,7 +392,7 @@ def _with(spans: list[Span], new: SnapshotSegment) -> list[Span]:
 
 
 def form_of(layout: Layout, rope: RopeConfig) -> str:
-    """Returns a digest of 64 hexadecimal digits: of format, sizes, RoPE, fields and policy. It leaves out how much is
+    """Returns a digest of format, sizes, RoPE, fields and policy, as 64 hexadecimal digits. It leaves out how much is
     selected, how many of the newest tokens stay exact, and where values are stored. It does not cover the model's
     weights; callers compare these."""
     forms = [_form_of_group(group, group.rope or rope) for group in layout.groups]
@@ -412,7 +412,7 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     form = {
         "format": FORMAT,
         "spec": {name: value for name, value in spec.as_dict().items() if name != "drafts" or value},
-        # ``key_bias`` is left out, because its effects are in the policy. So are fields that change no page.
+        # ``key_bias`` is left out, because its effects are in the policy. Fields that change no page are left out, too.
         "shape": {
             name: value
             for name, value in asdict(layout.shape).items()
