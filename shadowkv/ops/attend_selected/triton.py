@@ -49,8 +49,8 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, for keys as latents and values with a codec in ``VALUES`` that are not in a buffer.
 
-    16-bit queries are multiplied with keys and values in float16. The latents of a page are contiguous, as are the
-    values of a head in a page.
+    If queries have 16 bits, scores and weighted values are products of float16 operands. The latents of a page are
+    contiguous, as are the values of a head in a page.
 
     Raises:
         ValueError: keys or values in other formats.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SYNCHRONISES = True
-"""Missing chunks are determined on the host."""
+"""The host waits for the device, because it finds out which chunks are missing."""
 
 SHORT_ROW = 1024
 """Chunks of fewer bytes than this are short rows. The GPU's address translation, not the bus, limits how fast they are

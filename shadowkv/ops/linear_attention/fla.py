@@ -50,7 +50,7 @@ def gated_delta_rule(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=spans.starts,
-        chunk_indices=spans.chunks,  # without them the library would read lengths on the device
+        chunk_indices=spans.chunks,  # without them, the library would copy lengths to the host, which would wait
         chunk_size=CHUNK,
     )
     states[spans.write] = after.to(states.dtype)

@@ -41,8 +41,8 @@ def _convolve(
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Convolves one chunk of a span. The program of a span's first chunk also writes the new state, because no other
-    program reads the old state. The tokens of a chain (``Spans.chained``) need not wait for each other: all of them
-    read the state before the chain."""
+    program reads the old state. The tokens of a chain (``Spans.chained``) need not wait for each other, because all of
+    them read the state before the chain."""
     part = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     if STEP:

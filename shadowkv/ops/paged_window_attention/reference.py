@@ -9,7 +9,7 @@ from torch import Tensor
 def paged_window_attention(
     q: Tensor, k: Tensor, v: Tensor, pages: Tensor, starts: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over pages, each with a contiguous range of valid tokens.
+    """Computes softmax attention over pages, each with a contiguous range of valid tokens.
 
     Args:
         q: [B, H_q, d], query heads of B sequences, after RoPE.

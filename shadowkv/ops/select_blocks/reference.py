@@ -15,8 +15,8 @@ BLOCK = 128
 """Number of keys in a block, and of queries in a tile."""
 
 SAMPLED, SPREAD = 8, 4
-"""Number of sampled queries per tile, whose attention decides how the tile's blocks are sampled; and how many of these
-queries are evenly spaced."""
+"""Number of sampled queries per tile, and how many of them are evenly spaced. The attention of the sampled queries
+decides how the tile's blocks are sampled."""
 
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
 """Numbers of blocks that a tile always attends to: the first ones, and those just before its own."""
