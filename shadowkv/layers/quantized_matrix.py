@@ -131,7 +131,7 @@ class QuantizedMatrix(Computing):
 
     def pack_experts(self, experts: int, total_experts: int | None = None) -> PackedExperts:
         """Packs the rows for ``of_experts``. The rows must have one form and be stored expert by expert. ``experts`` is
-        the number of experts on this rank. ``total_experts`` is the number on all ranks; None if it is the same."""
+        the number of experts on this rank. ``total_experts`` is the number on all ranks; None if this rank has all."""
         (rows,) = self._stored_row_blocks()
         assert isinstance(rows, QuantizedRows)
         self.experts = pack_experts(rows, experts, total_experts)

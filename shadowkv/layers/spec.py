@@ -82,7 +82,7 @@ class NGrams:
         width: how many numbers a token looks up in all tables together.
         longest: number of tokens of the longest n-grams. The shortest n-grams have two tokens.
         tables_each: number of tables for the n-grams of one length.
-        kernel: number of weights of the convolution. They apply to tokens that are ``longest`` apart.
+        kernel: number of weights of the convolution. These weights apply to tokens that are ``longest`` apart.
         least_rows: lower bound of the tables' numbers of rows. Each table gets the next prime from this number on.
         multiple: the number of rows of all tables together is padded to a multiple of this number.
         parts: number of tensors into which checkpoint files split the rows of all tables together.
@@ -232,7 +232,7 @@ class LayerSpec:
         post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
             stream.
         value_norm: whether each head's values are divided by their root mean square.
-        per_layer_input_size: numbers of each token's input to this layer alone (``PerLayerInputs``); 0 for none.
+        per_layer_input_size: P, the size of a token's per-layer input (``PerLayerInputs``); 0 if there is none.
         streams: the residual streams, if there are several (``HyperConnectedLayer``); None for one.
         output_scale: whether the residual stream after the layer is multiplied by a learned number.
         quantization: ``fp8`` if projections multiply 8-bit floats; else None.

@@ -92,8 +92,8 @@ class RowCodec(ABC):
     shared: ClassVar[tuple[str, ...]] = ()
 
     def for_axis(self, axis: str) -> RowCodec:
-        """Returns the codec for rows of ``axis``, ``keys`` or ``values``. The two may encode differently, but they
-        decode in the same way."""
+        """Returns the codec for rows of ``axis``, ``keys`` or ``values``. The codecs of the two axes may encode
+        differently, but they decode in the same way."""
         return self
 
     def wanted(self, dim: int) -> str | None:

@@ -30,7 +30,7 @@ HOPPER = (9, 0)
 
 
 class Unbuilt(str):
-    """Why a library cannot be used, where it helps to build the library, or to build it again."""
+    """A reason why a library cannot be used. Building the library, or building it again, removes the reason."""
 
 
 def torch_version() -> tuple[int, int]:

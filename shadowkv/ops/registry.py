@@ -52,7 +52,7 @@ PREFERENCE = {
 LIBRARIES = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
 """Backends that call another package's attention, by their name in ``--attention-backend``. ``FASTER_AT`` in such a
 backend's module lists the forms and head dims at which the backend was measured to be faster than this project's
-backends. With ``auto``, it is the first choice for these, and is not considered for others."""
+backends. With ``auto``, such a backend is the first choice for these, and is not considered for others."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,10 @@ class Outside:
     """A backend from outside the package.
 
     Attributes:
-        module: a module with what ``choose`` reads from a backend's file, or the backend's function alone.
-        device_types: types of devices that it runs on.
-        preferred: whether it is considered before all others. If not, it serves only where an override names it.
+        module: a module like a backend's file, or only the backend's function.
+        device_types: types of devices that the backend runs on.
+        preferred: whether the backend is considered before all others. If not, it serves only where an override names
+        it.
     """
 
     module: ModuleType | Callable[..., Any]
@@ -123,7 +124,7 @@ class Choice:
         synchronises: whether the function makes the host wait for the device.
         needs_lengths: whether the host must know the lengths of packed sequences.
         reasons: faster backends that are not used, and why: ``name: reason``.
-        unbuilt: why a faster backend's library cannot be used, if it helps to build the library, or to build it again
+        unbuilt: why a faster backend's library cannot be used, if building it, or building it again, would help
             (``Unbuilt``). If there are several such reasons, the first. None if there is none.
     """
 
@@ -207,8 +208,8 @@ class Ops(References):
         case: the properties of the ops' arguments. None skips ``supports``.
         overrides: maps an op, or a form of an op, to the backend to use, for tests and comparisons.
         attention_backend: one of ``load_settings.ATTENTION_BACKENDS``. ``shadowkv`` uses ``PREFERENCE``. ``auto`` uses
-            ``LIBRARIES`` where they are faster, then ``PREFERENCE``. The name of a library uses this library wherever
-            it can serve, then ``PREFERENCE``.
+            ``LIBRARIES`` where they are faster, then ``PREFERENCE``. With the name of a library, this library is used
+            wherever it can serve, then ``PREFERENCE``.
         others: further cases, for layers with other sizes. The backend of an op must support every case that calls the
             op.
 

@@ -98,8 +98,8 @@ def row_seeds(seeds: np.ndarray, positions: np.ndarray, first: np.ndarray) -> np
     """Returns 32-bit seeds for the sampling of R rows, int64 [R]. Seeds differ between requests, steps and segments.
 
     Args:
-        seeds: uint64 [R], seeds of the requests. With different seeds, answers to the same prompt miss different
-            tokens.
+        seeds: uint64 [R], seeds of the requests. With different seeds, sampling leaves out different tokens of the same
+            prompt.
         positions: int64 [R] below 2**32, positions of the new tokens.
         first: int64 [R] below 2**32, positions of the segments' first tokens.
     """

@@ -108,8 +108,9 @@ def splits(units: int, entries: int, processors: int, centred: bool) -> int:
 def level_bytes(codec: RowCodec) -> tuple[int, float]:
     """Packs the levels of a codec's first eight codes into the bytes of an integer. Returns the integer and the step.
 
-    If all levels fit into a byte, a byte b means b steps. Otherwise it means 2 b + 1 steps. The kernel derives the
-    levels of further codes from these. For codecs without levels, the result is 0 and 1.
+    If all levels fit into a byte each, a byte with the value b stands for the level b · step. Otherwise, it stands for
+    (2 b + 1) · step. The kernel derives the levels of further codes from these. For codecs without levels, the integer
+    is 0 and the step 1.
     """
     levels = codec.whole_levels(DIM)
     if levels is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SYNCHRONISES = True
-"""The host waits for the device, because it finds out which chunks are missing."""
+"""The host finds out which chunks are missing. To do so, it waits for the device."""
 
 SHORT_ROW = 1024
 """Chunks of fewer bytes than this are short rows. The GPU's address translation, not the bus, limits how fast they are

@@ -19,7 +19,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def missing() -> list[str]:
-    """Returns the reasons why the library cannot be used here. The list is empty if it can."""
+    """Returns the reasons why the library cannot be used here; empty if it can be used."""
     installed = find_spec("fla") is not None
     return gpu_missing(MIN_CAPABILITY) + unless(installed, f"fla-core is not installed: {adding('gpu')}")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SYNCHRONISES = True
-"""The host waits for the device, because it counts the pages in use."""
+"""The host counts the pages in use. To do so, it waits for the device."""
 
 GATHERED_AT_ONCE = 4096
 """Number of pages gathered at a time, to limit the memory of copies."""

@@ -1,8 +1,9 @@
-"""Matrix products with quantized weights, and dequantized rows, on a CPU. For the block formats of GGUF files in
-``FORMATS``, C++ computes them (``csrc/cpu/quantized_matmul/``); for other forms, PyTorch does, as in the reference.
+"""Multiplies by quantized weights, and dequantizes rows, on a CPU. Rows in ``FORMATS``, block formats of GGUF files,
+are multiplied and dequantized in C++ (``csrc/cpu/quantized_matmul/``). For other forms, PyTorch does both, as in the
+reference.
 
-C++ multiplies without dequantized copies. Its products are used for few tokens, or with AVX-512 for any number of
-tokens.
+C++ multiplies without dequantized copies. It does so for few tokens, or with AVX-512 for any number of tokens. For more
+tokens, C++ dequantizes tiles of rows, and PyTorch multiplies.
 """
 
 from __future__ import annotations
