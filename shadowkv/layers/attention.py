@@ -33,7 +33,7 @@ class Cache(Protocol):
         self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None, index: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
         """Starts causal attention of the queries ``q`` [T, Hq, d]: each query attends to its sequence up to and
-        including its own token. With ``index``, a query attends to what its index queries [T, H, d] select.
+        including its own token. With ``index``, a query attends to what its index queries select (``Indexer.queries``).
 
         The returned function finishes the attention and returns [T, Hq, d]. Between the two calls, the caller can
         launch other work, while the cache waits for values from the host.

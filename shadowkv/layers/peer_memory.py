@@ -64,7 +64,7 @@ def allocate(device: torch.device, ranks: int) -> tuple[Tensor | None, list[str]
         return None, reasons
     if _allocated:
         return None, ["this process already has peer memory of another group of ranks"]
-    # Otherwise PyTorch makes NVLink multicast objects, which the kernel does not use and some hosts do not support.
+    # Without this, PyTorch makes NVLink multicast objects, which the kernel does not use and some hosts lack.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     try:
         own = symmetric_memory.empty(FLAG_BYTES + 2 * REGION_BYTES, dtype=torch.uint8, device=device)

@@ -2,8 +2,8 @@
 ``select_by_sketch``.
 
 The top-k values are selected with probability 1, the others with a probability in proportion to their weight. The sum
-of the selected terms, each divided by its probability, is an unbiased estimate of the sum of all terms. The estimate is
-the better, the more nearly the weights are proportional to the terms.
+of the selected terms, each divided by its probability, is an unbiased estimate of the sum of all terms. The more nearly
+the weights are proportional to the terms, the better is the estimate.
 
 Probabilities are multiples of a small unit, so that the selection does not depend on the order in which they are added.
 They are rounded down, so that no more values are selected than wanted, and every selected value has room in the result.

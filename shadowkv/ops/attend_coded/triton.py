@@ -75,7 +75,7 @@ def attend_coded(
         VALUE_FORMAT=value_form.format, VALUE_BITS=value_form.bits, VALUE_COLUMNS=value_form.columns,
         VALUE_SCALES=value_form.scales, VALUE_SCALED=value_form.scaled, VALUE_ENTRIES=value_form.row_entries,
         HALF=half, HALF_BLOCK=dot_size(half), num_warps=4,
-        num_stages=3 if exact == torch.float16 else 1,  # more would not fit into shared memory in float32
+        num_stages=3 if exact == torch.float16 else 1,  # in float32, 3 would not fit into shared memory
     )  # fmt: skip
     return value_form.merged(out, lse, q.dtype)
 

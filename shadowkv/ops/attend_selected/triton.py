@@ -113,7 +113,7 @@ def _attend_latents(
     row, head = unit // HEADS, unit % HEADS
     member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS), tl.arange(0, HALF_BLOCK)
     in_pair = pair < HALF
-    if INTERLEAVED:  # dimensions that RoPE rotates together, then the others
+    if INTERLEAVED:  # pairs that RoPE rotates, then pairs of the other dimensions
         one = tl.where(pair < ROPE_HALF, 2 * pair, pair + ROPE_HALF)
         other = tl.where(pair < ROPE_HALF, 2 * pair + 1, pair + HALF)
     elif ROPE_HALF < HALF:

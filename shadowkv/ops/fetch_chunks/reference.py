@@ -100,7 +100,7 @@ def fetch_chunks(
         int64 [B, H, k], the entries that hold the selected chunks, -1 for none.
     """
     entries = torch.full_like(selected, -1)
-    row, head = (selected >= 0).any(-1).nonzero(as_tuple=True)  # everything below is per pair of sequence and head
+    row, head = (selected >= 0).any(-1).nonzero(as_tuple=True)  # the first axis is now pairs of sequence and head
     slot, chosen = slots[row], selected[row, head]
     there = chosen >= 0
     step = buffer.step[slot, head] + 1
