@@ -20,9 +20,9 @@ class Cache(Protocol):
 
     Tokens of all sequences are packed. ``batch`` says which sequence each token belongs to, and which tokens need
     attention (``of_needed``). Queries and keys arrive before RoPE and after any QK norm. Scores are scaled by
-    1/sqrt(d). ``sinks``, float32 [Hq], are the scores of one more position in every softmax. The value of that position
-    is 0. Layers with an indexer also pass index queries and index keys before RoPE. Shapes: T tokens, Hq query heads, H
-    kv heads, d dimensions of a head.
+    1/sqrt(d). ``sinks``, float32 [Hq], are the query heads' scores of one more position in every softmax. The value of
+    that position is 0. Layers with an indexer also pass index queries and index keys before RoPE. Shapes: T tokens, Hq
+    query heads, H kv heads, d dimensions of a head.
     """
 
     def append(self, layer: int, k: Tensor, v: Tensor, batch: Any, index_keys: Tensor | None = None) -> None:
@@ -33,7 +33,7 @@ class Cache(Protocol):
         self, layer: int, q: Tensor, batch: Any, sinks: Tensor | None = None, index: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
         """Starts causal attention of the queries ``q`` [T, Hq, d]: each query attends to its sequence up to and
-        including its own token. With ``index``, a query attends to what its index queries [T, H, d] select.
+        including its own token. With ``index``, a query attends to what its index queries select (``Indexer.queries``).
 
         The returned function finishes the attention and returns [T, Hq, d]. Between the two calls, the caller can
         launch other work, while the cache waits for values from the host.
@@ -47,7 +47,8 @@ class Cache(Protocol):
 
 
 class Attention(nn.Module):
-    """One projection to queries, keys and values, attention by the cache, and an output projection."""
+    """Projects hidden states to queries, keys and values in one product, lets the cache compute attention, and projects
+    the result."""
 
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
@@ -98,8 +99,8 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(empty, requires_grad=False)
 
     def start(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
-        """Projects normalised hidden states [T, D], stores their keys and values if the layer has its own, and starts
-        attention.
+        """Projects normalised hidden states [T, D], stores their keys and values, and starts attention. A layer that
+        reuses another layer's keys and values stores none.
 
         The returned function finishes the attention and returns [n, D], for the n tokens whose attention the batch
         needs. D is the hidden size.

@@ -19,13 +19,13 @@ from shadowkv.layers.spec import LayerSpec
 
 
 class DecoderLayer(nn.Module):
-    """A layer in two halves: ``start``, and the function that ``start`` returns. Between the halves, attention can wait
-    for values from the host.
+    """A layer in two halves. ``start`` is the first half, and the function that it returns is the second. Between the
+    halves, attention may have to wait for values from the host.
 
     Attributes:
         layer: the layer's number in the model.
-        cached_as: the layer number under which the cache has the keys and values that this layer attends to, or its
-            recurrent state.
+        cached_as: the layer number under which the cache has what this layer reads: the keys and values that it attends
+            to, or its recurrent state.
         reuses_keys: whether this layer attends to an earlier layer's keys and values, and has none of its own.
     """
 
@@ -75,8 +75,8 @@ class DecoderLayer(nn.Module):
         Args:
             x: residual stream [T, D]; D is the hidden size.
             added: the previous layer's output [T, D], not yet added to ``x``; None if nothing is left to add. It is
-                added in the same launch as the next norm.
-            own: function from a layer's number to the tokens' inputs to that layer alone (``PerLayerInputs``, as in
+                added in the same kernel launch as this layer's first norm.
+            own: returns the tokens' per-layer inputs of a layer, given the layer's number (``PerLayerInputs``, as in
                 Gemma 4 E2B and E4B); None if the model has no such inputs.
         """
         x, normed = self._normalised(x, added)

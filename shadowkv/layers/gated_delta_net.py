@@ -19,9 +19,9 @@ from shadowkv.layers.spec import CONVOLUTION, RECURRENT, LayerSpec, LinearAttent
 
 
 class GatedDeltaNet(Computing):
-    """One projection to queries, keys, values and output gates; a convolution of queries, keys and values; the gated
-    delta rule; and an output projection. The cache keeps two states for each sequence: the convolution's last inputs,
-    and a matrix for each head.
+    """Projects hidden states to queries, keys, values and output gates; convolves queries, keys and values over tokens;
+    applies the gated delta rule; and projects the gated result. The cache keeps two states for each sequence: the
+    convolution's last inputs, and a matrix for each value head.
     """
 
     calls = ("causal_convolution", "gated_delta_rule")
@@ -45,7 +45,8 @@ class GatedDeltaNet(Computing):
     def start(self, x: Tensor, cache: Cache, batch: Any) -> Callable[[], Tensor]:
         """Runs the layer on normalised hidden states [T, D], and updates the recurrent states.
 
-        The returned function returns the layer's output [n, D], for the n tokens that need it.
+        The returned function returns the layer's output [n, D], for the n tokens that need an output. D is the hidden
+        size.
         """
         out, z = self._mixed(x, cache, batch)
         normed = self.norm(batch.of_needed(out))
@@ -76,7 +77,8 @@ class GatedDeltaNet(Computing):
     def _part(
         self, qkv: Tensor, log_decay: Tensor, beta: Tensor, states: dict[str, Tensor], part: RecurrentPart
     ) -> Tensor:
-        """Returns the delta rule's results [T, H, dv] for a part of the batch."""
+        """Returns the delta rule's results [T, H, dv] for a part of the batch. The part's rounds are computed one after
+        another, because a round reads states that earlier rounds have written."""
         sizes = self.sizes
         of_rounds = list[tuple[Tensor | None, Tensor]]()
         for rows, spans in part.rounds:
@@ -85,7 +87,7 @@ class GatedDeltaNet(Computing):
             q, k, v = mixed.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
             q, k = (x.unflatten(-1, (sizes.key_heads, sizes.key_dim)) for x in (q, k))
             v = v.unflatten(-1, (sizes.value_heads, sizes.value_dim))
-            if sizes.tiled:  # the op expects the value heads of a key head to be neighbours, so key heads are repeated
+            if sizes.tiled:  # the op gives a key head to neighbouring value heads, so each value head gets a copy here
                 q, k = (x.repeat(1, sizes.value_heads // sizes.key_heads, 1) for x in (q, k))
             of_rounds.append((rows, self.ops.gated_delta_rule(q, k, v, decay, rate, states[RECURRENT], spans)))
         (rows, out), *others = of_rounds

@@ -1,7 +1,7 @@
 """``Group``: the ranks of one model and their collectives. Layers and the engine call it.
 
-Sums over GPUs that can address each other's memory use a kernel of this project. Other collectives use NCCL, and gloo
-on CPUs.
+Sums over GPUs that can address each other's memory use a kernel of this project. Other collectives use NCCL for tensors
+on GPUs, and gloo for tensors on the host.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Group:
     def share_memory(self, device: torch.device) -> None:
         """From now on, sums use peer memory if every rank supports it. Otherwise the reason is logged.
 
-        The ranks first tell one another whether they support it. So no rank waits for a rank that does not.
+        First, every rank tells the others whether it supports peer memory. Otherwise, a rank that does could wait
+        forever for one that does not.
         """
         if self.size == 1 or device.type != "cuda":
             return
@@ -125,7 +126,7 @@ class Group:
 
     def abort(self) -> None:
         """Ends kernels of this process that wait for another rank. The call returns only after all CUDA graphs with
-        collectives are freed, because NCCL waits for them."""
+        collectives are freed, because NCCL waits until they are."""
         if self._peer_memory is not None:
             self._peer_memory.abort()
         if self.size > 1 and "nccl" in torch.distributed.get_backend_config():
@@ -154,8 +155,8 @@ class _failing:
 def open_group(rank: int, size: int, device: torch.device, meeting: str) -> Group:
     """Joins the process group of one host, and waits for the other ranks.
 
-    ``meeting`` is the path of a file that must not exist yet. All ranks pass the same path. Raises ValueError if this
-    process is already in a group.
+    ``meeting`` is the path of a file, the same for all ranks. The file must not exist before the first rank joins.
+    Raises ValueError if this process is already in a group.
     """
     check_alone()
     # The loopback interface works even if the host's name does not resolve, or resolves to another interface.

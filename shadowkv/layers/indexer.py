@@ -16,8 +16,10 @@ from shadowkv.layers.spec import LayerSpec, projection
 
 
 class Indexer(nn.Module):
-    """Computes the index queries of each token and one index key. Both are RMS-normalised here, except that the cache
-    normalises the keys of a pooled indexer, block by block.
+    """Computes the index queries and the one index key of each token.
+
+    Index queries are RMS-normalised here. So are index keys, unless the indexer is pooled: the cache then averages the
+    keys of each block and normalises the mean.
 
     A token has one index query for each kv head, with the head dim of attention. For a pooled indexer,
     ``shape.Indexer.pooled`` gives the number and the dimensions of its index queries.
@@ -43,15 +45,15 @@ class Indexer(nn.Module):
         )
 
     def queries(self, x: Tensor) -> IndexQueries:
-        """Index queries [T, H, d] before RoPE, of normalised hidden states [T, D]. d is the head dim of attention.
-        Narrower index queries are padded with zeros."""
+        """Returns the H index queries of each token, [T, H, d], before RoPE. ``x`` [T, D] has normalised hidden states.
+        d is the head dim of attention. Narrower index queries are padded with zeros."""
         rows = self.heads * self.dim
         queries = self.query_key.rows(x, 0, rows) if self.pooled else self.query(x)
         queries = self._wide(self.query_norm(queries.unflatten(-1, (self.heads, -1))))
         return IndexQueries(queries, self._wide(self.key_norm.weight) if self.pooled else None, self.eps)
 
     def keys(self, x: Tensor) -> Tensor:
-        """Index keys [T, 1, d] before RoPE, of normalised hidden states [T, D]."""
+        """Returns the index key of each token, [T, 1, d], before RoPE. ``x`` [T, D] has normalised hidden states."""
         if not self.pooled:
             return self.key_norm(self.key(x).unsqueeze(1))
         first = self.heads * self.dim

@@ -35,8 +35,8 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Computes only the outputs ``start`` to ``stop``: [..., in_features] -> [..., stop - start]. It copies no
-        weights."""
+        """Computes only the outputs ``start`` to ``stop``: [..., in_features] -> [..., stop - start]. No weights are
+        copied."""
         bias = None if self.bias is None else self.bias[start:stop]
         return F.linear(x, self.weight[start:stop], bias)
 
@@ -70,8 +70,8 @@ class FP8Linear(Computing):
         return self.rows(x, 0, len(self.weight))
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Computes only the outputs ``start`` to ``stop``: [T, in_features] -> [T, stop - start]. It copies no
-        weights."""
+        """Computes only the outputs ``start`` to ``stop``: [T, in_features] -> [T, stop - start]. No weights are
+        copied."""
         codes, scale = self.ops.quantize_tokens(x)
         bias = None if self.bias is None else self.bias[start:stop]
         weight, weight_scale = self.weight[start:stop], self.weight_scale[start:stop]

@@ -9,7 +9,8 @@ from shadowkv.layers.spec import LayerSpec, projection
 
 
 class MLP(Computing):
-    """down(activation(gate(x)) * up(x)), gate and up joined in one matrix product.
+    """Computes down(activation(gate(x)) * up(x)). Gate and up are one matrix product. Inputs and outputs are [T, D]: T
+    tokens, D the hidden size.
 
     Args:
         spec: spec of the layer.

@@ -1,8 +1,8 @@
 """Mixture of experts (arXiv:1701.06538): each token uses a few of many MLPs, the experts. Some models also have a
 shared expert, which all tokens use.
 
-Tokens are sorted by expert once, and both matrix products of the experts use this order. No op waits for the host, and
-no shape depends on data, so that a decode step can be a CUDA graph.
+Tokens are sorted by expert once, and both matrix products of the experts use this order. On a GPU, no shape depends on
+data, and the ops' fast backends do not make the host wait. So a decode step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from shadowkv.ops.quantized.rows import QuantizedRows
 
 
 class Router(Computing):
-    """Scores the experts and chooses some for each token. If scores are sigmoids, logits are in float32, as in models
-    trained with such scores."""
+    """Scores the experts and chooses k of them for each token. If scores are sigmoids, logits are in float32, as in
+    models trained with such scores."""
 
     calls = ("choose_experts",)
     correction_bias: nn.Parameter | None
@@ -41,7 +41,8 @@ class Router(Computing):
             self.correction_bias = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, D] -> weights, float32 [T, k], and experts, [T, k]."""
+        """Returns the weights, float32 [T, k], and the numbers, [T, k], of the experts chosen for hidden states
+        [T, D]."""
         logits = self.logits(x.to(self.logits.weight.dtype))
         weights, experts = self.ops.choose_experts(logits, self.correction_bias, self.routing)
         return weights, experts
@@ -76,7 +77,7 @@ class ExpertsProjection(Computing):
         arbitrary.
 
         Args:
-            x: [S, in_features].
+            x: [S, in_features], S rows sorted by expert.
             number: [S], number of each row's expert among this rank's experts, ascending; ``count`` for an expert on
                 another rank.
             offsets: int32 [count + 1], where each expert's rows start, and where the last expert's rows end.
@@ -100,7 +101,7 @@ class ExpertsProjection(Computing):
 
 
 class RoutedExperts(Computing):
-    """The experts that tokens choose from, which are gated MLPs; with expert parallelism only those of this rank."""
+    """The experts that tokens choose from, each a gated MLP. With expert parallelism, only this rank's experts."""
 
     calls = ("gated_activation", "sort_by_expert", "sum_experts")
 
@@ -118,7 +119,7 @@ class RoutedExperts(Computing):
         Args:
             x: [T, D].
             weights: float32 [T, k], weights of the chosen experts.
-            experts: [T, k], integer numbers of the chosen experts.
+            experts: [T, k], numbers of the chosen experts.
 
         Returns:
             [T, D], the sum over this rank's experts only.

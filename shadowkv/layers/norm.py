@@ -13,7 +13,7 @@ class RMSNorm(Computing):
     """x / rms(x) * weight over the last dimension.
 
     Args:
-        dtype: dtype of the weight: the dtype of x, or float32 (``rms_norm``).
+        dtype: dtype of the weight: the dtype of x, or float32 (see the op ``rms_norm``).
         learned: whether the weight is learned; if not, it is 1.
     """
 

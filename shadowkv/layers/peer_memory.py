@@ -1,5 +1,5 @@
-"""``PeerMemory``: sums over the GPUs of one host in one launch, through memory that all of them can address. ``Group``
-uses it.
+"""``PeerMemory``: sums over the GPUs of one host in one kernel launch, through memory that all of them can address.
+``Group`` uses it.
 
 NCCL takes 13 us for the sum of one token's hidden states over two H200s, and every layer has two such sums. A kernel
 that reads the other GPUs' memory takes half of this time. The memory is PyTorch's symmetric memory. The kernel is in
@@ -24,8 +24,8 @@ BLOCKS, MAX_RANKS = 64, 8
 VECTOR_BYTES = 16
 FLAG_BYTES = 4 * BLOCKS * MAX_RANKS
 REGION_BYTES = 16 << 20
-"""Maximum size of a tensor: 2,048 tokens with 4,096 16-bit numbers each. For larger tensors NCCL is as fast. A rank has
-two regions of this size."""
+"""Maximum size of a tensor in bytes: 2,048 tokens with 4,096 16-bit numbers each. For larger tensors, NCCL is as fast
+as the kernel. A rank's memory has two regions of this size."""
 
 
 def one_shot_bytes(ranks: int) -> int:
@@ -52,9 +52,9 @@ def missing(ranks: int) -> list[str]:
 
 _allocated: list[Tensor] = []
 """The symmetric memory of this process's first group; a later group gets none. PyTorch counts the exchanges of
-addresses in a process. In a second group, new processes would have other counts, and the ranks would wait for one
-another forever. The memory stays allocated until the end of the process, because PyTorch aborts the process if it frees
-such memory after a CUDA error."""
+addresses in a process, and ranks wait for ranks with the same count. In a second group, a process that was in the first
+group and a new process would have different counts, and would wait for each other forever. The memory stays allocated
+until the end of the process, because PyTorch aborts the process if it frees such memory after a CUDA error."""
 
 
 def allocate(device: torch.device, ranks: int) -> tuple[Tensor | None, list[str]]:
@@ -64,7 +64,7 @@ def allocate(device: torch.device, ranks: int) -> tuple[Tensor | None, list[str]
         return None, reasons
     if _allocated:
         return None, ["this process already has peer memory of another group of ranks"]
-    # Otherwise PyTorch makes NVLink multicast objects, which the kernel does not use and some hosts do not support.
+    # Without this, PyTorch makes NVLink multicast objects, which the kernel does not use and some hosts lack.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     try:
         own = symmetric_memory.empty(FLAG_BYTES + 2 * REGION_BYTES, dtype=torch.uint8, device=device)
@@ -111,5 +111,5 @@ class PeerMemory:
         )
 
     def abort(self) -> None:
-        """Ends kernels that wait for another rank, now and later. Sums are wrong from then on."""
+        """Ends kernels that wait for another rank. Later kernels do not wait, either, and their sums are wrong."""
         self._aborted.fill_(1)

@@ -18,11 +18,11 @@ LayerInput = Callable[[int], Tensor]
 
 
 class PerLayerInputs(nn.Module):
-    """Computes an input of P numbers for every token and layer. It is the sum of two vectors, divided by sqrt(2): the
-    token's row in the layer's table, and a normalised projection of the token's embedding.
+    """Computes an input of P numbers for every token and layer. It is the sum of two vectors, divided by sqrt(2): a
+    learned vector for the token's id and the layer, and a normalised projection of the token's embedding.
 
-    One table has the rows of all layers. A layer's input is computed when the layer needs it, because all inputs of a
-    long prompt would take more memory than its keys and values.
+    One table has the learned vectors of all layers. A layer's input is computed when the layer needs it, because all
+    inputs of a long prompt would take more memory than its keys and values.
 
     Args:
         spec: spec of the layers.
@@ -53,7 +53,7 @@ class PerLayerInputs(nn.Module):
 
 
 class AddedInput(Computing):
-    """Adds a layer's own input to the residual stream: norm(project(activation(gate(x)) * input))."""
+    """Computes what a layer's own input adds to the residual stream x: norm(project(activation(gate(x)) * input))."""
 
     calls = ("gated_activation",)
 
@@ -65,6 +65,6 @@ class AddedInput(Computing):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device)
 
     def forward(self, x: Tensor, own: Tensor) -> Tensor:
-        """Returns what is added to the residual stream x [T, D], from the layer's inputs ``own`` [T, P]."""
+        """Returns what is added to the residual stream ``x`` [T, D]. ``own`` [T, P] is the layer's own input."""
         gated = self.ops.gated_activation(torch.cat((self.gate(x), own), dim=-1), self.activation)
         return self.norm(self.out(gated))

@@ -1,4 +1,5 @@
-"""Matrices and projections that stay quantized as in the checkpoint. Blocks of rows can have different forms."""
+"""Matrices and projections that stay quantized as in the checkpoint. Blocks of rows can have different forms (``Form``:
+how the numbers of a row are stored)."""
 
 from __future__ import annotations
 
@@ -105,8 +106,9 @@ class QuantizedMatrix(Computing):
         """Packs the filled rows for GPU products. Returns the packed pieces.
 
         Args:
-            borders: first rows of ranges that are also multiplied alone. A packed piece cannot be cut. If there are
-                borders, rows are therefore stored twice: in pieces between the borders, and in ``whole``.
+            borders: first rows of ranges that are also multiplied without the other rows. A packed piece cannot be cut.
+                If there are borders, rows of one form are therefore stored twice: in pieces between the borders, and in
+                ``whole``.
             looked_up: whether ``look_up`` is also called. The unpacked rows are then kept.
         """
         cuts = sorted({*borders, self.num_rows})
@@ -129,7 +131,7 @@ class QuantizedMatrix(Computing):
 
     def pack_experts(self, experts: int, total_experts: int | None = None) -> PackedExperts:
         """Packs the rows for ``of_experts``. The rows must have one form and be stored expert by expert. ``experts`` is
-        the number of experts on this rank. ``total_experts`` is the number on all ranks; None if it is the same."""
+        the number of experts on this rank. ``total_experts`` is the number on all ranks; None if this rank has all."""
         (rows,) = self._stored_row_blocks()
         assert isinstance(rows, QuantizedRows)
         self.experts = pack_experts(rows, experts, total_experts)
@@ -138,12 +140,12 @@ class QuantizedMatrix(Computing):
 
     @property
     def of_experts(self) -> list[Tensor | QuantizedRows] | PackedExperts:
-        """All rows, in the form that products of experts take."""
+        """All rows as products of experts take them: packed by ``pack_experts``, or as stored."""
         return [*self._stored_row_blocks()] if self.experts is None else self.experts
 
     def _multiplied(self, start: int, stop: int) -> list[Tensor | QuantizedRows | PackedRows]:
-        """Returns rows ``start`` to ``stop`` in the form that products take: packed rows, or the stored ones before
-        ``pack``."""
+        """Returns rows ``start`` to ``stop`` as products take them: the packed rows, or before ``pack`` the stored
+        rows."""
         if self.packed is None:
             return list(self.stored(start, stop))
         if self.whole is not None and start == 0 and stop == self.num_rows:
@@ -177,7 +179,7 @@ def _parameters(tensors: Iterable[Tensor]) -> nn.ParameterList:
 class QuantizedLinear(nn.Module):
     """y = x Wᵀ + b over packed tokens, with W quantized. The weights are uninitialised until a loader fills them.
 
-    ``borders`` are the first outputs of ranges that are also computed alone (``rows``).
+    ``borders`` are the first outputs of ranges that are also computed without the other outputs (``rows``).
     """
 
     bias: nn.Parameter | None
@@ -203,7 +205,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def packed_twice(self) -> int:
-        """Bytes, as files store them, of the rows that ``pack`` will store twice."""
+        """Bytes of the rows that ``pack`` will store twice, in the checkpoint's format."""
         return self.weight.nbytes if self.borders and len(self.weight.row_blocks) == 1 else 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -211,7 +213,7 @@ class QuantizedLinear(nn.Module):
         return self.rows(x, 0, self.out_features)
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Computes only the outputs ``start`` to ``stop``: [T, in_features] -> [T, stop - start]. It copies no
-        weights."""
+        """Computes only the outputs ``start`` to ``stop``: [T, in_features] -> [T, stop - start]. No weights are
+        copied."""
         product: Tensor = self.weight(x, start, stop)
         return product if self.bias is None else product.add_(self.bias[start:stop])

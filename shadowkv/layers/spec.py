@@ -82,10 +82,10 @@ class NGrams:
         width: how many numbers a token looks up in all tables together.
         longest: number of tokens of the longest n-grams. The shortest n-grams have two tokens.
         tables_each: number of tables for the n-grams of one length.
-        kernel: number of weights of the convolution. They apply to tokens that are ``longest`` apart.
-        least_rows: lower bound of the tables' numbers of rows, which are the primes from this number on.
-        multiple: the rows of a layer's tables together are padded to a multiple of this number.
-        parts: number of tensors that files split these rows into.
+        kernel: number of weights of the convolution. These weights apply to tokens that are ``longest`` apart.
+        least_rows: lower bound of the tables' numbers of rows. Each table gets the next prime from this number on.
+        multiple: the number of rows of all tables together is padded to a multiple of this number.
+        parts: number of tensors into which checkpoint files split the rows of all tables together.
         seed, vocab_size: determine the multipliers.
         eos_token_id: token that ends a text. N-grams do not reach back beyond it.
         number: number of this layer among the layers with n-grams.
@@ -158,10 +158,10 @@ class LinearAttention:
         value_heads: heads of values.
         key_dim, value_dim: dimensions of a head.
         kernel: width of the convolution, in tokens.
-        tiled: whether key heads serve value heads in turn, as in GGUF files: value head n has key head
-            n mod ``key_heads``. Otherwise a key head's value heads are neighbours.
-        joined: input projections that files have in one tensor, key head by key head: ``qkvz`` for queries, keys,
-            values and output gates, ``ba`` for the state's gates, or both.
+        tiled: whether value heads use the key heads in turn, as in GGUF files: value head n uses key head
+            n mod ``key_heads``. Otherwise, neighbouring value heads use the same key head.
+        joined: input projections that checkpoint files have in one tensor, key head by key head: ``qkvz`` for queries,
+            keys, values and output gates, ``ba`` for the state's gates, or both.
         gate: activation of the output gate, ``silu`` or ``sigmoid``.
         further: further arrays in the layers' state (``NGrams.states``).
     """
@@ -178,7 +178,7 @@ class LinearAttention:
 
     @property
     def keys(self) -> int:
-        """Number of dimensions of all key heads together. All query heads together have as many."""
+        """Number of dimensions of all key heads together, and also of all query heads together."""
         return self.key_heads * self.key_dim
 
     @property
@@ -205,8 +205,8 @@ class LayerSpec:
 
     Attributes:
         heads: heads and head dimensions.
-        cached_as: the layer number under which the cache has the keys and values that the layer attends to, or its
-            recurrent state.
+        cached_as: the layer number under which the cache has what this layer reads: the keys and values that it attends
+            to, or its recurrent state.
         reuses_keys: whether the layer attends to an earlier layer's keys and values, and has none of its own.
         keys_are_values: whether keys, before their norm, are also the values.
         intermediate_size: I, width of the MLP.
@@ -218,21 +218,21 @@ class LayerSpec:
             the layer.
         hidden_size: D, width of the residual stream.
         rms_norm_eps: added to the mean square in every RMSNorm.
-        activation: activation of the MLP's gate, one that the op ``gated_activation`` supports. It has the name that
-            Hugging Face configs use, if they have one.
+        activation: activation of the MLP's gate, one that the op ``gated_activation`` supports. The name is the one in
+            Hugging Face configs, if they have one.
         qkv_bias: whether the query, key and value projections have a bias.
         out_bias: whether the attention's output projection has a bias.
         qk_norm: whether each head's queries and keys are RMS-normalised before RoPE.
         normed_heads: the numbers of query and kv heads of all ranks together, if all heads of a token are normalised
             together. None if each head is normalised by itself, or not at all.
-        sinks: whether every softmax has one more position (gpt-oss). Its score is learned, one for each head. Its value
-            is 0.
+        sinks: whether every softmax has one more position (gpt-oss). The position has a learned score for each query
+            head, and its value is 0.
         output_gate: whether each head's output is multiplied by the sigmoid of a second query projection. A head's rows
             of this projection follow the rows of its query.
         post_norms: whether the outputs of attention and MLP are normalised before they are added to the residual
             stream.
         value_norm: whether each head's values are divided by their root mean square.
-        per_layer_input_size: numbers of each token's input to this layer alone (``PerLayerInputs``); 0 for none.
+        per_layer_input_size: P, the size of a token's per-layer input (``PerLayerInputs``); 0 if there is none.
         streams: the residual streams, if there are several (``HyperConnectedLayer``); None for one.
         output_scale: whether the residual stream after the layer is multiplied by a learned number.
         quantization: ``fp8`` if projections multiply 8-bit floats; else None.
@@ -289,7 +289,7 @@ def projection(
 
     Args:
         name: the projection's name within the layer.
-        borders: first outputs of ranges that are also computed alone.
+        borders: first outputs of ranges that are also computed without the other outputs.
     """
     dtype, device = spec.dtype, spec.device
     if spec.quantization == "fp8":

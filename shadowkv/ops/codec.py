@@ -53,8 +53,8 @@ FIXED_WIDTH_LATENTS = (CodecId.LATENT_DENSE, CodecId.LATENT_INT8, CodecId.LATENT
 """Ids of latent codecs that need no widths: the bits of a rank dimension follow from the codec and the ranks."""
 
 STRONG = 32
-"""Number of rank dimensions that ``low-rank-int4`` stores in 8 bits for each group of kv heads: the strongest ones. The
-Hopper kernel has the same number in ``csrc/kernels/attend_latents_sm90/shape.cuh``."""
+"""Number of rank dimensions that the codec ``low-rank-int4`` stores in 8 bits: the strongest ones of each group of kv
+heads. The Hopper kernel has the same number in ``csrc/kernels/attend_latents_sm90/shape.cuh``."""
 
 
 def unknown_codecs(keys: int, values: int = CodecId.DENSE, known: tuple[CodecId, ...] = UNIFORM) -> list[str]:
@@ -66,7 +66,7 @@ def unknown_codecs(keys: int, values: int = CodecId.DENSE, known: tuple[CodecId,
 
 
 class RowCodec(ABC):
-    """Encodes rows of one head, values or keys after RoPE, as codes (bytes) and scales.
+    """Encodes rows of one head as codes (bytes) and scales. Rows are values, or keys after RoPE.
 
     Attributes:
         id: unique among codecs.
@@ -92,8 +92,8 @@ class RowCodec(ABC):
     shared: ClassVar[tuple[str, ...]] = ()
 
     def for_axis(self, axis: str) -> RowCodec:
-        """Returns the codec for rows of ``axis``, ``keys`` or ``values``. The two may encode differently, but they
-        decode in the same way."""
+        """Returns the codec for rows of ``axis``, ``keys`` or ``values``. The codecs of the two axes may encode
+        differently, but they decode in the same way."""
         return self
 
     def wanted(self, dim: int) -> str | None:
@@ -154,8 +154,8 @@ class RowCodec(ABC):
 
     def whole_levels(self, dim: int) -> tuple[tuple[int, ...], float] | None:
         """Returns ``code_levels`` for kernels that compute with integers: an integer for each of the 2 ** bits codes,
-        and the step that multiplies them. The rounding adds less than 0.5 % to the distortion. Returns None if the
-        codec has no such integers."""
+        and a step. A level is about its integer times the step. This rounding adds less than 0.5 % to the distortion.
+        Returns None if the codec has no such integers."""
         return None
 
     def check(self, dim: int) -> None:
@@ -187,8 +187,8 @@ class LevelRows(RowCodec):
 
     @abstractmethod
     def upper_places(self, dim: int) -> tuple[int, ...]:
-        """Positions of the highest bits of a lane's dim / 8 codes, counted in the lane's bytes of the last plane. Only
-        for codecs in ``LANES``."""
+        """For each of a lane's dim / 8 codes: the position of its highest bit in the lane's bytes of the last plane
+        (``Lanes`` in ``shadowkv.kvcache.codecs.packing``). Only for codecs in ``LANES``."""
 
 
 class UniformRows(LevelRows):
@@ -217,8 +217,8 @@ class LatentCodec(ABC):
     Attributes:
         id: unique among codecs.
         name: unique among codecs, and the codec's name on a policy's axis ``keys``.
-        largest: the largest code. Codes are symmetric about 0. Each rank dimension has a step as its unit, and the
-            basis is multiplied by the steps. None for latents that are not quantized.
+        largest: the largest code. Codes are symmetric about 0. A code counts steps of its rank dimension, and the basis
+            is multiplied by the steps. None if latents are not quantized.
         rank_multiple: the rank must be a multiple of this.
         bits: average bits per code, if the codec learns a width for each rank dimension. The basis is then in 8 bits.
             None if the widths follow from the codec and the ranks.
@@ -256,5 +256,5 @@ class LatentCodec(ABC):
 
     @abstractmethod
     def decode(self, stored: Tensor, rank: int, *widths: Tensor) -> Tensor:
-        """Decodes stored elements [..., w] to latents [..., rank]. A 16-bit float can represent each number of a
-        latent. ``widths`` are those of ``encode``."""
+        """Decodes stored elements [..., w] to latents [..., rank]. 16-bit floats represent the numbers of a latent
+        exactly. ``widths`` are those of ``encode``."""

@@ -30,7 +30,7 @@ HOPPER = (9, 0)
 
 
 class Unbuilt(str):
-    """A reason why a library cannot be used that building it, or building it again, can remove."""
+    """A reason why a library cannot be used. Building the library, or building it again, removes the reason."""
 
 
 def torch_version() -> tuple[int, int]:
@@ -83,8 +83,8 @@ def _load(path: Path, namespace: str, fakes: dict[str, Callable[..., Any]]) -> l
 
 
 def _built_for_another() -> str | None:
-    """Says which torch the existing C++ libraries need, and how to install it, or that they are built for another
-    Python. Returns None if there is no library."""
+    """Says that the existing C++ libraries are built for other versions of torch, and how to install one of them. Or
+    says that the libraries are built for another Python. Returns None if there is no library."""
     pattern = re.compile(r"_cpu_torch(\d+)_(\d+)\.(.+)")
     libraries = [found.groups() for path in PACKAGE.glob("_cpu_torch*.so") if (found := pattern.fullmatch(path.name))]
     if fitting := sorted(

@@ -51,8 +51,8 @@ PREFERENCE = {
 
 LIBRARIES = {"flashinfer": "flashinfer", "flash-attn": "flash_attn"}
 """Backends that call another package's attention, by their name in ``--attention-backend``. ``FASTER_AT`` in such a
-backend's module lists forms and head dims at which it was measured to be faster. With ``auto``, the backend is the
-first choice for these, and is not considered for others."""
+backend's module lists the forms and head dims at which the backend was measured to be faster than this project's
+backends. With ``auto``, such a backend is the first choice for these, and is not considered for others."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,10 @@ class Outside:
     """A backend from outside the package.
 
     Attributes:
-        module: a module with what ``choose`` reads from a backend's file, or the backend's function alone.
-        device_types: types of devices that it runs on.
-        preferred: whether it is considered before all others. If not, it serves only where an override names it.
+        module: a module like a backend's file, or only the backend's function.
+        device_types: types of devices that the backend runs on.
+        preferred: whether the backend is considered before all others. If not, it serves only where an override names
+        it.
     """
 
     module: ModuleType | Callable[..., Any]
@@ -123,8 +124,8 @@ class Choice:
         synchronises: whether the function makes the host wait for the device.
         needs_lengths: whether the host must know the lengths of packed sequences.
         reasons: faster backends that are not used, and why: ``name: reason``.
-        unbuilt: why a faster backend's library cannot be used, if building it, or building it again, can remove this
-            reason (``Unbuilt``). If there are several such reasons, the first. None if there is none.
+        unbuilt: why a faster backend's library cannot be used, if building it, or building it again, would help
+            (``Unbuilt``). If there are several such reasons, the first. None if there is none.
     """
 
     backend: str
@@ -144,8 +145,8 @@ def choose(
     attention_backend: str = "auto",
 ) -> Choice:
     """Chooses a backend for ``name``, one of ``CALLS``: the fastest that runs on ``device`` and supports all ``cases``.
-    An ``override`` names the backend instead. Raises ValueError if no backend can serve. ``attention_backend`` is that
-    of ``Ops``."""
+    If ``override`` is given, it names the backend to use. Raises ValueError if no backend can serve.
+    ``attention_backend`` is as for ``Ops``."""
     kind = torch.device(device).type
     if kind not in PREFERENCE:
         raise ValueError(f"no ops for devices of type {kind!r}; use {' or '.join(PREFERENCE)}")
@@ -179,8 +180,8 @@ def choose(
 
 
 def _file(op: str, backend: str) -> ModuleType | None:
-    """Imports a backend's file from the op's folder, or returns one of ``attend_coded.selected``. Returns None if there
-    is no backend of this name."""
+    """Imports a backend's file from the op's folder, or returns one of the backends of ``attend_coded.selected``.
+    Returns None if there is no backend of this name."""
     if op == "attend_coded" and backend in selected.BACKENDS:
         return selected.EveryChunk(backend)
     path = f"shadowkv.ops.{FOLDERS.get(op, op)}.{backend}"
@@ -207,8 +208,8 @@ class Ops(References):
         case: the properties of the ops' arguments. None skips ``supports``.
         overrides: maps an op, or a form of an op, to the backend to use, for tests and comparisons.
         attention_backend: one of ``load_settings.ATTENTION_BACKENDS``. ``shadowkv`` uses ``PREFERENCE``. ``auto`` uses
-            ``LIBRARIES`` where they are faster, then ``PREFERENCE``. The name of a library uses this library wherever
-            it can serve, then ``PREFERENCE``.
+            ``LIBRARIES`` where they are faster, then ``PREFERENCE``. With the name of a library, this library is used
+            wherever it can serve, then ``PREFERENCE``.
         others: further cases, for layers with other sizes. The backend of an op must support every case that calls the
             op.
 

@@ -15,7 +15,7 @@ def random_rotation(dim: int, name: str) -> Tensor:
 
 
 def random_hadamard(dim: int, name: str, rounds: int = 3) -> Tensor:
-    """As ``random_rotation``, but composed of ``rounds`` rounds. A round multiplies by random signs, then by the
+    """As ``random_rotation``, but composed of several rounds. Each round multiplies by random signs, then by the
     Hadamard matrix. ``dim`` is a power of two.
 
     Multiplying a row takes ``rounds * log2(dim)`` additions per entry. After one round, rows with few nonzero entries
@@ -31,8 +31,8 @@ def random_hadamard(dim: int, name: str, rounds: int = 3) -> Tensor:
 def walsh_hadamard(rows: Tensor) -> Tensor:
     """Multiplies rows [..., d] by the Hadamard matrix of entries 1 and -1, in Sylvester's order. d is a power of two.
 
-    Entries 1, 2, 4, ... apart are added in this order, and each sum is rounded. Results are therefore bitwise equal on
-    all devices.
+    First, entries 1 apart are added and subtracted, then entries 2 apart, then 4, and so on. Each result is rounded.
+    Results are therefore bitwise equal on all devices.
     """
     step = 1
     while step < rows.shape[-1]:

@@ -2,12 +2,13 @@
 ``select_by_sketch``.
 
 The top-k values are selected with probability 1, the others with a probability in proportion to their weight. The sum
-of the selected terms, each divided by its probability, is an unbiased estimate of the sum of all terms. The closer the
-weights are to the terms, the better is the estimate.
+of the selected terms, each divided by its probability, is an unbiased estimate of the sum of all terms. The more nearly
+the weights are proportional to the terms, the better is the estimate.
 
-Probabilities are multiples of a small unit, so that the selection does not depend on the order of additions. They are
-rounded down, so that no more values are selected than wanted, and every selected value has room. The sum of the weights
-scales the probabilities. This sum is exact, or its order of additions depends only on the backend, not on the batch.
+Probabilities are multiples of a small unit, so that the selection does not depend on the order in which they are added.
+They are rounded down, so that no more values are selected than wanted, and every selected value has room in the result.
+Probabilities are weights divided by their sum, times the number of samples wanted. The sum of the weights is exact, or
+its order of additions depends only on the backend, not on the batch.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ WORD = 0xFFFFFFFF
 MAX_BITS = 20
 """Probabilities are multiples of 2**-20, or of a larger unit if their sum would take more than 31 bits."""
 CAUTION = 0.97
-"""Expected number of samples, as a share of the number wanted. It is below 1 because the CUDA kernel first gives all
-values of a bin the weight of the bin's middle. If the samples would then not fit, the kernel sums up the values' own
-weights instead."""
+"""Expected number of samples, as a share of the number wanted. The CUDA kernel first gives all values of a bin the
+weight of the bin's middle, so it may draw more samples than expected. The share is below 1 to leave room for them. If
+the samples would still not fit, the kernel sums up the values' own weights instead."""
 WEIGHT_BITS = 40
-"""Weights are at most 1 and are summed in units of 2**-40. A sum of integers is the same in any order, and so does not
-depend on how wide a batch's rows are. Sums of up to 2**23 - 1 weights fit in 63 bits."""
+"""Weights are at most 1 and are summed in units of 2**-40. A sum of integers is the same in any order of additions, so
+it does not depend on how wide a batch's rows are. Sums of up to 2**23 - 1 weights fit in 63 bits."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Sampling:
     seeds: Tensor
 
     def uniform(self, layer: int, heads: int) -> tuple[Tensor, Tensor]:
-        """Returns 32-bit random numbers for one layer, int64 [B, H] each: first those that sample runs
-        (``sign_scores.reference.RUN`` tokens each), then those that sample chunks."""
+        """Returns two tensors of 32-bit random numbers, int64 [B, H], for one layer and its H = ``heads`` kv heads. The
+        first samples runs (``sign_scores.reference.RUN`` tokens each), the second samples chunks."""
         head = torch.arange(heads, device=self.seeds.device)
         state = mix(self.seeds[:, None] * 0x9E3779B1 + (layer * heads + head))
         return mix(state), mix(state + 0x85EBCA77)
@@ -97,8 +98,8 @@ def row_seeds(seeds: np.ndarray, positions: np.ndarray, first: np.ndarray) -> np
     """Returns 32-bit seeds for the sampling of R rows, int64 [R]. Seeds differ between requests, steps and segments.
 
     Args:
-        seeds: uint64 [R], seeds of the requests. With different seeds, answers to the same prompt miss different
-            tokens.
+        seeds: uint64 [R], seeds of the requests. With different seeds, sampling leaves out different tokens of the same
+            prompt.
         positions: int64 [R] below 2**32, positions of the new tokens.
         first: int64 [R] below 2**32, positions of the segments' first tokens.
     """

@@ -1,5 +1,5 @@
-"""Hyper-connections (arXiv:2409.19606), in the form of the Qwen4 preview. There are several residual streams, and each
-block mixes them into its input."""
+"""Hyper-connections (arXiv:2409.19606), in the form of the Qwen4 preview. The model has several residual streams. They
+are mixed into the input of each block; a block is attention, linear attention, an MLP or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shadowkv.layers.streams.n_grams import GroupNorm, NGramInput
 
 
 class StreamMixer(nn.Module):
-    """Mixes S streams of D dimensions into one block's input. A low-rank gate weighs each dimension of each normalised
-    stream. No other norm comes before the block.
+    """Mixes S streams of D dimensions into one block's input. The streams are normalised, and a low-rank gate weighs
+    each dimension of each stream. There is no other norm before the block.
 
     Args:
         injects: whether a block follows whose output is added to the streams. False for the mixer after the last layer.

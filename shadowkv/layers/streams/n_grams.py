@@ -36,8 +36,8 @@ class GroupNorm(nn.Module):
 
 
 class NGramInput(Computing):
-    """Looks up the n-grams that end at each token, gates the result by the streams, and convolves it over the newest
-    tokens. A sequence's state has its newest tokens and the convolution's newest inputs."""
+    """Looks up the embeddings of the n-grams that end at each token, gates them by the streams, and convolves the
+    result over the newest tokens. A sequence's state has its newest tokens and the convolution's newest inputs."""
 
     calls = ("causal_convolution",)
 
@@ -99,8 +99,8 @@ class NGramInput(Computing):
         return values + torch.cat(outs)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Returns the table's rows to look up, int64 [T, tables], for the newest tokens at each token, [T, longest],
-        newest last."""
+        """Returns the numbers of the table's rows to look up for each of T tokens, int64 [T, tables]. ``tokens``
+        [T, longest] is as ``_history`` returns it."""
         eos = self.sizes.eos_token_id
         mixed, seen_eos, hashed = tokens[:, -1] * self.multipliers[0], torch.zeros_like(tokens[:, -1]).bool(), []
         for back in range(1, self.sizes.longest):
@@ -111,10 +111,10 @@ class NGramInput(Computing):
         return torch.cat(hashed, dim=-1) % self.primes + self.firsts
 
     def _history(self, ids: Tensor, states: dict[str, Tensor], spans: Spans) -> Tensor:
-        """Returns the ``longest`` newest tokens at each of T tokens, int64 [T, longest], newest last. Updates the
-        state.
+        """Returns the ids of the ``longest`` tokens that end with each of T tokens, int64 [T, longest], newest last.
+        Updates the state.
 
-        The state has token ids minus ``eos_token_id``. So its initial value, 0, stands for the end of a text.
+        The state has token ids minus ``eos_token_id``. So the state's initial value, 0, stands for the end of a text.
         """
         if spans.chained:
             return in_order(lambda token, span: self._history(token, states, span), spans, ids)
@@ -133,7 +133,8 @@ class NGramInput(Computing):
 
 
 def _by_rounds(x: Tensor, part: RecurrentPart, compute: Any) -> Tensor:
-    """Calls ``compute`` for the spans of each round, and returns the results of all tokens in order."""
+    """Calls ``compute`` for the rows and the spans of each round (``RecurrentPart.rounds``). Returns the results of all
+    tokens of the part, in order."""
     (rows, spans), *others = part.rounds
     first = compute(x if rows is None else x[rows], spans)
     if rows is None:

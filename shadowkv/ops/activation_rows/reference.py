@@ -40,8 +40,8 @@ def gated_activation(gate_up: Tensor, activation: str, offsets: Tensor | None = 
         activation: ``silu``; ``gelu_pytorch_tanh``, GELU's approximation with tanh (arXiv:1606.08415); or
             ``clamped_silu`` of gpt-oss, clamp(gate) * sigmoid(1.702 * clamp(gate)) * (clamp(up) + 1)
             (arXiv:2508.10925).
-        offsets: int32 [E + 1], as for ``grouped_matmul``. If given, ``gate_up`` is [S, 2n]. Rows of ``gate_up`` and of
-            the result from ``offsets[-1]`` on are arbitrary.
+        offsets: int32 [E + 1] for E experts, as for ``grouped_matmul``. If given, ``gate_up`` is [S, 2n], S rows sorted
+            by expert. Rows of ``gate_up`` and of the result from ``offsets[-1]`` on are arbitrary.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":

@@ -141,7 +141,7 @@ def _quantize_tokens(x, codes, scale, row_stride, step, least, SIZE: tl.constexp
     largest = tl.maximum(tl.max(tl.abs(wide), axis=0) * step, least)
     tl.store(scale + row, largest)
     # Codes are rounded here, so that the conversion is exact: Triton's interpreter loses the carry when it rounds.
-    # Adding and subtracting a large number leaves three bits of mantissa, or multiples of 2^-9.
+    # Adding and subtracting a large number leaves three bits of mantissa, or multiples of 2^-9 for codes below 2^-6.
     code = wide * tl.div_rn(1.0, largest)
     power = (tl.maximum(tl.abs(code), 0.015625).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     code = (code + 1572864.0 * power) - 1572864.0 * power

@@ -31,8 +31,8 @@ def attend_blocks(
 
     The dtype is bfloat16 or float16, the head dim 64 or 128. Strides between heads and tokens of q, k and v are
     multiples of 16 bytes. ``indices``, ``counts`` and ``weights`` are read on the device and not checked. If a tile's
-    indices lack a block of the tile's own positions, the causal mask is wrong. The results of a tile without any block
-    are not written. Blocks outside k and v read as zeros.
+    indices lack a block that holds keys of the tile's own positions, the causal mask is wrong. The results of a tile
+    without any block are not written. Blocks outside k and v read as zeros.
     """
     out, taken = q.new_empty(q.shape), _taken(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)

@@ -11,11 +11,11 @@ from shadowkv.ops.select_blocks.reference import BLOCK
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, counts: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last n of m positions over selected blocks of keys and values.
+    """Computes causal attention of the last n of m positions over selected blocks of keys and values.
 
     Args:
-        q: [n, H_q, d], n at least 1.
-        k, v: [m, H, d].
+        q: [n, H_q, d], n at least 1, for H_q query heads of d dimensions.
+        k, v: [m, H, d], for H kv heads.
         indices: int32 [H_q, tiles, blocks], the blocks of 128 keys that each tile of 128 queries of a head attends to,
             in ascending order. They include the blocks that hold keys of the tile's own positions.
         counts: int32 [H_q, tiles], how many of a tile's indices are valid.

@@ -60,7 +60,7 @@ def _attend(
     weighted = weights + place_in_list.to(tl.int64) * blocks
     count = tl.load(counts + place_in_list)
     first = m - n + tile * BLOCK
-    masked = (tl.minimum(first + BLOCK, m) - 1) // BLOCK - first // BLOCK + 1  # blocks that some queries see in part
+    masked = (tl.minimum(first + BLOCK, m) - 1) // BLOCK - first // BLOCK + 1  # blocks that not all queries see in full
     keys_of, values_of = k + head * k_head + dim[None, :], v + head * v_head + dim[None, :]
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)

@@ -32,8 +32,8 @@ WARPS, RESIDENT_BLOCKS = {False: 4, True: 8}, {False: 5, True: 2}
 whether keys are centred, because the compiled kernels use different numbers of registers."""
 
 MAX_WAVES = 5
-"""Maximum number of waves of thread blocks. More blocks even out ragged lengths, but each block costs a launch and a
-partial result."""
+"""Maximum number of waves of thread blocks. More blocks even out ragged lengths, but each block takes time to start and
+writes a partial result."""
 
 PAGES_OF_A_WARP = 16
 """Another wave of blocks is worth its cost if each warp still has at least this many pages."""
@@ -54,12 +54,13 @@ def attend_coded(
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, but some operands are rounded to 16 bits. Can be captured in a CUDA graph.
 
-    Queries are rounded in units of their largest entry. A page's softmax weights are multiplied by the scales of its
-    values, and the products are rounded in units of the largest product. Levels are the integers of
-    ``RowCodec.whole_levels``.
+    A query is rounded to multiples of 1/32,639 of its largest entry. A page's softmax weights are multiplied by the
+    scales of its values, and the products are rounded to multiples of 1/65,535 of the largest product. Levels are the
+    integers of ``RowCodec.whole_levels``.
 
-    Rows have 128 dimensions and a pair of codecs in ``VALUES_OF``. The rows of a head in a page are contiguous. Page
-    ids, states and positions are read on the device and not checked: wrong ones read out of bounds.
+    Keys and values have 128 dimensions, and their codecs are one of the pairs in ``VALUES_OF``. The rows of a head in a
+    page are contiguous. Page ids, states and positions are read on the device and not checked: wrong ones read out of
+    bounds.
 
     Raises:
         ValueError: rows of other dimensions or codecs.
@@ -94,8 +95,8 @@ def splits(units: int, entries: int, processors: int, centred: bool) -> int:
     """Returns the number of thread blocks that share the pages of a unit. A unit is up to ``QUERIES`` query heads of
     one kv head and sequence.
 
-    Blocks run in waves. If more than a tenth of the places for blocks would stay empty, there are more waves, up to
-    ``MAX_WAVES``. Each warp has at least two pages.
+    Blocks run in waves. Waves are added, up to ``MAX_WAVES``, while more than a tenth of all places for blocks would
+    stay empty. Each warp has at least two pages.
     """
     warps, places = WARPS[centred], processors * RESIDENT_BLOCKS[centred]
     waves = min(MAX_WAVES, max(1, units * entries // (places * warps * PAGES_OF_A_WARP)))
@@ -107,8 +108,9 @@ def splits(units: int, entries: int, processors: int, centred: bool) -> int:
 def level_bytes(codec: RowCodec) -> tuple[int, float]:
     """Packs the levels of a codec's first eight codes into the bytes of an integer. Returns the integer and the step.
 
-    If all levels fit into a byte, a byte b means b steps. Otherwise it means 2 b + 1 steps. The kernel derives the
-    levels of further codes from these. For codecs without levels, the result is 0 and 1.
+    If all levels fit into a byte each, a byte with the value b stands for the level b · step. Otherwise, it stands for
+    (2 b + 1) · step. The kernel derives the levels of further codes from these. For codecs without levels, the integer
+    is 0 and the step 1.
     """
     levels = codec.whole_levels(DIM)
     if levels is None:

@@ -56,9 +56,10 @@ def attend_coded(
     """Same as the reference, but the operands of matrix products are float16. Can be captured in a CUDA graph after a
     first call with the same ``keys.rotary``.
 
-    These operands are keys, queries after RoPE relative to each page, softmax weights, and entries of the codebook.
-    Basis entries under 6e-5 lose bits, keys over 65504 overflow. Values are rotated back by the codec's own Hadamard
-    matrix. ``values.rotation`` is not read.
+    These operands are keys, queries, softmax weights, and entries of the codebook. RoPE rotates a key to its offset in
+    its page, and for each page the queries to their distance from the page's first token. Basis entries under 6e-5 lose
+    bits, keys over 65504 overflow. Values are rotated back by the codec's own Hadamard matrix. ``values.rotation`` is
+    not read.
 
     Pages, states and positions are read on the device and are not checked. A page's latents must be contiguous
     on the device, and so must a page's codes of all heads. Every 16 consecutive latents must share one width.
@@ -93,7 +94,7 @@ def attend_coded(
 def splits(units: int, entries: int, consumers: int, processors: int) -> int:
     """Returns the number of thread blocks that share the pages of a unit. A unit is a pair of kv heads of one sequence.
 
-    The number is the one with the least estimated time. A multiprocessor runs one block at a time. Each block first
+    It is the number with the least estimated time. A multiprocessor runs one block at a time. Each block first
     fills its shared memory, which takes the time ``FILLING``.
     """
     most = max(1, entries // (2 * consumers))

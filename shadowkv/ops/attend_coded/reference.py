@@ -1,8 +1,9 @@
 """Attention over all tokens in PyTorch.
 
 Coded rows without a state are not rotated back. Instead, queries are multiplied by the codec's rotation, and the output
-is rotated back once (TurboQuant, arXiv:2504.19874). For centred keys, the score of the mean key is added. TurboQuant
-does not have this step. Low-rank keys are rebuilt from latents.
+is rotated back once (TurboQuant, arXiv:2504.19874). For centred keys, the score of the mean key is added, which
+TurboQuant does not do. Low-rank keys are rebuilt from latents. ``attend_selected.sources`` explains the letters in
+shapes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def attend_coded(
     """Softmax attention of one RoPE-rotated query per row and head over the row's tokens from ``begin`` up to ``end``.
 
     Args:
-        q: [B, H_q, d].
+        q: [B, H_q, d], for B rows and H_q query heads.
         keys: source of the keys, H heads; query head i reads kv head i // (H_q / H).
         values: source of the values.
         begin, end: int64 [B], multiples of the chunk size. ``end`` is at most 64 P, the tokens of P pages. A row whose

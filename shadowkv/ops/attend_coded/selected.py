@@ -32,7 +32,7 @@ class EveryChunk(ModuleType):
         self._selected = import_module(f"shadowkv.ops.attend_selected.{selected}")
 
     def __deepcopy__(self, memo: dict[int, object]) -> EveryChunk:
-        """Itself, as functions are: a dry run copies the ops of a model's layers."""
+        """Returns itself, as deep copies of functions do. A dry run copies the ops of a model's layers."""
         return self
 
     def missing(self) -> list[str]:

@@ -44,7 +44,7 @@ def attend_coded(
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, for dense rows and the codecs that ``StoredForm`` supports.
 
-    16-bit queries are multiplied with float16 levels. The rows of a head in a page must be contiguous.
+    If queries have 16 bits, matrix products have operands in float16. The rows of a head in a page must be contiguous.
 
     Raises:
         ValueError: another codec.
@@ -75,7 +75,7 @@ def attend_coded(
         VALUE_FORMAT=value_form.format, VALUE_BITS=value_form.bits, VALUE_COLUMNS=value_form.columns,
         VALUE_SCALES=value_form.scales, VALUE_SCALED=value_form.scaled, VALUE_ENTRIES=value_form.row_entries,
         HALF=half, HALF_BLOCK=dot_size(half), num_warps=4,
-        num_stages=3 if exact == torch.float16 else 1,  # more would not fit into shared memory in float32
+        num_stages=3 if exact == torch.float16 else 1,  # in float32, 3 would not fit into shared memory
     )  # fmt: skip
     return value_form.merged(out, lse, q.dtype)
 
@@ -87,8 +87,9 @@ def thread_blocks(units: int, pages: int, device: torch.device) -> int:
 
 
 def _mean(q: Tensor, keys: DenseRows | CodedRows) -> tuple[tuple[Tensor, ...], int]:
-    """Returns a pair. The first is the kernel's arguments for centred keys: ``rope_products``, RoPE's tables, and the
-    rows' first positions. The second is the number of frequencies, or 0 if keys are not centred."""
+    """Returns the kernel's arguments for centred keys, and the number of RoPE's frequencies. The arguments are the
+    results of ``rope_products``, RoPE's tables, and the rows' first positions. If keys are not centred, the arguments
+    are placeholders and the number is 0."""
     if not isinstance(keys, CentredKeys):
         return (q, q, q, q, q, q, q, keys.pages), 0
     rotary = keys.rotary
@@ -184,8 +185,8 @@ def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.con
     values = tl.where(lives[:, None], values, 0.0)
     if SCALED:
         scale = tl.where(lives, scale, 0.0)
-        # Weights are in units of the largest scale: the product of a small weight and a small scale could vanish in
-        # float16.
+        # Products of weights and scales are divided by the largest scale, because in float16 the product of a small
+        # weight and a small scale could vanish.
         largest = tl.max(scale, 0)
         largest = tl.where(largest > 0, largest, 1.0)
         weights *= (scale / largest)[None, :]

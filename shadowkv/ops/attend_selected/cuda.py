@@ -172,8 +172,8 @@ def splits(units: int, tokens: int, processors: int) -> int:
     one kv head and sequence.
 
     There are as many blocks as the device can hold at a time, but each warp gets at least one tile. If there are more
-    units than the device can hold blocks, units are not split: each block reads the basis of 40 KiB, which costs more
-    than an uneven last wave. 384 units of 1024 tokens take 90 us on an H200, and 100 us if units are split.
+    units than blocks that the device can hold, units are not split: each block reads the basis of 40 KiB, which takes
+    longer than an uneven last wave. 384 units of 1024 tokens take 90 us on an H200, and 100 us if units are split.
     """
     return max(1, min(-(-tokens // (WARPS * TILE)), BLOCKS_PER_PROCESSOR * processors // units))
 

@@ -1,5 +1,5 @@
 """Attention over selected chunks in PyTorch. It gathers the chunks, rebuilds their keys, and attends (ShadowKV,
-arXiv:2410.21465, algorithm 2)."""
+arXiv:2410.21465, algorithm 2). ``sources`` explains the letters in shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attend_selected(
     """Softmax attention of one RoPE-rotated query per row and head over the tokens of its selected chunks.
 
     Args:
-        q: [B, H_q, d].
+        q: [B, H_q, d], for B rows and H_q query heads.
         keys: source of the keys, H heads; query head i reads kv head i // (H_q / H).
         values: source of the values.
         selected: int64 [B, H, k], chunk numbers, then -1s if fewer than k chunks are selected.

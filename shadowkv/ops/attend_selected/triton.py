@@ -49,8 +49,8 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, for keys as latents and values with a codec in ``VALUES`` that are not in a buffer.
 
-    16-bit queries are multiplied with keys and values in float16. The latents of a page are contiguous, as are the
-    values of a head in a page.
+    If queries have 16 bits, scores and weighted values are products of float16 operands. The latents of a page are
+    contiguous, as are the values of a head in a page.
 
     Raises:
         ValueError: keys or values in other formats.
@@ -113,7 +113,7 @@ def _attend_latents(
     row, head = unit // HEADS, unit % HEADS
     member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS), tl.arange(0, HALF_BLOCK)
     in_pair = pair < HALF
-    if INTERLEAVED:  # dimensions that RoPE rotates together, then the others
+    if INTERLEAVED:  # pairs that RoPE rotates, then pairs of the other dimensions
         one = tl.where(pair < ROPE_HALF, 2 * pair, pair + ROPE_HALF)
         other = tl.where(pair < ROPE_HALF, 2 * pair + 1, pair + HALF)
     elif ROPE_HALF < HALF:

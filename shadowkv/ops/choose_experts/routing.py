@@ -12,7 +12,7 @@ class Routing:
     Attributes:
         experts: E, the experts of a layer.
         per_token: k, the experts that a token goes to.
-        scores: how scores follow from logits: by ``softmax`` over all experts, or by ``sigmoid`` for each expert.
+        scores: how scores are computed from logits: by ``softmax`` over all experts, or by ``sigmoid`` of each expert.
         normalised: whether the weights of a token's experts are divided by their sum.
         scale: factor of the weights.
         groups: number of groups of equal size into which the experts are divided.

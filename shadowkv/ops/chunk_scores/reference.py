@@ -1,5 +1,5 @@
-"""Scores of chunks by landmarks (ShadowKV, arXiv:2410.21465, algorithm 2) and by Quest's upper bound (arXiv:2406.10774,
-section 3.2), and outliers (ShadowKV, section 4.2), in PyTorch."""
+"""Scores chunks in PyTorch: by landmarks (ShadowKV, arXiv:2410.21465, algorithm 2), or by Quest's upper bound
+(arXiv:2406.10774, section 3.2). Also finds outliers (ShadowKV, section 4.2)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def mask_logits(logits: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Ten
 def min_max_scores(
     q: Tensor, bounds: Tensor, excluded: Tensor, pages: Tensor, num_chunks: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Upper bounds on q . k / sqrt(d) for the keys of each chunk, per query head, in float32.
+    """Computes, for each chunk and query head, an upper bound on q . k / sqrt(d) over the chunk's keys k, in float32.
 
     Args:
         q: [B, H_q, d], query heads of B sequences, after RoPE.
@@ -69,8 +69,8 @@ def min_max_scores(
 
 
 def find_outliers(rope_keys: Tensor, chunk: int, count: int, sink: int = 1) -> Tensor:
-    """Finds the chunks that are represented worst by their mean key. Chunks are compared by the lowest cosine
-    similarity between their mean key and any of their keys.
+    """Finds the chunks that their mean key represents worst. A chunk is ranked by the lowest cosine similarity between
+    its mean key and any of its keys.
 
     Args:
         rope_keys: [S, H, d], keys of S tokens after RoPE. S is a multiple of ``chunk``.

@@ -91,7 +91,7 @@ class NewTokens:
 
     Attributes:
         positions: int64 [B].
-        pages: int64 [B, E], ids of exact pages.
+        pages: int64 [B, E], ids of E exact pages per sequence.
         counts: int64 [B, E], number of valid tokens at the start of each page, including the new token. 0 skips the
             page.
         write_page, write_offset: int64 [B], where the new token is written: the page id, and the row in this page.

@@ -1,5 +1,6 @@
 """Dense attention on Hopper by our kernel (``csrc/kernels/attend_blocks_sm90/``). A multiprocessor computes a tile of
-128 queries of one head. A call with few queries uses PyTorch's flash attention instead, which splits the keys."""
+128 queries of one head, so few queries would leave many multiprocessors idle. A call with few queries uses PyTorch's
+flash attention instead, which also splits the keys among multiprocessors."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _planned(
     workspace, copied = _workspace(device)
     copied.synchronize()  # the new plan may reuse a dropped plan's pinned memory, whose copy may still run
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-    # The library reads these on the host.
+    # The library reads these offsets on the host.
     starts, key_starts = (torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (lengths, keys))
     wrapper.plan(starts, key_starts, query[0], kv_heads, query[1], causal=True, q_data_type=dtype, kv_data_type=dtype)
     copied.record()

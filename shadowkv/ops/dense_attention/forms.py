@@ -20,8 +20,8 @@ class Packed(NamedTuple):
         cu_seqlens: int32 [S + 1], the start of each sequence's queries, from 0 to n.
         lengths: number of queries of each sequence, so that the host need not wait for ``cu_seqlens``. None if only the
             device knows the numbers, as in a CUDA graph.
-        cu_seqlens_k: int32 [S + 1], the start of each sequence's keys, from 0 to at most m. A sequence's queries have
-            its last positions. None if sequences have as many keys as queries.
+        cu_seqlens_k: int32 [S + 1], the start of each sequence's keys, from 0 to at most m. The queries are at the last
+            positions of their sequence. None if sequences have as many keys as queries.
     """
 
     cu_seqlens: Tensor
@@ -76,7 +76,7 @@ class DenseAttention:
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Computes causal attention [n, H_q, d] of q [n, H_q, d] over k, v [m, H, d]. The queries are the last n of m
-        positions.
+        positions. H_q query heads share H kv heads; d is the head dim.
 
         n and m are at least 1; for packed sequences, they can be 0. The last dimension of every tensor is contiguous.
 

@@ -1,4 +1,4 @@
-"""Sorts choices by expert, and sums experts' rows by their weights, in PyTorch."""
+"""Sorts the tokens' choices of experts by expert, and sums experts' rows by their weights, in PyTorch."""
 
 from __future__ import annotations
 

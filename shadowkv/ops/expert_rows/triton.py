@@ -1,6 +1,7 @@
-"""Sorts choices by expert, and sums experts' rows by their weights, in Triton. A choice's row is the number of choices
-that come before it in the order. Up to ``SPAN`` choices need one kernel. With more, another kernel first counts how
-often each expert is chosen in each span."""
+"""Sorts choices by expert, and sums experts' rows by their weights, in Triton. Each token has k choices: the experts
+that it uses. A choice's row is the number of choices that come before it in the sorted order. Up to ``SPAN`` choices
+need one kernel. If there are more, another kernel first counts how often each expert is chosen in each span of ``SPAN``
+choices."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def _sort(
     experts, token, number, row, offsets, before, choices, blocks, spans, first, count,
     K: tl.constexpr, SPANNED: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """The first ``blocks`` programs find the rows of choices. The others, if there is one span, find the offsets."""
+    """The first ``blocks`` programs find the rows of choices. If there is only one span, further programs find the
+    offsets."""
     program = tl.program_id(0)
     if program < blocks:
         mine = program * ROWS + tl.arange(0, ROWS)

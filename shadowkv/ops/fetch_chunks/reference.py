@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SYNCHRONISES = True
-"""Missing chunks are determined on the host."""
+"""The host finds out which chunks are missing. To do so, it waits for the device."""
 
 SHORT_ROW = 1024
 """Chunks of fewer bytes than this are short rows. The GPU's address translation, not the bus, limits how fast they are
@@ -100,7 +100,7 @@ def fetch_chunks(
         int64 [B, H, k], the entries that hold the selected chunks, -1 for none.
     """
     entries = torch.full_like(selected, -1)
-    row, head = (selected >= 0).any(-1).nonzero(as_tuple=True)  # everything below is per pair of sequence and head
+    row, head = (selected >= 0).any(-1).nonzero(as_tuple=True)  # the first axis is now pairs of sequence and head
     slot, chosen = slots[row], selected[row, head]
     there = chosen >= 0
     step = buffer.step[slot, head] + 1

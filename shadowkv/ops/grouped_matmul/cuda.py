@@ -1,5 +1,5 @@
 """Products of sorted rows with experts' matrices by PyTorch's grouped kernel (CUTLASS), or by our Triton kernel if
-experts have few rows. Both read on the device where an expert's rows end."""
+experts have few rows. Both kernels read ``offsets`` on the device, so the host does not wait."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ MULTIPLE = 8
 MAX_EXPERTS = 1023
 
 FEW = 128
-"""The Triton kernel is used up to this mean number of rows per expert, because its tiles have fewer rows. Up to this
-number, it takes 13 to 17 % less time than PyTorch's kernel. At 256 rows, it takes 7 to 13 % more."""
+"""The Triton kernel is used up to this mean number of rows per expert, because its tiles have fewer rows than those of
+PyTorch's kernel. Up to this number, it takes 13 to 17 % less time than PyTorch's kernel. At 256 rows, it takes 7 to 13
+% more."""
 
 
 def missing() -> list[str]:

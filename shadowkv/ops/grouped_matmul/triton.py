@@ -1,6 +1,6 @@
-"""Products of sorted rows with experts' matrices in one Triton kernel. It is for GPUs for which PyTorch has no grouped
-kernel, and ``cuda.py`` calls it for few rows. The kernel finds on the device where an expert's rows start, and reads
-only the matrices of experts that have rows."""
+"""Products of sorted rows with experts' matrices in one Triton kernel. It serves GPUs for which PyTorch has no grouped
+kernel. On other GPUs, ``cuda.py`` calls this kernel for few rows. The kernel reads ``offsets`` on the device, so the
+host does not wait. It reads only the matrices of experts that have rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Products of sorted rows with experts' quantized matrices on a GPU by a kernel of github.com/vllm-project/humming. The
-kernel finds on the device where an expert's rows end, and reads only the weights of experts that have rows."""
+kernel reads ``offsets`` on the device, so the host does not wait. It reads only the weights of experts that have
+rows."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def grouped_quantized_matmul(x: Tensor, weight: Sequence[Tensor | QuantizedRows]
     Args:
         x: [S, K], S rows sorted by expert, any float dtype.
         weight: the matrices W_e [N, K] of all E experts, one after another. They are given as consecutive blocks of
-            rows, whose forms may differ.
+            rows, whose forms (``quantized.rows.Form``) may differ.
         offsets: int32 [E + 1], as for ``grouped_matmul``.
 
     Returns:

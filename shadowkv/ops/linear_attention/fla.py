@@ -19,7 +19,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def missing() -> list[str]:
-    """Returns the reasons why the library cannot be used here. The list is empty if it can."""
+    """Returns the reasons why the library cannot be used here; empty if it can be used."""
     installed = find_spec("fla") is not None
     return gpu_missing(MIN_CAPABILITY) + unless(installed, f"fla-core is not installed: {adding('gpu')}")
 
@@ -50,7 +50,7 @@ def gated_delta_rule(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=spans.starts,
-        chunk_indices=spans.chunks,  # without them the library would read lengths on the device
+        chunk_indices=spans.chunks,  # without them, the library would copy lengths to the host, which would wait
         chunk_size=CHUNK,
     )
     states[spans.write] = after.to(states.dtype)

@@ -25,7 +25,7 @@ def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) 
     if not tokens:
         return out
     step = spans.lengths is None
-    chunks, starts = (spans.read, spans.read) if step else (spans.chunks, spans.starts)  # a step reads neither
+    chunks, starts = (spans.read, spans.read) if step else (spans.chunks, spans.starts)  # a step reads neither of them
     _convolve[(tokens if step else len(chunks), triton.cdiv(channels, CHANNELS[step]))](
         x, weight.contiguous(), states, chunks, starts, spans.read, spans.write, out, channels, x.stride(0),
         states.stride(0), STEP=step, CHAINED=spans.chained, WIDTH=width, HELD=triton.next_power_of_2(width - 1),
@@ -41,8 +41,8 @@ def _convolve(
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Convolves one chunk of a span. The program of a span's first chunk also writes the new state, because no other
-    program reads the old state. The tokens of a chain (``Spans.chained``) need not wait for each other: all of them
-    read the state before the chain."""
+    program reads the old state. The tokens of a chain (``Spans.chained``) need not wait for each other, because all of
+    them read the state before the chain."""
     part = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     if STEP:
@@ -154,7 +154,7 @@ def _step(
         tl.store(states + tl.load(write + token) * state_row + place, state.to(states.dtype.element_ty), mask=there)
         result = tl.sum(query[:, None] * state, axis=0)
         tl.store(out + gate * SIZE + column, result.to(out.dtype.element_ty), mask=column < SIZE)
-        state = state.to(states.dtype.element_ty).to(tl.float32)  # as the next step would read it
+        state = state.to(states.dtype.element_ty).to(tl.float32)  # rounded, as the next step would read it
         token += 1
 
 

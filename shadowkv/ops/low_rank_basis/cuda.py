@@ -10,8 +10,8 @@ arXiv:1809.11085). Each iteration multiplies by the Gram matrix and then orthono
 iterations orthonormalise more than once. In earlier iterations, the rows only have to span the right subspace, for
 which nearly orthonormal rows are enough.
 
-A pass calls ``whiten_rows`` in CUDA for up to 256 rows if that kernel is built, and PyTorch's Cholesky factor
-otherwise. The number of rows is the rank of one group of kv heads.
+A pass uses ``whiten_rows`` in CUDA if that kernel is built and there are at most 256 rows, and PyTorch's Cholesky
+factor otherwise. The number of rows is the rank of one group of kv heads.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shadowkv.ops.whiten_rows import cuda as kernel
 from shadowkv.ops.whiten_rows import reference
 
 ROWS_AT_ONCE = 16384
-"""Number of keys that are centred at a time. Their copy, 32 MB for 1024 dimensions in bfloat16, stays in the L2
-cache."""
+"""Number of keys, over all matrices, that are centred at a time. Their copy, 32 MB for 1024 dimensions in bfloat16,
+stays in the L2 cache."""
 
 FLOOR = 1e-6
 """Each eigenvalue is increased by this share of the sum of all eigenvalues. So keys have a basis even if their rank is

@@ -28,8 +28,8 @@ def low_rank_basis(keys: Tensor, rank: int, mean: Tensor | None = None) -> tuple
     for block in keys.split(ROWS_AT_ONCE, dim=1):
         wide = _centred(block, mean)
         gram.baddbmm_(wide.transpose(1, 2), wide)
-    # eigh raises an error for infinite or NaN entries, which would fail every sequence of the batch. A sequence with
-    # overflowed keys gets non-finite logits, which are reported for that sequence alone.
+    # eigh raises an error for infinite or NaN entries, and the error would end every sequence of the batch. So these
+    # entries become 0. A sequence with overflowed keys gets non-finite logits, which are reported for it alone.
     values, vectors = torch.linalg.eigh(gram.nan_to_num_(0.0, 0.0, 0.0))
     values = values.clamp(min=0) / keys.shape[1]
     basis = vectors[:, :, -rank:].flip(2).transpose(1, 2).contiguous()

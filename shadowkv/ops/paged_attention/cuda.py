@@ -16,8 +16,8 @@ RESIDENT_BLOCKS = {64: 5, 96: 4, 128: 3, 256: 2}
 """Thread blocks of the compiled kernel that a multiprocessor holds at a time, by head dim."""
 
 MAX_WAVES = 5
-"""Maximum number of waves of thread blocks. More blocks even out ragged lengths, but each costs a launch and a partial
-result."""
+"""Maximum number of waves of thread blocks. More blocks even out ragged lengths, but each block takes time to start and
+writes a partial result."""
 
 missing = partial(cuda_missing, "paged_attention", "paged_attention")
 
@@ -51,7 +51,8 @@ def attend(op: str, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, *tokens: Ten
 
 
 def splits(pairs: int, entries: int, dim: int, processors: int, resident_blocks: Mapping[int, int]) -> int:
-    """Number of thread blocks that share the pages of a pair of sequence and kv head, if there are ``pairs`` of these.
+    """Returns the number of thread blocks that share the pages of a pair. A pair is a sequence and a kv head; there are
+    ``pairs`` of them.
 
     Blocks come in whole waves. Each block has at least as much work as 45 pages of head dim 128. If there is too little
     work for one wave, each multiprocessor leaves the place of one block empty, which is faster: one sequence of 61440

@@ -1,5 +1,6 @@
 """Paged decode attention in PyTorch. It computes a partial softmax per page and merges the results of each sequence's
-pages (split-KV, FlashDecoding). So the work depends on the number of pages and not on the longest sequence."""
+pages (split-KV, FlashDecoding). So the work grows with the number of pages of all sequences, and not with the longest
+sequence."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ import torch
 from torch import Tensor
 
 SYNCHRONISES = True
-"""The host waits for the device, because it counts the pages in use."""
+"""The host counts the pages in use. To do so, it waits for the device."""
 
 GATHERED_AT_ONCE = 4096
 """Number of pages gathered at a time, to limit the memory of copies."""
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax attention over pages that hold any number of valid tokens.
+    """Computes softmax attention over pages that hold any number of valid tokens.
 
     Args:
         q: [B, H_q, d], query heads of B sequences, after RoPE.

@@ -9,7 +9,7 @@ from torch import Tensor
 def paged_window_attention(
     q: Tensor, k: Tensor, v: Tensor, pages: Tensor, starts: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over pages, each with a contiguous range of valid tokens.
+    """Computes softmax attention over pages, each with a contiguous range of valid tokens.
 
     Args:
         q: [B, H_q, d], query heads of B sequences, after RoPE.
@@ -31,6 +31,6 @@ def paged_window_attention(
     scores = scores.masked_fill(~valid, float("-inf"))
     total = scores.logsumexp(-1, keepdim=True)
     weights = (scores - total.where(total > float("-inf"), 0)).exp()
-    # Other rows may hold NaN, and 0 * NaN is NaN.
+    # Rows that are not valid may hold NaN, and 0 * NaN is NaN.
     out = weights.to(v.dtype) @ values.masked_fill(~valid[:, :, 0, :, None], 0)
     return out.flatten(1, 2).to(q.dtype), total.squeeze(-1).flatten(1)

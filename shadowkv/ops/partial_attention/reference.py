@@ -14,11 +14,12 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         out: [n, H_q, d], the partial attention.
-        lse: float32 [n, H_q], its log-sum-exp, -inf where it has no tokens.
-        sinks: float32 [H_q].
+        lse: float32 [n, H_q], its log-sum-exp, -inf for rows that attend to no tokens.
+        sinks: float32 [H_q], one score per query head.
 
     Returns:
-        out and lse with the sinks, in the shapes of the arguments. Without tokens, out is 0 and lse equals the sinks.
+        out and lse with the sinks, in the shapes of the arguments. For rows without tokens, out is 0 and lse is the
+        sinks.
     """
     return (out.float() * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
 

@@ -227,8 +227,9 @@ def _quantize_rows(
 ):  # fmt: skip
     """Writes codes in lanes of some heads of one page of one layer.
 
-    ``PER`` codes share a byte of the narrowest plane, whose 8 lanes have ``LANE_BYTES`` bytes each. In the rotated
-    tile, these codes are multiples of ``BYTES`` columns apart. Levels are in units of the row's norm times ``STEP``.
+    ``kvcache.codecs.packing.Lanes`` explains planes and lanes. ``PER`` codes share a byte of the narrowest plane, whose
+    8 lanes have ``LANE_BYTES`` bytes each. In the rotated tile, these codes are multiples of ``BYTES`` columns apart.
+    Levels are in units of the row's norm times ``STEP``.
     """
     page, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     BYTES: tl.constexpr = 8 * LANE_BLOCK
@@ -299,7 +300,8 @@ def _quantize_fp8(
     row_layer, row_page, row_token, row_head, step_layer, step_page, step_head, code_layer, code_page,
     SHARED: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes 8-bit floats of one head of one page of one layer, in units of the layer's or the page's step."""
+    """Writes 8-bit floats of one head of one page of one layer, in units of the head's step. Pages of a layer share
+    this step (``SHARED``), or each page has its own."""
     page, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     token, dim = tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     row = rows + layer * row_layer + page * row_page + head * row_head

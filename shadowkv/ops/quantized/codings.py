@@ -1,5 +1,5 @@
-"""Quantized rows in the form that humming's kernels take: one code per number, and scales of groups of 16 to 128
-columns. ``quantized_matmul/humming.py`` packs them."""
+"""Quantized rows in the form that the kernels of the library humming take: one code per number, and scales of groups of
+16 to 128 columns. ``quantized_matmul/humming.py`` packs these rows."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def coding(form: Form) -> Coding | None:
         if group < MIN_GROUP:
             return None
     element = f"u{form.element}" if form.element.startswith("int") else form.element
-    # Scales of 8 bits stay as they are.
+    # Scales of 8 bits keep their dtype, unless a row has only one scale.
     scale = form.scale if form.scale.itemsize == 1 and group is not None else None
     return Coding(element, group, scale, form.zeros, form.factor)
 
@@ -102,9 +102,9 @@ def code(rows: QuantizedRows) -> Coded:
 def _with_zeros(codes: Tensor, scales: Tensor, minima: Tensor, found: Coding) -> Coded:
     """Converts numbers code · scale + minimum to (code - zero point) · scale.
 
-    Zero points are stored in fewer bits than float32 has, so they are kept small: if a zero point is above the middle
-    of the codes, the group's codes are counted down from the highest. In groups with scale 0, all numbers are the
-    minimum.
+    Zero points are stored in fewer bits than float32 has, and the smaller they are, the smaller is the rounding error.
+    So if a zero point is above the middle of the codes, the group's codes are counted down from the highest. In groups
+    with scale 0, all numbers equal the minimum: the minimum becomes the scale, with code 0 and zero point -1.
     """
     assert found.group is not None
     top, flat = 2**found.bits - 1, scales == 0

@@ -105,14 +105,15 @@ def cut_out(row_blocks: Iterable[Tensor | QuantizedRows], start: int, stop: int)
 
 
 def empty_rows(form: Form, rows: int, columns: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Uninitialised tensors [rows, width] of a form. On a CPU they are in large memory pages if Linux has them."""
+    """Returns uninitialised tensors [rows, width] of a form. On a CPU, they are in large memory pages if Linux supports
+    such pages."""
     empty = _in_large_pages if device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE") else torch.empty
     return tuple(empty((rows, width), dtype=dtype, device=device) for width, dtype in form.layout(columns))
 
 
 def _in_large_pages(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor, in large memory pages. A step reads all weights once, and pages of 4 KiB would slow this
-    down."""
+    """Returns an uninitialised tensor in large memory pages. A step reads all weights once, and memory pages of 4 KiB
+    would slow this down."""
     if not prod(size):
         return torch.empty(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

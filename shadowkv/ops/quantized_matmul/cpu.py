@@ -1,7 +1,9 @@
-"""Matrix products with quantized weights, and dequantized rows, on a CPU. The block formats of GGUF files in
-``FORMATS`` are computed in C++ (``csrc/cpu/quantized_matmul/``), other forms like the reference.
+"""Multiplies by quantized weights, and dequantizes rows, on a CPU. Rows in ``FORMATS``, block formats of GGUF files,
+are multiplied and dequantized in C++ (``csrc/cpu/quantized_matmul/``). For other forms, PyTorch does both, as in the
+reference.
 
-C++ multiplies without dequantized copies. It is used for few tokens, or with AVX-512 for any number of tokens.
+C++ multiplies without dequantized copies. It does so for few tokens, or with AVX-512 for any number of tokens. For more
+tokens, C++ dequantizes tiles of rows, and PyTorch multiplies.
 """
 
 from __future__ import annotations
@@ -36,16 +38,17 @@ def dequantize_rows(rows: QuantizedRows) -> Tensor:
 
 MAX_FUSED = {torch.bfloat16: 24}
 """Without AVX-512: maximum number of tokens, by dtype, for which C++ is used. For more, PyTorch's product with
-dequantized tiles is used. In float32, the two are equally fast from 128 to 512 tokens (2,048 x 2,048 weights, one Zen 4
-core)."""
+dequantized tiles is used. In float32, C++ and PyTorch are equally fast from 128 to 512 tokens (2,048 x 2,048 weights,
+one Zen 4 core)."""
 
 MAX_FUSED_OTHERS = 96
 """The same maximum for dtypes that ``MAX_FUSED`` does not list, such as float32."""
 
 
 def quantized_matmul(x: Tensor, weight: QuantizedRows) -> Tensor:
-    """Same as the reference, but weights in blocks are not rounded. With AVX-512, activations are rounded to 16 bits
-    with a scale per 32 of them. Each activation changes by at most 1/65,278 of the largest of its 32."""
+    """Same as the reference, but weights in block formats are not rounded to the dtype of ``x``. With AVX-512,
+    activations are rounded to 16 bits, and each 32 of them share a scale. An activation changes by at most 1/65,278 of
+    the largest of these 32."""
     if in_blocks(weight.form) and _fused(x):
         (blocks,) = weight.tensors
         product: Tensor = torch.ops.shadowkv.quantized_matmul(x.float(), blocks, weight.form.name)

@@ -60,15 +60,15 @@ FEW_OF_EXPERTS = (8, 64)
 about as many rows."""
 
 OF_EACH = (2, 8, 16, 32, 64, 128)
-"""A kernel is tuned for each of these numbers of rows per expert. Experts are assumed to be chosen equally often, those
-of other ranks too."""
+"""A kernel is tuned for each of these numbers of rows per expert. All experts, also those of other ranks, are assumed
+to be chosen equally often."""
 
 MANY_OF_EACH = 256
 """Number of rows per expert that the last kernel of experts is tuned for."""
 
 LOCKS = 4096
-"""Number of counters with which thread blocks that share a tile wait for each other. Kernels on a GPU with 148
-multiprocessors need fewer."""
+"""Number of counters with which thread blocks that share a tile wait for each other. Even on a GPU with 148
+multiprocessors, kernels need fewer counters."""
 
 NUMBERS_AT_ONCE = 2**24
 """How many numbers are converted at a time. Each takes about 20 bytes during the conversion."""
@@ -155,8 +155,9 @@ _importing = Lock()
 
 @cache
 def _import_library() -> None:
-    """Imports the library without torch._dynamo, which takes seven seconds to load. A decorator in the library, for
-    torch.compile, would load torch._dynamo. torch.compile is not used here."""
+    """Imports the library without torch._dynamo, which takes seven seconds to load. The library uses a decorator for
+    torch.compile, and this decorator would load torch._dynamo. The decorator is left out, because torch.compile is not
+    used here."""
     with _importing:
         decorator = torch.compiler.assume_constant_result
         torch.compiler.assume_constant_result = lambda function: function
@@ -180,7 +181,7 @@ def pack_rows(rows: QuantizedRows) -> PackedRows:
 def pack_experts(rows: QuantizedRows, experts: int, total_experts: int | None = None) -> PackedExperts:
     """As ``pack_rows``, for rows [E N, K], one expert after another. ``total_experts`` is the number of experts on all
     ranks; None for E. Experts are packed a few at a time: as many as have ``NUMBERS_AT_ONCE`` numbers together, but at
-    least one. Besides rows and result, packing needs memory for these."""
+    least one. Besides the rows and the result, packing needs memory for the experts that are packed at a time."""
     layout, packed = _Layout.of(rows, experts, COLUMNS_OF_EXPERTS), dict[str, Tensor]()
     at_once = max(1, NUMBERS_AT_ONCE // (layout.rows * layout.columns))
     for first in range(0, experts, at_once):
@@ -301,8 +302,8 @@ def _total_experts(weight: Packed) -> int:
 @cache
 def _kernels(layer: str, device: int, total_experts: int) -> Tensor:
     """Returns a layer's kernels for ``launch_kernel``, int64 [4 x kernels] on the host. Each kernel has four numbers:
-    an exclusive lower bound and an inclusive upper bound on the number of tokens, its id, and its number of
-    multiprocessors (0 for all)."""
+    an exclusive lower bound and an inclusive upper bound on the number of tokens, its id, and the number of
+    multiprocessors that it runs on (0 for all)."""
     sizes = _sizes(layer, total_experts)
     bounds = (0, *list(sizes)[:-1], 1 << 30)
     kernels = [_kernel(layer, tokens, device) for tokens in sizes.values()]
@@ -323,7 +324,8 @@ def _sizes(layer: str, total_experts: int) -> dict[int, int]:
 
 @cache
 def _kernel(layer: str, tokens: int, device: int) -> tuple[int, int]:
-    """Compiles the kernel for ``tokens`` if necessary. Returns its id and its number of multiprocessors (0 for all)."""
+    """Compiles the kernel that is tuned for ``tokens`` tokens, if necessary. Returns the kernel's id and the number of
+    multiprocessors that it runs on (0 for all)."""
     from humming.kernel.humming import HummingKernel
     from humming.tune import get_heuristics_config
 
@@ -341,8 +343,8 @@ def _kernel(layer: str, tokens: int, device: int) -> tuple[int, int]:
 
 @cache
 def _let_the_compiler_find_its_parts() -> None:
-    """Adds the folder of PyPI's NVRTC to LD_LIBRARY_PATH. Processes that the library starts run NVRTC, which finds a
-    second library in this folder by its name alone."""
+    """Adds the folder of PyPI's NVRTC to LD_LIBRARY_PATH. humming starts processes that run NVRTC, and NVRTC looks up a
+    second library of this folder by its name alone."""
     from humming.utils.nvrtc import get_nvrtc_library_path
 
     folder, before = str(Path(get_nvrtc_library_path()).resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")

@@ -15,7 +15,7 @@ from shadowkv.ops.quantize_rows.triton import whole_numbers
 from shadowkv.ops.triton_sizes import LARGEST_HEAD, TOKENS, dot_size
 
 BLOCKS = 32
-"""Thread blocks that are enough to saturate the bus. The rest of the GPU stays free for other work."""
+"""Thread blocks that are enough to saturate the bus to host memory. The rest of the GPU stays free for other work."""
 
 MOST = 64
 """Coded dimensions that are multiplied with the codec's rotation at a time."""
@@ -68,8 +68,8 @@ def rebuild_rows(
 def places_of_bits(source: LatentKeys) -> tuple[Tensor, Tensor]:
     """Returns the bits of each rank dimension, and the bit offset of its code within a token, int32 [B, r] each.
 
-    Latents without widths get placeholders that are not read. These have the same alignment in all calls, because a
-    kernel is compiled for each alignment.
+    Latents without widths get placeholders that are not read. The placeholders have the same alignment in all calls,
+    because a kernel would be compiled again for another alignment.
     """
     if source.widths is None:
         return source.basis, source.basis
@@ -81,7 +81,8 @@ def _rebuild_coded_rows(
     source: CodedRows, pages: Tensor, rows: Tensor, several: bool, first: int, out: Tensor, grid: tuple[int], tiles: int
 ) -> None:
     codec, (heads, _, dim) = source.codec, out.shape
-    # Entries of the rotation are float16, because it has three more bits of mantissa than bfloat16.
+    # Unless ``out`` is float32, entries of the rotation are float16, which has three more bits of mantissa than
+    # bfloat16.
     exact = out.dtype if out.dtype == torch.float32 else torch.float16
     levels = places = rotation = step = source.codes
     scale_pages, bits = pages, 8

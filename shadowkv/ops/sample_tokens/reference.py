@@ -69,7 +69,8 @@ def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Ten
 
     ``measure`` is int64 [V], 0 for tokens outside ``there``. ``target`` is at least 1.
     """
-    # Tokens outside ``there`` are left out: a logit of -inf would make the range infinite, and positions in it NaN.
+    # Tokens outside ``there`` are left out, because they may have a logit of -inf. The range of logits would then be
+    # infinite, and the position of -inf in it NaN.
     values, measure = logits[there], measure[there]
     while len(values) > SORTED:
         high, low = values.amax(), values.amin()

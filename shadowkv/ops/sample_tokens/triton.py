@@ -2,9 +2,9 @@
 L2 cache.
 
 The first passes find the largest and the smallest logit, then the weight of all tokens. For top-k and then top-p, the
-kernel searches for the lowest logit that the filter keeps. Each pass counts or weighs the tokens above three values,
-and so reduces the range to a quarter, until the tokens in the range fit in registers. A last pass sums up the kept
-tokens by block. The block with the sampled token is read again.
+kernel searches for the lowest logit that the filter keeps, in a range of logits. Each pass counts or weighs the tokens
+above three values, and so reduces the range to a quarter, until the tokens in the range fit in registers. A last pass
+sums up the weights of the kept tokens by block. The block with the sampled token is read again.
 
 Weights are whole numbers, so sums do not depend on the order of additions.
 """
@@ -89,7 +89,7 @@ def _sample_tokens(
     smallest, largest, sampled = _extent(logits, size, BLOCK)
     if (temperature > COLDEST) & (largest > float("-inf")):
         scale = (1 / temperature).to(tl.float32) * LOG2E
-        # ``low`` is below all tokens with a nonzero weight.
+        # ``low`` is below the logits of all tokens with a nonzero weight.
         high = _order(largest).to(tl.int64)
         low = tl.maximum(_order(largest - 42 / scale).to(tl.int64), _order(smallest).to(tl.int64) - 1)
         low = tl.minimum(low, high - 1)
@@ -162,7 +162,7 @@ def _extent(logits, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _measure(logits, size, largest, scale, above, BLOCK: tl.constexpr):
-    """Number of tokens above ``above``, and their weight."""
+    """Returns the number of tokens whose logit is above ``above``, and their weight."""
     count, mass = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
         _, logit = _load(logits, start, size, BLOCK)
@@ -192,8 +192,8 @@ def _measure_three(logits, size, largest, scale, a, b, c, BLOCK: tl.constexpr):
 
 @triton.jit
 def _between(low, high, quarters, by_value):
-    """The point ``quarters`` / 4 of the way from ``low`` to ``high``, measured by float value or by number
-    (``_order``). Arguments and result are numbers. The result is at least ``low`` and below ``high``."""
+    """Returns the point ``quarters`` / 4 of the way from ``low`` to ``high``, measured by float value or by number.
+    ``low``, ``high`` and the result are numbers from ``_order``. The result is at least ``low`` and below ``high``."""
     first, last = _value(low), _value(high)
     middle = _order(first + (last - first) * (0.25 * quarters)).to(tl.int64)
     middle = tl.where(by_value, middle, low + (high - low) * quarters // 4)
@@ -218,10 +218,10 @@ def _enclose(
     LONG_BLOCK: tl.constexpr,
 ):
     """Finds the logit at which the number of tokens, counted from the largest logit down, reaches ``target``. With
-    ``by_mass``, the tokens' weights are summed instead.
+    ``by_mass``, their weights are summed instead.
 
-    The logit is above ``low`` and at most ``high``, which are given as numbers (``_order``). ``count`` tokens are above
-    ``low``.
+    The logit is above ``low`` and at most ``high``, which are given as numbers from ``_order``. ``count`` tokens have
+    logits above ``low``.
 
     Returns:
         The logit; how many tokens have it; how many of these are needed to reach ``target``; and the total weight of
@@ -307,8 +307,8 @@ def _kept(logits, start, size, largest, scale, least, end, lightest, BLOCK: tl.c
 def _sample(
     logits, size, largest, scale, least, end, lightest, uniform, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """The sampled token. Kept tokens weigh at least ``lightest``, and are above ``least``, or equal to it with ids
-    below ``end``."""
+    """Returns the sampled token. A token is kept if its weight is at least ``lightest``, and its logit is above
+    ``least``, or equal to ``least`` with a token id below ``end``."""
     block = tl.arange(0, BLOCKS)
     sums = tl.zeros([BLOCKS], tl.int64)
     for number in range(0, tl.cdiv(size, BLOCK)):

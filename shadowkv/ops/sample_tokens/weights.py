@@ -19,7 +19,8 @@ COLDEST = 2.0**-16
 float32, which represents this number exactly."""
 
 LARGEST = torch.finfo(torch.float32).max
-"""NaN and +inf logits are replaced by this. The token of such a row is arbitrary, but in the vocabulary."""
+"""NaN and +inf logits are replaced by this number. The sampled token of such a row is arbitrary, but in the
+vocabulary."""
 
 UNIT_BITS = 40
 UNIT = 2**UNIT_BITS

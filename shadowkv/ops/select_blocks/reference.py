@@ -15,11 +15,12 @@ BLOCK = 128
 """Number of keys in a block, and of queries in a tile."""
 
 SAMPLED, SPREAD = 8, 4
-"""Number of sampled queries per tile, whose attention decides how the tile's blocks are sampled; and how many of these
-queries are evenly spaced."""
+"""Number of sampled queries per tile, and how many of them are evenly spaced. The attention of the sampled queries
+decides how the tile's blocks are sampled."""
 
 SINK_BLOCKS, LOCAL_BLOCKS = 2, 4
-"""Numbers of blocks that a tile always attends to: the first ones, and those just before its own."""
+"""Numbers of blocks that a tile always attends to: the first blocks, and the last blocks up to and including the block
+of the tile's first position."""
 
 MIN_BLOCKS = 16
 """Minimum expected number of blocks that a tile samples. Without it, heads that attend mostly to the first tokens would
@@ -33,11 +34,11 @@ FACTORS, HALVINGS = 40, 10
 def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
     """Selects the blocks of keys that each tile of queries attends to. The queries have the last n of m positions.
 
-    A tile always attends to the first blocks (``SINK_BLOCKS``), those just before its own (``LOCAL_BLOCKS``) and its
-    own. The other blocks hold only earlier keys, and are sampled. For each of the tile's sampled queries
-    (``sample_queries``), a block has a share of the softmax over all keys that the query sees. The block's probability
-    is a factor times its largest share, at most 1. If it is selected, it stands for 1 / probability blocks, so that
-    expected sums are exact (Horvitz and Thompson 1952). Sampling is systematic (Madow 1949).
+    A tile always attends to the first blocks (``SINK_BLOCKS``), to the blocks just before its own (``LOCAL_BLOCKS``)
+    and to its own blocks. The other blocks hold only earlier keys, and are sampled. For each of the tile's sampled
+    queries (``sample_queries``), a block has a share of the softmax over all keys that the query sees. The block's
+    probability is a factor times its largest share, at most 1. If it is selected, it stands for 1 / probability blocks,
+    so that expected sums are exact (Horvitz and Thompson 1952). Sampling is systematic (Madow 1949).
 
     The factor is the smallest that meets two conditions. For every sampled query, the sampled sum of softmax weights
     has a standard deviation of at most ``error`` times the whole sum, computed as if blocks were sampled independently.

@@ -50,8 +50,8 @@ def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int 
 
 
 def tiles_together(group: int) -> int:
-    """Number of tiles that are scored together. For each of a kv head's ``group`` query heads, a tile has ``SAMPLED``
-    queries."""
+    """Returns the number of tiles that are scored together. A tile has ``SAMPLED`` queries for each of the ``group``
+    query heads of a kv head."""
     return max(1, 128 // (group * SAMPLED))
 
 
@@ -239,7 +239,8 @@ def _score_attended(
 
 @triton.jit
 def _add_block(varies, drawn, squared, expected):
-    """Adds the terms of some blocks to the variances of sampled queries, and to the expected number of blocks."""
+    """Adds the terms of some blocks to the variances of the sampled queries' sums, and to the expected number of
+    sampled blocks. Returns both."""
     probability = tl.minimum(expected, 1.0)
     missed = tl.where(expected > 0, 1 / tl.maximum(probability, 1e-30) - 1, 0.0)
     return varies + squared * missed[:, None], drawn + probability
@@ -262,7 +263,7 @@ def _draw(
     tile, query_head = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(0)
     first = m - n + tile * BLOCK
-    end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1  # blocks that its last query sees, at least in part
+    end = (tl.minimum(first + BLOCK, m) - 1) // BLOCK + 1  # blocks that the tile's last query sees, at least in part
     free_end = tl.maximum(first // BLOCK - LOCAL + 1, SINK)
     if (tile + 1) * BLOCK > n - whole:
         free_end = SINK + 0 * free_end

@@ -1,9 +1,9 @@
 """Selection in two levels in PyTorch: first the runs with the best sign scores, then the best chunks of these runs by
 all bits of the sketch.
 
-The rest can be sampled (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). With sampling, some of the examined
-runs are drawn at random by their sign scores, and some of the selected chunks by their scores. The weight of each
-sample is divided by its probability. So the sample stands for others that were not selected.
+The other runs and chunks can be sampled (MagicPIG, arXiv:2410.16179; vAttention, arXiv:2510.05688). With sampling, some
+of the examined runs are drawn at random by their sign scores, and some of the selected chunks by their scores. The
+weight of each sample is divided by its probability. So the sample stands for others that were not selected.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN, decode_scale
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 
 KEPT_SHARE = 11
-"""At least one in this many runs is kept. All bits of the tokens in kept runs are examined."""
+"""At least one in this many runs is kept. In kept runs, all bits of the tokens' sketches are examined."""
 
 KEPT_OVER_BUDGET = 6
 """Together, the kept runs have at least this many tokens per token of the budget."""
 
 KEPT_LEAST = 720
-"""Least number of kept runs. How well samples represent the rest depends on their number more than on their share."""
+"""Least number of kept runs. How well samples represent the other runs depends on the number of samples more than on
+their share of the runs."""
 
 SAMPLED_SHARE = 4
 """With sampling, one in this many kept runs is drawn at random. The others are the best runs."""
@@ -101,8 +102,8 @@ def select_by_sketch(
     Args:
         queries: of B sequences and H_q query heads.
         coarse: float16 [B, H, 8 P], from ``sign_scores``.
-        signs, rest: uint8 [N, H, 64, S], the sketch's planes from ``pack_sketch``, views over all N pages and their H
-            kv heads.
+        signs, rest: uint8 [N, H, 64, S], the sketch's planes of S bytes from ``pack_sketch``, views over all N pages
+            and their H kv heads.
         scale: uint8 [N, H, 64], codes of scales; 0 marks tokens that may not be selected.
         pages: int64 [B, P], page ids. Those from ``num_pages`` on may be of any page.
         num_pages: int64 [B], valid pages of each row, 0 to P.
@@ -116,10 +117,11 @@ def select_by_sketch(
 
     Returns:
         Two results. The first has chunk numbers, int64 [B, H, k], ascending, then -1s. The second is None without
-        ``sampling``. Otherwise it has the logarithm of the number of chunks that each selected chunk stands for,
+        ``sampling``. Otherwise, it has the logarithm of the number of chunks that each selected chunk stands for,
         float32 [B, H, k]: at least 0, and arbitrary for -1. The selection does not depend on other rows of the batch.
-        It may differ between backends: they break ties differently, including ties of ``coarse`` scores, and may treat
-        scores within a factor of 1 + 2**-10 as equal. Which chunks are sampled depends on the last bits of sums.
+        The selection may differ between backends: they break ties differently, including ties of ``coarse`` scores, and
+        may treat scores within a factor of 1 + 2**-10 as equal. Which chunks are sampled depends on the last bits of
+        sums.
     """
     heads, device = signs.shape[1], coarse.device
     if not coarse.shape[-1]:

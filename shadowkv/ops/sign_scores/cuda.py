@@ -20,8 +20,8 @@ MAX_BLOCK_PAGES = 16
 32 pages."""
 
 MIN_BLOCKS = 512
-"""A thread block takes more than 4 pages only if there would otherwise be more blocks than this. It is twice the number
-that a large GPU holds at a time."""
+"""A thread block takes more than 4 pages only if there would otherwise be more thread blocks than this. This is twice
+the number of blocks that a large GPU holds at a time."""
 
 missing = partial(cuda_missing, "sign_scores", "sign_scores")
 
@@ -35,8 +35,8 @@ def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Ten
     """Same as the reference, bit for bit.
 
     The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head. Page ids from
-    ``num_pages`` on are not read. The kernel starts to copy pages while the previous kernel is still running. That
-    kernel may write ``queries``, but none of the other arguments.
+    ``num_pages`` on are not read. The kernel starts to copy pages while the previous kernel on the stream is still
+    running. That previous kernel may write ``queries``, but none of the other arguments.
 
     63 rows of 61440 tokens with head dim 128 and 8 kv heads of 4 query heads take 134 us on an H200, including
     ``sketch_queries``. This is 4.2 TB/s.

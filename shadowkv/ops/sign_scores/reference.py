@@ -21,7 +21,7 @@ STEP = 0.9957
 Gaussian."""
 
 RUN = 8
-"""Number of tokens in a run. They share a sign score."""
+"""Number of tokens in a run. The tokens of a run share a sign score."""
 
 SCALE_SHIFT = 7
 """A scale's code, shifted left by this, is a float16. The code has 5 bits of exponent, 3 of mantissa and no sign."""
@@ -44,10 +44,11 @@ def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             (``sketch_queries``).
 
     Returns:
-        Three tensors. The first two are planes, uint8 [..., S] with S = ``plane_bytes(d)``. Codes are from 0 to 3. One
-        plane has the upper bit of each code, which is 1 for numbers of at least 0. The other has the lower bit. Bit j
-        of byte b < d/8 belongs to dimension j d/8 + b. Other bytes are 0. The third tensor has the scales, uint8 [...],
-        from ``encode_scale``. ``x`` is about (code - 1.5) * scale. A key that is 0 or not finite has the least scale.
+        Three tensors. The first two are planes, uint8 [..., S] with S = ``plane_bytes(d)``. Codes are from 0 to 3. The
+        first plane has the upper bit of each code, which is 1 for numbers of at least 0. The second plane has the lower
+        bit. Bit j of byte b < d/8 belongs to dimension j d/8 + b. Other bytes are 0. The third tensor has the scales,
+        uint8 [...], from ``encode_scale``. ``x`` is about (code - 1.5) * scale. A key that is 0 or not finite has the
+        least scale.
     """
     norm = x.norm(dim=-1, keepdim=True)
     sigma = (norm / math.sqrt(x.shape[-1])).clamp_min(torch.finfo(torch.float32).tiny)
@@ -61,8 +62,8 @@ def pack_sketch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def encode_scale(scale: Tensor) -> Tensor:
     """Encodes each scale in one byte: the upper 8 of the lower 15 bits of a float16.
 
-    A scale has only one byte, because a step reads the scales of all tokens. A mantissa of 3 bits causes far less error
-    than the signs.
+    A scale has only one byte, because a step reads the scales of all tokens. Rounding a scale to 3 bits of mantissa
+    causes far less error than reducing a key to signs.
 
     Args:
         scale: float32 [...].

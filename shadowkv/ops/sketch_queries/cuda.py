@@ -29,8 +29,8 @@ def sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> SketchQueries:
     differently.
 
     The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head. Queries are
-    float32, bfloat16 or float16. ``states`` and ``maps`` may be read while the previous kernel is still running, so
-    that kernel must not write them.
+    float32, bfloat16 or float16. ``states`` and ``maps`` may be read while the previous kernel on the stream is still
+    running, so that previous kernel must not write them.
     """
     batch, heads, dim = q.shape
     size = plane_bytes(dim)

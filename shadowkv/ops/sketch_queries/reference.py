@@ -22,7 +22,8 @@ def plane_bytes(dim: int) -> int:
 class SketchQueries:
     """Queries that were scaled to length 1, multiplied by the map, and rounded to whole numbers.
 
-    Their order is that of a key's planes: bit j of byte b of a plane belongs to the dimension of ``whole[j, b]``.
+    The order of the numbers is that of a key's planes: bit j of byte b of a plane belongs to the dimension of
+    ``whole[j, b]``.
 
     Attributes:
         whole: int8 [B, H_q, 8, S] with S = ``plane_bytes(d)``, from -127 to 127; 0 for padding bytes of a plane.

@@ -26,8 +26,8 @@ def shared_bytes(rows: int) -> int:
 
 
 def supports(case: Case) -> list[str]:
-    """Why the kernel cannot serve a case. The kernel must support the second moments of queries, which have one row per
-    dimension of a head."""
+    """Why the kernel cannot serve a case. The kernel must support matrices of second moments of queries, which have one
+    row per dimension of a head."""
     need = shared_bytes(case.head_dim)
     return [
         *unless(case.head_dim <= LARGEST, f"head dim {case.head_dim} is above {LARGEST}"),

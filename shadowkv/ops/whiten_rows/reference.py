@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
-    """Returns L⁻¹ D x for each of M matrices x. D is diagonal and scales the diagonal of P to 1. L is the Cholesky
-    factor of D P D with ``shift`` added to its diagonal.
+    """Returns L⁻¹ D x for each of M matrices x. D is the diagonal matrix with which D P D has ones on the diagonal. L
+    is the Cholesky factor of D P D, after ``shift`` was added to the diagonal.
 
     If P holds the products of the rows of x, the result has orthonormal rows, and its row i is in the span of rows 0 to
     i of x (Cholesky-QR). If x is the identity, the result is the inverse of the Cholesky factor of P.
