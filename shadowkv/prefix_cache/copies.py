@@ -17,8 +17,8 @@ from shadowkv.prefix_cache.tree import Copy, Node, PrefixTree
 
 
 def pieces(header: SnapshotHeader, parts: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the number and the bytes of the equal pieces that the file of a copy has: ``SnapshotHeader.pieces``, or
-    one piece with the parts of several ranks."""
+    """Returns the number of equal pieces in a copy's file, and the bytes of each. With one rank these are
+    ``SnapshotHeader.pieces``. With several ranks the file is one piece, which has the parts of all ranks."""
     return header.pieces if len(parts) == 1 else (1, sum(parts))
 
 
@@ -33,7 +33,7 @@ class Copies:
         parts: returns the parts of a copy with this header (``Copy.parts``).
 
     Attributes:
-        by_uid: all copies by their nodes' uids.
+        by_uid: all copies, by the uids of their nodes.
     """
 
     def __init__(

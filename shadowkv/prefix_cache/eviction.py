@@ -62,8 +62,8 @@ class Eviction:
         return self._last
 
     def touch(self, node: Node, hits: int = 0) -> None:
-        """Marks a node and its ancestors as used now, and adds ``hits`` to their counts of hits: the number of requests
-        that did not have to compute their pages."""
+        """Marks a node and its ancestors as used now, and adds ``hits`` to their hit counts. A hit is a request that
+        did not have to compute the node's pages."""
         now = self._now()
         for touched in (node, *node.ancestors):
             touched.used = now

@@ -10,8 +10,8 @@
 page has 64 token ids as little-endian uint32; a prompt's last page may have fewer. The hash of a page is its link in
 hex. It is also the name of a snapshot that ends with the page.
 
-One pass over a prompt hashes every prefix that ends at a page boundary. Prompts with another key or salt share no link.
-So two prompts share exactly those first pages whose hashes are equal.
+One pass over a prompt hashes every prefix that ends at a page boundary. Prompts with different keys or salts share no
+link. So two prompts share exactly those first pages whose hashes are equal.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CacheKey:
         dtype: dtype of activations.
         spec: the cache policy.
         codecs: versions of the policy's codecs, by name.
-        prefill: how prompts are attended to.
+        prefill: how attention is computed in prompts.
         tensor_parallel_size: ranks that share a layer's heads. A snapshot has the parts of all of them.
         tensor_parallel_rank: always 0, but part of the digest.
     """
