@@ -39,7 +39,7 @@ class Cut:
     """The part of a parameter that a rank holds.
 
     Attributes:
-        rows: spans of the parameter's rows, in ascending order. The rank holds them in this order.
+        rows: spans of the parameter's rows, in ascending order. The rank's parameter has them in this order.
         columns: a span of the parameter's columns; None for all.
     """
 

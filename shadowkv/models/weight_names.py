@@ -15,7 +15,8 @@ class Target:
     are multiplied by ``scale``.
 
     Attributes:
-        further: more ranges of rows, for the weight's next rows, if the weight joins several weights.
+        further: more ranges of the parameter's rows, for the weight's rows after the first ``stop - start``. A weight
+            that joins several projections has them.
     """
 
     parameter: str
@@ -134,7 +135,8 @@ class DraftHeadNames:
 def draft_head_targets(
     config: ModelConfig, targets: Callable[[ModelConfig], Targets], names: DraftHeadNames
 ) -> Targets:
-    """Returns the targets of a draft head; none if ``config`` has no head. ``targets`` are the family's."""
+    """Returns the targets of a draft head; none if ``config`` has no head. ``targets`` is the family's function of that
+    name."""
     if not config.draft_head:
         return {}
     layers, hidden = config.num_layers, config.hidden_size

@@ -70,7 +70,7 @@ class Copies:
         if copy.slabs is not None:
             self.host.give(copy.slabs)
         copy.node.copy = None
-        if self.by_uid.get(copy.node.uid) is copy:  # otherwise another node now has its file
+        if self.by_uid.get(copy.node.uid) is copy:  # another node with the same uid may have been added since
             del self.by_uid[copy.node.uid]
         self.tree.prune(copy.node)
 

@@ -18,8 +18,8 @@ from shadowkv.models.tokenization.text_encoder import TextEncoder, panics_as_err
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32
-"""Maximum number of held-back tokens. Only invalid UTF-8 or tokens without text reach it, because a character has at
-most 4 bytes."""
+"""Maximum number of held-back tokens. Only invalid UTF-8 or tokens without text reach the maximum, because a character
+has at most 4 bytes."""
 
 END_OF_CONTENT = f"End{secrets.token_hex(16)}"
 """A random text, which no message contains. It is appended to the message that the model continues, and marks the end

@@ -104,7 +104,7 @@ class CompressedTensors:
         """As ``Format.find``."""
         kinds = {entry.dtype for name, entry in entries.items() if name in ("weight", "weight_packed")}
         if "weight_packed" not in entries and not kinds & {"I8", FLOAT8}:
-            return find_float8(module, entries, None)  # raises for other tensors in 8-bit floats
+            return find_float8(module, entries, None)  # empty; raises if other tensors are 8-bit floats
         scheme = self._scheme_of(module)
         if scheme is None:
             raise ValueError(f"{module} is quantized, and no group of the config has it")
