@@ -25,7 +25,7 @@ from shadowkv.prefix_cache.stats import Counts
 from shadowkv.prefix_cache.tree import Copy, Node
 
 FETCH_SECONDS, MAX_FETCH_SECONDS = 1.0, 30.0
-"""Minimum and maximum seconds that requests wait for reads from the disk, which may hang."""
+"""Smallest and largest limit, in seconds, on how long a request waits for reads from the disk. The disk may hang."""
 
 
 RETRY_SECONDS = 30.0

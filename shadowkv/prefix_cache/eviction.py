@@ -70,7 +70,7 @@ class Eviction:
             touched.hits += hits
 
     def order(self, nodes: Iterable[Node]) -> list[Node]:
-        """Returns the nodes in eviction order. A node comes after its children, because they are useless without it."""
+        """Returns the nodes in eviction order. A node comes after its children, which are useless without it."""
         now = self._now()
         deepest_first = sorted(nodes, key=lambda node: -node.first)
         scores = {node: self._score(node, now) for node in deepest_first}

@@ -30,7 +30,7 @@ SLAB_BYTES = 2**22
 """Bytes of a slab. Copying 4 MiB takes 80 us on a bus of 50 GB/s, ten times as long as launching the copy."""
 
 ALIGNMENT = 256
-"""Alignment of staging memory, in bytes."""
+"""Alignment, in bytes, of the device memory that layers pass through before they are written to their blocks."""
 
 
 def shared_file() -> IO[bytes]:
@@ -106,7 +106,7 @@ class HostTier:
 
 
 def _allocate(nbytes: int, shared: int | None) -> np.ndarray:
-    """Returns zeros uint8 [nbytes]. They are the contents of the file ``shared`` unless that is None."""
+    """Returns uint8 [nbytes]: the contents of the file ``shared``, or zeros if ``shared`` is None."""
     if shared is None or not nbytes:
         return np.zeros(nbytes, np.uint8)
     if os.fstat(shared).st_size < nbytes:
@@ -126,7 +126,7 @@ class Arrival(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether all its layers have arrived. The slabs are not read any more then."""
+        """Whether all its layers have arrived. Then the slabs are not read any more."""
 
     @property
     def seconds(self) -> float:
@@ -145,7 +145,7 @@ class Mover:
 
     Args:
         cache: the cache of this rank.
-        rank: tensor-parallel rank of this process. It copies this rank's part of each copy.
+        rank: tensor-parallel rank of this process. The mover copies this rank's part of each copy.
     """
 
     def __init__(self, cache: KVCache, host: HostTier, rank: int = 0) -> None:
@@ -214,8 +214,9 @@ class Mover:
         return restoring, Arrived(time.monotonic() - began) if arrival is None else arrival
 
     def up(self, restoring: Restoring, chain: list[tuple[SnapshotHeader, Place]]) -> StreamArrival | None:
-        """Copies a chain from slabs to a restored sequence. A layer crosses the bus while the previous one is put in
-        place. Prefill may read each layer as soon as it has arrived. On a CPU it copies at once and returns None.
+        """Copies a chain from slabs to a restored sequence. While one layer crosses the bus, the previous one is
+        written to its blocks. Prefill may read each layer as soon as it has arrived. On a CPU it copies at once and
+        returns None.
 
         Args:
             chain: header and place of each snapshot of the chain.

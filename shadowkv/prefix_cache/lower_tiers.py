@@ -88,7 +88,7 @@ class LowerTiers:
 
     @property
     def busy(self) -> bool:
-        """Whether ``advance`` has work to do or wait for."""
+        """Whether ``advance`` has work to do or to wait for."""
         asked = self.saves is not None and self.saves.busy
         return asked or self.offload.busy or self.chains.busy or self._reports.busy
 

@@ -106,7 +106,7 @@ class Offload:
 
     @property
     def busy(self) -> bool:
-        """Whether ``advance`` has work to do or wait for."""
+        """Whether ``advance`` has work to do or to wait for."""
         return bool(self.job or self._waiting or self._writing)
 
     @property

@@ -68,7 +68,7 @@ class PrefixCache:
         step_bytes: maximum number of bytes of copies to host memory that a step launches.
 
     Attributes:
-        version: counts additions. Until it changes, a prompt without a match need not be looked up again.
+        version: counts additions to the cache. Until it changes, a prompt without a match need not be looked up again.
         counts: hits and evictions on the device.
         lower: the tiers below the device; None without them, or after they have failed.
     """

@@ -134,7 +134,7 @@ class Saves:
                     yield
                 if keeping.cancelled() or not isinstance(keeping.exception(), SnapshotGone):
                     return _failure(keeping, f"{name!r} cannot be written") or saved
-                continue  # a file was removed; the next turn may write it again
+                continue  # a file was removed; the next turn of the loop may write it again
             if (problem := self._disk.problem) is not None:
                 return NotDone(f"the {tokens} cached tokens cannot be written to the disk: {problem}")
             if not any(self._reaches_disk(node, queued_again) for node in nodes):

@@ -69,10 +69,10 @@ class FileHeader:
     Attributes:
         name: file name without its suffix.
         origin: hash of the key and the salt. The chain of page hashes starts with it (``page_hashes.py``).
-        parent: name of the snapshot that it continues, "" if it starts with a prompt's first token.
-        uid: identifies the exact bytes.
-        parent_uid: uid of the parent that it was computed on, "" without a parent.
-        start: position of its first token.
+        parent: name of the snapshot that this one continues; "" if this one starts with a prompt's first token.
+        uid: identifies the snapshot's exact bytes.
+        parent_uid: uid of the parent that this snapshot was computed on; "" without a parent.
+        start: position of the snapshot's first token.
         length: number of tokens from the prompt's first token to the snapshot's last.
         layers: number of pieces of data, one per layer of the model; 1 if layers differ in size.
         layer_bytes: bytes of each piece.

@@ -86,7 +86,8 @@ class Names:
 
     def __init__(self, directory: Path, files: FileSystem) -> None:
         self._directory, self._files, self._folder = directory, files, directory / FOLDER
-        # The folder's time of change, its pins, and its bad names. Several threads set them, so they are one attribute.
+        # The folder's time of change, its pins, and its bad names. They are one attribute, so that threads replace them
+        # together.
         self._known: tuple[int | None, frozenset[str], frozenset[str]] = None, frozenset(), frozenset()
 
     @property
