@@ -169,7 +169,7 @@ class Decoder(nn.Module):
         return self.scores_of(normed)
 
     def scores_of(self, normed: Tensor) -> Tensor:
-        """Returns the logits of final hidden states [n, D], which are normalised, in the dtype of activations."""
+        """Returns logits, in the dtype of activations, of normalised final hidden states [n, D]."""
         head = self.embedding if self.head is None else self.head
         if isinstance(head, QuantizedMatrix):
             scores: Tensor = head(normed, 0, self.config.vocab_size)
@@ -220,8 +220,8 @@ class Decoder(nn.Module):
         """Bytes of the weights that a decode step of ``batch`` sequences reads.
 
         The draft head does not count. An embedding table that is not also the head does not count, because a step reads
-        only a few of its rows. Of experts, it counts the expected number of bytes, assuming that all are chosen equally
-        often. Call it before ``pack``: packing stores some rows twice, and they would count twice.
+        only a few of its rows. Experts count with the expected number of bytes, assuming that all experts are chosen
+        equally often. Call it before ``pack``: packing stores some rows twice, and they would count twice.
         """
         tables = 0 if self.per_layer_inputs is None else self.per_layer_inputs.table.nbytes
         tables += sum(weight.nbytes for name, weight in self.named_parameters() if name.endswith(".n_grams.table"))

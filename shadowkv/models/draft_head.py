@@ -33,8 +33,8 @@ class DraftHead(nn.Module):
     Attributes:
         inputs: [R, D], where R is the number of rows that ``reserve`` was given: the hidden states that ``embed`` joins
             with the tokens of the same rows.
-        states: [R, D]. ``scores`` writes the head's hidden states of its rows into this tensor. They are normalised if
-            ``config.normed_draft_states`` is set.
+        states: [R, D]. ``scores`` writes the head's hidden states into the first rows of this tensor. They are
+            normalised if ``config.normed_draft_states`` is set.
     """
 
     def __init__(

@@ -166,7 +166,7 @@ def load_model(
             are stored so, too, if the GPU has 8-bit arithmetic. ``none`` dequantizes weights of any checkpoint. A name
             in ``SHAPES`` sets the form of random weights; files must be quantized with the method of that name.
         group: the ranks that the model is split across.
-        expert_parallel: each rank has some experts whole, instead of a part of every expert.
+        expert_parallel: whether each rank has some whole experts instead of a part of every expert.
         hub: settings of the hub, if ``source`` is a hub id.
         tokenizer: a source whose tokenizer replaces the model's own.
         draft_head: whether to load the layer that drafts tokens (``Decoder.draft_head``).
@@ -481,7 +481,7 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
 
 
 def check_quantization(quantization: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises SettingsError for unknown names, and for fp8 if it cannot run."""
+    """Raises SettingsError for unknown names, and for fp8 if the device or the dtype does not support it."""
     if quantization not in (None, *QUANTIZATIONS):
         reason = f"quantization={quantization!r} is not one of {', '.join(QUANTIZATIONS)}"
         raise SettingsError(reason, ["quantization"])

@@ -7,7 +7,7 @@ experts of a layer in one tensor. With E experts of inner width I and hidden siz
 - GGUF files, after renaming: ``mlp.experts.gate_proj`` and ``mlp.experts.up_proj``, each [E, I, D], instead of
   ``gate_up_proj``.
 - gpt-oss's safetensors files are *interleaved*: rows of gate and up alternate in ``gate_up_proj``. Plain matrices are
-  also transposed, [E, D, 2I] and [E, I, D]. Quantized matrices are not.
+  also transposed, [E, D, 2I] and [E, I, D]. Quantized matrices are not transposed.
 
 A joined bias has the matrix's name with ``_bias`` at the end. It is [E, 2I] for ``gate_up_proj``, [E, I] for
 ``gate_proj`` and ``up_proj``, and [E, D] for ``down_proj``.

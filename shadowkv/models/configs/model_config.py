@@ -197,7 +197,7 @@ class ModelConfig:
         return self.keys_are_values and (not self.layer_kinds or self.layer_kinds[layer] == FULL)
 
     def widening_of(self, layer: int) -> int:
-        """Factor of the inner width of a layer's MLP or shared expert."""
+        """Factor by which the inner width of a layer's MLP or shared expert is larger than in other layers."""
         return 2 if self.double_wide_mlp and self.reuses_keys(layer) else 1
 
     def experts_of(self, layer: int) -> Experts | None:

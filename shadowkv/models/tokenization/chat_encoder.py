@@ -115,8 +115,8 @@ class ChatEncoder:
         return value
 
     def _json_with_marks(self, value: Any) -> Any:
-        """Adds marks to all texts and keys except single words. Templates look such words up, for example the names in
-        ``required``, which they look up in ``properties``."""
+        """Adds marks to all texts and keys except single words. Templates use such words as keys. For example, they
+        look up the names in ``required`` in ``properties``."""
         if isinstance(value, str):
             is_word = value.isidentifier() and not any(special in value for special in self._special)
             return value if is_word else self._text_with_marks(value)

@@ -34,7 +34,7 @@ than decoding."""
 
 
 class DecodeStream:
-    """Incremental detokenizer of one sequence, whose text never ends in the middle of a character.
+    """Incremental detokenizer of one sequence. The text that it returns never ends in the middle of a character.
 
     A token's text depends on its neighbours (a leading space, the bytes of one character). A token is therefore decoded
     together with the latest emitted tokens, and held back while the text ends in an incomplete character.
@@ -79,7 +79,8 @@ class DecodeStream:
 logger = logging.getLogger(__name__)
 
 TEMPLATES = 8
-"""Number of compiled chat templates to cache: the model's, and those of requests. Requests of a batch share one."""
+"""Number of compiled chat templates to cache: the model's, and those of requests. Requests of a batch share a
+template."""
 
 
 class Tokenizer:

@@ -156,7 +156,7 @@ def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
 
 def _template(directory: Path, config_file: Path, stated: Any) -> tuple[Path, str | None]:
     """Returns the file of the chat template, and the template's source; the source is None if there is no template. If
-    tools have a separate template, the source chooses between both."""
+    tools have a separate template, the source contains both templates and chooses between them."""
     file = directory / "chat_template.jinja"
     if is_there(file):
         return file, read_text(file)
