@@ -1,6 +1,6 @@
 """``shadowkv cache``: lists, verifies, prunes, exports and imports the snapshots of a directory.
 
-The same commands cover the names under which prompts were saved, and ``forget`` removes names. Servers may use the
+The commands also handle the names under which prompts were saved; ``forget`` removes such names. Servers may use the
 directory meanwhile: they find imported snapshots, and treat removed ones as misses.
 """
 
