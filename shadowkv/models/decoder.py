@@ -45,8 +45,8 @@ class Decoder(nn.Module):
 
     Attributes:
         draft_head: the layer that drafts tokens; None if ``config`` has none.
-        states: [R, D]. If it is not None, ``scores`` copies the final hidden states of its first R rows into it, where
-            a draft head finds them. CUDA graphs need a fixed place.
+        states: None, or [R, D] for the final hidden states of up to R rows. ``scores`` copies them to this tensor, and
+            a draft head reads them there. It is always the same tensor, because CUDA graphs need fixed addresses.
     """
 
     embedding: nn.Parameter | QuantizedMatrix
@@ -132,7 +132,8 @@ class Decoder(nn.Module):
         inputs.
 
         Args:
-            embedded: ``embed(token_ids)``, if this is kept until the last layer. None to compute it for each layer.
+            embedded: ``embed(token_ids)``, if the caller keeps it until the last layer. If None, it is computed again
+                for each layer.
         """
         inputs = self.per_layer_inputs
         if self.config.n_gram_layers:
@@ -168,7 +169,7 @@ class Decoder(nn.Module):
         return self.scores_of(normed)
 
     def scores_of(self, normed: Tensor) -> Tensor:
-        """Returns the logits of final hidden states [n, D], which are normalised, in the dtype of activations."""
+        """Returns logits, in the dtype of activations, of normalised final hidden states [n, D]."""
         head = self.embedding if self.head is None else self.head
         if isinstance(head, QuantizedMatrix):
             scores: Tensor = head(normed, 0, self.config.vocab_size)
@@ -219,8 +220,8 @@ class Decoder(nn.Module):
         """Bytes of the weights that a decode step of ``batch`` sequences reads.
 
         The draft head does not count. An embedding table that is not also the head does not count, because a step reads
-        only a few of its rows. Of experts, it counts the expected number of bytes, assuming that all are chosen equally
-        often. Call it before ``pack``: packing stores some rows twice, and they would count twice.
+        only a few of its rows. Experts count with the expected number of bytes, assuming that all experts are chosen
+        equally often. Call it before ``pack``: packing stores some rows twice, and they would count twice.
         """
         tables = 0 if self.per_layer_inputs is None else self.per_layer_inputs.table.nbytes
         tables += sum(weight.nbytes for name, weight in self.named_parameters() if name.endswith(".n_grams.table"))
@@ -258,7 +259,7 @@ class Decoder(nn.Module):
 
 
 def _spec(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group) -> LayerSpec:
-    """The spec of a model's layers, without what differs between them (``_layer``)."""
+    """The spec of a model's layers, without the fields that differ between layers. ``_layer`` sets these."""
     return LayerSpec(
         heads=config.shape.heads,
         cached_as=0,
@@ -295,7 +296,7 @@ def _spec(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: 
 def _layer(
     spec: LayerSpec, config: ModelConfig, layer: int, row_blocks: Mapping[str, tuple[RowBlock, ...]]
 ) -> DecoderLayer | HyperConnectedLayer:
-    """Makes a layer. ``row_blocks`` are those of all layers."""
+    """Makes a layer. ``row_blocks`` has the row blocks of all layers."""
     own = replace(
         spec,
         heads=config.heads_of(layer),

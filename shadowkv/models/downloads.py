@@ -178,7 +178,7 @@ def _to_make(target: Path) -> Iterator[bool]:
         yield False
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.parent / "lock"):  # an engine and its server ask for the file at the same time
+    with FileLock(target.parent / "lock"):  # an engine and its server may ask for the file at the same time
         yield not target.exists()
 
 

@@ -27,13 +27,14 @@ class DraftHead(nn.Module):
         config: the head's config (``ModelConfig.of_draft_head``).
         layer: the decoder layer.
         embed: embeds token ids, int64 [n] -> [n, D].
-        scores_of: computes logits of normalised hidden states, [n, D] -> [n, V]. Like ``embed`` it is the model's. Some
-            files have copies of the model's tables for the head.
+        scores_of: computes logits of normalised hidden states, [n, D] -> [n, V]. Both functions use the model's tables.
+            Copies of these tables that some files have for the head are not read.
 
     Attributes:
-        inputs: [R, D], the hidden states that ``embed`` joins with the tokens of the same rows.
-        states: [R, D]. ``scores`` writes the head's hidden states of its rows into it. They are normalised if
-            ``config.normed_draft_states``.
+        inputs: [R, D], where R is the number of rows that ``reserve`` was given: the hidden states that ``embed`` joins
+            with the tokens of the same rows.
+        states: [R, D]. ``scores`` writes the head's hidden states into the first rows of this tensor. They are
+            normalised if ``config.normed_draft_states`` is set.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class DraftHead(nn.Module):
         return joined
 
     def layer_inputs(self, token_ids: Tensor, embedded: Tensor | None = None) -> None:
-        """The layer has no inputs of its own (``Decoder.layer_inputs``)."""
+        """Returns None: the layer has no per-layer inputs (``Decoder.layer_inputs``)."""
 
     def scores(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
         """Returns logits [n, V] as ``Decoder.scores`` does."""

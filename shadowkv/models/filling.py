@@ -27,7 +27,7 @@ they are rounded normal numbers."""
 def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Checks the shapes of the files' tensors against the model, which can be on the ``meta`` device.
 
-    Raises ValueError that names tensors that are missing, unexpected or of the wrong shape.
+    Raises ValueError, which names the tensors that are missing, unexpected or of the wrong shape.
     """
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     problems = []
@@ -46,8 +46,8 @@ def check_shapes(model: nn.Module, targets: Targets, shapes: Mapping[str, tuple[
 
 
 def held(targets: Targets, shard: Shard) -> set[str]:
-    """Returns the names of the weights of which this rank has a part. With expert parallelism it has no part of other
-    ranks' experts."""
+    """Returns the names of the weights of which this rank has a part. With expert parallelism, a rank has no part of
+    other ranks' experts."""
 
     def has_part(target: Target) -> bool:
         return any(True for span in target.spans for _ in shard.spans(target.parameter, *span))
@@ -60,14 +60,14 @@ def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored
     """Copies this rank's shard from a stream of the weights that are ``held``. Each weight is cast to its parameter's
     dtype. The shapes must have been checked.
 
-    Weights of fp8 projections are quantized on the way, so that the model never exists in both forms. Weights that stay
-    quantized are copied unchanged.
+    Weights of fp8 projections are quantized one after the other, so that memory never holds the whole model in both
+    forms. Weights that stay quantized are copied unchanged.
     """
     parameters = dict(model.named_parameters())
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedMatrix)}
     for name, parameter in parameters.items():
         if (cut := shard.cut(name)) is not None and sum(stop - start for start, stop in cut.rows) < len(parameter):
-            parameter.zero_()  # padding rows
+            parameter.zero_()  # its padding rows stay zero
     for name, stored in tensors:
         target = targets[name]
         if (target.offset, target.scale) != (0.0, 1.0):
@@ -98,7 +98,8 @@ def _pieces(target: Target, stored: Stored, shard: Shard) -> Iterator[tuple[slic
 def stored_row_blocks(
     outline: nn.Module, targets: Targets, forms: Mapping[str, Form], shard: Shard
 ) -> dict[str, tuple[RowBlock, ...]]:
-    """Returns the row blocks of a shard's parameters by name, for parameters with at least one row in a quantized form.
+    """Returns the row blocks (consecutive rows in one form) of a shard's parameters by name, for parameters with at
+    least one row in a quantized form.
 
     Args:
         outline: the whole model, which can be on the ``meta`` device.

@@ -42,8 +42,8 @@ from shadowkv.ops.scaled_matmul.cuda import MIN_CAPABILITY
 from shadowkv.wording import GIB, OutOfMemory, SettingsError, counted
 
 Runnable = Callable[[ModelConfig, Mapping[str, Form]], ModelConfig]
-"""Returns the config to run, given the files' config and the forms of their quantized weights; raises if it cannot
-run."""
+"""Returns the config to run, given the files' config and the forms of their quantized weights; raises ValueError if the
+model cannot be run."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def _stated_by(
 def plan_on(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, forms: Mapping[str, Form]
 ) -> tuple[ModelConfig, dict[str, Form]]:
-    """Adapts ``load_plan``'s result to a device. If the device has no 8-bit arithmetic, the config is changed to do
-    without. Forms that the device dequantizes are left out."""
+    """Adapts ``load_plan``'s result to a device. If the device has no 8-bit arithmetic, the config is changed so that
+    projections compute in ``dtype``. Forms that the device dequantizes are left out."""
     if config.quantization is not None and unfit(device, dtype) is not None:
         config, forms = replace(config, quantization=None), dict.fromkeys(storage.projections(config), FP8_ROWS)
     return config, storage.kept(forms, config, dtype, device)
@@ -156,16 +156,17 @@ def load_model(
         source: catalogue name, Hugging Face directory (safetensors), .gguf file, or hub id ``org/name``.
         dtype: dtype of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
         device: device of the weights.
-        load_format: ``auto``, ``safetensors`` (no .gguf file), or ``dummy`` for random weights of the right shapes.
+        load_format: ``auto``, ``safetensors`` (.gguf files are refused), or ``dummy`` for random weights of the right
+            shapes.
         adapter: directory of a PEFT LoRA adapter to merge.
         hf_overrides: entries that replace those of the model's config, named as in config.json. If they have a
             ``rope_theta``, ``max_model_len`` can exceed the limit in the config.
         max_model_len: longest sequence that will be run; decides LongRoPE's factors.
-        quantization: ``fp8`` stores the weights of projections in 8-bit floats; fp8 checkpoints do so anyway if the GPU
-            supports the arithmetic. ``none`` dequantizes weights of any checkpoint. A name in ``SHAPES`` sets the form
-            of random weights; files must be quantized with the method of that name.
+        quantization: ``fp8`` stores the weights of projections in 8-bit floats. Without it, weights of fp8 checkpoints
+            are stored so, too, if the GPU has 8-bit arithmetic. ``none`` dequantizes weights of any checkpoint. A name
+            in ``SHAPES`` sets the form of random weights; files must be quantized with the method of that name.
         group: the ranks that the model is split across.
-        expert_parallel: each rank has some experts whole, instead of a part of every expert.
+        expert_parallel: whether each rank has some whole experts instead of a part of every expert.
         hub: settings of the hub, if ``source`` is a hub id.
         tokenizer: a source whose tokenizer replaces the model's own.
         draft_head: whether to load the layer that drafts tokens (``Decoder.draft_head``).
@@ -232,7 +233,7 @@ def _load(
     forms = {} if dequantized else storage.kept(files.forms, config, dtype, device)
     changed = list[str]()
     notes = [*files.notes]
-    # All errors that can be found are found before anything as large as the weights is allocated or read.
+    # As many errors as possible are found before anything as large as the weights is allocated or read.
     if config.draft_head and (names := draft_head_names(config.architecture)) is not None:
         of_head = names.prefixes(config)
         if not any(name.startswith(of_head) for name in shapes):
@@ -248,7 +249,7 @@ def _load(
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
             notes.append(f"{len(changed)} weights that the adapter changes are dequantized: {changed[0]}, ...")
-            # Again, because all experts of a projection must have one form.
+            # Forms are chosen again, because all experts of a projection must have the same form.
             forms = storage.kept(forms, config, dtype, device)
     row_blocks = stored_row_blocks(outline, targets, forms, shard)
     check_memory(Decoder(shard.config, dtype, "meta", row_blocks, group), device)
@@ -379,7 +380,7 @@ class _Files:
     separate: SeparateExperts | None = None
 
     def tensors(self, wanted: Collection[str]) -> Iterator[tuple[str, Stored]]:
-        """Yields the ``wanted`` weights with their names, read ahead."""
+        """Yields the ``wanted`` weights with their names. Weights are read ahead of their use."""
         if self.separate is not None:
             return self.separate.tensors(self.readings, wanted)
         return read_ahead(reading for reading in self.readings if reading.name in wanted)
@@ -480,7 +481,7 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
 
 
 def check_quantization(quantization: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises SettingsError for unknown names, and for fp8 if it cannot run."""
+    """Raises SettingsError for unknown names, and for fp8 if the device or the dtype does not support it."""
     if quantization not in (None, *QUANTIZATIONS):
         reason = f"quantization={quantization!r} is not one of {', '.join(QUANTIZATIONS)}"
         raise SettingsError(reason, ["quantization"])
@@ -491,7 +492,8 @@ def check_quantization(quantization: str | None, device: torch.device, dtype: to
 def check_memory(outline: Decoder, device: torch.device) -> None:
     """Raises MemoryError if the weights need more memory than is free.
 
-    On the host, the allocation would succeed, and the process would be killed while it fills the memory.
+    Without this check, the allocation would succeed in host memory, and the process would be killed while it fills the
+    memory.
     """
     need = outline.num_packed_bytes if device.type == "cuda" else outline.num_bytes
     free = free_bytes(device)

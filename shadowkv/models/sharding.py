@@ -39,7 +39,7 @@ class Cut:
     """The part of a parameter that a rank holds.
 
     Attributes:
-        rows: spans of the parameter's rows, in ascending order. The rank holds them in this order.
+        rows: spans of the parameter's rows, in ascending order. The rank's parameter has them in this order.
         columns: a span of the parameter's columns; None for all.
     """
 
@@ -170,7 +170,7 @@ class Shard:
 
     @property
     def linear_heads(self) -> Span:
-        """This rank's key heads of linear attention. It also has the value heads that belong to them."""
+        """This rank's key heads of linear attention. The rank also has the value heads that belong to these."""
         assert self.whole.linear is not None, "there is no linear attention"
         heads = self.whole.linear.key_heads
         if self.whole.linear.tiled and self.size > 1:
@@ -365,8 +365,8 @@ class Shard:
             yield slice(here + low - first, here + high - first), slice(low - start, high - start)
 
     def form(self, parameter: str, form: Form, columns: int) -> Form | None:
-        """Returns the form on this rank of rows that have ``form`` in the whole parameter; None if they are
-        dequantized. ``columns`` is the whole parameter's number of columns."""
+        """Returns the form that rows have on this rank if they have ``form`` in the whole parameter; None if this rank
+        dequantizes them. ``columns`` is the whole parameter's number of columns."""
         cut = self.cut(parameter)
         if cut is not None and parameter in ("embedding", "head"):
             return None  # their last rows may be padding

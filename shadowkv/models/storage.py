@@ -99,8 +99,8 @@ def planned_forms(config: ModelConfig, format: Format | None, quantization: str 
 
 
 def planned_row_blocks(shard: Shard, forms: Forms, dtype: torch.dtype) -> dict[str, tuple[RowBlock, ...]]:
-    """Returns the row blocks of a shard's parameters by name. ``forms`` are the forms of the weights. The weights
-    can come from files or be random."""
+    """Returns the row blocks (consecutive rows in one form) of a shard's parameters by name. ``forms`` are the forms of
+    the weights, which can come from files or be random."""
     outline, targets = Decoder(shard.whole, dtype, "meta"), family(shard.whole.architecture).targets(shard.whole)
     return stored_row_blocks(outline, targets, forms, shard)
 

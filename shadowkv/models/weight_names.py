@@ -15,7 +15,8 @@ class Target:
     are multiplied by ``scale``.
 
     Attributes:
-        further: more ranges of rows, for the weight's next rows, if the weight joins several weights.
+        further: more ranges of the parameter's rows, for the weight's rows after the first ``stop - start``. A weight
+            that joins several projections has them.
     """
 
     parameter: str
@@ -47,8 +48,7 @@ def decoder_targets(
     shared_expert: str = "shared_expert",
     router: str = "gate",
 ) -> Targets:
-    """Returns the targets of Hugging Face's names, for the parts that all families share. Linear attention is not among
-    them.
+    """Maps Hugging Face's names to targets, for the parts that all families share. Linear attention is not among them.
 
     Args:
         config: the model.
@@ -110,7 +110,7 @@ class DraftHeadNames:
         layer: the decoder layer.
         embedding_norm, hidden_norm, projection, norm: the modules of ``DraftHead``.
         copies: modules that are copies of the model's tables, and are not read.
-        norm_offset: number that is added to the weights of these norms (``Target``).
+        norm_offset: number that is added to the weights of the three norms above (``Target``).
     """
 
     layer: str
@@ -134,7 +134,8 @@ class DraftHeadNames:
 def draft_head_targets(
     config: ModelConfig, targets: Callable[[ModelConfig], Targets], names: DraftHeadNames
 ) -> Targets:
-    """Returns the targets of a draft head; none if ``config`` has no head. ``targets`` are the family's."""
+    """Returns the targets of a draft head; none if ``config`` has no head. ``targets`` is the family's function of that
+    name."""
     if not config.draft_head:
         return {}
     layers, hidden = config.num_layers, config.hidden_size
@@ -168,7 +169,8 @@ def _mlp(
     joined_gate_up: bool = False,
     bias: bool = False,
 ) -> Targets:
-    """Returns the targets of an MLP. If parameters hold the rows of several MLPs, it is the ``number``-th of them."""
+    """Returns the targets of an MLP. If parameters hold the rows of several MLPs, this MLP is the ``number``-th of
+    them."""
     first = 2 * number * size
     down = rows(f"{theirs}.down_proj", f"{ours}.down", number * hidden, (number + 1) * hidden, bias)
     if joined_gate_up:

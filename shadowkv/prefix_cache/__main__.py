@@ -1,6 +1,6 @@
 """``shadowkv cache``: lists, verifies, prunes, exports and imports the snapshots of a directory.
 
-The same commands cover the names under which prompts were saved, and ``forget`` removes names. Servers may use the
+The commands also handle the names under which prompts were saved; ``forget`` removes such names. Servers may use the
 directory meanwhile: they find imported snapshots, and treat removed ones as misses.
 """
 
@@ -136,7 +136,8 @@ def _list(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     inventory = Inventory(args.dir)
     if args.remove and not args.names:
-        # Bad names are removed before the long reads, because a name might be saved again during these.
+        # Bad names are removed before the snapshots are read. Reading takes long, and a server might meanwhile save a
+        # good file under such a name.
         for name in inventory.bad_saves:
             inventory.names.remove(name)
     names = [inventory.named(name) for name in args.names] or [*inventory.known(), *inventory.bad]
@@ -149,7 +150,8 @@ def _verify(args: argparse.Namespace) -> int:
         if args.remove:
             inventory.remove(name)
             error.action = "removed"
-    # A name with a missing snapshot stays, because a server that recomputes the snapshot repairs it.
+    # A name whose own file is good stays, even if a snapshot is missing: a server that computes the snapshot again
+    # repairs the name.
     actions = {name: "removed" if args.remove and name in inventory.bad_saves else "left there" for name in bad_names}
     if args.json:
         problems = [{"name": name, "problem": error.problem, "action": error.action} for name, error in bad.items()]

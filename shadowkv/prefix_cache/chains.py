@@ -1,7 +1,8 @@
 """``Chains``: restores chains of copies, from the disk to host memory and from there to a new sequence on the device.
 
 A chain has the copies of a node and of its ancestors, back to the prompt's first page or to an ancestor on the device.
-The prefix cache restores a chain if this takes less time than computing its tokens, by the ``Speeds`` measured so far.
+The prefix cache restores a chain if, by the ``Speeds`` measured so far, this takes less time than computing the chain's
+tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shadowkv.prefix_cache.stats import Counts
 from shadowkv.prefix_cache.tree import Copy, Node
 
 FETCH_SECONDS, MAX_FETCH_SECONDS = 1.0, 30.0
-"""Minimum and maximum seconds that requests wait for reads from the disk, which may hang."""
+"""Smallest and largest limit, in seconds, on how long a request waits for reads from the disk. The disk may hang."""
 
 
 RETRY_SECONDS = 30.0
@@ -34,7 +35,8 @@ NEW = 0.3
 """Weight of the last measurement in the moving average."""
 
 LONG = 1024
-"""Minimum number of new tokens of a prompt for measuring speed. Launches take most of a shorter prompt's time."""
+"""Minimum number of new tokens of a prompt for measuring speed. With a shorter prompt, launching the kernels takes most
+of the time."""
 
 
 class Rate:
@@ -74,8 +76,9 @@ class Speeds:
     def computed(self, tokens: int, seconds: float) -> None:
         """Records prompts that were computed together.
 
-        Short prompts overestimate the time per token, but less than the initial guess might. So they count until a
-        prompt of ``LONG`` tokens is measured. Less than a page is the uncached rest of a prompt and never counts.
+        With short prompts the measured time per token is too long, but the initial guess may be worse. So short prompts
+        count until a prompt of ``LONG`` tokens has been measured. Fewer tokens than a page never count: they are the
+        uncached rest of a prompt.
         """
         if tokens >= LONG:
             self._prefill.add(tokens, seconds)
@@ -88,7 +91,8 @@ class Speeds:
 
 
 class Arriving(NamedTuple):
-    """A chain on its way to the device. ``copies`` are read for it, and have ``nbytes`` bytes together."""
+    """A chain on its way to the device. ``copies`` are the copies that it consists of. They have ``nbytes`` bytes
+    together."""
 
     arrival: Arrival
     restoring: Restoring
@@ -119,16 +123,17 @@ class Chains:
 
     @property
     def busy(self) -> bool:
-        """Whether chains are on their way, or reads in progress."""
+        """Whether chains are on their way, or reads from the disk are in progress."""
         return bool(self.arriving or self._fetching)
 
     @property
     def futures(self) -> list[Future[float]]:
-        """The reads in progress."""
+        """The reads from the disk that are in progress."""
         return [copy.fetching for copy in self._fetching if copy.fetching]
 
     def find(self, node: Node, stop: int) -> tuple[list[Step], CachedSequence | None] | None:
-        """Returns the chain of ``node`` up to page ``stop`` (excluded) of the prompt, and the sequence it continues.
+        """Returns the chain of ``node`` up to page ``stop`` (excluded) of the prompt, and the sequence that the chain
+        continues.
 
         The copies are in the order of their pages. The sequence is on the device and has all earlier pages. It is None
         if the chain starts with the prompt's first page. Returns None if a copy is missing.
@@ -161,12 +166,12 @@ class Chains:
         return self._speeds.host.seconds(nbytes) + self._speeds.disk.seconds(on_disk)
 
     def fetch(self, steps: list[Step], patience: float) -> float | None:
-        """Starts to read those copies of a chain from the disk that are not in host memory.
+        """Starts to read from the disk those copies of a chain that are not in host memory.
 
         Returns:
-            The time, by ``time.monotonic``, until which to wait for the reads. It is 0 if the chain is in host memory.
-            A read may take ``patience`` seconds, but at least ``FETCH_SECONDS`` and at most ``MAX_FETCH_SECONDS``. None
-            if a read has taken longer, if host memory has no room, or if a file cannot be read now.
+            The time, by ``time.monotonic``, until which to wait for the reads. 0 if all copies are in host memory. The
+            limit for a read is ``patience`` seconds, but at least ``FETCH_SECONDS`` and at most ``MAX_FETCH_SECONDS``.
+            None if a read has exceeded its limit, if host memory has no room, or if a file cannot be read now.
         """
         until, now = 0.0, time.monotonic()
         seconds = min(max(FETCH_SECONDS, patience), MAX_FETCH_SECONDS)
@@ -193,8 +198,9 @@ class Chains:
         return until
 
     def restore(self, steps: list[Step], start: int, capacity: int, parent: CachedSequence | None) -> CachedSequence:
-        """Starts to restore a chain in host memory, and returns the sequence. It has blocks for a prompt of ``start``
-        tokens, and for growth to ``capacity`` tokens by decoding. It shares the pages before the chain with ``parent``.
+        """Starts to restore a chain, which is in host memory, and returns the new sequence. It has blocks for a prompt
+        of ``start`` tokens, and for growth to ``capacity`` tokens by decoding. It shares the pages before the chain
+        with ``parent``.
 
         Raises the errors of ``Snapshots.restore``.
         """

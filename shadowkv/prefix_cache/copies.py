@@ -17,8 +17,8 @@ from shadowkv.prefix_cache.tree import Copy, Node, PrefixTree
 
 
 def pieces(header: SnapshotHeader, parts: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the number and the bytes of the equal pieces that the file of a copy has: ``SnapshotHeader.pieces``, or
-    one piece with the parts of several ranks."""
+    """Returns the number of equal pieces in a copy's file, and the bytes of each. With one rank these are
+    ``SnapshotHeader.pieces``. With several ranks the file is one piece, which has the parts of all ranks."""
     return header.pieces if len(parts) == 1 else (1, sum(parts))
 
 
@@ -33,7 +33,7 @@ class Copies:
         parts: returns the parts of a copy with this header (``Copy.parts``).
 
     Attributes:
-        by_uid: all copies by their nodes' uids.
+        by_uid: all copies, by the uids of their nodes.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Copies:
         if copy.slabs is not None:
             self.host.give(copy.slabs)
         copy.node.copy = None
-        if self.by_uid.get(copy.node.uid) is copy:  # otherwise another node now has its file
+        if self.by_uid.get(copy.node.uid) is copy:  # another node with the same uid may have been added since
             del self.by_uid[copy.node.uid]
         self.tree.prune(copy.node)
 

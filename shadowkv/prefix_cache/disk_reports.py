@@ -76,13 +76,13 @@ class DiskReports:
                 copy.file, copy.evicted = file if stored else None, kind == "evicted"
                 if not stored and copy.slabs is None and not copy.users:
                     self._copies.drop(copy)
-        while self._named and self._named[0][1].done():  # in the order of the requests
+        while self._named and self._named[0][1].done():  # in the order in which the token ids were requested
             file, ids = self._named.popleft()
             if not ids.cancelled() and ids.exception() is None:
                 self._plant_all(file, ids)
 
     def _plant_all(self, file: FileHeader, ids: Future[np.ndarray]) -> None:
-        """Adds the node of a file, and those of its descendants that were found before it."""
+        """Adds the node of a file, and the nodes of its descendants whose files were found earlier."""
         waiting = [(file, ids)]
         while waiting:
             file, ids = waiting.pop()

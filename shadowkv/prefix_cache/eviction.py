@@ -62,15 +62,15 @@ class Eviction:
         return self._last
 
     def touch(self, node: Node, hits: int = 0) -> None:
-        """Marks a node and its ancestors as used now, and adds ``hits`` to their counts of hits: the number of requests
-        that did not have to compute their pages."""
+        """Marks a node and its ancestors as used now, and adds ``hits`` to their hit counts. A hit is a request that
+        did not have to compute the node's pages."""
         now = self._now()
         for touched in (node, *node.ancestors):
             touched.used = now
             touched.hits += hits
 
     def order(self, nodes: Iterable[Node]) -> list[Node]:
-        """Returns the nodes in eviction order. A node comes after its children, because they are useless without it."""
+        """Returns the nodes in eviction order. A node comes after its children, which are useless without it."""
         now = self._now()
         deepest_first = sorted(nodes, key=lambda node: -node.first)
         scores = {node: self._score(node, now) for node in deepest_first}

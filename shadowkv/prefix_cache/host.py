@@ -1,8 +1,8 @@
 """The host tier: bytes of snapshots in slabs of host memory, which is pinned if the device is a GPU.
 
 ``Mover`` copies between slabs and the device, layer by layer, while the device computes. With tensor parallelism all
-ranks have the same slabs, in shared memory. Rank 0 decides what is in them, and each rank has a mover for its own part
-of the copies.
+ranks have the same slabs, in shared memory. Rank 0 decides what the slabs hold, and each rank has a mover for its own
+part of the copies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLAB_BYTES = 2**22
 """Bytes of a slab. Copying 4 MiB takes 80 us on a bus of 50 GB/s, ten times as long as launching the copy."""
 
 ALIGNMENT = 256
-"""Alignment of staging memory, in bytes."""
+"""Alignment, in bytes, of the device memory that layers pass through before they are written to their blocks."""
 
 
 def shared_file() -> IO[bytes]:
@@ -106,7 +106,7 @@ class HostTier:
 
 
 def _allocate(nbytes: int, shared: int | None) -> np.ndarray:
-    """Returns zeros uint8 [nbytes]. They are the contents of the file ``shared`` unless that is None."""
+    """Returns uint8 [nbytes]: the contents of the file ``shared``, or zeros if ``shared`` is None."""
     if shared is None or not nbytes:
         return np.zeros(nbytes, np.uint8)
     if os.fstat(shared).st_size < nbytes:
@@ -126,7 +126,7 @@ class Arrival(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether all its layers have arrived. The slabs are not read any more then."""
+        """Whether all its layers have arrived. Then the slabs are not read any more."""
 
     @property
     def seconds(self) -> float:
@@ -145,7 +145,7 @@ class Mover:
 
     Args:
         cache: the cache of this rank.
-        rank: tensor-parallel rank of this process. It copies this rank's part of each copy.
+        rank: tensor-parallel rank of this process. The mover copies this rank's part of each copy.
     """
 
     def __init__(self, cache: KVCache, host: HostTier, rank: int = 0) -> None:
@@ -154,27 +154,30 @@ class Mover:
         self._stream, self._bus = (torch.cuda.Stream(self.device) if gpu else None for _ in range(2))
 
     def parts(self, header: SnapshotHeader) -> tuple[int, ...]:
-        """Returns the bytes of each rank's part of a copy (``Copy.parts``). ``header`` is rank 0's."""
+        """Returns the bytes of each rank's part of a copy (``Copy.parts``). ``header`` describes rank 0's part."""
         return (header.nbytes,)
 
     def open(self, sequence: CachedSequence, start: int, stop: int) -> Reading:
-        """Opens a reading of a sequence's tokens ``start`` to ``stop`` (``Snapshots.open_reading``)."""
+        """Starts to read a sequence's tokens ``start`` to ``stop`` as a snapshot: returns an open ``Reading``, which
+        gives the bytes layer by layer (``Snapshots.open_reading``)."""
         return self.cache.snapshots.open_reading(sequence, start, stop)
 
     def close(self, reading: Reading) -> None:
-        """Closes a reading. Its copies must have arrived, or ``finish`` must have been called."""
+        """Closes a ``Reading``. The copies that ``down`` made of it must have arrived, or ``finish`` must have been
+        called."""
         reading.close()
 
     def down(self, reading: Reading, place: Place) -> Iterator[int]:
-        """Copies a reading into slabs. Yields the number of bytes of each layer that has any, after its copy is
-        launched. Then yields 0 until all layers have arrived. Callers must run it to its end or call ``finish``."""
+        """Copies a ``Reading``'s snapshot into slabs. Yields the number of bytes of each layer that has any, once the
+        copy of the layer is launched. Then yields 0 until all layers have arrived. Callers must run it to its end or
+        call ``finish``."""
         header, begin = reading.header, self._begin(reading.header, place)
         self._follow()
         with self._on_stream():
             staging = torch.empty(_widest(header), dtype=torch.uint8, device=self.device)
         for layer in range(header.num_layers):
             span = header.span(layer)
-            if span.start == span.stop:  # a recurrent state that was not kept
+            if span.start == span.stop:  # a layer whose recurrent state was not kept
                 continue
             with self._on_stream():
                 reading.read_layer(layer, staging)
@@ -198,7 +201,7 @@ class Mover:
         """Starts to restore a chain of copies, which are in ``places``. Other arguments are as for
         ``Snapshots.restore``.
 
-        Raises the errors of ``Snapshots.restore`` and of the copies. After an error nothing is taken.
+        Raises the errors of ``Snapshots.restore`` and of the copies. After an error no blocks stay taken.
         """
         restoring, began = self.cache.snapshots.restore(links, start, capacity, parent), time.monotonic()
         try:
@@ -211,8 +214,9 @@ class Mover:
         return restoring, Arrived(time.monotonic() - began) if arrival is None else arrival
 
     def up(self, restoring: Restoring, chain: list[tuple[SnapshotHeader, Place]]) -> StreamArrival | None:
-        """Copies a chain from slabs to a restored sequence. A layer crosses the bus while the previous one is put in
-        place. Prefill may read each layer as soon as it has arrived. On a CPU it copies at once and returns None.
+        """Copies a chain from slabs to a restored sequence. While one layer crosses the bus, the previous one is
+        written to its blocks. Prefill may read each layer as soon as it has arrived. On a CPU it copies at once and
+        returns None.
 
         Args:
             chain: header and place of each snapshot of the chain.
@@ -251,8 +255,9 @@ class Mover:
         return StreamArrival(self.device, began, arrived)
 
     def _begin(self, header: SnapshotHeader, place: Place) -> int:
-        """Returns the offset of this rank's part in the slabs of a copy. ``header`` is this rank's. Raises RuntimeError
-        if rank 0 has left room for another number of bytes, since ranks would then read each other's parts."""
+        """Returns the offset of this rank's part in the slabs of a copy. ``header`` describes this rank's part. Raises
+        RuntimeError if rank 0 has left room for another number of bytes, since ranks would then read each other's
+        parts."""
         if header.nbytes != place.parts[self._rank]:
             raise RuntimeError(
                 f"rank {self._rank}'s part of a cached prompt has {header.nbytes} bytes, and rank 0 expects "

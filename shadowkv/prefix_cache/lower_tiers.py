@@ -1,8 +1,8 @@
 """``LowerTiers``: snapshots of the prefix tree's nodes in host memory and on disk, the tiers below the device.
 
 A node is copied to host memory as soon as its pages are computed, while the device goes on, and from there to the disk.
-So evicted nodes already have a copy. A node comes back the same way. It is read from the disk when a request that needs
-it arrives. It is copied to the device when the request is admitted: each layer arrives before prefill computes that
+So evicted nodes already have a copy. A node comes back in two steps. It is read from the disk when a request that needs
+it arrives, and copied to the device when the request is admitted. Each layer arrives before prefill computes that
 layer. All calls are on the engine's thread, except the disk tier's reports.
 """
 
@@ -88,7 +88,7 @@ class LowerTiers:
 
     @property
     def busy(self) -> bool:
-        """Whether ``advance`` has work to do or wait for."""
+        """Whether ``advance`` has work to do or to wait for."""
         asked = self.saves is not None and self.saves.busy
         return asked or self.offload.busy or self.chains.busy or self._reports.busy
 
@@ -120,8 +120,8 @@ class LowerTiers:
         return tiers if self.disk is None else tiers | {"disk": self.disk.stats()}
 
     def abandon(self) -> None:
-        """Drops all reads on the device, even if the device has failed, and closes the disk tier. Do not use the tiers
-        afterwards."""
+        """Gives up all copies from the device, even if the device has failed, and closes the disk tier. Do not use the
+        tiers afterwards."""
         self.offload.abandon()
         if self.saves is not None:
             self.saves.abandon()

@@ -20,7 +20,7 @@ class Prompt:
 
     Attributes:
         token_ids: ids of the prompt's tokens, or of prompt and answer.
-        pages: names of the full pages.
+        pages: hashes of the full pages.
     """
 
     token_ids: list[int]
@@ -47,7 +47,7 @@ class Match:
     Attributes:
         sequence: the sequence on the device that has the prefix. If there are ``steps``, the sequence has the tokens
             before the steps; it is None if the steps start with the first token.
-        tokens: tokens of the prefix. At least one token of the prompt remains to be computed.
+        tokens: number of tokens of the prefix. At least one token of the prompt remains to be computed.
         takes_over: whether to take over the sequence, which is not in use, instead of forking it.
         steps: copies to restore from the lower tiers, in the order of their pages.
         until: when to stop waiting for reads from the disk, by ``time.monotonic``; 0 if all steps are in host memory.
@@ -100,7 +100,8 @@ class Lookups:
         self._found[prompt] = match, changes
 
     def hold(self, prompt: Prompt, match: Match | None, copies: Copies) -> None:
-        """Makes a prompt hold the copies of a match instead of its former copies. It holds none if they do not fit."""
+        """Makes a prompt hold the copies of a match instead of its former copies. If these do not fit, it holds
+        none."""
         held = self._held.get(prompt, ())
         restored = tuple(step.copy for step in match.steps) if match else ()
         if restored == held:

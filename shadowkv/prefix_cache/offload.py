@@ -26,7 +26,7 @@ from shadowkv.prefix_cache.tree import Copy, Node
 logger = logging.getLogger(__name__)
 
 CLOSING_SECONDS = 0.001
-"""Seconds between two polls for the last copies."""
+"""Seconds between two polls for copies in progress, while the tiers are being closed."""
 
 
 @dataclass(eq=False)
@@ -53,8 +53,8 @@ class Offload:
         self.job: Job | None = None
 
     def store(self, node: Node, sequence: CachedSequence, token_ids: list[int]) -> None:
-        """Queues a node to be copied to host memory. ``sequence`` has all its pages. ``token_ids`` are those of the
-        whole prompt. Does nothing if the node has a copy, or if its parent has none."""
+        """Queues a node to be copied to host memory. ``sequence`` has all of the node's pages. ``token_ids`` are the
+        ids of the whole prompt. Does nothing if the node has a copy, or if its parent has none."""
         if node.copy or not self._copies.host.num_slabs or (node.parent and not node.parent.copy):
             return
         start, stop = node.first * PAGE, node.end * PAGE
@@ -71,8 +71,8 @@ class Offload:
         self._waiting.append((copy, reading))
 
     def write(self, copy: Copy, evicted: bool = False) -> None:
-        """Queues a copy to be written to the disk again, if ``Copy.can_be_written(evicted)``. It is for copies that the
-        disk refused, failed to write, or lost."""
+        """Queues a copy to be written to the disk again, if ``Copy.can_be_written(evicted)``. Use it for copies that
+        the disk tier refused, failed to write, or lost."""
         if self._disk is not None and copy.can_be_written(evicted):
             self._write(self._disk, copy)
 
@@ -106,7 +106,7 @@ class Offload:
 
     @property
     def busy(self) -> bool:
-        """Whether ``advance`` has work to do or wait for."""
+        """Whether ``advance`` has work to do or to wait for."""
         return bool(self.job or self._waiting or self._writing)
 
     @property
@@ -179,7 +179,7 @@ class Offload:
         self._copies.leave(job.copy)
 
     def finish(self, deadline: float) -> None:
-        """Makes copies until ``deadline``, and drops the rest. Nothing is read on the device afterwards."""
+        """Makes copies until ``deadline``, and gives up the rest. Nothing is read from the device afterwards."""
         try:
             while (self.job or self._waiting) and time.monotonic() < deadline:
                 self.advance(2**62)
@@ -194,7 +194,7 @@ class Offload:
                 self._copies.leave(copy)
 
     def abandon(self) -> None:
-        """Drops all reads on the device, even if the device has failed."""
+        """Gives up all copies from the device, even if the device has failed."""
         readings = [reading for _, reading in self._waiting] + ([] if self.job is None else [self.job.reading])
         with suppress(RuntimeError):
             self._mover.finish()

@@ -10,8 +10,8 @@
 page has 64 token ids as little-endian uint32; a prompt's last page may have fewer. The hash of a page is its link in
 hex. It is also the name of a snapshot that ends with the page.
 
-One pass over a prompt hashes every prefix that ends at a page boundary. Prompts with another key or salt share no link.
-So two prompts share exactly those first pages whose hashes are equal.
+One pass over a prompt hashes every prefix that ends at a page boundary. Prompts with different keys or salts share no
+link. So two prompts share exactly those first pages whose hashes are equal.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CacheKey:
         dtype: dtype of activations.
         spec: the cache policy.
         codecs: versions of the policy's codecs, by name.
-        prefill: how prompts are attended to.
+        prefill: how attention is computed in prompts.
         tensor_parallel_size: ranks that share a layer's heads. A snapshot has the parts of all of them.
         tensor_parallel_rank: always 0, but part of the digest.
     """
@@ -93,8 +93,8 @@ def next_link(link: str, page: bytes | memoryview) -> str:
 
 def page_hashes(origin: str, token_ids: TokenIds) -> Iterator[tuple[int, str]]:
     """Yields the number of tokens and the hash of each prefix that ends at a page boundary, shortest first. The last
-    one is that of all tokens, even if they end within a page. To continue a prompt, pass the hash of its last full page
-    as ``origin``."""
+    prefix has all tokens, even if they end within a page. To continue a prompt, pass the hash of its last full page as
+    ``origin``."""
     ids = memoryview(id_bytes(token_ids))
     link, width = origin, 4 * PAGE
     for begin in range(0, len(ids), width):
@@ -120,15 +120,15 @@ class PageHashes(list[str]):
         self.origin = origin
 
     def extend_to(self, token_ids: Sequence[int]) -> PageHashes:
-        """Adds hashes until every full page of ``token_ids``, the whole sequence, has one. Returns itself."""
+        """Adds hashes for further full pages. ``token_ids`` are the ids of the whole sequence. Returns itself."""
         new = token_ids[len(self) * PAGE : len(token_ids) // PAGE * PAGE]
         self += [page for _, page in page_hashes(self[-1] if self else self.origin, new)]
         return self
 
 
 def common_pages(hashes: Sequence[str], prompt: Sequence[str], first: int = 0) -> int:
-    """Returns how many of a node's pages a prompt has. ``hashes`` are those of the node's pages. They start at page
-    ``first`` of the prompt. ``prompt`` has the hashes of all pages of the prompt."""
+    """Returns how many of a node's pages a prompt has. ``hashes`` are the hashes of the node's pages, the first of
+    which is page ``first`` of the prompt. ``prompt`` has the hashes of all pages of the prompt."""
     low, high = 0, min(len(hashes), len(prompt) - first)
     while low < high:  # binary search, because a hash depends on all pages before it
         middle = (low + high + 1) // 2

@@ -1,8 +1,9 @@
 """``PrefixCache``: finds prefixes of prompts in running sequences, in finished sequences that are kept, and in lower
 tiers.
 
-A request that continues nearly all of a kept sequence takes over the sequence, with its exact tail. Other requests fork
-a sequence: any number of them share pages of running and kept sequences. The scheduler calls this module.
+A request that continues nearly all of a kept sequence takes over the sequence, including its last tokens, which are
+still exact. Other requests fork a sequence: any number of them share pages of running and kept sequences. The scheduler
+calls this module.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class PrefixCache:
         step_bytes: maximum number of bytes of copies to host memory that a step launches.
 
     Attributes:
-        version: counts additions. Until it changes, a prompt without a match need not be looked up again.
+        version: counts additions to the cache. Until it changes, a prompt without a match need not be looked up again.
         counts: hits and evictions on the device.
         lower: the tiers below the device; None without them, or after they have failed.
     """
@@ -182,7 +183,8 @@ class PrefixCache:
 
     def computed(self, sequence: CachedSequence, prompt: Prompt) -> None:
         """Records that ``sequence``, which is running, has the pages of a prompt. Other requests can then fork it."""
-        # The last token is left out: it may be taken back, and a request for the same prompt computes at least one.
+        # The last token is left out: the sequence may drop it again, and a request for the same prompt computes at
+        # least one token anyway.
         points = self._cache.fork_points(sequence, len(prompt.token_ids) - 1)
         self.version += 1
         path = self._tree.hold(sequence, prompt.pages, [point // PAGE for point in points])
@@ -212,7 +214,7 @@ class PrefixCache:
         """Returns a sequence that starts with a match. It has blocks for a prompt of ``start`` tokens, and for growth
         to ``capacity`` tokens by decoding.
 
-        Raises OutOfBlocks, and the errors of restoring ``match.steps``. After an error nothing is taken.
+        Raises OutOfBlocks, and the errors of restoring ``match.steps``. After an error no blocks stay taken.
         """
         taken = self._take(match, start, capacity)
         if self.lower is not None:
@@ -303,8 +305,8 @@ class PrefixCache:
         """Returns at most ``limit`` segments of cached prompts in order of their positions, and the number of all
         segments. Call it on the engine's thread.
 
-        Segments on the device are returned before those in host memory, and these before those on disk. Within a tier,
-        the most recently used are returned.
+        If there are more than ``limit``, segments on the device are preferred to those in host memory, and these to
+        those on disk. Within a tier, the most recently used are preferred.
         """
 
         def distance(node: Node) -> tuple[bool, bool, float]:

@@ -51,7 +51,7 @@ class Saved:
     """The result of saving or restoring a prompt.
 
     Attributes:
-        tokens: number of tokens, from the prompt's first on.
+        tokens: number of tokens, from the prompt's first token on.
         nbytes: bytes of the snapshots' files.
         snapshots: names of the snapshots. Each continues the one before.
     """

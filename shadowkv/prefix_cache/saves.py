@@ -1,7 +1,8 @@
 """``Saves``: requests to save or restore a prompt by name, and requests that wait for snapshots of another server. All
-of them wait for the disk.
+three kinds wait for the disk.
 
-No call blocks. The engine's thread polls between its steps, and the disk tier's threads access the disk.
+No call blocks. The engine's thread checks the requests' progress between its steps, and the disk tier's threads access
+the disk.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Request(NamedTuple):
     """A request in progress.
 
     Attributes:
-        progress: is advanced until it returns the answer or an exception.
+        progress: a generator that is advanced once a step until it returns the answer or an exception.
         failure: the answer if the tiers fail.
     """
 
@@ -47,7 +48,7 @@ class _Request(NamedTuple):
 
 
 class Saves:
-    """Requests in progress. Only the engine's thread uses it. A caller that has given up cancels its answer.
+    """Requests in progress. Only the engine's thread uses this class. A caller that has given up cancels its answer.
 
     Args:
         copies, reports: the copies of nodes, and the disk tier's reports.
@@ -75,8 +76,8 @@ class Saves:
         return bool(self._requests)
 
     def save(self, name: str | None, pages: list[str], answer: Answer) -> None:
-        """Starts to write the cached part of a prompt to the disk, and to save it under ``name`` unless that is None.
-        ``pages`` are the hashes of its pages that can be reused."""
+        """Starts to write the cached part of a prompt to the disk, and to save it under ``name`` unless ``name`` is
+        None. ``pages`` are the hashes of the prompt's pages that can be reused."""
         along = list(self._copies.tree.along(pages))
         reached = max((end for _, end in along), default=0)
         progress = self._save(name, reached * PAGE, [node for node, end in along if end == reached])
@@ -87,16 +88,16 @@ class Saves:
         self._requests.append(_Request(answer, self._restore(name, self._disk.kept(name)), NotDone(FAILED)))
 
     def expect(self, names: tuple[str, ...], tokens: int, answer: Future[bool]) -> None:
-        """Starts to wait for a chain of snapshots with ``tokens`` tokens that another server writes. It waits as long
-        as computing them would take, but at least ``FETCH_SECONDS`` and at most ``MAX_FETCH_SECONDS``. The answer is
-        whether the prefix tree has them."""
+        """Starts to wait for a chain of snapshots with ``tokens`` tokens that another server writes. The request waits
+        as long as computing the tokens would take, but at least ``FETCH_SECONDS`` and at most ``MAX_FETCH_SECONDS``.
+        The answer is whether the prefix tree has the chain."""
         seconds = min(max(FETCH_SECONDS, self._speeds.computing_seconds(tokens)), MAX_FETCH_SECONDS)
         self._requests.append(_Request(answer, self._expect(names, time.monotonic() + seconds), failure=False))
 
     def advance(self) -> None:
         """Checks the progress of every request. Call it right after the tiers' own ``advance``."""
         if self._requests:
-            self._reports.take()  # before ``_ended``, so that a finished write is known as a file
+            self._reports.take()  # before ``_ended``, which must see the files of finished writes
             self._requests = [request for request in self._requests if not self._ended(request)]
 
     @staticmethod
@@ -115,7 +116,7 @@ class Saves:
         self._requests = []
 
     def _save(self, name: str | None, tokens: int, nodes: list[Node]) -> Generator[None, None, Saved | SaveError]:
-        """Returns the result once the files are written, and the name if it is not None.
+        """Returns the result once the files are written, and also the name unless it is None.
 
         Args:
             tokens: number of the prompt's tokens that were cached at the time of the request.
@@ -133,7 +134,7 @@ class Saves:
                     yield
                 if keeping.cancelled() or not isinstance(keeping.exception(), SnapshotGone):
                     return _failure(keeping, f"{name!r} cannot be written") or saved
-                continue  # a file was removed and may be written again
+                continue  # a file was removed; the next turn of the loop may write it again
             if (problem := self._disk.problem) is not None:
                 return NotDone(f"the {tokens} cached tokens cannot be written to the disk: {problem}")
             if not any(self._reaches_disk(node, queued_again) for node in nodes):
@@ -146,8 +147,8 @@ class Saves:
             yield
 
     def _reaches_disk(self, node: Node, again: set[Node]) -> bool:
-        """Whether a node and its ancestors are on the disk or on their way there. First queues those that are not, at
-        most once for each node."""
+        """Whether a node and its ancestors are on the disk or on their way there. First queues the writes of those that
+        are not, at most once for each node."""
         return all(self._node_reaches_disk(link, again) for link in [*reversed([*node.ancestors]), node])
 
     def _node_reaches_disk(self, node: Node, again: set[Node]) -> bool:
@@ -211,7 +212,7 @@ class Saves:
             if looking is not None and looking.done():
                 complete = not looking.cancelled() and looking.exception() is None and looking.result()
                 looking, next_look = None, now + LOOK_SECONDS
-            self._reports.take()  # with the files that were just found
+            self._reports.take()  # includes the files that ``looking`` has found
             missing = [name for name in names if not self._is_known(name)]
             # All files exist and were read, but some are unusable, for example because they are of another model.
             useless = complete and not self._reports.busy

@@ -16,10 +16,10 @@ class TierStats:
         hit_tokens: prompt tokens that were found in this tier and not computed.
         evictions: sequences, copies or files that were evicted to make room.
         copied_bytes: bytes of copies made in this tier.
-        refused: copies that were not made in this tier, for lack of room. On disk, copies are also refused if too many
-            are waiting, if they are too large, or after an error.
-        restores, restored_bytes, restore_seconds: number, bytes and seconds of transfers from this tier to the one
-            above. Seconds are from request to end.
+        refused: copies that were not made in this tier for lack of room. On disk, a copy is also refused if too many
+            are waiting, if it is too large, or after an error.
+        restores, restored_bytes, restore_seconds: number, bytes and seconds of transfers from this tier to the next
+            higher one. The seconds of a transfer count from its request to its end.
         corrupt: corrupt files, which were not served.
         write_errors, read_errors: files that could not be written or read.
         pinned_bytes: bytes of files that names keep.

@@ -1,5 +1,5 @@
 """A radix tree over pages of token ids. It records which sequences on the device have the pages, and which copies of
-them are in lower tiers.
+the pages are in lower tiers.
 
 A node has pages that were computed together, and starts after one of its parent's pages. A page's hash depends on all
 tokens up to its end, so a prompt finds every node on its path by the hashes of its own pages. Several nodes have the
@@ -32,11 +32,12 @@ class Node:
         hashes: hashes of its pages (``page_hashes.py``).
         compressed: whether the pages are in the policy's compressed form. Dense pages with the same tokens belong to
             another node.
-        holders: sequences that have its pages, and the page up to which each has them.
+        holders: sequences that have its pages, each with the page (excluded) up to which the sequence has them.
         children: nodes that continue one of its pages.
         origin: the link from which its page hashes start.
         uid: random id of its pages' exact bytes. Its children were computed on these bytes.
-        copy: the copy of its pages in lower tiers, or None. A node with a copy stays, even without a holder.
+        copy: the copy of its pages in lower tiers, or None. A node with a copy stays in the tree, even without a
+            holder.
         used: time of its last use, in seconds by the clock of ``Eviction``.
         hits: number of requests that did not have to compute its pages.
     """
@@ -77,8 +78,8 @@ class Copy:
                                               on_host ── Offload.write ── file
         Chains.fetch: read from the disk ─────┘
 
-    ``Copies.evict`` removes it from host memory, and ``DiskReports`` learns when its file is gone. If it is in neither
-    tier and not in use, it is removed from its node.
+    ``Copies.evict`` removes a copy from host memory, and ``DiskReports`` learns when its file is gone. A copy that is
+    in neither tier and not in use is removed from its node.
 
     Attributes:
         node: the node whose pages it has.
@@ -89,10 +90,11 @@ class Copy:
         file: its file in the disk tier, or None.
         ready: whether ``slabs`` hold all bytes. Otherwise they are still on their way from the device or the disk.
         users: number of transfers and prompts that use its slabs or wait for them.
-        from_disk: whether its bytes were read from the disk and not restored since.
-        evicted: whether the disk has evicted it. Then only a request to save the prompt writes it there again.
+        from_disk: whether its bytes were read from the disk, and have not been restored to the device since.
+        evicted: whether the disk tier has evicted its file. Then only a request to save the prompt writes the file
+            again.
         fetching: the read from the disk that is in progress, or None.
-        retry_at: earliest time of the next read from the disk, by ``time.monotonic``. It is later after a failed read.
+        retry_at: earliest time of the next read from the disk, by ``time.monotonic``. A failed read postpones it.
         writing: the write to the disk that is in progress, or None.
     """
 
@@ -161,7 +163,7 @@ class PrefixTree:
         matches. ``hashes`` are the hashes of the prompt's pages."""
         reached = 0
         for first, page in enumerate(hashes):
-            if first > reached:  # no node matches the page before, so none can follow it
+            if first > reached:  # no node matches the previous page, so none can continue it
                 return
             for node in self._by_first.get(page, ()):
                 end = first + common_pages(node.hashes, hashes, first)
@@ -171,13 +173,13 @@ class PrefixTree:
     def hold(self, sequence: CachedSequence, hashes: PageHashes, ends: Sequence[int]) -> list[Node]:
         """Records that ``sequence`` has the pages up to the last of ``ends``. Returns its path.
 
-        New nodes end at ``ends``, which are page numbers in ascending order. Nodes below the device that hold recurrent
-        states can be continued only at their ends.
+        New nodes end at ``ends``, which are page numbers in ascending order. A copy with a recurrent state has it only
+        for the end of its node, so such nodes can be restored only up to their ends.
         """
         self.changes += 1
         compressed = bool(sequence.path)
         path = self._paths.setdefault(sequence, [])
-        if path and path[0].compressed != compressed:  # it was compressed since, and no longer has the dense pages
+        if path and path[0].compressed != compressed:  # it was compressed since, so its dense pages are gone
             self.forget(sequence)
             path = self._paths.setdefault(sequence, [])
         for end in ends:
@@ -198,7 +200,8 @@ class PrefixTree:
 
     @staticmethod
     def _can_grow(node: Node, end: int) -> bool:
-        """Whether pages from ``end`` on can be added to the node: it ends there, and only one holder uses it."""
+        """Whether pages from ``end`` on can be added to the node: it ends at ``end``, and has one holder, no children
+        and no copy."""
         return len(node.holders) == 1 and not node.children and node.copy is None and node.end == end
 
     def fork(self, child: CachedSequence, parent: CachedSequence, pages: int) -> None:
@@ -246,7 +249,7 @@ class PrefixTree:
         return node
 
     def prune(self, node: Node | None) -> None:
-        """Removes the last pages of a node that neither a holder nor a child needs. If no page is left, removes the
+        """Removes those last pages of a node that neither a holder nor a child needs. If no page is left, removes the
         node and prunes its parent. Keeps a node that has a copy."""
         while node is not None and node.copy is None:
             held = [*node.holders.values(), *(child.first for child in node.children)]

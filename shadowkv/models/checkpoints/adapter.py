@@ -38,8 +38,8 @@ _OTHER = "use an adapter of this model"
 
 
 class Adapter:
-    """Low-rank updates W' = W + scale · B·A of the modules that the adapter has matrices for. W is [N, K], and r is the
-    adapter's rank.
+    """Low-rank updates W' = W + scale · B·A of the modules that the adapter has matrices for. W [N, K] is a module's
+    weight, and r is the adapter's rank.
 
     Args:
         directory: holds ``adapter_config.json`` and ``adapter_model.safetensors``.
@@ -113,7 +113,7 @@ class Adapter:
         return [f"{module}.weight" for module in self.pairs]
 
     def merged(self, tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        """The stream of weights with the adapter added in float32; ``check`` must have been called."""
+        """Yields the weights. The adapter's updates are added in float32. Call ``check`` first."""
         for name, stored in tensors:
             pair = self.pairs.get(name.removesuffix(".weight"))
             if pair is not None and name.endswith(".weight"):

@@ -7,7 +7,7 @@ experts of a layer in one tensor. With E experts of inner width I and hidden siz
 - GGUF files, after renaming: ``mlp.experts.gate_proj`` and ``mlp.experts.up_proj``, each [E, I, D], instead of
   ``gate_up_proj``.
 - gpt-oss's safetensors files are *interleaved*: rows of gate and up alternate in ``gate_up_proj``. Plain matrices are
-  also transposed, [E, D, 2I] and [E, I, D]. Quantized matrices are not.
+  also transposed, [E, D, 2I] and [E, I, D]. Quantized matrices are not transposed.
 
 A joined bias has the matrix's name with ``_bias`` at the end. It is [E, 2I] for ``gate_up_proj``, [E, I] for
 ``gate_proj`` and ``up_proj``, and [E, D] for ``down_proj``.
@@ -101,8 +101,8 @@ class SeparateExperts:
         self.forms = {weight: form for name, form in forms.items() for weight in self._parts.get(name, ())}
 
     def tensors(self, readings: Iterable[Reading], wanted: Collection[str]) -> Iterator[tuple[str, Stored]]:
-        """Reads ahead the files' tensors that have ``wanted`` weights. Yields the name of each of these weights, as
-        in ``shapes``, and the weight."""
+        """Reads the files' tensors that have ``wanted`` weights, ahead of their use. Yields the name of each of these
+        weights, as in ``shapes``, and the weight."""
         parts = {
             name: {weight: part for weight, part in parts.items() if weight in wanted}
             for name, parts in self._parts.items()
@@ -117,7 +117,7 @@ def _parts(name: str, shape: Shape, count: int, interleaved: bool, plain: bool) 
     per expert and module. For other tensors, the only weight is the whole tensor, and its part is None."""
     joined = _JOINED.match(name)
     dimensions = 2 if name.endswith("_bias") else 3
-    # A tensor of a wrong shape is not split, so that errors have its name in the file.
+    # A tensor of a wrong shape is not split, so that errors name it as the file does.
     if joined is None or len(shape) != dimensions or shape[0] != count:
         for theirs, ours in _MIXTRAL.items():
             name = name.replace(theirs, ours)

@@ -28,7 +28,7 @@ class ModelFileError(ValueError):
 
     Args:
         file: the file.
-        reason: what is wrong; it can quote the file.
+        reason: what is wrong; it can quote the file's content.
         remedy: what to do about it.
     """
 

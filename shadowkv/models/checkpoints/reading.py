@@ -29,7 +29,7 @@ class Reading:
     Attributes:
         name: the weight's name.
         nbytes: its bytes in the file.
-        read: reads it; called on a thread.
+        read: function that reads the weight; it is called on a reading thread.
     """
 
     name: str

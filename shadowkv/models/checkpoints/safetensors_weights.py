@@ -71,13 +71,13 @@ class SafetensorsWeights:
 
     Args:
         dtypes: allowed types of tensors.
-        renamed: maps a name in the files to the weight's name; None leaves the weight out.
+        renamed: maps a name in the files to the weight's name, or to None if the weight is left out.
 
     Attributes:
         shapes, dtypes: shape and type of every tensor, from the files' headers, by the weight's name.
 
-    Raises FileNotFoundError if the directory has no safetensors or lacks files that its index names, ModelFileError for
-    files that cannot be used.
+    Raises FileNotFoundError if the directory has no safetensors or lacks files that its index names, and ModelFileError
+    for files that cannot be used.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ def _indexed(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(index, "weight_map is missing, empty, or not an object")
     for name in weight_map.values():
-        # Windows' rules for paths also know backslashes and drive letters, whatever this machine's rules are.
+        # ``PureWindowsPath`` also finds folders and drives written in Windows' way, on every operating system.
         if not isinstance(name, str) or not name.endswith(".safetensors") or PureWindowsPath(name).name != name:
             raise ModelFileError(index, f"weight_map names {name!r}, which is not a .safetensors file of the folder")
         if not name.isprintable():

@@ -13,7 +13,8 @@ from shadowkv.ops.quantized.rows import QuantizedRows
 from shadowkv.ops.registry import Choice, choose
 
 NUMBERS_AT_ONCE = 2**22
-"""How many numbers are dequantized or quantized at a time: their size in float32 is small compared with the weights."""
+"""How many numbers are dequantized or quantized at a time. In float32 they take 16 MiB, little compared with all
+weights."""
 
 FP8_ROWS = GroupForm("e4m3", None, torch.float32)
 """The form of weights in ``FP8Linear``."""
@@ -46,8 +47,8 @@ def fill_plain(parameter: Tensor, stored: Stored) -> None:
 
 @torch.no_grad()
 def fill_fp8(weight: Tensor, scale: Tensor, stored: Stored) -> None:
-    """Writes rows [N, K] of a projection and their scales [N, 1]. Codes that already have one scale per row are copied;
-    other numbers are quantized per row."""
+    """Writes N rows of K columns of a projection to ``weight`` [N, K], and their scales to ``scale`` [N, 1]. Codes that
+    already have one scale per row are copied; other numbers are quantized per row."""
     if isinstance(stored, QuantizedRows) and stored.form == FP8_ROWS:
         weight.copy_(stored.tensors[0])
         scale.copy_(stored.tensors[1])

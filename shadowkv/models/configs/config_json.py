@@ -69,11 +69,11 @@ OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
 
 
 def plain_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config in the flat form that families read; raises ValueError.
+    """Returns a config in the flat form that families read.
 
     Fields in the ``text_config`` of a multimodal model replace those at the top level. transformers 5 describes RoPE
     for each type of layer. The result then has the RoPE of full attention, and the base of sliding attention as
-    ``rope_local_base_freq``.
+    ``rope_local_base_freq``. Raises ValueError if sliding attention has another RoPE type than ``default``.
     """
     if isinstance(text := hf.get("text_config"), dict):
         whole = {name: hf[name] for name in ("model_type", *OF_THE_WHOLE) if hf.get(name) is not None}
@@ -174,7 +174,7 @@ def build_config(
     ``window`` is the kind of the layers that ``layer_types`` calls sliding. Without ``layer_types``, it is the kind of
     all layers from ``first_window`` on.
 
-    Raises ValueError that names every missing, invalid or unsupported field.
+    Raises ValueError, which names every missing, invalid or unsupported field.
     """
     reasons = wrong_fields(hf)
     activation = hf.get("hidden_act", "silu")

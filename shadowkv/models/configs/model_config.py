@@ -15,7 +15,7 @@ from shadowkv.wording import SettingsError, counted
 
 MAX_POSITIONS = 1 << 30
 DRAFT_WINDOW = 2048
-"""Newest tokens that a draft head attends to. Its drafts need little context, and its cache stays small."""
+"""Number of newest tokens that a draft head attends to. Its drafts need little context, and its cache stays small."""
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 """Maximum number of experts in all layers together. It bounds the number of tensor names, and real models have far
 fewer experts."""
@@ -33,8 +33,9 @@ class ModelConfig:
         max_position: longest sequence, in tokens, that the model supports.
         experts: the experts of all layers except ``dense_layers``; None if every layer has an MLP.
         dense_layers: numbers of the layers with an MLP, in a model with experts.
-        draft_layers: number of layers that draft tokens in the files. They follow the other layers.
-        draft_head: whether the first of them is part of the model (``DraftHead``). The weights of others are not read.
+        draft_layers: number of layers in the files that draft tokens. They follow the other layers.
+        draft_head: whether the first of these layers is part of the model (``DraftHead``). The weights of the others
+            are not read.
         normed_draft_states: as in ``DraftHead``.
         layer_kinds: the kind of every layer; empty if all layers have full attention.
         linear: the linear attention of the layers whose kind has a state; None if there are none.
@@ -42,8 +43,9 @@ class ModelConfig:
             the keys and values of the last layer of its kind before these layers.
         keys_are_values: whether keys, before their norm, are also the values, in layers with full attention.
         double_wide_mlp: whether the MLP, or the shared expert, is twice as wide in layers that reuse keys.
-        hidden_size_per_layer_input: numbers of each token's input to a single layer (``PerLayerInputs``); 0 for none.
-        vocab_size_per_layer_input: rows of the table of these inputs.
+        hidden_size_per_layer_input: size of a token's input to a single layer (``PerLayerInputs``); 0 if layers have no
+            such inputs.
+        vocab_size_per_layer_input: number of rows of the table of these inputs.
         streams: as in ``LayerSpec``.
         n_grams: sizes of the n-gram embeddings of ``n_gram_layers``; None without them.
         n_gram_layers: numbers of the layers that add n-gram embeddings.
@@ -55,8 +57,8 @@ class ModelConfig:
             of the queries' norm when they load.
         qkv_bias, attention_out_bias, qk_norm, value_norm, normed_heads, sinks, output_gate, post_norms: as in
             ``LayerSpec``.
-        wide_norms: whether weights of norms are float32 even if others are not. Families that add 1 to these weights
-            need this, because a narrower dtype would round the sum.
+        wide_norms: whether the weights of norms are float32 even if other weights are not. Families that add 1 to these
+            weights need this, because a narrower dtype would round the sum.
         quantization: ``fp8`` if projections multiply weights and activations in fp8; None otherwise, however weights
             are stored.
         eos_token_ids: tokens that each end a generation.
@@ -195,7 +197,7 @@ class ModelConfig:
         return self.keys_are_values and (not self.layer_kinds or self.layer_kinds[layer] == FULL)
 
     def widening_of(self, layer: int) -> int:
-        """Factor of the inner width of a layer's MLP or shared expert."""
+        """Factor by which the inner width of a layer's MLP or shared expert is larger than in other layers."""
         return 2 if self.double_wide_mlp and self.reuses_keys(layer) else 1
 
     def experts_of(self, layer: int) -> Experts | None:

@@ -1,8 +1,8 @@
 """Gemma 3 (arXiv:2503.19786), the text model: five layers with a sliding window, then one with full attention.
 
-Layers with a window have a separate RoPE. Each layer has four norms. They multiply by 1 + w, in float32. Queries and
-keys are normalised per head. Embeddings are scaled. ``gemma3`` models also read images; only their text model is
-loaded.
+Layers with a window have a separate RoPE. Each layer has four norms. Norms with weights w multiply by 1 + w, in
+float32. Queries and keys are normalised per head. Embeddings are scaled. ``gemma3`` models also read images; only their
+text model is loaded.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from shadowkv.models.weight_names import Target, Targets, decoder_targets, rows
 from shadowkv.ops.choose_experts.routing import Routing
 
 _OF_FULL_LAYERS = ("head_dim", "num_key_value_heads")
-"""Fields that ``per_layer_config`` can have."""
+"""Fields that a layer can have in ``per_layer_config``."""
 
 FIELDS = (
     *("attention_bias", "sliding_window", "layer_types", "rope_local_base_freq", "hidden_activation"),
@@ -56,8 +56,8 @@ _DEFAULTS: dict[str, Any] = {
     "enable_moe_block": False,
     "vocab_size_per_layer_input": 262144,
 }
-"""Transformers' defaults that both model types share, in the form of ``plain_config``. Configs leave out fields with
-these values."""
+"""Transformers' defaults that ``gemma4`` and ``gemma4_unified`` share, in the form of ``plain_config``. Configs leave
+out fields with these values."""
 
 _ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 """RoPE of full layers, if a config has none."""
@@ -86,7 +86,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     ValueError if the model cannot be run."""
     given = {name: value for name, value in hf.items() if value is not None or name == _INPUTS}
     hf = {**_defaults(str(hf.get("model_type"))), **given}
-    hf[_INPUTS] = hf[_INPUTS] or 0  # 0 and null both mean none
+    hf[_INPUTS] = hf[_INPUTS] or 0  # 0 and null both mean that there are no such inputs
     if not any(name in given for name in ROPE_OBJECTS):
         hf["rope_parameters"] = _ROPE
     reasons = [*wrong_fields(hf), *_wrong(hf)]
@@ -127,7 +127,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
 
 
 def _defaults(model_type: str) -> dict[str, Any]:
-    """Fields that a config of this type leaves out."""
+    """The values of fields that a config of this type leaves out."""
     if model_type.startswith("gemma4_unified"):
         return {
             **_DEFAULTS,
@@ -227,7 +227,8 @@ def targets(config: ModelConfig) -> Targets:
             result |= rows(f"{theirs}.{name}_layernorm", f"{ours}.{norm}_norm", 0, hidden)
         dim = config.heads_of(layer).head_dim
         query = rows(f"{theirs}.self_attn.q_norm", f"{ours}.attention.query_norm", 0, dim)
-        # Gemma 4 does not scale scores, but the cache divides them by sqrt(dim). The query norm makes up for this.
+        # Gemma 4 does not scale attention scores, but the cache divides them by sqrt(dim). To undo this, the weights of
+        # the query norm are multiplied by sqrt(dim).
         result |= {name: replace(target, scale=dim**0.5) for name, target in query.items()}
         if not config.reuses_keys(layer):
             result |= rows(f"{theirs}.self_attn.k_norm", f"{ours}.attention.key_norm", 0, dim)

@@ -1,5 +1,5 @@
 """GLM-4.5, GLM-4.5-Air and GLM-4.6 (arXiv:2508.06471). Half of each head rotates, and the first layers have an MLP.
-Experts are chosen in groups, by sigmoids with a correction bias; a shared expert takes every token. Another layer
+Experts are chosen in groups, by sigmoids with a correction bias; a shared expert takes every token. One more layer
 drafts tokens."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v (arXiv:2407.10671)."""
+"""Qwen2 and Qwen2.5: Llama with biases of the q, k and v projections (arXiv:2407.10671)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): queries and keys are RMS-normalised per head, no bias (arXiv:2505.09388)."""
+"""Qwen3 (dense): queries and keys are RMS-normalised per head, and projections have no biases (arXiv:2505.09388)."""
 
 from __future__ import annotations
 

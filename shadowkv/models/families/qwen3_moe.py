@@ -1,4 +1,4 @@
-"""Qwen3 with experts, 30B-A3B, 235B-A22B and Coder: Qwen3's attention, and a softmax over all experts
+"""Qwen3 with experts (30B-A3B, 235B-A22B and Coder): Qwen3's attention, and a softmax over all experts
 (arXiv:2505.09388)."""
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class GGUFFile:
         shape, entry = self.shape(name), self._header.tensors[name]
         raw = read_bytes(self.path, entry.start, entry.stop).numpy()
         try:
-            # The weights can have any bits: NaN is not an error of the file's format.
+            # No warnings: weights can have any bits, and NaN is not an error of the file's format.
             with np.errstate(all="ignore"):
                 values = dequantize(raw.reshape(quant_shape_to_byte_shape(shape, entry.kind)), entry.kind)
         except NotImplementedError as error:
@@ -127,9 +127,9 @@ class GGUFFile:
 
 
 def _from_mxfp4(blocks: Tensor, pinned: bool) -> QuantizedRows:
-    """Converts MXFP4 blocks, uint8 [N, K / 32 * 17], to rows [N, K]. A block is an exponent and 16 bytes. The low
-    halves of the bytes have the first 16 numbers, the high halves the other 16. In the result, as in other files, each
-    byte has two neighbouring numbers."""
+    """Converts MXFP4 blocks, uint8 [N, K / 32 * 17], to N rows of K numbers. A block has a byte for the exponent and 16
+    bytes for 32 numbers. The low halves of the bytes have the first 16 numbers, the high halves the other 16. In the
+    result, as in other files, each byte has two neighbouring numbers."""
     blocks = blocks.view(len(blocks), -1, 17)
     codes = torch.empty(*blocks.shape[:2], 2, 8, dtype=torch.uint8, pin_memory=pinned)
     for half in range(2):

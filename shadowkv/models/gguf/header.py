@@ -54,7 +54,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """The metadata by key, with numeric arrays as numpy arrays. The tensors by name, in the file's order."""
+    """``fields`` has the metadata by key; arrays of numbers are NumPy arrays. ``tensors`` has the tensors by name, in
+    the file's order."""
 
     fields: dict[str, Any]
     tensors: dict[str, TensorEntry]

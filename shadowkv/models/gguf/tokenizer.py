@@ -146,7 +146,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     scores = file.list_of("tokenizer.ggml.scores", float, length=len(tokens))
     if any(math.isnan(score) for score in scores):
         raise ValueError("tokenizer.ggml.scores has NaN")
-    # The limit on a token's length exists because merges are derived from every split of a token.
+    # The length of tokens is limited because merges are derived from every split of a token into two.
     if max(map(len, tokens)) > _MAX_PIECE_CHARACTERS:
         raise ValueError(f"tokenizer.ggml.tokens has a token of more than {_MAX_PIECE_CHARACTERS} characters")
     unknown = _token_id(file, "unknown", tokens) or 0

@@ -102,7 +102,8 @@ def gguf_forms(file: GGUFFile) -> dict[str, Form]:
 
 
 def gguf_readings(file: GGUFFile, config: ModelConfig, *, pinned: bool = False) -> Iterator[Reading]:
-    """All weights. A weight is read in its form, or in float32 if it has none. Unknown names stay unchanged.
+    """All weights. A weight is read in its form, or in float32 if it has none. A weight with an unknown name keeps its
+    name.
 
     The shapes must have been checked, since rows of ``llama`` files are reordered. Norms of ``gemma3`` and hybrids are
     converted to w, as in safetensors files; GGUF files have 1 + w.

@@ -19,8 +19,8 @@ MAX_SOURCE_CHARACTERS = 1 << 16
 """Maximum length of a template. Compiling longer ones takes seconds; real models' longest templates have 20,000
 characters."""
 COMPILER_ERRORS = (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError)
-"""Errors of Python's compiler for the code that Jinja makes of a template. Their causes are 20 nested loops, lone
-surrogates, and numbers or expressions that are too large."""
+"""Errors of Python's compiler for the code that Jinja makes of a template. They have causes such as 20 nested loops,
+lone surrogates, and numbers or expressions that are too large."""
 _MAX_ERROR_CHARACTERS = 400
 
 

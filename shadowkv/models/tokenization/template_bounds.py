@@ -24,8 +24,8 @@ from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARACTERS = 1 << 24
-"""Limit for the characters of a prompt and of any intermediate text. It is several times the longest context, which is
-in tokens."""
+"""Limit for the characters of a prompt and of any intermediate text. It is several times the number of tokens of the
+longest context."""
 
 MAX_ITEMS = 1 << 20
 """Limit for the items of a created list."""
@@ -75,11 +75,12 @@ _READING = frozenset(
         "unique",
     ]
 )
-"""Filters that write no list as text: they only read its items or return them. Other filters can write a whole list."""
+"""Filters that do not turn a list into text: they only read its items or return them. Other filters can turn a whole
+list into text."""
 
 
 class _Budget:
-    """The remaining budget of one rendering."""
+    """The steps and the time that one rendering may take."""
 
     def __init__(self) -> None:
         self._steps, self._end = 0, time.thread_time() + MAX_SECONDS
@@ -192,7 +193,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         if name not in _READING:
             arguments = tuple(map(_listed, arguments))
         value, *others = [one for one in arguments if not isinstance(one, (Context, EvalContext, Environment))]
-        if name not in ("default", "d"):  # other filters can quote their arguments
+        if name not in ("default", "d"):  # errors of other filters can quote the arguments
             _weight([others, options])
         size = 1 if isinstance(value, int) else _size(value) if name in _READING else max(_size(value), _weight(value))
         if name == "format" and isinstance(value, str):
@@ -228,7 +229,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
-        # Not optimised: constant expressions would be computed during compilation, without limits.
+        # With ``optimized=True``, constant expressions would be computed during compilation, without limits.
         super().__init__(optimized=False, finalize=as_text, **options)
         del self.globals["lipsum"]
         for name, function in list(self.filters.items()):
@@ -257,7 +258,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             args = tuple(map(_listed, args))
             sizes = [max(_size(one), _weight(one)) for one in (*args, *kwargs.values())]
             _check_work([1 if isinstance(owner, int) else len(owner), *sizes])
-        elif isinstance(owner, (list, tuple, dict)):  # their errors quote the argument
+        elif isinstance(owner, (list, tuple, dict)):  # errors of their methods quote the argument
             _weight([args, kwargs])
         return _bounded_text(super().call(__context, __obj, *args, **kwargs))
 

@@ -77,7 +77,7 @@ class TextEncoder:
             return self._ids(text, add_special_tokens)
         frame: tuple[list[int], list[int]] | None = ([], [])
         if add_special_tokens:
-            frame = self._frame(text[:SAMPLE_CHARS]) or self._frame("a")  # a blank text can have no tokens
+            frame = self._frame(text[:SAMPLE_CHARS]) or self._frame("a")  # a sample of blanks may have no tokens
         if frame is None:
             return self._ids(text, add_special_tokens)
         before, after = frame

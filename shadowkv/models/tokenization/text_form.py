@@ -16,14 +16,16 @@ from typing import Any
 import tokenizers
 
 PIECE_CHARS = 2**16
-"""Characters after which a text is cut at the next possible place: tokenizing takes about 100 bytes per character."""
+"""Number of characters after which a text is cut at the next possible place. Texts are cut because tokenizing takes
+about 100 bytes of memory per character."""
 
 WORD_CHARS = 2**19
 """Maximum length of a piece; a text that cannot be cut within it is refused. Tokenizing such a piece takes half a
 second and 50 MiB."""
 
 NFC_SHRINKS = 4
-"""NFC shortens no text to less than a quarter of its bytes (the worst case is U+0390, two bytes from seven)."""
+"""NFC shortens no text to less than a quarter of its bytes (the worst case is U+0390: its two bytes can be the NFC form
+of seven)."""
 
 NFC_KEEPS = frozenset((*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)))
 """NFC does not change how often these bytes occur in a text: control characters, and bytes with which no assigned
@@ -93,7 +95,7 @@ class TextForm:
         is_composed: whether the tokenizer first normalises the text to NFC, so that the bytes of the NFC form count.
         dropped: bytes of a text for which there may be no token.
         stripping: tokens that also absorb the white space beside them, of any length.
-        place: matches two characters between which a text can be cut; None if there are none.
+        place: matches two characters between which a text can be cut; None if no such characters are known.
     """
 
     longest: int | None = None
@@ -118,7 +120,7 @@ class TextForm:
             form = _of_bytes(*steps, added, vocabulary)
         elif model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
             form = _of_sentencepiece(*steps, added, vocabulary)
-        else:  # a run of unknown characters can become one token, or none
+        else:  # several unknown characters can become one token, or none
             return cls()
         strips = [token for token in added if token.lstrip or token.rstrip]
         if any(token.normalized for token in strips):  # these match in the normalised text, which is unknown here

@@ -18,8 +18,8 @@ from shadowkv.models.tokenization.text_encoder import TextEncoder, panics_as_err
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD = 32
-"""Maximum number of held-back tokens. Only invalid UTF-8 or tokens without text reach it, because a character has at
-most 4 bytes."""
+"""Maximum number of held-back tokens. Only invalid UTF-8 or tokens without text reach the maximum, because a character
+has at most 4 bytes."""
 
 END_OF_CONTENT = f"End{secrets.token_hex(16)}"
 """A random text, which no message contains. It is appended to the message that the model continues, and marks the end
@@ -34,7 +34,7 @@ than decoding."""
 
 
 class DecodeStream:
-    """Incremental detokenizer of one sequence, whose text never ends in the middle of a character.
+    """Incremental detokenizer of one sequence. The text that it returns never ends in the middle of a character.
 
     A token's text depends on its neighbours (a leading space, the bytes of one character). A token is therefore decoded
     together with the latest emitted tokens, and held back while the text ends in an incomplete character.
@@ -79,7 +79,8 @@ class DecodeStream:
 logger = logging.getLogger(__name__)
 
 TEMPLATES = 8
-"""Number of compiled chat templates to cache: the model's, and those of requests. Requests of a batch share one."""
+"""Number of compiled chat templates to cache: the model's, and those of requests. Requests of a batch share a
+template."""
 
 
 class Tokenizer:

@@ -46,7 +46,7 @@ def tokenizer_from_directory(
         vocab_size: rows of the model's embedding; None if unknown. Ids of tokens must be smaller. Added tokens are an
             exception, because some fine-tunes have no rows for them.
 
-    Raises FileNotFoundError without a tokenizer.json, ModelFileError for files that cannot be used.
+    Raises FileNotFoundError without a tokenizer.json, and ModelFileError for files that cannot be used.
     """
     file = directory / "tokenizer.json"
     if not is_there(file):
@@ -105,7 +105,7 @@ def _growth(step: dict[str, Any] | None) -> float:
     if step["type"] != "Replace":
         return 1.0
     pattern, content = step["pattern"].get("String"), len(step["content"])
-    # An expression can match empty text, between any two characters.
+    # A regular expression can match empty text, between any two characters.
     return 1.0 + content if pattern is None else max(1.0, content / max(1, len(pattern)))
 
 
@@ -122,7 +122,7 @@ def library_errors(what: str) -> Iterator[None]:
         panicked = False
         try:
             yield
-        except BaseException as error:  # its errors are plain Exceptions; a panic's type cannot be imported
+        except BaseException as error:  # the library's errors are plain Exceptions; a panic's type cannot be imported
             panicked = is_panic(error)
             if type(error) is not Exception and not panicked:
                 raise
@@ -137,7 +137,7 @@ def library_errors(what: str) -> Iterator[None]:
 
 def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
     special = {}
-    for file in (directory / "special_tokens_map.json", config_file):  # the latter takes precedence
+    for file in (directory / "special_tokens_map.json", config_file):  # the second file takes precedence
         stated = _read_stated(file)
         for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
             value = stated.get(role)
@@ -156,7 +156,7 @@ def _special_tokens(directory: Path, config_file: Path) -> dict[str, str]:
 
 def _template(directory: Path, config_file: Path, stated: Any) -> tuple[Path, str | None]:
     """Returns the file of the chat template, and the template's source; the source is None if there is no template. If
-    tools have a separate template, the source chooses between both."""
+    tools have a separate template, the source contains both templates and chooses between them."""
     file = directory / "chat_template.jinja"
     if is_there(file):
         return file, read_text(file)

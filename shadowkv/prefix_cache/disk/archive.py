@@ -112,7 +112,7 @@ def _take(
     if member.offset_data + member.size > size:
         raise tarfile.ReadError(f"{member.name} should have {member.size} bytes, but the file ends before")
     stream = archive.extractfile(member)
-    assert stream is not None  # a regular file has one
+    assert stream is not None  # it is None only for members that are not files
     if name is not None:
         return _take_snapshot(target, name, stream, progress)
     assert saved_as is not None
@@ -182,7 +182,7 @@ def _read(target: Directory, name: str) -> FileHeader | None:
 
 
 def _is_of_use(target: Directory, header: FileHeader) -> bool:
-    """Whether the parent that a snapshot was computed on is there now."""
+    """Whether the directory now has the parent that a snapshot was computed on. True if the snapshot has no parent."""
     if header.parent:
         _read(target, header.parent)
     return target.fits(header)

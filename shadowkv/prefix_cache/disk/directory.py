@@ -27,8 +27,8 @@ TEMPORARY_SECONDS = 3600.0
 
 
 class Directory:
-    """The headers of snapshots' files by name, with each file's last use. A use is a read or a write by any process, in
-    seconds since 1970. Any thread may call the methods. Only those that say so wait for the disk.
+    """The headers of snapshots' files by name, with each file's last use. A use is a read or a write by any process.
+    Its time is in seconds since 1970. Any thread may call the methods. Only those that say so wait for the disk.
 
     Args:
         path: path of the directory.
@@ -38,7 +38,7 @@ class Directory:
 
     Attributes:
         names: the names under which prompts are saved.
-        bad: faults of files that are there and cannot be used, by snapshot.
+        bad: faults of files that exist and cannot be used, by name of the snapshot.
     """
 
     def __init__(
@@ -132,12 +132,13 @@ class Directory:
         return chain[::-1]
 
     def fits(self, header: FileHeader) -> bool:
-        """Whether the parent is known that a snapshot was computed on. True if the snapshot has no parent."""
+        """Whether a snapshot's parent is known, and is the one that the snapshot was computed on. True if the snapshot
+        has no parent."""
         if not header.parent:
             return True
         parent = self._headers.get(header.parent)
-        # A parent starts earlier, so no chain is a cycle, whatever the files' headers say. A parent may end later,
-        # because a snapshot can continue a page in its middle.
+        # A parent starts earlier, so no chain is a cycle, whatever the files' headers say. A parent may end after the
+        # snapshot's start, because a snapshot can continue any page of its parent.
         return (
             parent is not None
             and parent.uid == header.parent_uid
@@ -195,7 +196,7 @@ class Directory:
     def look_for_changes(self, go_on: Callable[[], bool]) -> None:
         """Looks for files that other processes have added or removed. Stops when ``go_on`` returns False. Waits for the
         disk. Raises OSError if the directory cannot be listed."""
-        known = self.known()  # read before the listing: a file written in between would otherwise seem lost
+        known = self.known()  # read first: a file written after the listing would otherwise seem lost
         there = self.listed()
         for name in known - there:
             self.lost(name)
@@ -243,7 +244,7 @@ class Directory:
             self._report("bad", header)
 
     def touch(self, name: str) -> None:
-        """Records that a file is used now, and on the disk if that is possible. Waits for the disk."""
+        """Records that a file is used now. If possible, also sets the file's time on the disk. Waits for the disk."""
         now = time.time()
         self.use(name, now)
         with suppress(OSError):  # the file is read-only or gone, so its age on the disk does not matter

@@ -31,7 +31,7 @@ Buffer: TypeAlias = memoryview | bytearray | bytes | npt.NDArray[Any]
 
 
 class SnapshotGone(Exception):
-    """A file is gone, or another has its name. This is an ordinary miss."""
+    """A file is gone, or another file has its name now. This is an ordinary miss."""
 
 
 def write_snapshot(
@@ -88,8 +88,8 @@ class SnapshotFile:
     """A file open for reading. Its bytes stay readable even if the name is removed or replaced. ``temporary`` is the
     path of a file that is not published yet.
 
-    Raises FileNotFoundError, other OSErrors, and BadSnapshot if the header is wrong. Methods raise OSError and
-    BadSnapshot.
+    The constructor raises FileNotFoundError, other OSErrors, and BadSnapshot if the header is wrong. Methods raise
+    OSError and BadSnapshot.
     """
 
     def __init__(
@@ -128,10 +128,11 @@ class SnapshotFile:
             raise BadSnapshot(self.path, "it holds other tokens")
 
     def read_into(self, buffers: Sequence[Buffer], readers: Workers | None = None) -> None:
-        """Fills ``buffers`` with the data of all layers. ``readers`` read blocks in parallel; None reads one by one.
+        """Fills ``buffers`` with the data of all layers. ``readers`` read its blocks in parallel; if None, blocks are
+        read one by one.
 
-        Raises ValueError if the buffers have another size. After an error the buffers' contents are invalid. Buffers
-        are never written to after the call has returned.
+        Raises ValueError if the buffers and the data differ in size. After an error the buffers' contents are invalid.
+        Buffers are never written to after the call has returned.
         """
         blocks, offset = [], self._begin
         for view in map(as_bytes, buffers):

@@ -79,13 +79,14 @@ class FileSystem:
         os.fsync(descriptor)
 
     def publish(self, temporary: Path, path: Path, replace: bool) -> bool:
-        """Gives a complete file its permanent name. Returns False if a file has the name and ``replace`` is False. The
-        temporary name is removed only on success."""
+        """Gives a complete file its permanent name. Returns False if a file already has that name and ``replace`` is
+        False. The temporary name is removed only on success."""
         if replace:
             os.replace(temporary, path)
         else:
             try:
-                # Unlike a rename, it fails if the name is taken, even if another server takes it at the same time.
+                # Unlike a rename, ``os.link`` fails if the name is taken, even if another server takes the name at this
+                # moment.
                 os.link(temporary, path)
             except FileExistsError:
                 return False
@@ -115,8 +116,8 @@ class FileSystem:
 
 
 class NewFile:
-    """A file under a temporary name, until it is complete. At the end of its context it is removed unless it was
-    published. The constructor and all methods raise OSError.
+    """A file that has a temporary name until it is published. If it was not published, it is removed at the end of its
+    context. The constructor and all methods raise OSError.
 
     Attributes:
         path: the temporary path in ``directory``.
@@ -135,8 +136,8 @@ class NewFile:
             data, offset = data[count:], offset + count
 
     def publish(self, path: Path, replace: Callable[[], bool]) -> bool:
-        """Gives the file its permanent name once all bytes are on the disk. Returns False if a file has the name.
-        ``replace`` is called last, and returns whether to replace that file."""
+        """Gives the file its permanent name once all bytes are on the disk. Returns False if another file has that name
+        and stays. ``replace`` is called last, and returns whether to replace that other file."""
         self._files.sync(self.descriptor)
         self._close()
         return self._files.publish(self.path, path, replace())
@@ -184,7 +185,8 @@ class Workers:
         return future
 
     def close(self, timeout: float, *, drain: bool = False) -> bool:
-        """Stops accepting jobs. Queued jobs are cancelled, or with ``drain`` done within ``timeout`` seconds.
+        """Stops accepting jobs. Cancels queued jobs. With ``drain``, jobs are done for up to ``timeout`` seconds before
+        the rest is cancelled.
 
         Returns whether all threads have ended.
         """
@@ -225,6 +227,6 @@ class Workers:
 
 
 def _cancel(future: Future[Any]) -> None:
-    # Waiters on the future wake up only at the second call.
+    # Only the second call wakes up threads that wait for the future.
     future.cancel()
     future.set_running_or_notify_cancel()

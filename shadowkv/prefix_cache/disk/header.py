@@ -3,7 +3,8 @@ the headers of all files.
 
 ``__metadata__`` determines the whole header. The tensors are ``layer.000`` … of ``layer_bytes`` uint8 each, in order
 and without gaps, then ``token_ids`` as uint32. Spaces pad the header to a multiple of 4,096 bytes. To check a header,
-it is written again from its metadata: any different byte is an error. ``header_checksum`` covers all bytes.
+it is written again from its metadata: any different byte is an error. ``header_checksum`` covers all bytes of the
+header, with zeros in its own place.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ NO_CHECKSUM = "0" * 32
 
 _TEXTS = ("checksum", "token_checksum", "name", "origin", "parent", "uid", "parent_uid")
 _NUMBERS = ("start", "length", "layers", "layer_bytes", "created")
-"""Fields of ``FileHeader`` that are texts and numbers in ``__metadata__``, in the order in which they are written."""
+"""``_TEXTS`` and ``_NUMBERS`` are the fields of ``FileHeader`` that are texts and numbers, in the order in which
+``__metadata__`` has them."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 _UID = re.compile(r"[0-9a-f]{32}")
@@ -67,15 +69,15 @@ class FileHeader:
     Attributes:
         name: file name without its suffix.
         origin: hash of the key and the salt. The chain of page hashes starts with it (``page_hashes.py``).
-        parent: name of the snapshot that it continues, "" if it starts with a prompt's first token.
-        uid: identifies the exact bytes.
-        parent_uid: uid of the parent that it was computed on, "" without a parent.
-        start: position of its first token.
+        parent: name of the snapshot that this one continues; "" if this one starts with a prompt's first token.
+        uid: identifies the snapshot's exact bytes.
+        parent_uid: uid of the parent that this snapshot was computed on; "" without a parent.
+        start: position of the snapshot's first token.
         length: number of tokens from the prompt's first token to the snapshot's last.
         layers: number of pieces of data, one per layer of the model; 1 if layers differ in size.
         layer_bytes: bytes of each piece.
-        contents: the attributes of the cache's ``SnapshotHeader``. Nothing here relies on it. The file calls it
-            ``header``.
+        contents: the attributes of the cache's ``SnapshotHeader``. They are not checked here. In ``__metadata__`` this
+            field is called ``header``.
         key: digest of everything that the bytes depend on (``CacheKey``).
         facts: what the digest was made of, in readable form.
         created: time of creation, in seconds since 1970.
@@ -126,8 +128,8 @@ class FileHeader:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent state after the last token, of all layers; 0 if ``contents`` describe none. With
-        several ranks, only the first one's bytes count, because ``contents`` describe only these."""
+        """Bytes of the recurrent state after the last token, of all layers; 0 if ``contents`` describes none. With
+        several ranks, only rank 0's bytes count, because ``contents`` describes only rank 0's part."""
         try:
             groups = [group for group in self.contents["other_groups"] if group["recurrent"]]
             nbytes = sum(int(group["layer_bytes"]) * len(group["layers"]) for group in groups)
@@ -165,7 +167,7 @@ def snapshot_name(file: str) -> str | None:
 def encode(header: FileHeader) -> bytes:
     """The bytes of the header. Their number does not depend on the checksums."""
     blank = _encode_without_checksum(header)
-    # The first of the checksums is the header's own.
+    # The header's own checksum comes first, so only its placeholder is replaced.
     return blank.replace(NO_CHECKSUM.encode(), xxhash.xxh3_128_hexdigest(blank).encode(), 1)
 
 

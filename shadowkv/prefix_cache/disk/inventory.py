@@ -131,8 +131,8 @@ class Inventory(Directory):
     def chosen(self, texts: Sequence[str]) -> tuple[list[FileHeader], dict[str, Save]]:
         """The snapshots and saves to export. A text is a saved name, or the start of a snapshot's name.
 
-        A saved name adds itself and its snapshots. A snapshot adds itself, its ancestors, and all names that keep only
-        exported snapshots. Raises ValueError and UnusableName if something is missing or unusable.
+        A saved name adds itself and its snapshots. A snapshot adds itself, its ancestors, and all saved names whose
+        snapshots are among these. Raises ValueError and UnusableName if something is missing or unusable.
         """
         saves: dict[str, Save] = {}
         snapshots = []

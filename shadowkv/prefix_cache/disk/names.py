@@ -1,8 +1,8 @@
 """Names under which prompts are saved. A name is a small file in the directory of snapshots.
 
-``names/NAME.json`` lists the snapshots of a prompt from its first token on. It has neither the tokens nor the salt. No
-server evicts listed snapshots, and ``prune`` does not remove them, until the name is saved again or forgotten. The list
-has all ancestors, so that servers keep them even before they have read the snapshots' files.
+``names/NAME.json`` lists the snapshots of a prompt from its first token on. The file has neither the tokens nor the
+salt. No server evicts the listed snapshots, and ``prune`` does not remove them, until the name is saved again or
+forgotten. The list includes all ancestors. So a server keeps these even before it has read the snapshots' files.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FOLDER, SUFFIX = "names", ".json"
 FORMAT = "shadowkv-name-1"
 
 CLOCK_NANOSECONDS = 2 * 10**9
-"""A folder that changed less than this number of nanoseconds before it was listed is listed again, because the listing
-may lack changes."""
+"""If a folder changed less than this number of nanoseconds before it was listed, it is listed again. File systems may
+round times, so a change after the listing could leave the folder's time as it was."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Save:
     Attributes:
         format: format of the file.
         key: digest of what the snapshots' bytes depend on.
-        tokens: number of saved tokens, from the prompt's first on.
+        tokens: number of saved tokens, from the prompt's first token on.
         snapshots: names of the snapshots. Each continues the one before.
         saved: time of saving, in seconds since 1970.
     """
@@ -86,7 +86,8 @@ class Names:
 
     def __init__(self, directory: Path, files: FileSystem) -> None:
         self._directory, self._files, self._folder = directory, files, directory / FOLDER
-        # The folder's time of change, its pins, and its bad names. Several threads set them, so they are one attribute.
+        # The folder's time of change, its pins, and its bad names. They are one attribute, so that threads replace them
+        # together.
         self._known: tuple[int | None, frozenset[str], frozenset[str]] = None, frozenset(), frozenset()
 
     @property

@@ -44,7 +44,7 @@ class DiskTier:
             called on the tier's threads, and must neither block nor raise.
         files: how the disk is accessed.
         readers: number of threads that read one file together.
-        queue_bytes: maximum number of bytes of snapshots that wait to be written. More are refused.
+        queue_bytes: maximum number of bytes of snapshots that wait to be written. Further snapshots are refused.
         pause_seconds: seconds without writes after a failed write.
         watch_seconds: seconds between two searches for other servers' files.
 
@@ -116,11 +116,13 @@ class DiskTier:
         return self._token_reader.submit(self._using, header, SnapshotFile.token_ids)
 
     def read(self, header: FileHeader, buffers: Sequence[Buffer], token_ids: TokenIds) -> Future[float]:
-        """Fills ``buffers`` with the bytes of all layers of a file. The result is the seconds that it took.
+        """Fills ``buffers`` with the bytes of all layers of a file. The result is the number of seconds from the call
+        to the end of the read.
 
         ``token_ids`` are the expected ids of the file's tokens, from ``start`` to ``length``. When the future is done,
-        the caller may use the buffers again. Their contents are valid only if it raises nothing. It raises SnapshotGone
-        if the file is gone, BadSnapshot if it is corrupt, and OSError if it cannot be read. Each counts as a miss.
+        the caller may use the buffers again. Their contents are valid only if the future raises nothing. It raises
+        SnapshotGone if the file is gone, BadSnapshot if the file is corrupt, and OSError if the file cannot be read.
+        Each of these errors counts as a miss.
         """
         asked = time.monotonic()
 
@@ -181,7 +183,7 @@ class DiskTier:
             token_ids: ids of the tokens from ``start`` to ``length``.
             slabs: bytes of all layers in order, split anywhere. The writing thread requests the next slab after it has
                 used the previous one. If slabs can be iterated again, like a list, a write that finds the disk full is
-                tried twice.
+                tried once more after an eviction.
 
         Raises:
             ValueError: the header has another key.
@@ -196,7 +198,8 @@ class DiskTier:
         return self._writer.problem
 
     def keep(self, name: str, tokens: int, chain: Sequence[FileHeader]) -> Future[None]:
-        """Saves a chain with ``tokens`` tokens of a prompt under a name. It replaces an existing save.
+        """Saves a chain, which has the first ``tokens`` tokens of a prompt, under a name. Replaces what was saved under
+        the name.
 
         The future raises SnapshotGone if a snapshot is gone, and OSError if the name cannot be written.
         """
@@ -206,7 +209,8 @@ class DiskTier:
     def kept(self, name: str) -> Future[tuple[Save, list[FileHeader]]]:
         """Reads the save of a name, and its chain.
 
-        The future raises UnknownName if nothing is saved or a snapshot is gone, UnusableName, and OSError.
+        The future raises UnknownName if nothing is saved under the name or a snapshot is gone, UnusableName, and
+        OSError.
         """
         return self._name_reader.submit(self._kept, name)
 
@@ -246,7 +250,7 @@ class DiskTier:
         """
         deadline = time.monotonic() + timeout
         ends = [self._writer.close(timeout), self._scanner.close(max(0.1, deadline - time.monotonic()))]
-        # Readers last, because a restore that is interrupted waits for its reads.
+        # ``_readers`` are closed last, because a restore in progress waits for their reads.
         for workers in (self._name_reader, self._token_reader, self._restorer, self._readers):
             ends.append(workers.close(max(0.1, deadline - time.monotonic())))
         return all(ends)

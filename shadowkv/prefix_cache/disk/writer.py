@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 LONGEST_PAUSE = 600.0
 
 EVICTION_ROUNDS = 3
-"""Maximum number of passes over all files to evict some. A file that another server has used counts as newer in the
-next pass."""
+"""Maximum number of passes over all files in one eviction. A file that another server has used meanwhile is kept, and
+counts as newer in the next pass."""
 
 CLOCK_SECONDS = 0.001
-"""Largest difference, in seconds, between a file's time and the time to which it was set."""
+"""A file system may round the time that is set for a file. Both times differ by at most this number of seconds."""
 
 GIVING_UP_SECONDS = 1.0
 """Seconds in which a stopped writer can remove its unfinished file."""
@@ -39,7 +39,7 @@ class Writer:
         complete: returns whether all files of the directory are known. Until then none is evicted.
         limit_bytes: maximum number of bytes of all files.
         queue_bytes: maximum number of bytes of snapshots that wait to be written. One snapshot may always wait.
-        pause_seconds: seconds without writes after a failed write. They double after each further failure.
+        pause_seconds: seconds without writes after a failed write. The number doubles after each further failure.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Writer:
 
     @property
     def problem(self) -> str | None:
-        """Why writing is paused after a failure, and for how long. Does not wait for the disk."""
+        """Why writing is paused after a failure, and for how long; None if it is not paused. Does not wait for the
+        disk."""
         left = self._paused_until - time.monotonic()
         return f"{self._reason}; it is tried again in {left:.0f} s" if left > 0 else None
 
@@ -87,10 +88,12 @@ class Writer:
         return self._thread.submit(self._keep, name, save)
 
     def _keep(self, name: str, save: Save) -> None:
-        # This thread evicts nothing meanwhile. Another server may have evicted a snapshot before it saw the name.
+        # This server evicts files only on this thread, so it evicts none meanwhile. But another server may evict a
+        # snapshot before it sees the name. So the files are checked before and after the name is written.
         self._check_there(save)
         self._names.write(name, save)
-        # A server that evicts, and does not know the name yet, sees the new times of use.
+        # A server that does not know the name yet sees the new times of use, and does not evict files used since it
+        # looked.
         for snapshot in save.snapshots:
             self._directory.touch(snapshot)
         self._check_there(save)
@@ -192,7 +195,7 @@ class Writer:
         return self._directory.get(name) or self._directory.look(name)
 
     def _ancestors(self, header: FileHeader) -> set[str] | None:
-        """Names of a snapshot's ancestors; None if one is missing, because the snapshot is unusable then."""
+        """Names of a snapshot's ancestors; None if one is missing, which makes the snapshot unusable."""
         names: set[str] = set()
         name = header.parent
         while name:

@@ -21,7 +21,7 @@ from shadowkv.ops.quantized.rows import Form, QuantizedRows
 
 _PARTS = ("qweight", "qzeros", "scales")
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position in a word of each of eight neighbouring rows."""
+"""For each of eight neighbouring rows: the position of its code in the word."""
 
 
 class AWQ:

@@ -8,8 +8,8 @@ A weight has N rows, K columns, and G groups of columns. Its tensors are, by lay
   ``weight_scale``, one per tensor or per row. Floats can also have one per block.
 - ``nvfp4-pack-quantized``: ``weight_packed``, uint8 [N, K / 2], ``weight_scale``, float8_e4m3fn [N, K / 16], and
   ``weight_global_scale``, by which the scales are divided.
-- ``mxfp4-pack-quantized``: ``weight_packed``, uint8 [N, K / 2], and ``weight_scale``, uint8 [N, K / 32], exponents of
-  two plus 127.
+- ``mxfp4-pack-quantized``: ``weight_packed``, uint8 [N, K / 2], and ``weight_scale``, uint8 [N, K / 32], which stores a
+  scale s as log2(s) + 127.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Scheme:
         targets: names, regular expressions, or classes of modules.
         layout: one of ``FORMATS``.
         bits: bits of a code.
-        group: columns that share a scale, for the strategy ``group``; None for other strategies.
+        group: number of columns that share a scale, for the strategy ``group``; None for other strategies.
         symmetric: whether integers have no zero points.
-        block: rows and columns of a block of floats; None if scales are not per block.
+        block: numbers of rows and columns of a block of floats; None if scales are not per block.
     """
 
     targets: tuple[str, ...]
@@ -104,7 +104,7 @@ class CompressedTensors:
         """As ``Format.find``."""
         kinds = {entry.dtype for name, entry in entries.items() if name in ("weight", "weight_packed")}
         if "weight_packed" not in entries and not kinds & {"I8", FLOAT8}:
-            return find_float8(module, entries, None)  # raises for other tensors in 8-bit floats
+            return find_float8(module, entries, None)  # empty; raises if other tensors are 8-bit floats
         scheme = self._scheme_of(module)
         if scheme is None:
             raise ValueError(f"{module} is quantized, and no group of the config has it")

@@ -16,7 +16,7 @@ SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float
 """Dtypes of scales that are stored as floats, by safetensors' names."""
 
 FLOAT8 = "F8_E4M3"
-"""safetensors' name of 8-bit floats."""
+"""safetensors' name of float8_e4m3fn."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def group_size(columns: int, groups: int, stated: int | None) -> int | None:
     Args:
         columns: length of a row.
         groups: number of scales of a row.
-        stated: the config's group size, or None. It is returned if rows of ``columns`` have ``groups`` groups of this
-            size, the last of which may be shorter. Otherwise ``columns`` must be a multiple of ``groups``.
+        stated: the config's group size, or None. It is returned if rows of ``columns`` columns have ``groups`` groups
+            of this size, the last of which may be shorter. Otherwise ``columns`` must be a multiple of ``groups``.
 
     Raises ValueError if no group size fits.
     """

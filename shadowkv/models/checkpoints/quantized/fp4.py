@@ -37,8 +37,9 @@ def find_fp4(entries: Mapping[str, Entry], form: GroupForm, codes: str, scales: 
 
 
 def fp4_rows(form: GroupForm, codes: Tensor, scales: Tensor, factor: Tensor | None = None) -> QuantizedRows:
-    """Rows of codes, uint8 [N, K / 2], with ``scales``, uint8 or float8_e4m3fn [N, G]; ``factor`` is one number that
-    multiplies all scales."""
+    """Returns N rows of K columns, whose codes are uint8 [N, K / 2]. ``scales``, uint8 or float8_e4m3fn [N, G], has a
+    scale for each of G groups of columns. ``factor`` is one number that multiplies all scales; None for a form without
+    a factor."""
     scales = scales.view(form.scale)
     if factor is None:
         return QuantizedRows((codes, scales), form)

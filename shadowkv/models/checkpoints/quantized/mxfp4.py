@@ -1,6 +1,6 @@
-"""MXFP4 of gpt-oss (``integrations/mxfp4.py`` in transformers). The weights of E experts, [E, N, K], are in
-``NAME_blocks``, uint8 [E, N, K / 32, 16], and ``NAME_scales``, uint8 [E, N, K / 32]. Scales are exponents of two plus
-127."""
+"""MXFP4 of gpt-oss (``integrations/mxfp4.py`` in transformers). The weights of E experts, each of N rows and K columns,
+are in ``NAME_blocks``, uint8 [E, N, K / 32, 16], and ``NAME_scales``, uint8 [E, N, K / 32]. A scale s is stored as
+log2(s) + 127."""
 
 from __future__ import annotations
 

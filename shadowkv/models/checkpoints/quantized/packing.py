@@ -24,9 +24,10 @@ def in_any_order(codes: Tensor, zeros: Tensor | None, scales: Tensor, groups: Te
     """Dequantizes columns whose groups are in any order, as activation order (``desc_act``) makes them.
 
     Args:
-        codes: uint8 [N, K].
-        zeros: zero points, uint8 [N, G]; None if every zero point is the middle code, 2 ** (bits - 1).
-        scales: [N, G].
+        codes: codes of N rows and K columns, uint8 [N, K].
+        zeros: zero points of rows and groups, uint8 [N, G]. If None, every zero point is the middle code,
+            2 ** (bits - 1).
+        scales: scale of each row and each of G groups of columns, [N, G].
         groups: the group of each column, [K].
 
     Returns:

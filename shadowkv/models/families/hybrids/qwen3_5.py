@@ -2,8 +2,8 @@
 attention.
 
 Layers of full attention gate their output, and rotate a quarter of each head. Norms multiply by 1 + w, in float32,
-except those of linear attention. The multimodal RoPE has three positions per token, which are equal for text. Image
-encoders in the files are not loaded.
+except those of linear attention. The multimodal RoPE has three positions per token. For text they are equal, which
+makes it an ordinary RoPE. Image encoders in the files are not loaded.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def _inputs(linear: LinearAttention, ours: str, theirs: str) -> Targets:
 
 
 def text_weight(name: str) -> str | None:
-    """The text model's name of a weight; None for weights of the image encoder and of layers that draft tokens.
-    ``registry.text_weight`` names those of a draft head that is read."""
+    """Returns a weight's name in the text model; None for weights of the image encoder and of layers that draft tokens.
+    If a draft head is read, ``registry.text_weight`` returns the names of its weights instead."""
     if name.startswith(_OTHERS):
         return None
     return f"model.{name.removeprefix(_PREFIX)}" if name.startswith(_PREFIX) else name

@@ -1,5 +1,5 @@
-"""The Qwen4 preview (Qwen team, 2026), the text model: Qwen3.5's linear attention, gated attention to what an indexer
-selects (QSA), experts, several residual streams, and n-gram embeddings.
+"""The Qwen4 preview (Qwen team, 2026), the text model: Qwen3.5's linear attention, gated attention to the tokens that
+an indexer selects (QSA), experts, several residual streams, and n-gram embeddings.
 
 The formulas are those of transformers' ``qwen4_exp``. Image encoders in the files, and layers that draft tokens, are
 not loaded.
@@ -22,7 +22,8 @@ from shadowkv.models.weight_names import Target, Targets, rows
 from shadowkv.ops.choose_experts.routing import Routing
 
 INDEXED = "indexed_attention"
-"""transformers' name of attention with an indexer in ``layer_types``. Published files call it full attention."""
+"""The name that transformers' ``layer_types`` have for attention with an indexer. Published files call it full
+attention."""
 
 _INDEXER = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -120,7 +121,8 @@ def _n_grams(hf: dict[str, Any], sizes: dict[str, int], config: ModelConfig) -> 
     if not layers:
         return None
     tables, width = (sizes["ngram_size"] - 1) * sizes["heads_per_ngram"], hf.get("ple_embed_dim") or config.hidden_size
-    # The last layer is left out: tokens that need no attention there go through ``append``, which adds no n-grams.
+    # The last layer is left out: tokens that need no attention there go through ``HyperConnectedLayer.append``, which
+    # adds no n-grams.
     linear = [layer + 1 for layer, kind in enumerate(config.layer_kinds[:-1]) if kind.state]
     reasons = []
     if not isinstance(layers, list) or not all(type(layer) is int and layer in linear for layer in layers):

@@ -1,5 +1,6 @@
-"""MiniMax-M2, M2.1 and M2.5 (huggingface.co/MiniMaxAI/MiniMax-M2). Attention is full; all heads are normalised
-together, and half of each rotates. Every layer has experts, chosen by sigmoids with a correction bias."""
+"""MiniMax-M2, M2.1 and M2.5 (huggingface.co/MiniMaxAI/MiniMax-M2). Attention is full. The queries of all heads are
+normalised together, and so are the keys. Half of each head rotates. Every layer has experts, chosen by sigmoids with a
+correction bias."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ _ONLY = {
     "swiglu_limit": LIMIT,
 }
 _ONLY_SPARSE = {"use_sparse_attention": True, "sparse_score_type": "max", "sparse_init_block": 0}
-"""Fields that have the same value in all published configs. Only this value is supported."""
+"""``_ONLY`` and ``_ONLY_SPARSE`` are fields that have the same value in all published configs. Only this value is
+supported."""
 
 _SPARSE_CONFIG = {
     "index_n_heads": "sparse_num_index_heads",
@@ -92,7 +93,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
     if reasons:
         raise ValueError(f"this config cannot be used: {join_reasons(reasons)}")
     head_dim = fields.get("head_dim", 128)
-    # transformers ignores ``rotary_dim``; published configs state the same as ``partial_rotary_factor``, too.
+    # transformers ignores ``rotary_dim``. Published configs also have ``partial_rotary_factor``, which says the same.
     config = build_config(
         {"vocab_size": 200064, **hf, "head_dim": head_dim, "hidden_act": "silu"},
         max_model_len=max_model_len,
