@@ -154,8 +154,7 @@ def load_model(
 
     Args:
         source: catalogue name, Hugging Face directory (safetensors), .gguf file, or hub id ``org/name``.
-        dtype: dtype of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
-        device: device of the weights.
+        dtype, device: of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
         load_format: ``auto``, ``safetensors`` (.gguf files are refused), or ``dummy`` for random weights of the right
             shapes.
         adapter: directory of a PEFT LoRA adapter to merge.
