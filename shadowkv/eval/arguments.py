@@ -26,7 +26,7 @@ COUNTS = (
     *("samples", "batch", "needles", "turns", "num_concurrent"),
     *("prompts", "prompt_tokens", "new_tokens", "measure_every"),
 )
-"""Flags whose values must be at least 1."""
+"""Names of arguments whose values must be at least 1."""
 
 
 def parser(description: str | None) -> Parser:

@@ -1,4 +1,5 @@
-"""RULER's needles: values of keys hidden in noise, in essays or among more needles (arXiv:2404.06654, section 3)."""
+"""RULER's needles: sentences that give the value of a key, hidden in noise, in essays or among more needles
+(arXiv:2404.06654, section 3)."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class Config:
     """The configuration of a needle task.
 
     Attributes:
-        hay: text around the needles; ``needle`` means more needles, one unit each.
-        keys, values: form of keys and values.
+        hay: text around the needles: repeated noise, essays, or more needles.
+        keys, values: form of the keys and of the values.
         num_keys: number of keys that may be asked for.
         num_values: number of values of a key. Each value has its own needle.
         num_queries: number of keys asked for.
@@ -73,7 +74,7 @@ class Needles:
         self._essays = essay_words(data) if config.hay == "essay" else []
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Needles at random places, and a question about some of them."""
+        """Returns a text with needles at random places, and a question about some of the needles."""
         config = self.config
         more = units if config.hay == "needle" else 0
         keys = self._keys(config.num_keys + more, rng)
