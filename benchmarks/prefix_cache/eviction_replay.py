@@ -1,5 +1,5 @@
 """Compares the policies of ``--eviction`` on made-up traces of chats, without a model: the share of prompt tokens that
-each tier has.
+each tier provides.
 
 The scheduler, the prefix cache and its tiers are the engine's. The KV cache has a few bytes per token, and no attention
 is computed. Every chat starts with the same system prompt and a document. The popularity of documents follows Zipf's

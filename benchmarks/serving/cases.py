@@ -14,7 +14,8 @@ DIRECT = ("poisson", "at-once")
 
 LIMITS = {"ttft": 200.0, "tpot": 20.0}
 """Limits in milliseconds, for the first token (``ttft``) and per later token (``tpot``). Every row's goodput counts the
-requests within both. The case ``limits`` searches for the highest rate at which 99 % of the requests are."""
+requests within both. The case ``limits`` searches for the highest rate at which 99 % of the requests stay within
+both."""
 
 SEED, WARM_UP_SEED, SEARCH_SEED = 0, 1 << 20, 1 << 21
 """Seed of a case's requests, seed of the warm-up requests, and first seed of the runs of a search. They are so far

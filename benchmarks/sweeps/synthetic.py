@@ -216,8 +216,8 @@ class ScriptedSelection:
         self._script = self._script.flatten(0, 1)
 
     def __call__(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
-        """Returns the current step's selection. A new step begins when a layer is called after a later layer or
-        itself."""
+        """Returns the current step's selection. A new step begins when the layer's number is below that of the previous
+        call."""
         width = selected.chunks.shape[-1]
         if layer < self._layer:
             self._first.add_(self._rows).remainder_(len(self._script))

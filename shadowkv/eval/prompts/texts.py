@@ -1,6 +1,6 @@
-"""Texts for prompts. A haystack has sentences of a file, of essays or of noise; ``Filler`` makes texts of a number of
-tokens from these. Texts of source code consist of files of Python's standard library and of PyTorch. ``TEXTS_OF_LINES``
-lists all kinds of text that consist of lines."""
+"""Texts for prompts. A haystack has sentences of a file, of essays or of noise. ``Filler`` makes texts of a given
+number of tokens from a haystack. Texts of source code consist of files of Python's standard library and of PyTorch.
+``TEXTS_OF_LINES`` lists all kinds of text that consist of lines."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Filler:
     def fill(self, first: int, limit: int, build: Callable[[list[str]], str]) -> str:
         """Returns ``build(sentences)`` for as many sentences, from index ``first`` on, as fit in ``limit`` tokens.
 
-        The tokens of each sentence are counted separately, and the sum can be a few tokens less than the whole text
+        Each sentence is tokenized separately, and the sum of the counts can be a few tokens less than the whole text
         has. If the text is too long for this reason, its last sentences are removed. Raises ValueError if even
         ``build([])`` is too long.
         """

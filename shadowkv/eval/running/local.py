@@ -140,8 +140,8 @@ class Forks:
         return Prompts(sample, turns, need)
 
     def _open(self, policies: list[Policy], capacity: int, largest_group: int) -> None:
-        """Opens caches of all ``policies`` for sequences of ``capacity`` tokens, unless the open ones suffice. They
-        have ``largest_group`` slots, or fewer if memory does not suffice."""
+        """Opens caches of all ``policies`` for sequences of ``capacity`` tokens, unless the open ones suffice. A cache
+        has ``largest_group`` slots, or fewer if ``batch`` or the memory does not allow as many."""
         if capacity <= self._capacity and all(policy.label in self._caches for policy in policies):
             return
         self._caches.clear()
@@ -195,6 +195,6 @@ class Forks:
 
 
 def _kind(sample: Sample, policies: list[Policy]) -> tuple[object, ...]:
-    """Returns a key. Samples with the same key can be answered together."""
+    """Returns a key for batching: samples with the same key can be answered together."""
     labels = tuple(policy.label for policy in policies)
     return sample.task, sample.length, len(sample.turns), sample.max_new_tokens, labels
