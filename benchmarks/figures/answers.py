@@ -1,4 +1,4 @@
-"""Figures of what compression costs in the quality of answers: RULER's scores, next-token distributions, and lengths of
+"""Figures of the quality that answers lose by compression: RULER's scores, next-token distributions, and lengths of
 answers."""
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Driver:
 
     def run(self, tokens: int, outputs: list[int]) -> tuple[float, list[list[float]]]:
         """Runs a request with a prompt of ``tokens`` random tokens for each number of answer tokens in ``outputs``.
-        Returns what ``offer`` returns."""
+        Returns the times of ``offer``."""
         return self.offer([self.draw(tokens) for _ in outputs], outputs)
 
     def offer(self, prompts: list[list[int]], outputs: list[int]) -> tuple[float, list[list[float]]]:

@@ -5,11 +5,11 @@ the leader, computes the document. Its prompt is the document followed by other 
 the document alone, because a sequence cannot be forked within tokens that were compressed together. All answers follow
 the tokens that ``full`` generates without a hit. KL is in nats per token, between these pairs:
 
-    full fresh > fresh     what the policy costs without a hit
-    full fresh > hit       and with one
-    fresh > hit            what changes
-    hit > from host        the same hit after its pages were only in host memory
-    hit > from disk        and only in files, with another engine
+    full fresh > fresh     cost of the policy without a hit
+    full fresh > hit       cost of the policy with a hit
+    fresh > hit            effect of the hit
+    hit > from host        a hit on the device, and one on pages that only host memory has
+    hit > from disk        a hit on the device, and one on pages that only files have, in a new engine
 
     python -m benchmarks.prefix_cache.hits --text FILE --kv full turbo:dense_below=0 --out results/hits.csv
 """

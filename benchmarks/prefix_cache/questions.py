@@ -27,7 +27,7 @@ from shadowkv.eval.suites.ruler import samples
 from shadowkv.eval.suites.ruler.needles import ONE
 
 ANSWER = 16
-"""Tokens of an answer. It is more than the number that is asked for has."""
+"""Maximum number of tokens of an answer. The expected value has fewer tokens."""
 COLUMNS = ("kv", "length", "samples", "questions", "score_reuse", "score_fresh", "difference", "difference_stderr")
 COLUMNS += ("same_answers", "hit_rate", "ttft_reuse_s", "ttft_fresh_s")
 

@@ -2,13 +2,13 @@
 
 Prompts are random token ids; TTFT counts from the moment a request is submitted. Each case has its own engine.
 
-    shared      concurrent requests, each with one document and its own tokens
-    one-by-one  the same one after the other, with the document in host memory only
+    shared      concurrent requests with the same document, each with another question
+    one-by-one  such requests one after the other, while only host memory has the document
     restore     a document comes back from host memory, with no other requests
-    disk        the same from disk, with the page cache emptied; and a plain read of the same number of bytes
-    trace       chats of several turns over documents, a few at a time; the device keeps a quarter as many
-    copies      decode steps of a full batch, in one engine: while its prompts are copied to host memory, and to --disk
-                where that is given (reuse on), and with nothing beside them (off)
+    disk        a document comes back from disk, with an empty page cache; prints the time of a plain read of its file
+    trace       chats of several turns over documents, a few at a time; the device keeps a quarter of the documents
+    copies      decode steps of a full batch, while its prompts are copied to host memory and, if given, to --disk
+                (row "on"), and without copies (row "off"), in one engine
 
     python -m benchmarks.prefix_cache.reuse --load-format dummy --kv turbo --out results/summary.csv --disk DIR
 """

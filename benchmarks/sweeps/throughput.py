@@ -313,8 +313,8 @@ def time_mix(engine: Engine, mix: Mix, new: int, steps: int, windows: int) -> di
 
 
 def time_rows(engine: Engine, lengths: list[int], new: int, steps: int, windows: int) -> tuple[float, dict[str, Any]]:
-    """Times steps of rows of these lengths. Returns the seconds of a step, and a profile. The rows leave the engine
-    afterwards."""
+    """Times decode steps of a batch whose rows have the given lengths. Returns the seconds of a step, and a profile.
+    The rows leave the engine afterwards."""
     draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
     prompts = [draw.choices(words, k=length - draw.randrange(RAGGED)) for length in lengths]
     begin(engine, prompts, new, synthetic=True)

@@ -4,9 +4,10 @@ InfiniGen skews queries and keys: it multiplies both by the right singular vecto
 score, but concentrates the scores in few columns (dimensions). A token's score uses only some columns: those in which
 the absolute values of skewed queries and keys have the largest sum. The paper finds the vectors offline, and chooses
 the columns by the whole prompt. Here both come from each sequence's own prompt, per layer and kv head, after RoPE. The
-vectors are those of the last 64 queries of all query heads of a kv head. The columns have the largest sum of two means:
-of the absolute values of these skewed queries, and of those of the skewed keys. A segment of generated tokens has no
-queries. Its keys are not skewed, and its columns are chosen by the keys alone.
+vectors are computed from the last 64 queries of all query heads of a kv head. For each column, two means are added: the
+mean absolute value of these queries after skewing, and that of all skewed keys. The columns with the largest sums are
+kept. A segment of generated tokens has no queries. Its keys are not skewed, and its columns are chosen by the keys
+alone.
 
 In the paper, keys and values are in host memory. It scores one layer ahead, from the input of the previous layer, to
 have time for the transfer. This index scores with a layer's own queries, and so avoids the error of scoring ahead.

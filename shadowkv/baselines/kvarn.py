@@ -116,9 +116,9 @@ def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """Returns scales of tokens [..., 64, 1] and of channels [..., 1, d] for tiles float32 [..., 64, d]. The caller
     divides a tile by both.
 
-    The scales are those of the iteration with the least imbalance. If no iteration improves a tile, it is only divided
-    by its standard deviation. The imbalance is the sum of two ratios of the largest to the smallest standard deviation:
-    that over tokens, and that over channels. The deviation of constant entries counts as 1.
+    The scales of the iteration with the least imbalance are returned. If no iteration improves a tile, it is only
+    divided by its standard deviation. The imbalance is the sum of two ratios of the largest to the smallest standard
+    deviation: that over tokens, and that over channels. The deviation of constant entries counts as 1.
     """
     unit = _deviation(tiles.flatten(-2), -1).unsqueeze(-1)
     tiles = tiles / unit

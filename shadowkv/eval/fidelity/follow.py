@@ -71,7 +71,7 @@ def acceptance_rate(reference: Tensor, logits: Tensor) -> Tensor:
 
 
 class Follower:
-    """A policy that follows given tokens.
+    """A policy's cache and runner, whose sequences follow given tokens.
 
     Args:
         prompts: the prompts, all of the same length, one sequence each.

@@ -43,8 +43,9 @@ def code_debug(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def longbook_choice(prediction: str, references: tuple[str, ...]) -> float:
-    """Returns 1 if the answer chooses the right letter. The chosen letter is the answer's first character; if that is
-    no option, what follows "answer is"; if there is none, the first word that is an option's letter.
+    """Returns 1 if the answer chooses the right letter. The chosen letter is the answer's first character, if it is an
+    option's letter. Otherwise it is what follows "answer is" or a similar phrase. If there is no such phrase, it is the
+    first word that is an option's letter.
 
     ``references`` are the right answer's text and its letter.
     """

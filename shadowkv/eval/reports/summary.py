@@ -73,7 +73,8 @@ def write_summary(predictions: Sequence[Prediction], model: str, folder: Path, s
 
 
 def summarise(predictions: Sequence[Prediction]) -> list[Row]:
-    """Returns a row per length, task and policy. The task ``ALL`` comes last, and the policy full attention first."""
+    """Returns a row per length, task and policy. ``ALL`` is the last task of a length, and full attention the first
+    policy of a task."""
     summary = []
     for (length, task), cell in by_cell(predictions).items():
         for label in labels(predictions):

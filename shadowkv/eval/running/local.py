@@ -28,7 +28,7 @@ class Answering:
     """A policy's cache for ``slots`` sequences of ``capacity`` tokens, and the decoding of their answers. Every step
     decodes all sequences whose answers are unfinished.
 
-    Decode steps are CUDA graphs where the engine would use them.
+    On a GPU, decode steps are CUDA graphs, unless an op must synchronise with the host.
     """
 
     def __init__(self, loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> None:

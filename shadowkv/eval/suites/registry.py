@@ -39,7 +39,8 @@ def _by_task(make: Callable[..., list[Sample]], tasks: Sequence[str], *options: 
     several threads: most of the time is spent in the tokenizer, which does not hold the interpreter's lock.
 
     Args:
-        make: makes the samples of a task, given the task, tokenizer, length, number of samples, seed, and ``options``.
+        make: function that makes the samples of a task from the task, tokenizer, length, number of samples, seed, and
+            ``options``.
         options: names of command-line arguments that ``make`` takes as keyword arguments.
         needs_data: whether the suite needs ``--data``.
     """

@@ -37,9 +37,9 @@ class Config:
     Attributes:
         hay: text around the needles: repeated noise, essays, or more needles.
         keys, values: form of the keys and of the values.
-        num_keys: number of keys that may be asked for.
+        num_keys: number of keys among which the question's keys are chosen.
         num_values: number of values of a key. Each value has its own needle.
-        num_queries: number of keys asked for.
+        num_queries: number of keys in the question.
     """
 
     hay: Literal["repeat", "essay", "needle"]

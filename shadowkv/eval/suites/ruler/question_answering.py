@@ -77,8 +77,8 @@ class QuestionAnswering:
         self.most: int | None = len(self._documents)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Returns the question with ``units`` shuffled documents: its own, as many as there are of the same article,
-        and others.
+        """Returns the question with ``units`` shuffled documents. The question's own documents are added first, then
+        other documents of the same article, then documents of other articles.
 
         Raises ValueError if there is no question ``index``.
         """
