@@ -246,7 +246,7 @@ def _bars(axis: Any, plot: Plot) -> None:
         colour, again = colours[label]
         places = [row + offset for row in range(len(plot.groups))]
         lengths = [values[0] for values in plot.series[label]]
-        if plot.logarithmic:  # a bar would have no meaning: the axis has no zero
+        if plot.logarithmic:  # points and not bars, because the axis has no zero
             axis.plot(lengths, places, linestyle="", marker="o", markersize=7, color=colour, label=label)
         else:
             axis.barh(places, lengths, 0.8 / len(labels), color=colour, alpha=0.55 if again else 0.9, label=label)

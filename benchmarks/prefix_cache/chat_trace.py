@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class TraceShape(NamedTuple):
-    """``chats`` of ``turns`` turns on ``documents`` of ``shortest`` to ``longest`` tokens, ``at_once`` at a time; each
-    turn adds a question of ``own`` tokens."""
+    """``chats`` chats of ``turns`` turns each, about ``documents`` documents of ``shortest`` to ``longest`` tokens.
+    ``at_once`` chats run at a time. Each turn adds a question of ``own`` tokens."""
 
     chats: int = 40
     turns: int = 4

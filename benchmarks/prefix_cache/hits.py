@@ -201,7 +201,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 if a hit from another tier is not bitwise identical."""
+    """Command line. Returns 1 if the logits after a hit on another tier are not bitwise identical to those after a hit
+    on the device, else 0."""
     args = parse(argv)
     with TemporaryDirectory(prefix="hits-") as directory:
         engine = opened(args, "full", directory)

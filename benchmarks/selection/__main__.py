@@ -1,7 +1,7 @@
 """Measures, for several rules of selecting tokens, how far decode steps are from full attention.
 
-The prompt is computed once, exactly. It is forked into one row for each rule (``rules.py``), and all rows follow the
-tokens that full attention generates. Keys and values are exact, so only the selection differs.
+The prompt is computed once, exactly. Its sequence is forked into one sequence for each rule (``rules.py``), and all
+forks follow the tokens that full attention generates. Keys and values are exact, so only the selection differs.
 
 Results are rows of a CSV file, one for each prompt and rule. Among others, a row has the KL to full attention, and the
 relative error of attention's output compared with exact attention of the same queries. Prompts that the file already
@@ -44,7 +44,7 @@ from shadowkv.models.loader import LoadedModel
 
 
 class RuledCache(ObservedCache):
-    """A cache whose only group of layers has the index of all rules."""
+    """A cache with one group of layers, whose index (``ByRule``) applies all rules."""
 
     @property
     def index(self) -> ByRule:

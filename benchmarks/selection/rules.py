@@ -91,7 +91,7 @@ def chances(log_weight: Tensor, tokens: int) -> Tensor:
 
 
 class ByRule(Sketch):
-    """An index with a rule for each row.
+    """An index that applies the rule ``RULES[i]`` to row i of a batch.
 
     Attributes:
         exact_lse: float32 [R, H_q] (H_q query heads), log-sum-exps over the tokens that stay exact, in the current

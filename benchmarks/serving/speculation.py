@@ -130,7 +130,7 @@ def measure(args: argparse.Namespace, plain: Engine, drafting: Engine, task: str
     before = drafts.stats.num_drafts, drafts.stats.num_accepted_tokens
     times: dict[Engine, list[list[float]]] = {plain: [], drafting: []}
     for prompt, params in requests(plain, task, context, args.tokens, args.prompts):
-        wanted, _ = answer(plain, prompt, params)  # warms up, and fills the prefix cache
+        wanted, _ = answer(plain, prompt, params)  # a warm-up, which also fills the prefix cache
         for engine in times:
             times[engine].append([])
         for _ in range(args.rounds):

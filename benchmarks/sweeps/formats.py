@@ -59,7 +59,7 @@ LENGTHS = (16384, 32768)
 """Lengths of RULER's samples: tokens of prompt and answer together."""
 
 
-# -- stages: each appends the rows that its file is missing ------------------------------------------------------------
+# -- stages: each measures the rows that its file does not have yet ----------------------------------------------------
 
 
 def measure_bytes(args: argparse.Namespace, rows: Rows) -> None:

@@ -48,7 +48,7 @@ def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: fl
     sizes = [part.shape[1] for part in groups]
     unit = 2 * math.gcd(*sizes)  # in bits; every sum of widths is a multiple of this
     units = budget // unit
-    # Least cost of the groups so far, within a budget of 0, 1, ... units.
+    # Entry u is the least cost of the groups so far within a budget of u units.
     least = variance.new_zeros(len(variance), units + 1, dtype=torch.float32)
     choices = []
     for part, size in zip(groups, sizes, strict=True):
@@ -70,14 +70,14 @@ def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: fl
 
 
 LARGEST = 127
-"""The largest entry of a basis row, in steps of the row."""
+"""The largest integer of a basis row. A row's step is its largest absolute entry divided by this."""
 
 COMPRESSED_AT_ONCE = 64
 """Pages of one layer that are projected at a time. Each can have its own basis."""
 
 BYTES_OF_A_LATENT = 40
-"""Temporary bytes for packing a latent in PyTorch: several 4-byte copies of the latent and of its shifted and split
-code."""
+"""Temporary bytes for packing an entry of a latent in PyTorch: several 4-byte copies of the entry and of its shifted
+and split code."""
 
 
 class MixedLatents(LatentCodec):
@@ -195,7 +195,8 @@ class MixedLowRankKeys(LowRankKeys):
         return LatentKeys(store.page["latents"][layer], self.codec, basis, mean, *of_batch, widths, step)
 
     def _decoded(self, store: CompressedStore, layers: slice, states: Tensor) -> Tensor:
-        """Decoded bases, float32 [L, n, r, H, d]."""
+        """Returns decoded bases, float32 [L, n, r, H, d]: L layers, n states, rank r, H kv heads, d dimensions of a
+        head."""
         basis, step = (store.state[name][layers][:, states] for name in ("basis", "basis_step"))
         return basis * step[..., None, None]
 

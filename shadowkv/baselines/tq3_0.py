@@ -27,7 +27,8 @@ STEPS = 107
 multiples of a step. Of all numbers up to 127, 107 fits these levels best: the rounding error is 0.01 % of the codec's
 own error."""
 BOUNDARIES = (-1.7455, -1.0385, -0.4931, 0.0, 0.4931, 1.0385, 1.7455)
-"""Boundaries between levels. They are midpoints; the outermost ones are rounded to four digits."""
+"""Boundaries between levels. They are the midpoints between neighbouring levels; the outermost two are rounded to four
+digits."""
 SHRINK = 0.17677669529663688
 """1 / sqrt(32): with this factor, a product with the Hadamard matrix preserves norms."""
 
@@ -37,8 +38,8 @@ class TQ3Rows(RowCodec):
     Codes are chosen with the exact scale, and the stored scale is rounded to float16. If ``encode`` rotates rows, a NaN
     makes its whole block zero.
 
-    ``encode`` and ``decode`` rotate rows with a fast Walsh-Hadamard transform. It adds in the fork's order, so the
-    bytes equal the fork's. ``rotation_matrix`` is for callers that rotate queries or outputs instead.
+    ``encode`` and ``decode`` rotate rows with a fast Walsh-Hadamard transform. The transform adds in the fork's order,
+    so the bytes equal the fork's. ``rotation_matrix`` is for callers that rotate queries or outputs instead.
 
     Attributes:
         levels: the level of each code, in units of a block's scale.

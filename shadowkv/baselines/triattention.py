@@ -109,7 +109,8 @@ def statistics(queries: Tensor, config: RopeConfig) -> tuple[Tensor, Tensor]:
 
 
 def looking_ahead(query: Tensor, rotary: RotaryTables) -> Tensor:
-    """Rotates a query [..., d] by RoPE by each distance of ``AHEAD``. Returns the mean of the results, [..., d]."""
+    """Rotates a query [..., d] ahead by each distance of ``AHEAD``, as RoPE does. Returns the mean of the rotated
+    queries, [..., d]."""
     angles = torch.tensor(AHEAD, dtype=torch.float64)[:, None] * rotary.config.inverse_frequencies()
     cos, sin = (x.mean(0).float().to(query.device) for x in (angles.cos(), angles.sin()))
     return rope_by(query, cos, sin, rotary)
@@ -134,7 +135,7 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
 
 def lengths(x: Tensor, config: RopeConfig) -> Tensor:
     """Lengths [..., r / 2] of the pairs of coordinates in [..., d] that RoPE rotates together. r = ``config.dim`` is
-    the number of dimensions that it rotates."""
+    the number of rotated dimensions."""
     return torch.hypot(*halves(x[..., : config.dim], config))
 
 

@@ -140,7 +140,7 @@ def _plain(value: object) -> object:
 
 
 class Answerer(Protocol):
-    """Answers samples: a local model or a server."""
+    """Something that answers samples: a local model or a server."""
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
         """Yields the requested policies' answers to the samples, as they arrive."""

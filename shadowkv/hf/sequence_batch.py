@@ -38,7 +38,8 @@ class Step:
         blocks: the batches that attention layers see, each with its slice of the new tokens.
         shape: B and T.
         rows: int64 [n], indices of the n tokens among B * T that are not padding; None if none is padding.
-        cos, sin: float32 [n, 1, dim / 2], which undo RoPE in the n tokens; dim is the number of rotated dimensions.
+        cos, sin: float32 [n, 1, dim / 2]; rotating by them undoes RoPE in the n tokens. dim is the number of rotated
+            dimensions.
         finish_layer: called after each layer's attention, with the layer's number.
         end: called after the last layer.
     """

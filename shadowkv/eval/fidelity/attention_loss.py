@@ -103,8 +103,8 @@ class AttentionLoss:
 
 
 class Reuse:
-    """Measures how often a step selects chunks that earlier steps selected. It counts hits in simulated buffers that
-    evict the least recently used chunk. There is one buffer per size, layer, row and kv head.
+    """Measures how often a step selects chunks that earlier steps selected. ``Reuse`` counts hits in simulated buffers,
+    which evict the least recently used chunk when they are full. There is one buffer per size, layer, row and kv head.
 
     Only the selections are needed, so this also works for policies that have no fetch buffer.
 
@@ -113,7 +113,8 @@ class Reuse:
     """
 
     def __init__(self, layers: int, rows: int, heads: int, chunks: int, device: torch.device) -> None:
-        # The step that last used each chunk, counted from 1; 0 if none has. The extra last entry is for chunk -1.
+        # Number of the step that last used each chunk, counted from 1; 0 if no step has used it. The extra last entry
+        # is for chunk -1.
         self._used = torch.zeros(layers, rows, heads, chunks + 1, dtype=torch.int32, device=device)
         self._steps = [0] * layers
         self._hits = torch.zeros(len(SIZES), layers, rows, dtype=torch.int64, device=device)

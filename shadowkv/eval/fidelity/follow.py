@@ -102,7 +102,7 @@ class Follower:
             self.cache.observe = self._observe
 
     def decode(self, tokens: list[int]) -> Tensor:
-        """Appends each sequence's next token. Returns the logits [B, V] of the tokens after these."""
+        """Appends each sequence's next token. Returns the logits [B, V] after these tokens, for B sequences."""
         return self.runner.decode(self.sequences, tokens)
 
     def follow(self, tokens: list[int], reference: Tensor, measuring: bool) -> None:

@@ -1,4 +1,5 @@
-"""Logs and tables, made up from a seed: texts that are neither prose nor code, for ``fidelity`` and ``open-ended``.
+"""Logs and tables, made up from a seed: texts that are neither prose nor code, for the suites ``fidelity`` and
+``open-ended``.
 
 All lines have one of a few forms and differ in names and numbers. So attention must tell thousands of similar keys
 apart.

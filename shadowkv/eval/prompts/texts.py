@@ -29,7 +29,8 @@ CHARACTERS_PER_TOKEN = 6
 SHORTEST = 1000
 """Minimum size of a source file in bytes. Most smaller files have only imports."""
 LEFT_OUT = {"test", "tests", "testing", "site-packages", "dist-packages", "__pycache__"}
-"""Folders that are left out: tests repeat themselves, and other packages differ from machine to machine."""
+"""Folders whose source files are not used: tests repeat themselves, and installed packages differ from machine to
+machine."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Point:
 
 
 def write_score_ablation(field: str, predictions: Sequence[Prediction], model: str, folder: Path) -> None:
-    """Writes the mean score over all tasks against the values of ``field``."""
+    """Writes the table and the plot of an ablation: the mean score over all tasks, for each value of ``field``."""
     answers: dict[tuple[int, str], list[Prediction]] = {}
     for p in predictions:
         answers.setdefault((p.length, p.policy), []).append(p)

@@ -37,7 +37,8 @@ STEP, LIGHTEST = 0.25, 0.6
 
 
 def colour(policy: str) -> str:
-    """Returns the colour of a policy's preset, as ``#rrggbb``. Changed fields and a budget do not matter."""
+    """Returns the colour of a policy's preset, as ``#rrggbb``. Changed fields and the budget do not change the
+    colour."""
     return PRESETS.get(re.split(r"[:@ ]", policy)[0], OTHERS)
 
 

@@ -24,7 +24,7 @@ ANSWER_MARGIN = 1.25  # limit of new tokens, as a multiple of the longest of 64 
 
 
 def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int, chat: bool) -> list[Sample]:
-    """``count`` samples of a task, scored by ``metrics.mrcr.mrcr``.
+    """Returns ``count`` samples of a task, which ``metrics.mrcr.mrcr`` scores.
 
     Args:
         task: one of ``TASKS``.

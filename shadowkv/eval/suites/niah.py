@@ -53,7 +53,7 @@ def samples(
 
     Args:
         count_tokens: counts the tokens of a text with the model's tokenizer.
-        depths: position of the first needle, in per cent.
+        depths: positions of the first needle in the haystack, in per cent.
         needles: number of needles in ``niah_multi``; one question asks for all of them.
         turns: number of turns in ``niah_multiturn``. Each asks for another needle, in random order.
 
@@ -95,7 +95,7 @@ def _conversation(
     order = rng.sample(range(number), number)
     asked = [order] if questions == 1 else [[index] for index in order]
     turns = [_question([keys[index] for index in indices]) for indices in asked]
-    # Tokens outside the first prompt: later questions and all answers.
+    # Number of tokens that are not in the first prompt: those of later questions and of all answers.
     rest = sum(map(filler.count, turns[1:])) + TOKENS_PER_ANSWER * number
 
     def build(sentences: list[str]) -> str:

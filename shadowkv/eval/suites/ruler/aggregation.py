@@ -69,7 +69,7 @@ FREQUENT_PREFIX = " Answer: According to the coded text above, the three most fr
 NOISE = "..."
 LETTERS = 6
 TOKENS_PER_NEW_WORD = 50  # a sample has one distinct word for this many tokens of its length
-MIN_WORDS = 100  # with so many words, the fourth word is rarer than the third and more frequent than the fifth
+MIN_WORDS = 100  # so many that the word of rank 4 is rarer than that of rank 3 and more frequent than that of rank 5
 
 
 class FrequentWords:

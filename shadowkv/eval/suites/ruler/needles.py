@@ -27,7 +27,7 @@ SEVERAL = (
     "What are all the special magic {kind} for {query} mentioned in the provided text?",
     " The special magic {kind} for {query} mentioned in the provided text are",
 )
-DEPTHS = [round(100 * step / 39) for step in range(40)]  # of needles in essays, in per cent
+DEPTHS = [round(100 * step / 39) for step in range(40)]  # possible depths of needles in essays, in per cent
 
 
 @dataclass(frozen=True)
